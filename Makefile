@@ -1,0 +1,84 @@
+# demo · up · test · check · proto · bench · bench-gpu · clean.  Everything lands in .venv; a stamp says what is there already.
+#
+#   make demo PROMPT="What is the capital of France?"
+#   make test PYTEST_FLAGS="-k client"
+#   make up UP_FLAGS="--prefill 2"
+#   TORCH_INDEX=https://download.pytorch.org/whl/cpu   takes PyTorch from there instead of from where pip's own configuration points
+#   PYTHON=python3.12                                  makes .venv with that interpreter (3.11 or newer)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+PROMPT ?= What is the capital of France?
+PYTEST_FLAGS ?= -q
+UP_FLAGS ?=
+DEMO_FLAGS ?=
+BENCH_FLAGS ?=
+
+# A prompt is passed on as it stands, dollar signs and quotes included.
+override PROMPT := $(value PROMPT)
+export PROMPT
+
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := deploy/constraints.txt
+PIP := scripts/pip-install $(BIN)/python
+# The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
+EDITABLE := --config-settings editable_mode=compat
+
+.PHONY: help demo up test check proto bench bench-gpu clean
+
+help:
+	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/.worker
+	@$(BIN)/twostep demo --prompt "$$PROMPT" $(DEMO_FLAGS)
+
+up: $(VENV)/.worker
+	@$(BIN)/twostep up $(UP_FLAGS)
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+check: $(VENV)/.dev
+	@scripts/check
+
+proto: $(VENV)/.dev
+	@scripts/proto .
+
+bench: $(VENV)/.dev
+	@$(BIN)/python benchmarks/cpu.py
+
+# With the interpreter that has PyTorch for the GPU, Triton and, if it is there, FlashInfer: make bench-gpu PYTHON=python3
+bench-gpu:
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/gpu_decode_attention.py $(BENCH_FLAGS)
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .run
+
+# The interpreter is judged before anything is made with it.
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there: install Python 3.11 or newer, or give PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$$($(PYTHON) --version) is too old: give one of 3.11 or newer, as in make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "$(PYTHON) cannot make virtual environments: on Debian, apt install python3-venv"; exit 1; }
+	@echo "» $(VENV): $$($(PYTHON) --version)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# First and in one exact version: an open range would let what depends on it pull gigabytes of CUDA packages.
+$(VENV)/.torch: $(VENV)/.made $(CONSTRAINTS)
+	@$(PIP) "PyTorch" $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$$(grep '^torch==' $(CONSTRAINTS))"
+	@touch $@
+
+$(VENV)/.worker: $(VENV)/.torch pyproject.toml
+	@$(PIP) "twostep and what its processes need" -c $(CONSTRAINTS) $(EDITABLE) -e '.[worker]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.worker
+	@$(PIP) "what tests and checks need" -c $(CONSTRAINTS) $(EDITABLE) -e '.[worker,dev]'
+	@touch $@
