@@ -1,0 +1,94 @@
+"""Twostep: language models served in two steps, prefill and decode, behind one router.
+
+What a program that asks for text needs is here; it is loaded on first use, so that a worker, which imports this package for its
+other parts, never loads the client.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from twostep.client import (
+        AsyncClient,
+        AsyncGeneration,
+        Client,
+        Completion,
+        Generation,
+        Message,
+        Model,
+        Phases,
+        Piece,
+        SamplingOptions,
+        TokenLogprobs,
+        Tokens,
+        TopLogprob,
+        Transfer,
+        Usage,
+    )
+    from twostep.errors import (
+        Cancelled,
+        ContextExceeded,
+        DataLoss,
+        DeadlineExceeded,
+        Incompatible,
+        InternalError,
+        InvalidRequest,
+        NotFound,
+        ResourceExhausted,
+        SetupError,
+        StreamBroken,
+        TwostepError,
+        Unauthenticated,
+        Unavailable,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncClient",
+    "AsyncGeneration",
+    "Cancelled",
+    "Client",
+    "Completion",
+    "ContextExceeded",
+    "DataLoss",
+    "DeadlineExceeded",
+    "Generation",
+    "Incompatible",
+    "InternalError",
+    "InvalidRequest",
+    "Message",
+    "Model",
+    "NotFound",
+    "Phases",
+    "Piece",
+    "ResourceExhausted",
+    "SamplingOptions",
+    "SetupError",
+    "StreamBroken",
+    "TokenLogprobs",
+    "Tokens",
+    "TopLogprob",
+    "Transfer",
+    "TwostepError",
+    "Unauthenticated",
+    "Unavailable",
+    "Usage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'twostep' has no attribute {name!r}")
+    module = importlib.import_module("twostep.errors")
+    if not hasattr(module, name):
+        module = importlib.import_module("twostep.client")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,212 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, TypeVar, Unpack
+
+import grpc
+
+from twostep.client import _channel, _wire
+from twostep.client._answer import Answer
+from twostep.client._types import Completion, Model, Piece, SamplingOptions, Tokens
+from twostep.errors import Cancelled, InvalidRequest, TwostepError
+from twostep.rpc.v1 import inference_pb2 as pb
+from twostep.rpc.v1 import inference_pb2_grpc as pb_grpc
+
+T = TypeVar("T")
+
+
+class _Call(Protocol):
+    """What a Generation needs of grpc's streaming call."""
+
+    def __next__(self) -> pb.GenerateResponse: ...
+
+    def cancel(self) -> bool: ...
+
+    def initial_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
+
+
+class Generation(Answer):
+    """An answer on its way. Iterate over it once for its pieces, or call result() for all of it.
+
+    The request is sent when this object is made. Leaving the loop early cancels it, and so does dropping the object.
+    Raises while iterating: any twostep.errors.TwostepError; StreamBroken if the answer broke off half-way.
+    """
+
+    def __init__(self, start: Callable[[float], _Call], target: str, attempts: _channel.Attempts, request_id: str) -> None:
+        super().__init__(request_id)
+        self._start, self._target, self._attempts = start, target, attempts
+        self._cancelled = False
+        self._call = start(attempts.remaining_s())
+
+    def __iter__(self) -> Iterator[Piece]:
+        try:
+            while self._end is None:
+                piece = self._next()
+                if piece is not None:
+                    yield piece
+        finally:
+            # Reached at the end, by an error, and by the generator's close when the caller leaves its loop.
+            if self._end is None:
+                self.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the request and frees everything it holds on the servers. From any thread; nothing happens after the end."""
+        if self._end is None:
+            self._cancelled = True
+            self._call.cancel()
+
+    def result(self) -> Completion:
+        """Waits for the end and returns the whole answer, with what earlier iteration took."""
+        for _ in self:
+            pass
+        return self._completion()
+
+    def _next(self) -> Piece | None:
+        while True:
+            if self._cancelled:
+                raise Cancelled("the request was cancelled on this side; ask again if you want an answer")
+            try:
+                response = next(self._call)
+            except StopIteration:
+                raise self._broken("the server closed the stream without an end") from None
+            except grpc.RpcError as failure:
+                error = _channel.error_of(self._target, failure)
+                delay = None if self._begun() or self._cancelled else self._attempts.delay_s(error)
+                if delay is None:
+                    raise self._failed(error) from failure
+                time.sleep(delay)
+                if not self._cancelled:
+                    self._call = self._start(self._attempts.remaining_s())
+                continue
+            if not self._request_id:
+                self._request_id = _channel.request_id_of(self._call.initial_metadata())
+            return self._take(response)
+
+
+class Client:
+    """A connection to a router, for any number of threads and concurrent requests. Close it, or use it as a context manager.
+
+        with Client("localhost:50051") as client:
+            for piece in client.generate("Once upon a time", max_tokens=64, temperature=0.0):
+                print(piece.text, end="", flush=True)
+
+    `timeout` (seconds) bounds a whole request with its retries; each call may give its own. `max_retries` more tries are made, with
+    growing jittered pauses, when a request was refused for want of room or the server was away, and nothing of its answer had arrived.
+    """
+
+    def __init__(
+        self,
+        target: str = _channel.DEFAULT_TARGET,
+        *,
+        timeout: float = _channel.DEFAULT_TIMEOUT_S,
+        max_retries: int = 3,
+        tls: bool = False,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+    ) -> None:
+        self._target = _channel.checked_target(target)
+        self._timeout = _channel.checked_timeout(timeout, _channel.DEFAULT_TIMEOUT_S)
+        self._max_retries = max_retries
+        credentials = _channel.credentials_of(tls, tls_ca, tls_cert, tls_key)
+        self._tls = credentials is not None
+        options = _channel.options_for(target)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, options)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, options)
+        self._closed = False
+        self._stub = pb_grpc.InferenceStub(self._channel)
+
+    def __repr__(self) -> str:
+        return f"Client({self._target!r}, timeout={self._timeout:g}, max_retries={self._max_retries}, tls={self._tls})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels whatever is still running and closes the connection."""
+        self._closed = True
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        model: str = "",
+        timeout: float | None = None,
+        request_id: str = "",
+        cache_salt: str = "",
+        **sampling: Unpack[SamplingOptions],
+    ) -> Generation:
+        """Continues a text, or token ids as they are. Requests share cached prefixes only with requests of the same `cache_salt`."""
+        request = _wire.generate_request(
+            prompt, token_ids, None, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling
+        )
+        return self._generate(request, timeout)
+
+    def chat(
+        self,
+        messages: _wire.Messages,
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        request_id: str = "",
+        cache_salt: str = "",
+        **sampling: Unpack[SamplingOptions],
+    ) -> Generation:
+        """The next turn of a conversation, in the model's own chat template."""
+        request = _wire.generate_request(None, None, messages, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling)
+        return self._generate(request, timeout)
+
+    def tokenize(
+        self, text: str | None = None, *, messages: _wire.Messages | None = None, model: str = "", timeout: float | None = None
+    ) -> Tokens:
+        """The token ids that `generate(text)` or `chat(messages)` would send to the model."""
+        request = _wire.tokenize_request(text, messages, model=model)
+        return _wire.tokens(self._unary(lambda seconds: self._stub.Tokenize(request, timeout=seconds), timeout))
+
+    def models(self, *, timeout: float | None = None) -> list[Model]:
+        """What is served here."""
+        return _wire.models(self._unary(lambda seconds: self._stub.ListModels(pb.ListModelsRequest(), timeout=seconds), timeout))
+
+    def _generate(self, request: pb.GenerateRequest, timeout: float | None) -> Generation:
+        def start(seconds: float) -> _Call:
+            self._check_open()
+            call: _Call = self._stub.Generate(request, timeout=seconds)
+            return call
+
+        attempts = _channel.Attempts(_channel.checked_timeout(timeout, self._timeout), self._max_retries)
+        return Generation(start, self._target, attempts, request.request_id)
+
+    def _unary(self, call: Callable[[float], T], timeout: float | None) -> T:
+        attempts = _channel.Attempts(_channel.checked_timeout(timeout, min(self._timeout, _channel.UNARY_TIMEOUT_S)), self._max_retries)
+        while True:
+            self._check_open()
+            try:
+                return call(attempts.remaining_s())
+            except grpc.RpcError as failure:
+                error: TwostepError = _channel.error_of(self._target, failure)
+                delay = attempts.delay_s(error)
+                if delay is None:
+                    raise error from failure
+                time.sleep(delay)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequest("this client is closed; make a new one")

@@ -1,0 +1,90 @@
+"""What workers say of themselves in Redis, and under which keys. Torch-free and protobuf-free.
+
+twostep:v1:worker:{worker_id}          string: WorkerRecord as JSON, expires HEARTBEAT_TTL_S after the last heartbeat
+twostep:v1:workers                     set of worker ids, added by every heartbeat (a reader takes out ids whose record has expired)
+twostep:v1:prefix:{worker_id}:{epoch}  set of prefix hashes (bytes) at hash-unit boundaries, expires PREFIX_TTL_S after
+                                       the last heartbeat; a restart has a new epoch and so a new, empty set
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from twostep.errors import InvalidRequest
+
+HEARTBEAT_S = 1.0
+HEARTBEAT_TTL_S = 4.0
+PREFIX_TTL_S = 30.0
+# The index is bounded: a worker announces at most so many hashes, its most recent ones.
+MAX_PREFIXES_PER_WORKER = 65536
+
+WORKERS_KEY = "twostep:v1:workers"
+
+
+def worker_key(worker_id: str) -> str:
+    return f"twostep:v1:worker:{worker_id}"
+
+
+def prefix_key(worker_id: str, epoch: int) -> str:
+    return f"twostep:v1:prefix:{worker_id}:{epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRecord:
+    """twostep.v1.KvLayout as a plain value; two workers can be paired if their fingerprints are equal (conversion comes later)."""
+
+    model_fingerprint: str
+    dtype: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    tp_rank: int = 0
+    tp_size: int = 1
+    quantization: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    num_running: int = 0
+    num_waiting: int = 0
+    num_reserved: int = 0
+    num_held: int = 0
+    num_free_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    worker_id: str
+    role: str  # "prefill" | "decode"
+    address: str  # host:port of its gRPC server
+    epoch: int  # microseconds since 1970 at process start: grows with every life
+    model: str  # name it is served under
+    layout: LayoutRecord
+    hash_unit: int
+    secret_check: str  # tells whether two processes have the same deployment secret, without telling it
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    ready: bool = True
+    draining: bool = False
+    transports: tuple[str, ...] = ()  # those ready now
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> WorkerRecord:
+        """Raises InvalidRequest for anything that is not a record of this version."""
+        try:
+            raw: dict[str, Any] = json.loads(text)
+            raw["layout"] = LayoutRecord(**raw["layout"])
+            raw["load"] = WorkerLoad(**raw["load"])
+            raw["transports"] = tuple(raw["transports"])
+            return cls(**raw)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest(f"not a worker record of this version: {error}; upgrade the worker or the router") from error

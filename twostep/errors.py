@@ -1,0 +1,131 @@
+"""The one exception tree, and the one table that maps it to gRPC and HTTP statuses.
+
+    TwostepError
+    ├── InvalidRequest         the request can never succeed as it is
+    │   └── ContextExceeded    prompt (+ max_tokens) is longer than the context
+    ├── NotFound               no such model, request or lease
+    ├── Unauthenticated        a ticket or a key does not verify
+    ├── ResourceExhausted      no room now: another worker, or later
+    ├── Unavailable            a worker, Ray or the whole service is away: safe to repeat
+    │   └── StreamBroken       an answer broke off half-way; carries what had arrived
+    ├── DeadlineExceeded       the caller's time is up
+    ├── Cancelled              the caller went away
+    ├── Incompatible           two sides disagree on model, layout or epoch
+    ├── DataLoss               bytes arrived that do not match their checksum
+    ├── SetupError             a process cannot start: bad model directory, port in use, no Redis
+    └── InternalError          a bug of ours
+
+Every message says what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class TwostepError(Exception):
+    """Base of everything this project raises on purpose."""
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+class InvalidRequest(TwostepError):
+    """The request can never succeed as it is; the message names the field and what it may be."""
+
+
+class ContextExceeded(InvalidRequest):
+    """Prompt, or prompt and max_tokens, do not fit the model's context."""
+
+
+class NotFound(TwostepError):
+    """No such model, request or lease."""
+
+
+class Unauthenticated(TwostepError):
+    """A ticket or a key does not verify."""
+
+
+class ResourceExhausted(TwostepError):
+    """No room now. Another worker may have some; later, this one."""
+
+
+class Unavailable(TwostepError):
+    """A worker, Ray or the whole service is away. Repeating the request is safe."""
+
+
+class StreamBroken(Unavailable):
+    """An answer broke off half-way. `text` and `token_ids` had arrived until then."""
+
+    def __init__(self, message: str, *, text: str = "", token_ids: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.text = text
+        self.token_ids = tuple(token_ids)
+
+
+class DeadlineExceeded(TwostepError):
+    """The caller's time is up; everything the request held is free."""
+
+
+class Cancelled(TwostepError):
+    """The caller went away or cancelled; everything the request held is free."""
+
+
+class Incompatible(TwostepError):
+    """Two sides disagree on model, KV layout or epoch."""
+
+
+class DataLoss(TwostepError):
+    """Bytes arrived that do not match their checksum, and fetching again did not help."""
+
+
+class SetupError(TwostepError):
+    """A process cannot start; the message says what to change."""
+
+
+class InternalError(TwostepError):
+    """A bug of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How an error looks on the wire. `grpc` is the name of a grpc.StatusCode."""
+
+    grpc: str
+    http: int
+
+
+STATUS: dict[type[TwostepError], Status] = {
+    InvalidRequest: Status("INVALID_ARGUMENT", 400),
+    NotFound: Status("NOT_FOUND", 404),
+    Unauthenticated: Status("UNAUTHENTICATED", 401),
+    ResourceExhausted: Status("RESOURCE_EXHAUSTED", 429),
+    Unavailable: Status("UNAVAILABLE", 503),
+    DeadlineExceeded: Status("DEADLINE_EXCEEDED", 504),
+    Cancelled: Status("CANCELLED", 499),
+    Incompatible: Status("FAILED_PRECONDITION", 409),
+    DataLoss: Status("DATA_LOSS", 500),
+    SetupError: Status("FAILED_PRECONDITION", 500),
+    InternalError: Status("INTERNAL", 500),
+}
+
+_BY_GRPC: dict[str, type[TwostepError]] = {s.grpc: e for e, s in reversed(STATUS.items())} | {
+    "UNIMPLEMENTED": InvalidRequest,
+    "OUT_OF_RANGE": InvalidRequest,
+    "UNKNOWN": InternalError,
+}
+
+
+def status_of(error: BaseException) -> Status:
+    """The wire status of an exception; anything not ours is INTERNAL."""
+    for cls in type(error).__mro__:
+        if cls in STATUS:
+            return STATUS[cls]
+    return STATUS[InternalError]
+
+
+def error_from_grpc(code: str, message: str) -> TwostepError:
+    """The exception for a grpc status code's name, as a client should see it."""
+    return _BY_GRPC.get(code, InternalError)(message)

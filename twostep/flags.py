@@ -1,0 +1,30 @@
+"""Command-line flags with environment variables: `--max-num-seqs` is also `TWOSTEP_MAX_NUM_SEQS`. The flag wins.
+
+The one place that reads the environment; `__main__` modules parse once into a frozen dataclass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+
+class FlagParser(argparse.ArgumentParser):
+    """ArgumentParser whose every option can also come from a TWOSTEP_ variable, and says so in --help."""
+
+    def flag(self, name: str, **options: Any) -> None:
+        """Like add_argument for one `--name`. A boolean is made with `action="store_true"` (variable: 1, true, yes, on)."""
+        variable = "TWOSTEP_" + name.lstrip("-").replace("-", "_").upper()
+        value = os.environ.get(variable)
+        if value is not None and value != "":
+            if options.get("action") == "store_true":
+                if value.lower() not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
+                    self.error(f"{variable}={value!r}: give 1 or 0")
+                options["default"] = value.lower() in ("1", "true", "yes", "on")
+            else:
+                # argparse runs `type` over string defaults, so a bad value is refused like one on the command line.
+                options["default"] = value
+                options["required"] = False
+        options["help"] = f"{options.get('help', '')} [{variable}]"  # argparse's own format: a percent sign is written %%
+        self.add_argument(name, **options)

@@ -1,0 +1,133 @@
+"""The files of a Hugging Face model directory: JSON, and where the weights are. Torch-free, shared by router and workers.
+
+Layout of a safetensors file:
+
+    | u64 little-endian: header bytes N | N bytes of JSON: name -> dtype, shape, data_offsets | data |
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twostep.errors import SetupError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_EXPECTED = "config.json, safetensors, tokenizer.json"
+
+_FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+# The format's own bound on a header; more than that is not a safetensors file.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsHeader:
+    """Parsed front of one safetensors file. `tensors` maps names to {"dtype", "shape", "data_offsets"}."""
+
+    path: Path
+    raw: bytes
+    tensors: dict[str, dict[str, Any]]
+    data_start: int
+    num_bytes: int  # of the whole file
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model directory. Raises SetupError, naming the file, if it is missing, unreadable or no object."""
+    if not path.parent.is_dir():
+        raise SetupError(
+            f"{path.parent} is not a directory; give a Hugging Face model directory (config.json, safetensors, tokenizer.json)"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SetupError(f"{path} does not exist; give a Hugging Face model directory ({_EXPECTED}), or download it again") from error
+    except OSError as error:
+        raise SetupError(f"{path} cannot be read: {error.strerror or error}; check the file and its permissions") from error
+    except (ValueError, RecursionError) as error:
+        raise SetupError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(raw, dict):
+        raise SetupError(f"{path} holds a JSON {type(raw).__name__}, not an object; download it again")
+    return raw
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """Like read_json, but {} for a file that does not exist."""
+    return read_json(path) if path.exists() else {}
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of the model, in name order: the single file, or the shards that the index names.
+
+    Raises SetupError if there is neither, or a shard is missing."""
+    single, index = model_dir / SINGLE, model_dir / INDEX
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise SetupError(
+            f"{model_dir} has neither {SINGLE} nor {INDEX}; only safetensors weights are read: "
+            "download them, or convert other formats with transformers' save_pretrained"
+        )
+    shards = [model_dir / name for name in sorted(set(read_weight_map(index).values()))]
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise SetupError(f"{index} names {', '.join(missing)}, not there; download the missing shards")
+    return shards
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> shard file name, of a model.safetensors.index.json. Raises SetupError if it is not one."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SetupError(f"{index} has no weight_map; download it again")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise SetupError(f"{index} puts {name} into {shard!r}; a shard is a .safetensors file beside the index: download it again")
+    return weight_map
+
+
+def read_header(path: Path) -> SafetensorsHeader:
+    """Reads and checks the header of one safetensors file: it is JSON, and its tensors cover the file exactly.
+
+    Raises SetupError for a corrupt or truncated file, and for weights that are not floating point."""
+    try:
+        num_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            front = file.read(8)
+            size = struct.unpack("<Q", front)[0] if len(front) == 8 else 0
+            if not 0 < size <= min(_MAX_HEADER_BYTES, num_bytes - 8):
+                raise SetupError(
+                    f"{path} is truncated or no safetensors file (header of {size} bytes, file of {num_bytes}); download it again"
+                )
+            raw = file.read(size)
+    except OSError as error:
+        raise SetupError(f"{path} cannot be read: {error.strerror or error}; check the file and its permissions") from error
+    try:
+        tensors: dict[str, dict[str, Any]] = json.loads(raw)
+        tensors.pop("__metadata__", None)
+        for name, tensor in tensors.items():
+            if name.endswith((".weight", ".bias")) and tensor["dtype"] not in _FLOATS:
+                raise SetupError(
+                    f"{path} stores {name} as {tensor['dtype']}; supported are bfloat16, float16 and float32: use the unquantized model"
+                )
+        end = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise SetupError(f"{path} has a corrupt header ({error!r}); download it again") from error
+    if 8 + size + end != num_bytes:
+        raise SetupError(
+            f"{path} is truncated or corrupt: it has {num_bytes} bytes, its header describes {8 + size + end}; download it again"
+        )
+    return SafetensorsHeader(path=path, raw=raw, tensors=tensors, data_start=8 + size, num_bytes=num_bytes)
+
+
+def stored_dtype(model_dir: Path) -> str:
+    """torch's name of the dtype of the first floating-point tensor: what a config.json without one means. Raises SetupError."""
+    for path in weight_files(model_dir):
+        for tensor in read_header(path).tensors.values():
+            if tensor["dtype"] in _FLOATS:
+                return _FLOATS[tensor["dtype"]]
+    raise SetupError(f"{model_dir} holds no floating-point weights; download the model again")

@@ -1,0 +1,86 @@
+"""Prefix hashes: what the router, the index and the block pools call the same piece of prompt. Torch-free and numpy-free.
+
+    key   = HMAC-SHA256(deployment secret, tenant, salt, model fingerprint, dtype, quantization)
+    hash  = HMAC-SHA256(key, every token id before the boundary, each as 4 bytes little-endian)[:16]
+
+A hash names everything before its boundary and knows nothing of the unit it was asked at: a pool hashes at every block, the
+router at every hash unit, and where the boundaries meet the hashes are equal. Without the key, a hash tells nothing of the
+tokens, and two tenants, salts, models or KV formats never meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import sys
+from array import array
+from collections.abc import Sequence
+
+from twostep.errors import InvalidRequest
+
+HASH_BYTES = 16
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Canonical bytes of token ids: uint32, little-endian. Raises InvalidRequest for an id that is none."""
+    try:
+        ids = array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequest(f"token ids are whole numbers from 0 to 4294967295: {error}") from error
+    assert ids.itemsize == 4, "C's unsigned int has 4 bytes wherever CPython runs"
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def derive_key(secret: bytes, *, tenant: str, salt: str, model_fingerprint: str, dtype: str, quantization: str = "none") -> bytes:
+    """The key under which one tenant's (and salt's) prefixes of one model in one KV format are hashed. Every field goes in with
+    its length, so that no two sets of fields read alike."""
+    mac = hmac.new(secret, b"twostep prefix key 1", hashlib.sha256)
+    for field in (tenant, salt, model_fingerprint, dtype, quantization):
+        raw = field.encode()
+        mac.update(len(raw).to_bytes(8, "little"))
+        mac.update(raw)
+    return mac.digest()
+
+
+def secret_check(secret: bytes) -> str:
+    """Equal for equal deployment secrets; tells nothing else about them."""
+    return hmac.new(secret, b"twostep secret check 1", hashlib.sha256).hexdigest()[: 2 * HASH_BYTES]
+
+
+class PrefixHasher:
+    """Hashes of one growing sequence: one pass, whatever the number of boundaries."""
+
+    def __init__(self, key: bytes, unit: int) -> None:
+        """`unit`: tokens from one boundary to the next, at least 1."""
+        if unit < 1:
+            raise InvalidRequest(f"hash unit is {unit}; give at least 1 token")
+        self._mac = hmac.new(key, None, hashlib.sha256)
+        self._unit_bytes = 4 * unit
+        self._num_bytes = 0
+        self.hashes: list[bytes] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken in so far; `hashes` holds one for every full unit of them."""
+        return self._num_bytes // 4
+
+    def extend(self, token_ids: Sequence[int]) -> Sequence[bytes]:
+        """Takes in the next tokens and returns the hashes of the boundaries they reach."""
+        data = memoryview(token_bytes(token_ids))
+        mac, unit = self._mac, self._unit_bytes
+        known = len(self.hashes)
+        start, end = 0, unit - self._num_bytes % unit
+        while end <= len(data):
+            mac.update(data[start:end])
+            self.hashes.append(mac.copy().digest()[:HASH_BYTES])
+            start, end = end, end + unit
+        mac.update(data[start:])
+        self._num_bytes += len(data)
+        return self.hashes[known:]
+
+
+def prefix_hashes(key: bytes, token_ids: Sequence[int], unit: int) -> list[bytes]:
+    """The hash at every multiple of `unit` tokens; a last part of less than a unit has none."""
+    return list(PrefixHasher(key, unit).extend(token_ids))

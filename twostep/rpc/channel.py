@@ -1,0 +1,88 @@
+"""The client side of every connection between processes, and of the SDK: grpcio only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from twostep.errors import SetupError, TwostepError, error_from_grpc
+
+MAX_MESSAGE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files of one side. A server with `ca` asks its clients for certificates of that authority; a client without
+    `ca` trusts the system's authorities."""
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.cert is not None or self.ca is not None
+
+    def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """Certificate, key and authority. Raises SetupError naming the flag."""
+        if (self.cert is None) != (self.key is None):
+            raise SetupError("--tls-cert and --tls-key go together: give both or neither")
+        return _read("--tls-cert", self.cert), _read("--tls-key", self.key), _read("--tls-ca", self.ca)
+
+
+PLAINTEXT = TlsFiles()
+
+
+def _read(flag: str, path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SetupError(f"{flag} {path}: {error.strerror}; give a readable PEM file") from error
+
+
+def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """Options of every client channel. The server's keepalive policy (twostep.rpc.server) allows these pings."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        # A dead peer is noticed within 15 s even if its machine vanished without a word.
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # A worker that comes back is found within a second.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        # Repeating is decided where it is known to be safe, never by the channel.
+        ("grpc.enable_retries", 0),
+    ]
+
+
+def client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials | None:
+    """None: plaintext. Raises SetupError for unreadable files."""
+    if not tls.enabled:
+        return None
+    cert, key, ca = tls.read()
+    return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
+
+
+def open_channel(address: str, *, tls: TlsFiles = PLAINTEXT, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A channel to `host:port`; connects on first use and reconnects by itself."""
+    credentials = client_credentials(tls)
+    options = channel_options(max_message_bytes)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def error_from_rpc(error: grpc.RpcError) -> TwostepError:
+    """The exception behind a failed call, with the server's message."""
+    if isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return error_from_grpc(error.code().name, error.details() or "the peer gave no reason")
+    return error_from_grpc("UNKNOWN", str(error))

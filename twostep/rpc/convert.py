@@ -1,0 +1,34 @@
+"""Plain values to protobuf and back, where router and workers meet. Neither torch nor the engine is needed here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from twostep.errors import InvalidRequest
+from twostep.rpc.v1 import inference_pb2
+from twostep.sampling_params import SamplingParams
+
+# Every field between router and workers is set, but stop strings never leave the router.
+_REQUIRED = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("stop", "stop_token_ids", "logprobs"))
+
+
+def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
+    """Resolved parameters for a worker; `stop` is left out."""
+    proto = inference_pb2.SamplingParams(stop_token_ids=params.stop_token_ids, **{name: getattr(params, name) for name in _REQUIRED})
+    if params.logprobs is not None:
+        proto.logprobs = params.logprobs
+    return proto
+
+
+def sampling_from_proto(proto: inference_pb2.SamplingParams) -> SamplingParams:
+    """Raises InvalidRequest if a field is missing or out of range."""
+    missing = [name for name in _REQUIRED if not proto.HasField(name)]  # type: ignore[arg-type]  # names come from the dataclass
+    if missing:
+        raise InvalidRequest(f"sampling lacks {', '.join(missing)}; the router sends every field but `stop`")
+    if proto.stop:
+        raise InvalidRequest("sampling.stop is for routers; a worker takes stop_token_ids only")
+    return SamplingParams(
+        stop_token_ids=tuple(proto.stop_token_ids),
+        logprobs=proto.logprobs if proto.HasField("logprobs") else None,
+        **{name: getattr(proto, name) for name in _REQUIRED},
+    )

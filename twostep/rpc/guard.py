@@ -1,0 +1,114 @@
+"""The server interceptor between the wire and every async handler.
+
+A message that cannot be decoded (bad UTF-8, truncated, not this protobuf) becomes INVALID_ARGUMENT, a TwostepError its status by
+the table in twostep.errors, and anything else INTERNAL with a reference to the traceback in this process's log.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from twostep.errors import TwostepError, status_of
+
+log = logging.getLogger(__name__)
+
+# Status text travels in an HTTP/2 header, and clients refuse headers above 8 KiB.
+_MAX_MESSAGE_CHARS = 2000
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Undecodable(Exception):
+    """Takes a request's place between its deserializer and the guarded handler."""
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Guards unary-unary and unary-stream handlers; others (reflection) pass untouched."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        # None: an unknown method, which grpc answers with UNIMPLEMENTED.
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        decode = functools.partial(_decode, handler.request_deserializer)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                _guard_stream(handler.unary_stream),
+                request_deserializer=decode,
+                response_serializer=handler.response_serializer,
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            _guard_unary(handler.unary_unary),
+            request_deserializer=decode,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _decode(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return deserializer(data)
+    except (DecodeError, UnicodeDecodeError, ValueError) as error:
+        return Undecodable(str(error))
+
+
+def _guard_unary(handler: Any) -> Callable[[Any, _Context], Awaitable[Any]]:
+    async def guarded(request: Any, context: _Context) -> Any:
+        await _refuse_undecodable(request, context)
+        try:
+            return await handler(request, context)
+        except Exception as error:  # noqa: BLE001  # _abort logs whatever is not ours
+            await _abort(error, context)
+
+    return guarded
+
+
+def _guard_stream(handler: Any) -> Callable[[Any, _Context], Awaitable[None]]:
+    async def guarded(request: Any, context: _Context) -> None:
+        await _refuse_undecodable(request, context)
+        try:
+            # Writing here, instead of being a generator too, makes a cancelled write close the handler's generator at
+            # once: its `finally` frees what the call holds, and must not wait for the garbage collector.
+            responses: AsyncGenerator[Any, None] = handler(request, context)
+            async with aclosing(responses):
+                async for response in responses:
+                    await context.write(response)
+        except Exception as error:  # noqa: BLE001  # _abort logs whatever is not ours
+            await _abort(error, context)
+
+    return guarded
+
+
+async def _refuse_undecodable(request: Any, context: _Context) -> None:
+    if isinstance(request, Undecodable):
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a valid message ({request}); strings must be UTF-8, fields as in protos/"
+        )
+
+
+async def _abort(error: Exception, context: _Context) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if context.done():
+        # Nobody is left to tell (a write to a client that went away ends up here).
+        log.debug("call ended before its handler: %r", error)
+        return
+    if isinstance(error, TwostepError):
+        message = error.message
+    else:
+        reference = secrets.token_hex(4)
+        log.error("unexpected error %s", reference, exc_info=error)
+        message = f"internal error {reference}; look for this reference in the log of the process that answered"
+    await context.abort(grpc.StatusCode[status_of(error).grpc], message[:_MAX_MESSAGE_CHARS])

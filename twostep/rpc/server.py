@@ -1,0 +1,128 @@
+"""The gRPC server of every process: limits, TLS, keepalive, health, reflection, guarded handlers, graceful drain."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from twostep.errors import SetupError
+from twostep.rpc.channel import MAX_MESSAGE_BYTES, PLAINTEXT, TlsFiles
+from twostep.rpc.guard import Guard
+from twostep.rpc.health import READINESS, HealthBoard, HealthServicer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """`port` 0: any free port. `health_port` None: port + 1 (any free one if `port` is 0); -1: none. `max_concurrent_rpcs`
+    counts open streams too; calls above it get RESOURCE_EXHAUSTED."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    health_port: int | None = None
+    tls: TlsFiles = PLAINTEXT
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_concurrent_rpcs: int = 1024
+
+
+class GrpcServer:
+    """add() services, start(), drain(). `health` starts not ready: set READINESS once the process can serve."""
+
+    def __init__(self, config: ServerConfig, *, alive: Callable[[], bool] = lambda: True) -> None:
+        """Needs a running event loop. Raises SetupError for unreadable TLS files."""
+        self.config = config
+        self.health = HealthBoard(alive)
+        self.port = 0
+        self.health_port = 0
+        self._credentials = _credentials(config.tls)
+        self._names: list[str] = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+        self._server = grpc.aio.server(
+            interceptors=[Guard()], options=_options(config.max_message_bytes), maximum_concurrent_rpcs=config.max_concurrent_rpcs
+        )
+        self._health_server: grpc.aio.Server | None = None
+        health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(self.health), self._server)
+
+    def add(self, servicer: Any, add_to_server: Callable[[Any, grpc.aio.Server], None], full_name: str) -> None:
+        """Before start. For example `add(prefill, add_PrefillServicer_to_server, "twostep.v1.Prefill")`. Handlers are
+        `async def` (unary) or async generators (streams)."""
+        add_to_server(servicer, self._server)
+        self._names.append(full_name)
+
+    async def start(self) -> int:
+        """Returns the real port. Raises SetupError if a port is taken."""
+        reflection.enable_server_reflection(self._names, self._server)
+        self.port = _bind(self._server, self.config.host, self.config.port, self._credentials, "--port")
+        await self._server.start()
+        if self.config.health_port != -1:
+            wanted = self.config.health_port
+            if wanted is None:
+                wanted = self.config.port + 1 if self.config.port else 0
+            self._health_server = grpc.aio.server(options=_options(64 << 10), maximum_concurrent_rpcs=64)
+            health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(self.health), self._health_server)
+            try:
+                self.health_port = _bind(self._health_server, self.config.host, wanted, None, "--health-port")
+            except SetupError:
+                await self._server.stop(None)
+                raise
+            await self._health_server.start()
+        return self.port
+
+    async def drain(self, grace_s: float) -> None:
+        """Not ready from now on; no new call is accepted, running ones have `grace_s` to end and are then cancelled. Returns when
+        all have ended. The health port answers to the last."""
+        self.health.set(READINESS, False)
+        await self._server.stop(grace_s)
+        if self._health_server is not None:
+            await self._health_server.stop(None)
+
+    async def wait(self) -> None:
+        """Until the server has stopped."""
+        await self._server.wait_for_termination()
+
+
+def _options(max_message_bytes: int) -> Sequence[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        # Two processes on one port would each get half of the calls; better to fail at start.
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Clients ping every 10 s (twostep.rpc.channel).
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ]
+
+
+def _credentials(tls: TlsFiles) -> grpc.ServerCredentials | None:
+    if not tls.enabled:
+        return None
+    cert, key, ca = tls.read()
+    if cert is None or key is None:
+        raise SetupError("--tls-ca alone cannot serve TLS; give --tls-cert and --tls-key too")
+    return grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=ca is not None)
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, flag: str) -> int:
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    # gRPC does not say which of these it is.
+    why = "" if credentials is None else ", or --tls-cert, --tls-key and --tls-ca hold no matching certificates"
+    refusal = SetupError(f"cannot listen on {address}: the port may be in use{why}; choose another with {flag}, or another --host")
+    try:
+        bound = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise refusal from error
+    if bound == 0:
+        raise refusal
+    log.debug("listening on %s:%d", host, bound)
+    return bound

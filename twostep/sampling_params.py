@@ -1,0 +1,70 @@
+"""Sampling parameters: what a client may ask for, and what an engine is given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from twostep.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Resolved parameters of one request: every field has a value.
+
+    `seed` and a token's position alone decide its sampling noise (inverse transform of one uniform number),
+    so that chunking, preemption, hand-over and migration repeat it.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _within("max_tokens", self.max_tokens, 1, (1 << 31) - 1)
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_k", self.top_k, 0, 1 << 31)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidRequest(f"top_p is {self.top_p}; give a value above 0 and at most 1")
+        if not (0.0 < self.repetition_penalty <= 100.0):
+            raise InvalidRequest(f"repetition_penalty is {self.repetition_penalty}; give a value above 0 and at most 100 (1 is off)")
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS or any(not 0 < len(s) <= MAX_STOP_STRING_CHARS for s in self.stop):
+            raise InvalidRequest(f"stop takes up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_STRING_CHARS} characters")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS or any(t < 0 for t in self.stop_token_ids):
+            raise InvalidRequest(f"stop_token_ids takes up to {MAX_STOP_TOKEN_IDS} ids, none negative")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequest(f"{name} is {value}; give a value from {low} to {high}")

@@ -1,0 +1,105 @@
+"""Token ids to text while they arrive.
+
+Two things keep a piece of text from being decoded by itself: bytes of one character may lie in several tokens, and many
+decoders treat the first token differently (they strip its leading space). So each piece is decoded in a window:
+
+    ... sent for good | context | pending          text = decode(context + pending) after decode(context)
+                      ^ a character boundary each ^
+
+`context` is what was pending when text last ended on a character boundary. What is new in `text` is sent except a tail of
+U+FFFD, which may be a character still in the making. A token is decoded a bounded number of times, so a stream costs O(1)
+for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from twostep.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+# UTF-8 needs at most three bytes more than it has shown: so many replacement characters may still change.
+_MAX_UNSTABLE = 3
+_MAX_SPLIT = 4
+# Pending tokens at which a shorter window is looked for: junk, or tokens that straddle characters, one after the other.
+_LONG = 16
+
+
+class Detokenizer:
+    """One stream of one request; not thread-safe.
+
+    The concatenation of all pieces equals `tokenizer.decode` of all ids, for byte-level vocabularies whatever the ids, and for
+    byte-fallback ones (SentencePiece) for all valid text without U+FFFD; there, an invalid byte does not undo characters already sent.
+    Special tokens and ids outside the vocabulary add nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._base = ""  # decode(context)
+        self._pending: list[int] = []
+        self._sent = 0  # characters of the pending text already returned
+        self._next_split = _LONG
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Adds ids and returns the text that they settle, possibly empty."""
+        special = self._tokenizer.special_ids
+        return "".join(self._push(i) for i in token_ids if i not in special and self._tokenizer.token_text(i))
+
+    def _push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._decode_pending()
+        unstable = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_UNSTABLE)
+        stable = max(self._sent, len(text) - unstable)
+        piece = text[self._sent : stable]
+        self._sent = stable
+        if text and not unstable:
+            self._move(len(self._pending), 0)
+        elif len(self._pending) >= self._next_split:
+            self._next_split = len(self._pending) + _LONG
+            piece += self._split(text)
+        return piece
+
+    def finish(self) -> str:
+        """Ends the stream: returns the text held back, with U+FFFD for a character that never became whole."""
+        text = self._decode_pending()[self._sent :] if self._pending else ""
+        self._context, self._base, self._pending, self._sent, self._next_split = [], "", [], 0, _LONG
+        return text
+
+    def _decode_pending(self) -> str:
+        text = self._tokenizer.decode(self._context + self._pending)
+        if text.startswith(self._base):
+            return text[len(self._base) :]
+        # Byte fallback: an invalid byte spoils the whole run of bytes, also those of the context. That was sent already.
+        return self._tokenizer.decode(self._pending)
+
+    def _split(self, text: str) -> str:
+        """Shortens a long window of text that never ended on a character boundary; returns text that became stable.
+
+        First choice: a boundary among the last tokens. It is where both sides decoded apart give the text of both together: a
+        sequence of bytes that went on across it would give one replacement character more.
+
+        Second: tokens that each end one character and begin the next. UTF-8 synchronizes itself: whatever the tail begins with,
+        from its first whole character on it reads as the full text does."""
+        decode = self._tokenizer.decode
+        for size in range(1, _MAX_SPLIT + 1):
+            head, tail_text = self._pending[:-size], decode(self._pending[-size:])
+            head_text = text[: len(text) - len(tail_text)]
+            if text == head_text + tail_text and decode(self._context + head) == self._base + head_text:
+                piece = head_text[self._sent :]
+                self._move(len(head), max(0, self._sent - len(head_text)))
+                return piece
+        tail_text = decode(self._pending[-_LONG // 2 :])
+        whole = tail_text.lstrip(_REPLACEMENT)
+        if whole and text.endswith(whole):
+            sent = len(tail_text) - (len(text) - self._sent)
+            self._move(len(self._pending) - _LONG // 2, sent)
+            self._context, self._base = [], ""
+        return ""
+
+    def _move(self, num_tokens: int, sent: int) -> None:
+        """The first `num_tokens` pending tokens become the context."""
+        self._context, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
+        self._base = self._tokenizer.decode(self._context)
+        self._sent = sent
+        self._next_split = _LONG

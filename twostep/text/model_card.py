@@ -1,0 +1,147 @@
+"""What a router needs to know of a model besides its tokenizer: limits, defaults, where answers end, the chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twostep.errors import InvalidRequest, SetupError
+from twostep.model_dir import read_json, read_optional_json
+from twostep.sampling_params import SamplingParams
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """Values for what a request leaves unset: generation_config.json's, else neutral (as vLLM does, not transformers' top_k 50).
+    `do_sample: false` makes the default greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    max_model_len: int
+    vocab_size: int  # rows of the embedding: ids from 0 to vocab_size - 1 are valid input
+    eos_token_ids: frozenset[int]
+    generation: GenerationDefaults
+    chat_template: str | None  # Jinja source
+    # Strings a chat template may name, by its name for them: bos_token, eos_token, ...; absent if the model has none.
+    special_tokens: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> ModelCard:
+        """Reads config.json, generation_config.json, tokenizer_config.json and the chat template wherever it stands.
+        Raises SetupError naming the file and the key."""
+        config_path = model_dir / "config.json"
+        config = read_json(config_path)
+        generation = read_optional_json(model_dir / "generation_config.json")
+        tokenizer_config = read_optional_json(model_dir / "tokenizer_config.json")
+        special_tokens = _special_tokens(tokenizer_config, read_optional_json(model_dir / "special_tokens_map.json"))
+        eos = _ids(config, config_path) | _ids(generation, model_dir / "generation_config.json")
+        return cls(
+            max_model_len=_positive(config, "max_position_embeddings", config_path),
+            vocab_size=_positive(config, "vocab_size", config_path),
+            eos_token_ids=eos or _ids_of_token(model_dir, special_tokens.get("eos_token")),
+            generation=_defaults(generation, model_dir / "generation_config.json"),
+            chat_template=_chat_template(model_dir, tokenizer_config),
+            special_tokens=special_tokens,
+        )
+
+    @property
+    def bos_token(self) -> str:
+        return self.special_tokens.get("bos_token", "")
+
+    @property
+    def eos_token(self) -> str:
+        return self.special_tokens.get("eos_token", "")
+
+
+def _positive(raw: dict[str, Any], key: str, path: Path) -> int:
+    value = raw.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise SetupError(f"{path}: {key} is {value!r}; it must be a positive whole number")
+    return value
+
+
+def _ids(raw: dict[str, Any], path: Path) -> frozenset[int]:
+    """`eos_token_id`: one id, several or none."""
+    value = raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+        raise SetupError(f"{path}: eos_token_id is {value!r}; it must be a token id, a list of them, or null")
+    return frozenset(ids)
+
+
+def _ids_of_token(model_dir: Path, token: str | None) -> frozenset[int]:
+    """The id of the tokenizer's own end token: where neither JSON names one."""
+    if token is None:
+        return frozenset()
+    added = read_optional_json(model_dir / "tokenizer.json").get("added_tokens", [])
+    return frozenset(entry["id"] for entry in added if isinstance(entry, dict) and entry.get("content") == token)
+
+
+def _defaults(raw: dict[str, Any], path: Path) -> GenerationDefaults:
+    known = {key: raw[key] for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if raw.get(key) is not None}
+    for key, value in known.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or (key == "top_k" and not isinstance(value, int)):
+            raise SetupError(f"{path}: {key} is {value!r}; it must be a number")
+    if raw.get("do_sample") is False:
+        known = {"temperature": 0.0} | {key: value for key, value in known.items() if key == "repetition_penalty"}
+    if known.get("top_k") == -1:  # some models write "off" so
+        known["top_k"] = 0
+    defaults = GenerationDefaults(**known)
+    try:
+        SamplingParams(
+            max_tokens=1,
+            temperature=defaults.temperature,
+            top_k=defaults.top_k,
+            top_p=defaults.top_p,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
+        )
+    except InvalidRequest as error:
+        raise SetupError(f"{path}: {error.message}") from error
+    return defaults
+
+
+def _chat_template(model_dir: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, else tokenizer_config.json (a string, or a list of named ones: "default"), else chat_template.json."""
+    jinja = model_dir / "chat_template.jinja"
+    if jinja.is_file():
+        try:
+            return jinja.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SetupError(f"{jinja} cannot be read ({error}); download it again") from error
+    for path, raw in (
+        (model_dir / "tokenizer_config.json", tokenizer_config),
+        (model_dir / "chat_template.json", read_optional_json(model_dir / "chat_template.json")),
+    ):
+        value = raw.get("chat_template")
+        if isinstance(value, list):
+            named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+            value = named.get("default")
+            if value is None:
+                raise SetupError(f'{path}: none of the chat templates is named "default"; rename one of {sorted(map(str, named))}')
+        if value is not None:
+            if not isinstance(value, str):
+                raise SetupError(f"{path}: chat_template is a {type(value).__name__}; it must be a string or a list of named templates")
+            return value
+    return None
+
+
+def _special_tokens(tokenizer_config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key in _SPECIAL_TOKENS:
+        value = tokenizer_config.get(key, token_map.get(key))
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[key] = value
+    return found

@@ -1,0 +1,57 @@
+"""Stop strings in a stream of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StopResult:
+    """`text` may be sent now. `matched` is the stop string that ended the answer, if one did; it is not part of any text."""
+
+    text: str
+    matched: str | None = None
+
+
+class StopStrings:
+    """Watches one answer; not thread-safe.
+
+    The answer ends before the stop string that is complete first; if several are complete at the same character, before the
+    longest of them. So the outcome does not depend on how the text was cut into pieces, and no text waits for a longer stop string
+    once a shorter one is there. Held back is only the longest end of the text that may be the beginning of a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` must not contain the empty string."""
+        assert all(stops), "an empty stop string would match everywhere"
+        self._stops = tuple(dict.fromkeys(stops))
+        self._beginnings = frozenset(stop[:size] for stop in self._stops for size in range(1, len(stop)))
+        self._max_held = max((len(stop) - 1 for stop in self._stops), default=0)
+        self._held = ""
+        self._matched: str | None = None
+
+    @property
+    def matched(self) -> str | None:
+        return self._matched
+
+    def push(self, text: str) -> StopResult:
+        """Takes the next piece, returns what may be sent. After a match everything is swallowed."""
+        if self._matched is not None:
+            return StopResult("", self._matched)
+        if not self._stops:
+            return StopResult(text)
+        text = self._held + text
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            _, start, self._matched = min(found)
+            self._held = ""
+            return StopResult(text[:start], self._matched)
+        keep = next((n for n in range(min(self._max_held, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
+        self._held = text[len(text) - keep :]
+        return StopResult(text[: len(text) - keep])
+
+    def finish(self) -> StopResult:
+        """The answer is over: what was held back turned out to be no stop string."""
+        text, self._held = self._held, ""
+        return StopResult(text, self._matched)

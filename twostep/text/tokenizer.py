@@ -1,0 +1,75 @@
+"""Text to token ids and back, out of a directory's tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from twostep.errors import InvalidRequest, SetupError
+
+
+class Tokenizer:
+    """Immutable after loading; every method may be called from any thread, and releases the GIL while it encodes."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        # A file may ask for cutting and padding; a server must do neither to a prompt.
+        inner.no_truncation()
+        inner.no_padding()
+        self._inner = inner
+        self._size: int = inner.get_vocab_size(with_added_tokens=True)
+        # Without a normalizer nothing of a text is lost before it is cut into tokens.
+        self._longest = max((len(token) for token in inner.get_vocab()), default=1) if inner.normalizer is None else None
+        self._special = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Tokenizer:
+        """Raises SetupError, naming the file, if tokenizer.json is missing or broken."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise SetupError(f"{path} does not exist; give a Hugging Face model directory with a tokenizer.json, or download it")
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every broken file
+            raise SetupError(f"{path} cannot be read as a tokenizer ({error}); download it again") from error
+        return cls(inner)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that mean something; the model's own vocabulary may be padded beyond it."""
+        return self._size
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that decode leaves out: end of sequence, chat markers and the like."""
+        return self._special
+
+    def least_tokens(self, num_chars: int) -> int:
+        """A text of so many characters has at least so many tokens: tells what can never fit without tokenizing megabytes."""
+        return 0 if self._longest is None else num_chars // self._longest
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Special tokens written out in the text become their ids. `add_special_tokens=False` leaves out
+        those that the tokenizer would put around it (a chat template writes them itself). Raises InvalidRequest for text that is
+        not valid Unicode (lone surrogates)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the text is not valid Unicode: a lone surrogate at character {error.start}; send valid UTF-8") from error
+        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Ids outside the vocabulary decode to nothing; incomplete UTF-8 to U+FFFD."""
+        text: str = self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The token as the vocabulary writes it (byte-level tokens in their printable alphabet); empty for no such id."""
+        return self._inner.id_to_token(token_id) or ""
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it."""
+        found: int | None = self._inner.token_to_id(token)
+        return found
