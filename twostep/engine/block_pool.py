@@ -1,0 +1,207 @@
+"""Who owns which block of the KV pool: reference counts, prefix reuse and eviction. Bookkeeping only, no bytes.
+
+                 allocate                        free (last owner)
+       free ───────────────▶ owned (1..n owners) ──────────────────▶ cached, if registered   (LRU, findable, evictable)
+        ▲                      ▲        │                                │   │
+        │                      └────────┼───── share (prefix found) ─────┘   │
+        └───── free (last owner) ◀──────┘ if not registered                  │ allocate takes the oldest when
+                                                                             ▼ nothing is free: evicted, owned anew
+
+A full block is registered under the hash of all tokens up to its end. Its parent is the block of the unit before. Whoever owns a
+registered block owns its registered parents too (see `register`), and `free` lets go of tails first; so plain LRU order never
+evicts a head before its tail, and every registered hash can be found from the sequence's start.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from twostep.engine.types import PrefixDelta
+from twostep.errors import InternalError, ResourceExhausted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Copy `source` to `target` before anything is written to `target`."""
+
+    source: int
+    target: int
+
+
+class BlockPool:
+    """Not thread-safe: the engine's lock guards it."""
+
+    def __init__(self, num_blocks: int, *, block_size: int, hash_unit: int) -> None:
+        """`hash_unit`: tokens between boundaries that the prefix delta speaks of, a multiple of `block_size`."""
+        self.num_blocks = num_blocks
+        self._announced_every = hash_unit // block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._num_owners = [0] * num_blocks
+        self._generations = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._boundary = bytearray(num_blocks)  # 1: the block ends at a hash-unit boundary
+        self._block_of: dict[bytes, int] = {}
+        self._lru: OrderedDict[int, None] = OrderedDict()
+        # Net change since the last take_delta. `removed` holds only hashes once taken as added, so both are bounded by num_blocks.
+        self._added: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+
+    # ---- looking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Blocks with neither owner nor content."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks without owner that hold a findable prefix."""
+        return len(self._lru)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could give now."""
+        return len(self._free) + len(self._lru)
+
+    def num_owners(self, block: int) -> int:
+        return self._num_owners[block]
+
+    def generation(self, block: int) -> int:
+        """Grows each time the block is given to new content: a late reader compares it."""
+        return self._generations[block]
+
+    def lookup(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest known chain. They are not owned yet: `share` them before anything is allocated."""
+        found = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_unowned(self, blocks: Iterable[int]) -> int:
+        """How many of them count as available now: sharing them takes so much room."""
+        return sum(1 for block in blocks if not self._num_owners[block])
+
+    # ---- owning -----------------------------------------------------------------------------------------------------
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more owner for each of these blocks, owned or cached."""
+        for block in blocks:
+            if self._num_owners[block] == 0:
+                assert self._hash_of[block] is not None, f"block {block} is free"
+                del self._lru[block]
+            self._num_owners[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one owner and undefined content; evicts the least recently used prefixes if it must.
+        Raises ResourceExhausted and takes none if there are not enough."""
+        if count > self.num_available:
+            raise ResourceExhausted(f"{count} KV blocks are needed and {self.num_available} are free; try again later or elsewhere")
+        taken = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._lru.popitem(last=False)
+                self._forget(block)
+            self._num_owners[block] = 1
+            self._generations[block] += 1
+            taken.append(block)
+        return taken
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """One owner less for each block of one sequence, given in its own order: the tail goes first, to be evicted first."""
+        for block in reversed(blocks):
+            owners = self._num_owners[block] - 1
+            assert owners >= 0, f"block {block} is freed twice"
+            self._num_owners[block] = owners
+            if owners == 0:
+                if self._hash_of[block] is None:
+                    self._free.append(block)
+                else:
+                    self._lru[block] = None
+
+    def copy_on_write(self, block: int) -> BlockCopy | None:
+        """Before an owner of `block` writes to it: None, it may; else a new block to write to, which the owner takes instead.
+        It keeps `block` too until the copy is made, then frees it. Raises ResourceExhausted."""
+        if self._num_owners[block] == 1 and self._hash_of[block] is None:
+            return None
+        (target,) = self.allocate(1)
+        return BlockCopy(source=block, target=target)
+
+    # ---- prefixes ---------------------------------------------------------------------------------------------------
+
+    def register(self, block: int, digest: bytes, index: int) -> int:
+        """The owned block, `index`-th of its sequence, is full and computed: findable as `digest` from now on. The blocks before
+        it must be registered. If another block holds the same prefix already, the caller takes that one in exchange for its own,
+        so that chains stay whole; the return value is the block it owns now."""
+        known = self._block_of.get(digest)
+        if known == block:
+            return block
+        if known is not None:
+            self.share((known,))
+            self.free((block,))
+            return known
+        assert self._num_owners[block] > 0, f"block {block} has no owner"
+        assert self._hash_of[block] is None, f"block {block} holds another prefix"
+        self._hash_of[block] = digest
+        self._block_of[digest] = block
+        if (index + 1) % self._announced_every == 0:
+            self._boundary[block] = 1
+            if digest in self._removed:
+                del self._removed[digest]
+            else:
+                self._added[digest] = None
+        return block
+
+    def _forget(self, block: int) -> None:
+        digest = self._hash_of[block]
+        assert digest is not None
+        self._hash_of[block] = None
+        del self._block_of[digest]
+        if self._boundary[block]:
+            self._boundary[block] = 0
+            if digest in self._added:
+                del self._added[digest]
+            else:
+                self._removed[digest] = None
+
+    def take_delta(self) -> PrefixDelta:
+        """What changed at hash-unit boundaries since the last call; net."""
+        delta = PrefixDelta(added=list(self._added), removed=list(self._removed))
+        self._added.clear()
+        self._removed.clear()
+        return delta
+
+    def findable(self) -> list[bytes]:
+        """All findable hashes at hash-unit boundaries."""
+        return [digest for digest, block in self._block_of.items() if self._boundary[block]]
+
+    # ---- proof ------------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, owners: Iterable[Sequence[int] | npt.NDArray[np.int32]]) -> None:
+        """`owners`: the block lists of everything that owns some. O(blocks). Raises InternalError naming what does not add up."""
+        expected = np.zeros(self.num_blocks, dtype=np.int64)
+        for blocks in owners:
+            np.add.at(expected, np.asarray(blocks, dtype=np.int64), 1)
+        counted = np.asarray(self._num_owners, dtype=np.int64)
+        wrong = np.flatnonzero(expected != counted)
+        if wrong.size:
+            block = int(wrong[0])
+            raise InternalError(f"block {block} has {expected[block]} owners and counts {counted[block]} ({wrong.size} such blocks)")
+        free, cached = set(self._free), set(self._lru)
+        unowned = set(np.flatnonzero(counted == 0).tolist())
+        if len(free) != len(self._free) or free & cached or free | cached != unowned:
+            raise InternalError(f"{len(unowned)} blocks have no owner, {len(self._free)} are listed free and {len(cached)} cached")
+        hashed = {block for block, digest in enumerate(self._hash_of) if digest is not None}
+        if free & hashed or not cached <= hashed:
+            raise InternalError("a free block has a hash, or a cached one has none")
+        if len(self._block_of) != len(hashed) or any(self._hash_of[block] != digest for digest, block in self._block_of.items()):
+            raise InternalError(f"{len(hashed)} blocks have a hash and {len(self._block_of)} hashes a block, or they disagree")

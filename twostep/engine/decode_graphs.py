@@ -1,0 +1,84 @@
+"""Decode steps as CUDA graphs: one captured step for each of a ladder of batch sizes, replayed with other inputs.
+
+    batch of 13 ─pad→ 16 rows ─one copy→ inputs ─replay→ logits [16, V] ─cut→ [13, V]
+
+A launch costs the host more than most of a decode step's kernels take on the device; a replay launches all of them at once. Inputs
+keep their addresses: lengths, blocks and slots are read on the device. A row of padding decodes token 0 after nothing and writes
+nowhere (slot -1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from twostep.engine.batch import Batch
+from twostep.engine.kv_cache import KvCache
+from twostep.kernels.triton_ops import TritonOps
+from twostep.models.llama import Llama
+
+_WARM_UPS = 2
+
+
+def ladder(largest: int) -> list[int]:
+    """Batch sizes worth a graph, up to `largest`: at most one in eight rows, or seven, is padding."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+class DecodeGraphs:
+    """Of one model and pool, on the current device."""
+
+    def __init__(self, model: Llama, cache: KvCache, ops: TritonOps, sizes: Sequence[int]) -> None:
+        """Captures one graph per size: takes some tenths of a second each, and memory for the largest step once."""
+        assert cache.shape.num_blocks * cache.shape.block_size < 2**31
+        self._sizes = sorted(sizes)
+        self._ops = ops
+        blocks = -(-model.config.max_model_len // cache.shape.block_size)
+        self._tables = torch.zeros(self._sizes[-1], blocks, dtype=torch.int32, device=cache.tensor.device)
+        self._graphs: dict[int, _Captured] = {}
+        pool: Any = None
+        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+            captured = _Captured(model, cache, ops, self._tables[:size], pool)
+            pool = captured.graph.pool()
+            self._graphs[size] = captured
+
+    def logits(self, batch: Batch) -> torch.Tensor | None:
+        """Logits [S, vocab_size] of a batch of S sequences with one token each, all sampled in order; valid until the next call.
+        None: no graph serves this batch."""
+        num_seqs = len(batch.seq_lens)
+        if num_seqs != len(batch.token_ids) or num_seqs != len(batch.sample_rows) or num_seqs > self._sizes[-1]:
+            return None
+        captured = self._graphs[next(size for size in self._sizes if size >= num_seqs)]
+        rows = np.zeros((4, captured.size), np.int32)
+        rows[2], rows[3] = -1, 1
+        rows[:, :num_seqs] = batch.token_ids, batch.positions, batch.slots, batch.seq_lens
+        inputs, tables = self._ops.upload.send((rows, batch.block_tables))
+        captured.inputs.copy_(inputs)
+        self._tables[:num_seqs, : tables.shape[1]].copy_(tables)
+        captured.graph.replay()
+        return captured.logits[:num_seqs]
+
+
+class _Captured:
+    """One graph. inputs  int32 [4, size]: token ids, positions, slots, lengths"""
+
+    def __init__(self, model: Llama, cache: KvCache, ops: TritonOps, tables: torch.Tensor, pool: Any) -> None:
+        device = tables.device
+        self.size = len(tables)
+        self.inputs = torch.zeros(4, self.size, dtype=torch.int32, device=device)
+        self.inputs[2], self.inputs[3] = -1, 1
+        # Kept: the graph reads and writes its buffers at every replay, and they are not of the graph's own memory.
+        self._plan = plan = ops.plan_decode(self.inputs, tables, cache, num_heads=model.config.num_heads, rope=model.rope_tables)
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):  # compiles kernels and makes the libraries' workspaces, which a capture must not
+                model.compute(plan)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.logits = model.compute(plan)

@@ -1,0 +1,254 @@
+"""The single-process engine: pool, scheduler and runner in one. Prefill and decode workers are edges around it; alone, it is
+the oracle that the distributed system is compared with.
+
+Thread rules: every method may be called from any thread and returns at once (a lock guards the bookkeeping and is never held
+while the runner runs), but `step` is called by one thread only and blocks for one step of the device.
+
+A step:
+
+  1. plan     under the lock: running decodes and prompts, then waiting prompts; those admitted take all their blocks for life
+  2. copy     blocks that are shared and will be written to
+  3. run      the batch, without the lock: others submit, reserve, commit and cancel meanwhile
+  4. settle   under the lock: count what was computed, make full blocks findable, append and report tokens, free what ended
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twostep.engine.batch import Runner, Sampled
+from twostep.engine.batch_builder import build_batch
+from twostep.engine.block_pool import BlockPool
+from twostep.engine.ledger import SequenceLedger, StepWork
+from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
+from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, StepOutput
+from twostep.errors import InternalError, InvalidRequest, NotFound, SetupError
+
+__all__ = ["Engine", "EngineConfig", "PrefixDelta"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Bounds of one engine. `max_num_batched_tokens` is the fixed token budget of a step (Dynamic SplitFuse, DeepSpeed-FastGen
+    section 3.2: long prompts are split to fit it, short ones fused into it). Since every running sequence takes at least one of these
+    tokens, no more sequences run than that, whatever `max_num_seqs` says."""
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_waiting: int = 256
+    enable_prefix_caching: bool = True
+    # Hash unit of the deployment (tokens), a multiple of the block size: boundaries at which cached prefixes are announced.
+    hash_unit: int = 64
+
+
+class Engine:
+    def __init__(self, runner: Runner, config: EngineConfig) -> None:
+        """Raises SetupError for bounds that make no sense together."""
+        shape = runner.kv_shape
+        if min(config.max_num_batched_tokens, config.max_num_seqs, config.max_waiting) < 1:
+            raise SetupError("max_num_batched_tokens, max_num_seqs and max_waiting must each be at least 1")
+        if config.hash_unit < 1 or config.hash_unit % shape.block_size:
+            raise SetupError(f"hash_unit {config.hash_unit} is no multiple of the block size {shape.block_size}; change either")
+        self._runner = runner
+        self._config = config
+        self._pool = BlockPool(shape.num_blocks, block_size=shape.block_size, hash_unit=config.hash_unit)
+        self._ledger = SequenceLedger(
+            self._pool,
+            block_size=shape.block_size,
+            budget=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_waiting=config.max_waiting,
+        )
+        # The one lock, over pool and ledger; notified when there is work.
+        self._changed = threading.Condition()
+        self._steps = 0
+        self._stepping = False
+        # Since when there is work without a finished step; None: idle.
+        self._busy_since: float | None = None
+
+    # ---- work in ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest, *, hold: bool = False) -> None:
+        """Queues a prompt. `hold=False`: prefill and decode here to the end (blocks for prompt + max_tokens are taken when
+        it is first scheduled). `hold=True` (prefill role): only the prompt's blocks are taken; after the first token is
+        sampled the sequence leaves the batch and keeps its blocks until `release`, also if that token ended the request.
+
+        Raises ResourceExhausted (queue full), InvalidRequest (it can never fit the pool or the context; a duplicate seq_id).
+        """
+        sequence = self._make(request, hold=hold, state=SequenceState.WAITING)
+        with self._changed:
+            self._ledger.submit(sequence)
+            self._note_work()
+
+    def block_ids(self, seq_id: str) -> Sequence[int]:
+        """Blocks of a sequence in its own order; none while it waits. Blocks below num_computed_tokens // block_size do not change any
+        more (before that, a computed block may be exchanged for one of the same prefix); the last one of a held sequence does not
+        either. Raises NotFound."""
+        with self._changed:
+            sequence = self._ledger.live(seq_id)
+            if sequence is None:
+                raise NotFound(f"{seq_id} is not here; it ended or was cancelled")
+            return [int(block) for block in sequence.blocks]
+
+    def release(self, seq_id: str) -> bool:
+        """Gives back a held sequence's blocks (full ones stay findable as cached prefix); one submitted with `hold` that is not
+        held yet is cancelled. Idempotent; False: nothing held."""
+        with self._changed:
+            sequence = self._ledger.live(seq_id)
+            return sequence is not None and sequence.hold and self._end(sequence)
+
+    def reserve(self, request: EngineRequest) -> Reservation:
+        """Decode role: takes blocks for request.token_ids and what is left of max_tokens, now, sharing those that hold a cached prefix.
+        Raises ResourceExhausted (no room now), InvalidRequest (it can never fit; a duplicate seq_id)."""
+        sequence = self._make(request, hold=False, state=SequenceState.RESERVED)
+        with self._changed:
+            return self._ledger.reserve(sequence)
+
+    def commit(self, seq_id: str, output_ids: Sequence[int]) -> None:
+        """The reserved blocks now hold the KV of all of the request's token_ids, and `output_ids` (at least one) were sampled
+        after them elsewhere: decode from the next step on. The KV of `output_ids` is computed here, and the first token reported is the
+        one after them. The reservation's block ids are not the caller's any more.
+
+        Raises NotFound if the reservation was cancelled, InvalidRequest if `output_ids` are none, no tokens, or ended the
+        request already (nothing is left to decode: the reservation stays, cancel it)."""
+        ids = [int(token) for token in output_ids]
+        if any(not 0 <= token < self._runner.vocab_size for token in ids):
+            raise InvalidRequest(f"output_ids of {seq_id} must be from 0 to {self._runner.vocab_size - 1}, the model's vocabulary")
+        with self._changed:
+            self._ledger.commit(seq_id, ids)
+            self._note_work()
+
+    def cancel(self, seq_id: str) -> bool:
+        """Ends a sequence in whatever state, and frees its blocks (after the running step, if it is in it). No output of it is
+        reported after this returns. Idempotent; False: not here."""
+        with self._changed:
+            sequence = self._ledger.live(seq_id)
+            return sequence is not None and self._end(sequence)
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def wait_for_work(self, timeout_s: float) -> bool:
+        """Blocks the engine's thread until something can be stepped; False: the time is up."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ledger.has_work, timeout_s)
+
+    def step(self) -> StepOutput:
+        """Plans and runs one step. Without work, returns an empty output. If the runner raises, the step's sequences end as `failures`
+        and the engine goes on; the error is logged."""
+        started = time.monotonic()
+        with self._changed:
+            work = self._ledger.plan()
+            self._stepping = work is not None
+            self._note_work()
+            if work is None:
+                return StepOutput(step=self._steps)
+            self._steps += 1
+            step = self._steps
+        message = ""
+        try:
+            sampled = self._run(work)
+        except Exception as error:
+            logger.exception("step %d failed: its %d sequences are given up", step, len(work.chunks))
+            sampled = None
+            message = f"the device failed in this step: {type(error).__name__}: {error}"
+        with self._changed:
+            result = self._ledger.fail(work, message) if sampled is None else self._ledger.settle(work, sampled)
+            self._stepping = False
+            self._busy_since = None
+            self._note_work()
+        return StepOutput(
+            step=step,
+            tokens=result.tokens,
+            progress=result.progress,
+            failures=result.failures,
+            num_prefill_tokens=sum(chunk.num_tokens for chunk in work.chunks[work.num_decodes :]),
+            num_decode_tokens=work.num_decodes,
+            duration_s=time.monotonic() - started,
+        )
+
+    # ---- looking in -------------------------------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> Runner:
+        return self._runner
+
+    def stats(self) -> EngineStats:
+        with self._changed:
+            since = self._busy_since
+            return EngineStats(
+                num_running=self._ledger.num_running,
+                num_waiting=self._ledger.num_waiting,
+                num_reserved=self._ledger.num_reserved,
+                num_held=self._ledger.num_held,
+                num_blocks=self._pool.num_blocks,
+                num_free_blocks=self._pool.num_free,
+                num_cached_blocks=self._pool.num_cached,
+                steps=self._steps,
+                stalled_s=0.0 if since is None else time.monotonic() - since,
+            )
+
+    def take_prefix_delta(self) -> PrefixDelta:
+        """What changed in the set of findable prefixes since the last call. Net: a hash added and removed appears in neither. Both
+        lists are bounded by the pool, however rarely this is called."""
+        with self._changed:
+            return self._pool.take_delta()
+
+    def cached_prefixes(self) -> Sequence[bytes]:
+        """All findable prefix hashes at hash_unit boundaries (for a full resend to the index)."""
+        with self._changed:
+            return self._pool.findable()
+
+    def check_integrity(self) -> None:
+        """Raises InternalError if the pool's counts, lists and owners do not add up: each block is free, cached or owned by
+        exactly the sequences that list it. From any thread, at any time."""
+        with self._changed:
+            self._ledger.check_integrity(stepping=self._stepping)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _make(self, request: EngineRequest, *, hold: bool, state: SequenceState) -> EngineSequence:
+        """Without the lock: hashing a long prompt takes about a millisecond."""
+        return make_sequence(
+            request,
+            hold=hold,
+            state=state,
+            vocab_size=self._runner.vocab_size,
+            max_model_len=self._runner.max_model_len,
+            block_size=self._runner.kv_shape.block_size,
+            prefix_caching=self._config.enable_prefix_caching,
+        )
+
+    def _run(self, work: StepWork) -> Sampled:
+        """Without the lock: nobody else changes sequences and blocks of a planned step."""
+        batch = build_batch(
+            [chunk.item for chunk in work.chunks],
+            [chunk.num_tokens for chunk in work.chunks],
+            block_size=self._runner.kv_shape.block_size,
+        )
+        for copy in work.copies:
+            self._runner.copy_block(copy.source, copy.target)
+        sampled = self._runner.run(batch)
+        num_rows = len(batch.sample_rows)
+        if not len(sampled.token_ids) == len(sampled.logprobs) == len(sampled.top_logprobs) == num_rows:
+            raise InternalError(f"the runner returned {len(sampled.token_ids)} tokens for {num_rows} rows")
+        return sampled
+
+    def _end(self, sequence: EngineSequence) -> bool:
+        self._ledger.end(sequence)
+        self._note_work()
+        return True
+
+    def _note_work(self) -> None:
+        """After every change, under the lock: starts or stops the stall clock, and wakes the engine's thread."""
+        if not self._stepping and not self._ledger.has_work:
+            self._busy_since = None
+            return
+        if self._busy_since is None:
+            self._busy_since = time.monotonic()
+        self._changed.notify_all()

@@ -1,0 +1,142 @@
+"""A runner without a model: its tokens can be worked out by hand, its timing is set, and its KV is real bytes in real blocks.
+
+The KV of a token says which token it is and where it stands; the next token is computed from what is *read back* out of the
+sequence's blocks, never from the batch. A block that was lost, swapped, stale or not handed over gives a wrong token.
+
+    next = (sum over i of token[i] * (i + 1)  +  n) mod vocab_size              n tokens, i from 0
+
+    tokens 5, 7, 2 with a vocabulary of 100:   5*1 + 7*2 + 2*3 + 3 = 28        next is 28
+    then   5, 7, 2, 28:                        25 + 28*4 + 4 = 141             next is 41
+
+Every (layer, K/V, head) of a slot holds the same two int32, token and position + 1, repeated over head_dim. The sum takes
+tokens from the first of these planes and positions from the last, so that a half-moved block does not pass either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from twostep.engine.batch import Batch, KvShape, Sampled, SamplingRow
+from twostep.engine.types import TopLogprob
+from twostep.errors import InvalidRequest
+
+
+def fake_next_token(token_ids: Sequence[int], vocab_size: int) -> int:
+    """What FakeRunner samples after `token_ids` (where min_tokens does not forbid it)."""
+    return (sum(token * (i + 1) for i, token in enumerate(token_ids)) + len(token_ids)) % vocab_size
+
+
+class FakeRunner:
+    """A twostep.engine.batch.Runner on numpy. Sampling parameters are ignored but for three: a stop id is not sampled before
+    `min_tokens` (the next higher id that is none is sampled, modulo the vocabulary), and `logprobs` are 0.0 for the token, and for the k-th
+    of the likeliest, k from 0, -k with the id k above the token's."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int = 1000,
+        max_model_len: int = 8192,
+        step_s: float = 0.0,
+        per_token_s: float = 0.0,
+        num_layers: int = 1,
+        num_kv_heads: int = 1,
+        head_dim: int = 4,
+        dtype: str = "float32",
+    ) -> None:
+        """A step takes at least `step_s + per_token_s * tokens` seconds (both may be changed at any time). Layers, heads and head_dim only
+        make blocks larger. Raises InvalidRequest if one head's slot is no multiple of 8 bytes."""
+        self._shape = KvShape(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+        )
+        if self._shape.block_bytes % (num_layers * 2 * num_kv_heads * block_size * 8):
+            raise InvalidRequest(f"head_dim {head_dim} of {dtype} is no multiple of 8 bytes; give a multiple of 4")
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self.step_s = step_s
+        self.per_token_s = per_token_s
+        # uint8 [block, block_bytes], and the same bytes as int32 [block, layer, K/V, kv_head, slot, word].
+        self._bytes = np.zeros((num_blocks, self._shape.block_bytes), np.uint8)
+        self._words = self._bytes.view(np.int32).reshape(num_blocks, num_layers, 2, num_kv_heads, block_size, -1)
+        self._tokens = self._words[:, 0, 0, 0, :, 0]
+        self._places = self._words[:, -1, 1, -1, :, -1]
+
+    @property
+    def kv_shape(self) -> KvShape:
+        return self._shape
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    def run(self, batch: Batch) -> Sampled:
+        start = time.monotonic()
+        self._write(batch)
+        token_ids = self._next_tokens(batch)
+        for i, row in enumerate(batch.sampling):
+            if row.position < row.params.min_tokens:
+                candidates = ((token_ids[i] + k) % self._vocab_size for k in range(self._vocab_size))
+                token_ids[i] = next((token for token in candidates if token not in row.stop_ids), token_ids[i])
+        sampled = Sampled(
+            token_ids=token_ids,
+            logprobs=[None if row.params.logprobs is None else 0.0 for row in batch.sampling],
+            top_logprobs=[self._top(token, row) for token, row in zip(token_ids, batch.sampling, strict=True)],
+        )
+        pause = self.step_s + self.per_token_s * len(batch.token_ids) - (time.monotonic() - start)
+        if pause > 0:
+            time.sleep(pause)
+        return sampled
+
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        np.take(self._bytes, np.asarray(block_ids, dtype=np.int64), axis=0, out=out, mode="clip")
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        self._bytes[np.asarray(block_ids, dtype=np.int64)] = data
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._bytes[target] = self._bytes[source]
+
+    def _write(self, batch: Batch) -> None:
+        size = self._shape.block_size
+        blocks, slots = np.divmod(batch.slots, size)
+        rows = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start))
+        assert np.array_equal(batch.block_tables[rows, batch.positions // size], blocks), "slots and block tables disagree"
+        assert np.array_equal(batch.positions % size, slots), "slots and positions disagree"
+        assert np.array_equal(batch.positions[batch.query_start[1:] - 1] + 1, batch.seq_lens), "positions and seq_lens disagree"
+        cells = (blocks, slice(None), slice(None), slice(None), slots)
+        shape = (-1, 1, 1, 1, 1)
+        self._words[(*cells, slice(0, None, 2))] = batch.token_ids.reshape(shape)
+        self._words[(*cells, slice(1, None, 2))] = batch.positions.reshape(shape) + 1
+
+    def _next_tokens(self, batch: Batch) -> list[int]:
+        if not len(batch.sample_rows):
+            return []
+        size = self._shape.block_size
+        seqs = np.searchsorted(batch.query_start, batch.sample_rows, side="right") - 1
+        lens = batch.seq_lens[seqs].astype(np.int64)
+        num_blocks = -(-lens // size)
+        used = np.arange(batch.block_tables.shape[1]) < num_blocks[:, None]
+        blocks = batch.block_tables[seqs][used]
+        values = self._tokens[blocks].astype(np.int64) * self._places[blocks]
+        first = np.cumsum(num_blocks) - num_blocks
+        # What lies behind a sequence's end in its last block is not its own.
+        values[first + num_blocks - 1] *= np.arange(size) < (lens - (num_blocks - 1) * size)[:, None]
+        sums = np.add.reduceat(values.sum(axis=1), first)
+        return [int(token) for token in (sums + lens) % self._vocab_size]
+
+    def _top(self, token: int, row: SamplingRow) -> tuple[TopLogprob, ...]:
+        return tuple(TopLogprob((token + k) % self._vocab_size, -float(k)) for k in range(row.params.logprobs or 0))

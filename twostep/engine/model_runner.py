@@ -1,0 +1,195 @@
+"""Runs batches of one model on one device.
+
+1. Engine.step plans a Batch                       twostep/engine/batch.py
+2. ModelRunner.run → model.forward                 twostep/models/llama.py
+3. Ops and the step's AttentionPlan read and write KvCache   twostep/kernels/
+4. sample turns the rows' logits into tokens       twostep/engine/sampler.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from twostep.engine.batch import Batch, KvShape, Sampled
+from twostep.engine.kv_cache import DTYPES, KvCache
+from twostep.engine.sampler import sample
+from twostep.errors import SetupError
+from twostep.kernels.ops import Ops
+from twostep.kernels.torch_ops import TorchOps
+from twostep.models.config import ModelConfig, parse_config
+from twostep.models.llama import Llama
+from twostep.models.registry import build_model, fill_random, load_weights
+
+if TYPE_CHECKING:
+    from twostep.engine.decode_graphs import DecodeGraphs
+
+LOAD_FORMATS = ("auto", "dummy")
+
+
+class ModelRunner:
+    """The Runner of a real model (see twostep/engine/batch.py for the contract)."""
+
+    def __init__(
+        self,
+        model_dir: Path | str,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        dtype: str = "auto",
+        device: str = "cpu",
+        max_model_len: int | None = None,
+        num_threads: int | None = None,
+        load_format: str = "auto",
+        max_num_seqs: int = 0,
+    ) -> None:
+        """Loads a model directory. `dtype` auto: that of the weights. `device` is cpu, cuda or cuda:N. `load_format` dummy: random
+        weights, only config.json is read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none).
+        `num_threads` sets torch's, for the whole process. Raises SetupError with what to change."""
+        self._device = _device(device)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        model_dir = Path(model_dir)
+        config = _limited(parse_config(model_dir), max_model_len)
+        chosen = config.dtype if dtype == "auto" else dtype
+        if chosen not in DTYPES:
+            raise SetupError(f"dtype is {dtype!r}; give auto, {', '.join(DTYPES)}")
+        if load_format not in LOAD_FORMATS:
+            raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
+        self._config = config
+        self._graphs: DecodeGraphs | None = None
+        with self._on_device():
+            ops: Ops = TorchOps() if self._device.type == "cpu" else _gpu_ops(self._device)
+            try:
+                self._model = build_model(config, DTYPES[chosen], ops, str(self._device))
+                if load_format == "dummy":
+                    fill_random(self._model)
+                else:
+                    load_weights(self._model, model_dir)
+            except torch.OutOfMemoryError as error:
+                raise SetupError(f"the weights do not fit the memory of {self._device}: {error}") from error
+            self._cache = KvCache(kv_shape(config, chosen, num_blocks, block_size), str(self._device))
+            if self._device.type == "cuda" and max_num_seqs:
+                with torch.inference_mode():
+                    self._graphs = _capture(self._model, self._cache, ops, max_num_seqs)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @property
+    def kv_shape(self) -> KvShape:
+        return self._cache.shape
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._config.max_model_len
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Writes the KV of all T tokens; the logits of the sample rows, [R, vocab_size] in the model's dtype, valid until the next
+        step."""
+        with torch.inference_mode(), self._on_device():
+            return self._logits(batch)
+
+    def run(self, batch: Batch) -> Sampled:
+        with torch.inference_mode(), self._on_device():
+            sampled = sample(self._logits(batch), batch.sampling)
+            if self._device.type == "cuda" and not batch.sampling:
+                # Fetched tokens are waited for anyway; without any, the step's KV must be there too when this returns.
+                torch.cuda.current_stream().synchronize()
+            return sampled
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        logits = None if self._graphs is None else self._graphs.logits(batch)
+        return self._model.forward(batch, self._cache) if logits is None else logits
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels are launched on the thread's current device."""
+        return nullcontext() if self._device.type == "cpu" else torch.cuda.device(self._device)
+
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        self._cache.read_blocks(block_ids, out)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        self._cache.write_blocks(block_ids, data)
+
+    def copy_block(self, source: int, target: int) -> None:
+        # On the stream of the steps, before the next one.
+        self._cache.copy_block(source, target)
+
+
+def _device(name: str) -> torch.device:
+    """Raises SetupError for a device that is unknown or not here."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        raise SetupError(f"device {name!r} is not served; use cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise SetupError(
+            f"device {name!r} is not there: torch {torch.__version__} finds no NVIDIA GPU; use cpu, or install a CUDA build of torch"
+        )
+    device = torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    if device.index >= torch.cuda.device_count():
+        raise SetupError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} GPUs, numbered from 0")
+    if importlib.util.find_spec("triton") is None:
+        raise SetupError(f"device {name!r} needs the package triton, which is not installed; use cpu, or install triton")
+    return device
+
+
+def _gpu_ops(device: torch.device) -> Ops:
+    # Only a GPU needs triton, and importing it takes a second.
+    from twostep.kernels.triton_ops import TritonOps  # noqa: PLC0415
+
+    return TritonOps(device)
+
+
+def _capture(model: Llama, cache: KvCache, ops: Ops, max_num_seqs: int) -> DecodeGraphs:
+    from twostep.engine.decode_graphs import DecodeGraphs, ladder  # noqa: PLC0415
+    from twostep.kernels.triton_ops import TritonOps  # noqa: PLC0415
+
+    assert isinstance(ops, TritonOps)
+    return DecodeGraphs(model, cache, ops, ladder(max_num_seqs))
+
+
+def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int) -> KvShape:
+    """The pool's shape for a model; `dtype` is a name, not auto."""
+    if num_blocks < 1 or block_size < 1:
+        raise SetupError(f"the KV cache has {num_blocks} blocks of {block_size} tokens; give at least 1 of each")
+    return KvShape(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+
+
+def num_blocks_for(config: ModelConfig, dtype: str, block_size: int, memory_bytes: int) -> int:
+    """How many blocks fit a budget. Raises SetupError if none does."""
+    chosen = config.dtype if dtype == "auto" else dtype
+    per_block = kv_shape(config, chosen, 1, block_size).block_bytes
+    if memory_bytes < per_block:
+        raise SetupError(f"a KV cache of {memory_bytes} bytes holds no block; one takes {per_block}")
+    return memory_bytes // per_block
+
+
+def _limited(config: ModelConfig, max_model_len: int | None) -> ModelConfig:
+    if max_model_len is None:
+        return config
+    if not 1 <= max_model_len <= config.max_model_len:
+        raise SetupError(f"max_model_len is {max_model_len}; the model takes 1 to {config.max_model_len}")
+    return replace(config, max_model_len=max_model_len)

@@ -1,0 +1,114 @@
+"""One sequence on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from twostep.engine.types import EngineRequest, FinishReason
+from twostep.errors import ContextExceeded, InvalidRequest
+from twostep.prefix import PrefixHasher
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"  # submitted, owns nothing
+    RESERVED = "reserved"  # owns its blocks, whose content comes from elsewhere
+    RUNNING = "running"  # owns its blocks, in the batch
+    HELD = "held"  # prompt computed, owns its blocks, out of the batch
+    ENDED = "ended"  # cancelled; owns its blocks until the running step ends
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class EngineSequence:
+    """Tokens [0, num_computed) have their KV in the pool; the rest of `tokens` is to be computed. A decoding sequence has exactly
+    one token to compute: the one it sampled last."""
+
+    request: EngineRequest
+    hold: bool
+    state: SequenceState
+    tokens: list[int]
+    # The request's token_ids as int64, so that a prompt chunk is a slice.
+    given: npt.NDArray[np.int64]
+    stop_ids: frozenset[int]
+    # Longest the sequence can get, sampled tokens included.
+    max_len: int
+    hasher: PrefixHasher | None
+    # int32; all the blocks it will ever need, in order.
+    blocks: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    # While waiting: the cached blocks found for it when it was last considered. They are not owned.
+    matched: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0
+    num_registered: int = 0  # blocks
+    scheduled: bool = False
+    in_step: bool = False
+
+    @property
+    def seq_id(self) -> str:
+        return self.request.seq_id
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def position(self) -> int:
+        """Position, among the generated tokens of all attempts, of the token to be sampled next."""
+        return len(self.tokens) - self.request.num_prompt_tokens
+
+    def num_kv_tokens(self) -> int:
+        """Tokens whose KV must fit: all but the last one that can be sampled, and for a held sequence only those given."""
+        return len(self.given) if self.hold else max(len(self.given), self.max_len - 1)
+
+    def finish_reason(self, token_id: int, position: int) -> FinishReason | None:
+        """Whether a token sampled at `position` is the last one."""
+        if token_id in self.stop_ids and position >= self.request.sampling.min_tokens:
+            return FinishReason.STOP
+        if self.request.num_prompt_tokens + position + 1 >= self.max_len:
+            return FinishReason.LENGTH
+        return None
+
+    def block_hashes(self) -> list[bytes]:
+        """Hashes of all blocks that `tokens` fill; none without a prefix key."""
+        if self.hasher is None:
+            return []
+        if self.hasher.num_tokens < len(self.tokens):
+            self.hasher.extend(self.tokens[self.hasher.num_tokens :])
+        return self.hasher.hashes
+
+
+def make_sequence(
+    request: EngineRequest, *, hold: bool, state: SequenceState, vocab_size: int, max_model_len: int, block_size: int, prefix_caching: bool
+) -> EngineSequence:
+    """Checks a request and hashes its blocks. Raises InvalidRequest (ContextExceeded) with what to change."""
+    tokens = list(request.token_ids)
+    if not 1 <= request.num_prompt_tokens <= len(tokens):
+        raise InvalidRequest(f"the prompt has {request.num_prompt_tokens} of {len(tokens)} tokens; give at least one")
+    try:
+        given = np.array(tokens, dtype=np.int64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"token_ids are whole numbers from 0 to {vocab_size - 1}: {error}") from error
+    if given.min() < 0 or given.max() >= vocab_size:
+        raise InvalidRequest(f"token_ids must be from 0 to {vocab_size - 1}, the model's vocabulary; found {given.min()} to {given.max()}")
+    if len(tokens) >= max_model_len:
+        raise ContextExceeded(f"{len(tokens)} tokens leave no room to answer in a context of {max_model_len}; shorten the prompt")
+    params = request.sampling
+    if request.num_prior_tokens >= params.max_tokens:
+        raise InvalidRequest(f"all {params.max_tokens} tokens of max_tokens were generated before; there is nothing left to do")
+    hasher = PrefixHasher(request.prefix_key, block_size) if prefix_caching and request.prefix_key else None
+    if hasher is not None:
+        hasher.extend(tokens)
+    return EngineSequence(
+        request=request,
+        hold=hold,
+        state=state,
+        tokens=tokens,
+        given=given,
+        stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_token_ids),
+        max_len=min(request.num_prompt_tokens + params.max_tokens, max_model_len),
+        hasher=hasher,
+    )

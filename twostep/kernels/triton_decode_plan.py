@@ -1,0 +1,208 @@
+"""How one step's decode attention is shared out over the chip: equal numbers of tiles for every program, planned on the device.
+
+    sequences      0        1 2    3            4
+    tiles          ooooooooo|o|ooo|oooooooooooo|oooooo        a tile: num_keys keys in sequence of num_heads KV heads
+    programs       ├─ 0 ──┤├─ 1 ─┤├─ 2 ──┤├─ 3 ─┤├─ 4 ──┤     as many tiles each, but for one, whatever sequence they belong to
+
+A long sequence is split over as many programs as its length takes, and many short ones share a program. Lengths are read on the
+device only, so a captured step may be replayed with others (after "Stream-K", Osama et al., 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from twostep.engine.batch import KvShape
+from twostep.errors import SetupError
+
+WORK_COLUMNS = tl.constexpr(6)
+_WORKERS_PER_PROGRAM = 16
+_FEW_SEQS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLayout:
+    """How one program works. All powers of 2 but num_stages and programs_per_sm.
+
+    A tile is `num_heads` KV heads × `num_lanes` stretches of `num_keys` keys, a product of matrices each: warps share nothing until
+    a sequence's last tile.
+    """
+
+    num_heads: int
+    num_lanes: int
+    num_keys: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+    @property
+    def tile_keys(self) -> int:
+        return self.num_lanes * self.num_keys
+
+
+def decode_layout(shape: KvShape, *, num_heads: int, num_seqs: int) -> DecodeLayout:
+    """The layout for steps of `num_seqs` sequences, chosen on an H200 (benchmarks/gpu_decode_attention.py --sweep).
+
+    Eight matrices of 16 keys side by side for a few sequences, for which the longer stretch leaves fewer parts to merge, and for heads
+    that are no power of 2 wide; two programs of four to a multiprocessor for the rest, where one streams while the other begins or
+    ends a sequence. Fewer of wide accumulators, which have to stay in registers. One KV head always: more read no faster, and leave
+    a long sequence among short ones with several times as much to merge.
+    """
+    wide = max(16, triton.next_power_of_2(shape.head_dim))
+    rows = max(16, triton.next_power_of_2(num_heads // shape.num_kv_heads))
+    if shape.dtype == "float32" or wide > 128 or rows > 32:
+        lanes, warps = (2 if rows <= 32 else 1), 4
+    elif rows == 16 and (num_seqs <= _FEW_SEQS or wide != shape.head_dim):
+        lanes = warps = 8
+    else:
+        lanes = warps = 4
+    return DecodeLayout(num_heads=1, num_lanes=lanes, num_keys=16, num_warps=warps, num_stages=3, programs_per_sm=8 // warps)
+
+
+class DecodeWorkspace:
+    """What programs hand each other inside one call. Shared by all plans whose calls never overlap (one stream)."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self.parts = torch.empty(0, dtype=torch.float32, device=device)
+        self.scales = torch.empty(0, dtype=torch.float32, device=device)
+        # All zero between calls: who merges a sequence sets its counter back.
+        self.counters = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def reserve(self, *, num_parts: int, head_dim: int, num_counters: int) -> None:
+        """Makes room. Plans made before keep the memory they have, so graphs captured with them stay good; least is held where the
+        largest batch is planned first."""
+        if self.scales.numel() < num_parts * 2:
+            self.scales = torch.empty(num_parts * 2, dtype=torch.float32, device=self._device)
+        if self.parts.numel() < num_parts * head_dim:
+            self.parts = torch.empty(num_parts * head_dim, dtype=torch.float32, device=self._device)
+        if self.counters.numel() < num_counters:
+            self.counters = torch.zeros(num_counters, dtype=torch.int32, device=self._device)
+
+
+class DecodePlan:
+    """How steps of `num_seqs` sequences are shared out. Made once; `refresh` per step, on the stream and in the graph of its layers.
+
+    window  keys a query sees, its own included; 0: all
+    """
+
+    def __init__(
+        self,
+        shape: KvShape,
+        *,
+        num_heads: int,
+        num_seqs: int,
+        device: torch.device | str,
+        window: int = 0,
+        workspace: DecodeWorkspace | None = None,
+        layout: DecodeLayout | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """`num_sms` is read off the device where it is not given. Raises SetupError for a shape that no layout serves."""
+        if num_seqs < 1 or window < 0 or num_heads % shape.num_kv_heads:
+            raise SetupError(
+                f"{num_heads} query heads over {shape.num_kv_heads} KV heads, {num_seqs} sequences, window {window}: give a multiple "
+                "of the KV heads, at least one sequence and no negative window"
+            )
+        if shape.block_size % 16:
+            raise SetupError(f"block size {shape.block_size} is no multiple of 16; give --block-size 16, 32 or 64")
+        self.shape = shape
+        self.num_heads = num_heads
+        self.num_seqs = num_seqs
+        self.window = window
+        self.layout = layout or decode_layout(shape, num_heads=num_heads, num_seqs=num_seqs)
+        assert shape.num_kv_heads % self.layout.num_heads == 0
+        assert shape.block_size % self.layout.num_keys == 0
+        self.num_groups = shape.num_kv_heads // self.layout.num_heads
+        sms = num_sms or _num_sms(torch.device(device))
+        self.num_workers = max(1, sms * self.layout.programs_per_sm // self.num_groups)
+        self.workspace = workspace or DecodeWorkspace(device)
+        self.workspace.reserve(num_parts=2 * self.num_workers * num_heads, head_dim=shape.head_dim, num_counters=num_seqs * self.num_groups)
+        self.parts, self.scales, self.counters = self.workspace.parts, self.workspace.scales, self.workspace.counters
+        # Row w: the worker's first tile and one past its last, counted over all sequences; its first sequence, the tile to begin with
+        # there, that sequence's length and the next one's. After them: workers that have work, and all tiles.
+        self.work = torch.zeros(self.num_workers * WORK_COLUMNS + 2, dtype=torch.int32, device=device)
+        # First tile of each sequence, counted over all, and the end.
+        self.starts = torch.zeros(num_seqs + 1, dtype=torch.int32, device=device)
+        # Whether the program that arrives last merges a sequence by itself. Where few sequences have many parts of many rows (few KV
+        # heads over all workers), that is much to read for one program, and a second launch merges all rows side by side.
+        rows = num_heads // self.num_groups
+        self.merges_itself = self.num_workers * rows <= max(300, 64 * num_seqs)
+
+    def refresh(self, seq_lens: torch.Tensor) -> None:
+        """Plans a step. seq_lens int32 [num_seqs] on the device; 0 is allowed and costs a tile."""
+        assert seq_lens.shape == (self.num_seqs,)
+        assert seq_lens.dtype == torch.int32
+        assert seq_lens.is_contiguous()
+        _plan_kernel[(triton.cdiv(self.num_workers, _WORKERS_PER_PROGRAM),)](
+            seq_lens,
+            self.work,
+            self.starts,
+            self.num_seqs,
+            self.num_workers,
+            TILE=self.layout.tile_keys,
+            WINDOW=self.window,
+            SEQS=triton.next_power_of_2(self.num_seqs),
+            WORKERS=_WORKERS_PER_PROGRAM,
+            num_warps=4,
+        )
+
+
+def _num_sms(device: torch.device) -> int:
+    # The interpreter runs programs one by one: a few show all that many would.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@triton.jit
+def first_tile(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first tile that a sequence's query sees."""
+    if WINDOW > 0:
+        return tl.maximum(length - WINDOW, 0) // TILE
+    else:
+        return length * 0
+
+
+@triton.jit
+def last_tile(length, TILE: tl.constexpr):
+    """One past a sequence's last tile; an empty sequence has one tile all the same, whose program writes its zeros."""
+    return tl.maximum((length + TILE - 1) // TILE, 1)
+
+
+@triton.jit
+def _plan_kernel(
+    lens_ptr, work_ptr, starts_ptr, num_seqs, num_workers,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SEQS: tl.constexpr, WORKERS: tl.constexpr,
+):  # fmt: skip
+    seq = tl.arange(0, SEQS)
+    length = tl.load(lens_ptr + seq, mask=seq < num_seqs, other=0)
+    first = first_tile(length, TILE, WINDOW)
+    count = tl.where(seq < num_seqs, last_tile(length, TILE) - first, 0)
+    ends = tl.cumsum(count)
+    total = tl.sum(count)
+    # A worker with work has a tile at least, so that the workers of a sequence are consecutive.
+    active = tl.minimum(total, num_workers)
+    worker = tl.program_id(0) * WORKERS + tl.arange(0, WORKERS)
+    there = worker < num_workers
+    position = (worker.to(tl.int64) * total // active).to(tl.int32)
+    end = ((worker + 1).to(tl.int64) * total // active).to(tl.int32)
+    end = tl.where(worker < active, end, position)
+    mine = tl.sum(((ends[None, :] <= position[:, None]) & (seq < num_seqs)[None, :]).to(tl.int32), 1)
+    # Its place in the sequence: of all tiles before it, those of earlier sequences gone, those before the window added.
+    here = seq[None, :] == mine[:, None]
+    tile = position + tl.sum(tl.where(here, (first - ends + count)[None, :], 0), 1)
+    row = work_ptr + worker * WORK_COLUMNS
+    tl.store(row, position, mask=there)
+    tl.store(row + 1, end, mask=there)
+    tl.store(row + 2, mine, mask=there)
+    tl.store(row + 3, tile, mask=there)
+    tl.store(row + 4, tl.sum(tl.where(here, length[None, :], 0), 1), mask=there)
+    tl.store(row + 5, tl.load(lens_ptr + mine + 1, mask=there & (mine + 1 < num_seqs), other=0), mask=there)
+    if tl.program_id(0) == 0:
+        tl.store(work_ptr + num_workers * WORK_COLUMNS, active)
+        tl.store(work_ptr + num_workers * WORK_COLUMNS + 1, total)
+        tl.store(starts_ptr + seq, ends - count, mask=seq < num_seqs)
+        tl.store(starts_ptr + num_seqs, total)

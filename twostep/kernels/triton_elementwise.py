@@ -1,0 +1,226 @@
+"""What stands between the matrix products, as Triton kernels: norms, activation, RoPE with the KV write.
+
+All of it is bound by memory: each kernel reads its inputs once, computes in float32, and writes its outputs once. The oracle of each
+is the method of the same name in TorchOps.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from twostep.engine.kv_cache import KvCache
+
+# Elements of a program's tile: enough independent loads per thread to keep memory busy, few enough to fill the chip with rows.
+_TILE = 4096
+_HEADS_PER_PROGRAM = 8
+_SILU_TILE = 1024
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension, float32 inside. x [T, N] or [T, H, N] with a dense last dimension (others are copied
+    first), weight [N]. Returns a new dense tensor."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.dim() > 3 or x.stride(-1) != 1:
+        x = x.contiguous().view(-1, x.shape[-1])
+    _launch_norm(x, x, weight, out, eps, has_residual=False)
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds x to `residual` in place, rounded to its dtype, and returns rms_norm(residual). x, residual [T, N], dense; weight [N]."""
+    assert residual.is_contiguous()
+    assert x.shape == residual.shape
+    x = x.contiguous()
+    out = torch.empty_like(residual)
+    _launch_norm(x, residual, weight, out, eps, has_residual=True)
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up. gate_up [T, 2 * N], dense, gate first. Returns [T, N]."""
+    assert gate_up.is_contiguous()
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    if out.numel():
+        rows = out.numel() // width
+        _silu_mul_kernel[(rows, triton.cdiv(width, _SILU_TILE))](gate_up, out, width, BLOCK=_SILU_TILE, num_warps=4)
+    return out
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: KvCache,
+    layer: int,
+    num_heads: int,
+) -> None:
+    """Rotates the query and key heads of `qkv` in place, and writes the rotated keys and the values to the pool.
+
+    qkv       [T, (num_heads + 2 * num_kv_heads) * D], dense
+    positions integer [T]: rows of the tables
+    slots     int64 [T]: block * block_size + slot in block; a negative one writes nothing (padding of a captured step)
+    cos, sin  float32 [max_model_len, R / 2], R <= D even: the first R of a head's D numbers turn in pairs (i, i + R / 2)
+    """
+    shape, pool = cache.shape, cache.tensor
+    total_heads = num_heads + 2 * shape.num_kv_heads
+    half = cos.shape[1]
+    assert qkv.is_contiguous()
+    assert qkv.shape[1] == total_heads * shape.head_dim
+    assert pool.stride(-1) == 1
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    if not len(qkv):
+        return
+    tail = shape.head_dim - 2 * half
+    _rotate_and_write_kernel[(len(qkv), triton.cdiv(total_heads, _HEADS_PER_PROGRAM))](
+        qkv,
+        positions,
+        slots,
+        cos,
+        sin,
+        pool[:, layer],
+        pool.stride(0),
+        pool.stride(2),
+        pool.stride(3),
+        pool.stride(4),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=shape.num_kv_heads,
+        HEAD_DIM=shape.head_dim,
+        BLOCK_SIZE=shape.block_size,
+        HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        TAIL=tail,
+        BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)),
+        HEADS=_HEADS_PER_PROGRAM,
+        num_warps=4,
+    )
+
+
+def _launch_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, *, has_residual: bool
+) -> None:
+    width = x.shape[-1]
+    assert weight.shape == (width,)
+    assert weight.is_contiguous()
+    if not x.numel():
+        return
+    rows = x.numel() // width
+    # Row r starts at (r // inner) * stride_outer + (r % inner) * stride_inner: heads of a fused projection need no copy.
+    inner = x.shape[1] if x.dim() == 3 else 1
+    block = triton.next_power_of_2(width)
+    rows_at_once = max(1, min(_TILE // block, triton.next_power_of_2(rows)))
+    _norm_kernel[(triton.cdiv(rows, rows_at_once),)](
+        x,
+        residual,
+        weight,
+        out,
+        rows,
+        inner,
+        x.stride(0) if x.dim() > 1 else 0,
+        x.stride(1) if x.dim() == 3 else 0,
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=rows_at_once,
+        HAS_RESIDUAL=has_residual,
+        num_warps=8 if block >= 4096 else 4,
+    )
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    rows,
+    inner,
+    stride_outer,
+    stride_inner,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (col < WIDTH)
+    dense = row * WIDTH + col
+    start = (row // inner) * stride_outer + (row % inner) * stride_inner
+    x = tl.load(x_ptr + start + col, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total = (x + tl.load(residual_ptr + dense, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + dense, total, mask=mask)
+        x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
+    weight = tl.load(weight_ptr + col, mask=col < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out_ptr + dense, (x * scale[:, None] * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + col, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + col, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_and_write_kernel(
+    qkv_ptr,
+    positions_ptr,
+    slots_ptr,
+    cos_ptr,
+    sin_ptr,
+    pool_ptr,
+    stride_block,
+    stride_kv,
+    stride_head,
+    stride_slot,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    turns = head < NUM_HEADS + NUM_KV_HEADS
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    kept = exists & (head >= NUM_HEADS) & (slot >= 0)
+    kv_head = head - NUM_HEADS  # keys, then values
+    to_pool = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
+    to_pool += (kv_head // NUM_KV_HEADS).to(tl.int64) * stride_kv + (kv_head % NUM_KV_HEADS).to(tl.int64) * stride_head
+    row = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+
+    # Both halves of a pair lie in one thread, which stores to where it alone has loaded: in place without a barrier.
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = exists & (i < HALF)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + i, mask=i < HALF, other=0.0)
+    low = tl.load(qkv_ptr + row + i, mask=mask, other=0.0)
+    high = tl.load(qkv_ptr + row + HALF + i, mask=mask, other=0.0)
+    turned_low = (low.to(tl.float32) * cos - high.to(tl.float32) * sin).to(low.dtype)
+    turned_high = (high.to(tl.float32) * cos + low.to(tl.float32) * sin).to(low.dtype)
+    tl.store(qkv_ptr + row + i, turned_low, mask=mask & turns)
+    tl.store(qkv_ptr + row + HALF + i, turned_high, mask=mask & turns)
+    tl.store(pool_ptr + to_pool + i, tl.where(turns, turned_low, low), mask=mask & kept)
+    tl.store(pool_ptr + to_pool + HALF + i, tl.where(turns, turned_high, high), mask=mask & kept)
+    if TAIL > 0:
+        j = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
+        rest = tl.load(qkv_ptr + row + j, mask=exists & (j < HEAD_DIM), other=0.0)
+        tl.store(pool_ptr + to_pool + j, rest, mask=kept & (j < HEAD_DIM))

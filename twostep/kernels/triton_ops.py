@@ -1,0 +1,158 @@
+"""`Ops` for NVIDIA GPUs: Triton kernels between torch's matrix products (cuBLAS)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from twostep.engine.batch import Batch
+from twostep.engine.kv_cache import KvCache
+from twostep.kernels import triton_elementwise, triton_prefill
+from twostep.kernels.ops import Linear
+from twostep.kernels.step_upload import StepUpload
+from twostep.kernels.triton_decode import decode_attention
+from twostep.kernels.triton_decode_plan import DecodePlan, DecodeWorkspace
+
+
+class TritonOps:
+    """Of one device, for one thread."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.upload = StepUpload(torch.device(device))
+        self.decode_workspace = DecodeWorkspace(device)
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return lambda x: F.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return triton_elementwise.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return triton_elementwise.add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return triton_elementwise.silu_mul(gate_up)
+
+    def plan_attention(self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> TritonAttentionPlan:
+        num_queries = np.diff(batch.query_start).astype(np.int64)
+        share = num_heads // cache.shape.num_kv_heads
+        shape = triton_prefill.tile_shape(cache.tensor.dtype, cache.shape.head_dim, share, int(num_queries.max()))
+        tiles = triton_prefill.plan_tiles(num_queries, batch.seq_lens.astype(np.int64), shape.num_rows // share)
+        sent = self.upload.send(
+            (
+                batch.token_ids,
+                batch.positions,
+                batch.slots,
+                batch.sample_rows,
+                batch.query_start,
+                batch.seq_lens,
+                batch.block_tables,
+                tiles,
+            )
+        )
+        return TritonAttentionPlan(StepTensors(*sent), cache, num_heads=num_heads, cos=cos, sin=sin, tile_shape=shape)
+
+    def plan_decode(
+        self, inputs: torch.Tensor, block_tables: torch.Tensor, cache: KvCache, *, num_heads: int, rope: tuple[torch.Tensor, torch.Tensor]
+    ) -> TritonAttentionPlan:
+        """A step of one token for each of S sequences, all sampled, whose inputs are on the device and may change between runs.
+
+        inputs        int32 [4, S]: token ids, positions, slots, lengths
+        block_tables  int32 [S, B]
+        """
+        num_seqs = inputs.shape[1]
+        count = torch.arange(num_seqs + 1, dtype=torch.int32, device=inputs.device)
+        step = StepTensors(
+            token_ids=inputs[0],
+            positions=inputs[1],
+            slots=inputs[2],
+            sample_rows=None,
+            query_start=count,
+            seq_lens=inputs[3],
+            block_tables=block_tables,
+            tiles=torch.stack((count[:-1], torch.zeros_like(count[:-1])), 1),
+        )
+        shape = triton_prefill.tile_shape(cache.tensor.dtype, cache.shape.head_dim, num_heads // cache.shape.num_kv_heads, 1)
+        plan = TritonAttentionPlan(step, cache, num_heads=num_heads, cos=rope[0], sin=rope[1], tile_shape=shape)
+        if cache.shape.block_size % 16 == 0:
+            plan.decode = DecodePlan(
+                cache.shape, num_heads=num_heads, num_seqs=num_seqs, device=inputs.device, workspace=self.decode_workspace
+            )
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """A Batch on the device (shapes in twostep/engine/batch.py; int64 may be int32). `sample_rows` None: all rows, in order."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    sample_rows: torch.Tensor | None
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    tiles: torch.Tensor
+
+
+class TritonAttentionPlan:
+    """One step's AttentionPlan (see twostep/kernels/ops.py). Looks at no value on the device, so that a step can be captured."""
+
+    def __init__(
+        self,
+        step: StepTensors,
+        cache: KvCache,
+        *,
+        num_heads: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        tile_shape: triton_prefill.TileShape,
+    ) -> None:
+        self.token_ids = step.token_ids
+        self.sample_rows = step.sample_rows
+        self._step = step
+        self._cache = cache
+        self._num_heads = num_heads
+        self._cos = cos
+        self._sin = sin
+        self._tile_shape = tile_shape
+        # Set where every sequence has one token: the decode kernel then serves all of them.
+        self.decode: DecodePlan | None = None
+
+    def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
+        step = self._step
+        if layer == 0 and self.decode is not None:
+            self.decode.refresh(step.seq_lens)
+        triton_elementwise.rotate_and_write(qkv, step.positions, step.slots, self._cos, self._sin, self._cache, layer, self._num_heads)
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        out = qkv.new_empty(len(qkv), self._num_heads * self._cache.shape.head_dim)
+        step = self._step
+        if self.decode is not None:
+            heads = qkv.view(len(qkv), -1, self._cache.shape.head_dim)
+            decode_attention(
+                heads[:, : self._num_heads],
+                self._cache,
+                layer,
+                step.block_tables,
+                step.seq_lens,
+                plan=self.decode,
+                out=out.view(len(qkv), self._num_heads, -1),
+            )
+            return out
+        triton_prefill.prefill_attention(
+            qkv,
+            out,
+            self._cache,
+            layer,
+            num_heads=self._num_heads,
+            tiles=step.tiles,
+            query_start=step.query_start,
+            seq_lens=step.seq_lens,
+            block_tables=step.block_tables,
+            shape=self._tile_shape,
+        )
+        return out

@@ -1,0 +1,87 @@
+"""The keys of one JSON object, taken one by one; what is left over at the end is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+from twostep.errors import SetupError
+
+# Bookkeeping, training, and generation settings: no forward pass depends on them. Everything else must be understood.
+# fmt: off
+_HARMLESS = frozenset({
+    "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_name_or_path", "attention_dropout", "bos_token_id",
+    "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "id2label", "initializer_range", "is_llama_config", "label2id",
+    "length_penalty", "max_length", "max_window_layers", "min_length", "model_name", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "pretraining_tp",
+    "problem_type", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "task_specific_params",
+    "temperature", "tokenizer_class", "top_k", "top_p", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
+    "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
+})
+# fmt: on
+
+
+class Fields:
+    """Each key is taken at most once; `refuse_rest` then names the first one nobody took. All methods raise SetupError only."""
+
+    def __init__(self, path: Path, raw: dict[str, Any], *, prefix: str = "") -> None:
+        self.path = path
+        self._raw = dict(raw)
+        self._prefix = prefix
+
+    def has(self, key: str) -> bool:
+        return key in self._raw
+
+    def peek(self, key: str) -> Any:
+        return self._raw.get(key)
+
+    def take(self, key: str, default: Any) -> Any:
+        return self._raw.pop(key, default)
+
+    def refuse(self, key: str, value: object, why: str) -> NoReturn:
+        raise SetupError(f"{self.path}: {self._prefix}{key} is {_short(value)}; {why}")
+
+    def expect(self, key: str, value: object, *, default: object) -> None:
+        """Only one value of this key is supported."""
+        given = self.take(key, default)
+        if given != value:
+            self.refuse(key, given, f"only {value!r} is supported")
+
+    def positive_int(self, key: str) -> int:
+        value = self._required(key)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+            self.refuse(key, value, "it must be a positive whole number")
+        return value
+
+    def positive_float(self, key: str, default: float | None = None) -> float:
+        value = self._required(key) if default is None else self.take(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+            self.refuse(key, value, "it must be a positive number")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.take(key, default)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.refuse(key, value, "it must be true or false")
+        return value
+
+    def refuse_rest(self) -> None:
+        """Refuses a key nobody took, unless it is known to be harmless or its value switches it off."""
+        for key, value in self._raw.items():
+            if key in _HARMLESS or value is None or value is False or value in ([], {}):
+                continue
+            self.refuse(key, value, "this key is not known here and could change the result; remove it only if you know that it does not")
+
+    def _required(self, key: str) -> Any:
+        if key not in self._raw:
+            raise SetupError(f"{self.path} has no {self._prefix}{key}; download the file again, or add the key")
+        return self.take(key, None)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

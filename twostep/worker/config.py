@@ -1,0 +1,184 @@
+"""A worker's configuration: parsed once in `__main__`, frozen."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from twostep.flags import FlagParser
+from twostep.rpc.channel import PLAINTEXT, TlsFiles
+
+DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Everything a worker can be told; times in seconds. Empty `worker_id`: role, host name and port. Empty `advertise_address`: host
+    and port as others reach them. `num_blocks` 0: as many as fit `kv_cache_memory_bytes`."""
+
+    role: str
+    model: str = ""
+    served_model_name: str = ""
+    runner: str = "model"
+    dtype: str = "auto"
+    device: str = "cpu"
+    load_format: str = "auto"
+    block_size: int = 16
+    num_blocks: int = 0
+    kv_cache_memory_bytes: int = 512 << 20
+    max_model_len: int = 0
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_waiting: int = 256
+    hash_unit: int = 64
+    cpu_threads: int = 0
+    fake_step_ms: float = 0.0
+    fake_vocab_size: int = 1000
+    host: str = "127.0.0.1"
+    port: int = 0
+    health_port: int | None = None
+    advertise_address: str = ""
+    worker_id: str = ""
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    secret_file: Path | None = None
+    kv_transfer: str = "auto"
+    ray_address: str = "127.0.0.1:6379"
+    run_dir: Path | None = None
+    kv_budget_bytes: int = 0
+    chunk_bytes: int = 8 << 20
+    transport_timeout: float = 60.0
+    lease_ttl: float = 30.0
+    router_lease: float = 5.0
+    stall_timeout: float = 120.0
+    drain_timeout: float = 30.0
+    max_concurrent_rpcs: int = 2048
+    tls: TlsFiles = PLAINTEXT
+    log_level: str = "info"
+    log_json: bool = False
+
+
+def parse_config(role: str, argv: Sequence[str] | None = None) -> WorkerConfig:
+    """Exits with a usage message if a flag does not make sense."""
+    default = WorkerConfig(role=role)
+    parser = FlagParser(prog=f"python -P -m {role}_worker", description=f"Twostep {role} worker.")
+    _model_flags(parser, default)
+    _network_flags(parser, default, role)
+    _transfer_flags(parser, default, role)
+    parser.flag(
+        "--log-level", default=default.log_level, choices=["debug", "info", "warning", "error"], help="least severe level that is logged"
+    )
+    parser.flag("--log-json", action="store_true", default=False, help="one JSON object a line")
+    args = vars(parser.parse_args(argv))
+    if args["runner"] == "model" and not args["model"]:
+        parser.error("--model is missing: give a model directory or a known model's name, or --runner fake")
+    tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"))
+    args["served_model_name"] = args["served_model_name"] or Path(args["model"]).name or "fake"
+    return WorkerConfig(role=role, tls=tls, **args)
+
+
+def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
+    number = _between
+    parser.flag("--model", default="", metavar="DIR", help="model directory, or the name of a known model")
+    parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")
+    parser.flag("--runner", default="model", choices=["model", "fake"], help="fake: hand-computable tokens and settable timing, no weights")
+    parser.flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: that of the weights")
+    parser.flag("--device", default="cpu", help="where the model runs: cpu, cuda or cuda:N")
+    parser.flag(
+        "--load-format", default=default.load_format, choices=["auto", "dummy"], help="dummy: random weights, only config.json is read"
+    )
+    parser.flag("--block-size", type=number(1, 4096), default=default.block_size, help="tokens of a KV block; divides --hash-unit")
+    parser.flag("--num-blocks", type=number(0, 1 << 31), default=0, help="KV blocks; 0: what --kv-cache-memory-bytes holds")
+    parser.flag("--kv-cache-memory-bytes", type=number(1, 1 << 50), default=default.kv_cache_memory_bytes, help="size of the KV cache")
+    parser.flag("--max-model-len", type=number(0, 1 << 31), default=0, help="longest context in tokens; 0: the model's")
+    parser.flag(
+        "--max-num-batched-tokens", type=number(1, 1 << 20), default=default.max_num_batched_tokens, help="token budget of one engine step"
+    )
+    parser.flag("--max-num-seqs", type=number(1, 1 << 20), default=default.max_num_seqs, help="sequences that run or are reserved at once")
+    parser.flag("--max-waiting", type=number(1, 1 << 20), default=default.max_waiting, help="prompts that may wait; more are refused")
+    parser.flag(
+        "--hash-unit", type=number(1, 65536), default=default.hash_unit, help="tokens of one prefix hash, the same on every process"
+    )
+    parser.flag("--cpu-threads", type=number(0, 1024), default=0, help="threads of the CPU engine; 0: torch decides")
+    parser.flag("--fake-step-ms", type=_not_negative, default=0.0, help="least duration of a step of --runner fake")
+    parser.flag(
+        "--fake-vocab-size", type=number(2, 1 << 31), default=default.fake_vocab_size, help="vocabulary of --runner fake without --model"
+    )
+
+
+def _network_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None:
+    parser.flag("--host", default=default.host, help="address to listen on")
+    parser.flag("--port", type=_between(0, 65535), default=DEFAULT_PORTS[role], help="gRPC port, 0 for any free one")
+    parser.flag(
+        "--health-port", type=_between(-1, 65535), default=None, help="plaintext health-only port; --port + 1 if not given, -1 for none"
+    )
+    parser.flag(
+        "--advertise-address", default="", metavar="HOST[:PORT]", help="how others reach this worker; --host and --port if not given"
+    )
+    parser.flag("--worker-id", default="", help="unique name, kept over restarts; role, host name and port if not given")
+    parser.flag("--redis-url", default=default.redis_url, help="where workers register")
+    parser.flag("--secret-file", type=Path, default=None, help="deployment secret, the same file on every process")
+    parser.flag("--tls-cert", type=Path, default=None, help="PEM certificate; with --tls-key it switches TLS on")
+    parser.flag("--tls-key", type=Path, default=None, help="PEM key of --tls-cert")
+    parser.flag("--tls-ca", type=Path, default=None, help="PEM authority that peers must be certified by")
+    parser.flag(
+        "--max-concurrent-rpcs", type=_between(1, 1 << 20), default=default.max_concurrent_rpcs, help="calls and streams open at once"
+    )
+    parser.flag("--drain-timeout", type=_not_negative, default=default.drain_timeout, help="time for running requests to end after SIGTERM")
+    parser.flag("--stall-timeout", type=_positive, default=default.stall_timeout, help="not alive once work has seen no step for so long")
+
+
+def _transfer_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None:
+    parser.flag(
+        "--kv-transfer", default="auto", choices=["auto", "ray", "local"], help="how KV travels; local works within one process only"
+    )
+    parser.flag("--ray-address", default=default.ray_address, help="host:port of Ray's GCS")
+    parser.flag(
+        "--run-dir", type=Path, default=None, help="private, short directory for the KV agent's socket; a temporary one if not given"
+    )
+    parser.flag(
+        "--transport-timeout", type=_positive, default=default.transport_timeout, help="how long to wait for the KV transport at start"
+    )
+    if role == "prefill":
+        parser.flag(
+            "--kv-budget-bytes", type=_between(0, 1 << 50), default=0, help="most KV published at once; 0: 70%% of the object store"
+        )
+        parser.flag("--chunk-bytes", type=_between(1, 1 << 30), default=default.chunk_bytes, help="size of a published chunk, about")
+        parser.flag("--lease-ttl", type=_positive, default=default.lease_ttl, help="a hand-over without progress for so long ends")
+    else:
+        parser.flag("--lease-ttl", type=_positive, default=default.lease_ttl, help="a reservation without a ticket for so long ends")
+        parser.flag(
+            "--router-lease", type=_positive, default=default.router_lease, help="sequences of a router without a stream for so long end"
+        )
+
+
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not within {low} and {high}")
+        return value
+
+    return parse
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 up")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 is too little; give a number above 0")
+    return value

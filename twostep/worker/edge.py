@@ -1,0 +1,68 @@
+"""What a role adds to a worker: its services, what they hold, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from twostep.engine.engine import Engine
+from twostep.engine.types import StepOutput
+from twostep.errors import TwostepError
+from twostep.rpc.server import GrpcServer
+from twostep.rpc.v1 import worker_pb2
+from twostep.worker.config import WorkerConfig
+from twostep.worker.model import ServedModel
+from twostep.worker.requests import RequestReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeParts:
+    """What every edge is made of. `address` gives host:port as others reach the worker, once it listens."""
+
+    config: WorkerConfig
+    worker_id: str
+    epoch: int
+    secret: bytes = field(repr=False)
+    model: ServedModel
+    engine: Engine
+    reader: RequestReader
+    address: Callable[[], str]
+
+
+class Edge(Protocol):
+    """Everything runs on the worker's event loop."""
+
+    def add_to(self, server: GrpcServer) -> None: ...
+
+    async def start(self) -> None:
+        """Raises SetupError."""
+        ...
+
+    @property
+    def ready_transports(self) -> Sequence[str]:
+        """Names of the KV transports that work now."""
+        ...
+
+    def on_step(self, output: StepOutput) -> None: ...
+
+    def refuse(self, reason: str) -> None:
+        """From now on new requests get UNAVAILABLE with this reason; what runs goes on."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and everything was sent."""
+        ...
+
+    def fail_all(self, error: TwostepError) -> None:
+        """Ends what runs; the routers are told."""
+        ...
+
+    async def close(self) -> None:
+        """Ends what runs, waits until it is freed, lets streams end."""
+        ...
+
+    async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
+        """Adds what the edge holds."""
+        ...

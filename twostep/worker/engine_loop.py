@@ -1,0 +1,94 @@
+"""The thread that steps the engine, and the one wake-up of the event loop for each step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from twostep.engine.engine import Engine
+from twostep.engine.types import StepOutput
+from twostep.errors import InternalError
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+# Steps whose output the event loop has not taken yet; the thread waits when the loop lags further behind.
+_MAX_UNDELIVERED = 64
+_POLL_S = 0.1
+_MAX_FAILED_STEPS = 3
+
+
+class EngineLoop:
+    """Steps `engine` while there is work and calls `on_step` on the event loop, once a step, in order.
+
+    A step that fails ends its sequences and the engine goes on; after several in a row, or if the engine itself raises, the thread ends:
+    nothing it holds can be trusted any more. `failure` is then set and `on_failure` called on the event loop; whoever owns the process
+    tells the callers and exits.
+    """
+
+    def __init__(self, engine: Engine, on_step: Callable[[StepOutput], None], on_failure: Callable[[Exception], None]) -> None:
+        """Needs a running event loop."""
+        self._engine = engine
+        self._on_step = on_step
+        self._on_failure = on_failure
+        self._loop = asyncio.get_running_loop()
+        self._room = threading.Semaphore(_MAX_UNDELIVERED)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.failure: Exception | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """Lets the running step finish. Idempotent; a step longer than `timeout_s` is left behind and said so."""
+        self._stop.set()
+        if self._thread.ident is None:
+            return
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        if self._thread.is_alive():
+            log.warning("the engine's step did not finish within %g s; leaving it behind", timeout_s)
+
+    def alive(self, stall_timeout_s: float) -> bool:
+        """False once the thread has ended by itself, or the oldest work has seen no step for `stall_timeout_s`."""
+        if self.failure is not None:
+            return False
+        return self._stop.is_set() or self._engine.stats().stalled_s < stall_timeout_s
+
+    def _run(self) -> None:
+        num_failed = 0
+        try:
+            while not self._stop.is_set():
+                if not self._engine.wait_for_work(_POLL_S):
+                    continue
+                output = self._engine.step()
+                num_failed = num_failed + 1 if output.failures else 0
+                if output.tokens or output.progress or output.failures:
+                    self._hand_over(output)
+                if num_failed >= _MAX_FAILED_STEPS:
+                    raise InternalError(f"{num_failed} steps in a row failed; see the log above, and restart the worker")
+        except Exception as error:
+            log.exception("the engine stopped")
+            self.failure = error
+            self._call(self._on_failure, error)
+
+    def _hand_over(self, output: StepOutput) -> None:
+        while not self._room.acquire(timeout=_POLL_S):
+            if self._stop.is_set():
+                return
+        self._call(self._deliver, output)
+
+    def _deliver(self, output: StepOutput) -> None:
+        self._room.release()
+        self._on_step(output)
+
+    def _call(self, function: Callable[[_T], None], argument: _T) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, argument)
+        except RuntimeError:
+            # The event loop is closed: the process is on its way out.
+            self._stop.set()

@@ -1,0 +1,111 @@
+"""What a worker serves: a runner, and what others need to know of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from twostep.cluster.records import LayoutRecord
+from twostep.engine.batch import KvShape, Runner
+from twostep.engine.fake import FakeRunner
+from twostep.errors import InvalidRequest, SetupError
+from twostep.fingerprint import model_fingerprint
+from twostep.model_dir import read_json
+from twostep.models.store import resolve
+from twostep.text.model_card import ModelCard
+from twostep.worker.config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+_FAKE_BLOCKS = 4096
+_FAKE_MODEL_LEN = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    name: str
+    runner: Runner
+    layout: LayoutRecord
+    eos_token_ids: frozenset[int]
+
+
+def load_model(config: WorkerConfig) -> ServedModel:
+    """Blocks until the weights are there. Raises SetupError with what to change."""
+    started = time.monotonic()
+    model_dir = resolve(config.model, progress=log.info) if config.model else None
+    runner = _fake_runner(config, model_dir) if config.runner == "fake" or model_dir is None else _model_runner(config, model_dir)
+    fingerprint = _fingerprint(config, model_dir)
+    eos = frozenset[int]() if model_dir is None else ModelCard.load(model_dir).eos_token_ids
+    shape = runner.kv_shape
+    log.info(
+        "%s loaded in %.1f s: %s, %d KV blocks of %d tokens (%.0f MiB), context %d",
+        config.served_model_name,
+        time.monotonic() - started,
+        shape.dtype,
+        shape.num_blocks,
+        shape.block_size,
+        shape.num_blocks * shape.block_bytes / (1 << 20),
+        runner.max_model_len,
+    )
+    return ServedModel(name=config.served_model_name, runner=runner, layout=layout_of(shape, fingerprint), eos_token_ids=eos)
+
+
+def _fingerprint(config: WorkerConfig, model_dir: Path | None) -> str:
+    if model_dir is None:
+        return "fake"
+    if config.load_format == "dummy" and config.runner == "model":
+        # The weights follow from the shape and the kind of device alone.
+        shape = json.dumps(read_json(model_dir / "config.json"), sort_keys=True)
+        return f"dummy-{config.device.partition(':')[0]}-{hashlib.sha256(shape.encode()).hexdigest()}"
+    return model_fingerprint(model_dir)
+
+
+def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
+    return LayoutRecord(
+        model_fingerprint=fingerprint,
+        dtype=shape.dtype,
+        block_size=shape.block_size,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+
+
+def _model_runner(config: WorkerConfig, model_dir: Path) -> Runner:
+    # Importing torch takes seconds and hundreds of megabytes, which a fake runner does without.
+    from twostep.engine.model_runner import ModelRunner, num_blocks_for  # noqa: PLC0415
+    from twostep.models.config import parse_config  # noqa: PLC0415
+
+    num_blocks = config.num_blocks or num_blocks_for(parse_config(model_dir), config.dtype, config.block_size, config.kv_cache_memory_bytes)
+    return ModelRunner(
+        model_dir,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        dtype=config.dtype,
+        device=config.device,
+        max_model_len=config.max_model_len or None,
+        num_threads=config.cpu_threads or None,
+        load_format=config.load_format,
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+def _fake_runner(config: WorkerConfig, model_dir: Path | None) -> Runner:
+    card = None if model_dir is None else ModelCard.load(model_dir)
+    longest = _FAKE_MODEL_LEN if card is None else card.max_model_len
+    if config.max_model_len > longest:
+        raise SetupError(f"--max-model-len {config.max_model_len} is more than the {longest} of the model; lower it")
+    try:
+        return FakeRunner(
+            num_blocks=config.num_blocks or _FAKE_BLOCKS,
+            block_size=config.block_size,
+            vocab_size=config.fake_vocab_size if card is None else card.vocab_size,
+            max_model_len=config.max_model_len or longest,
+            step_s=config.fake_step_ms / 1000,
+        )
+    except InvalidRequest as error:
+        raise SetupError(error.message) from error

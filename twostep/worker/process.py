@@ -1,0 +1,60 @@
+"""A worker as a process: flags, model, serve until a signal, drain, exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from twostep.errors import SetupError
+from twostep.log import setup_logging
+from twostep.rpc.lifecycle import stop_event
+from twostep.secret import load_secret
+from twostep.worker.config import WorkerConfig, parse_config
+from twostep.worker.edge import Edge, EdgeParts
+from twostep.worker.model import ServedModel, load_model
+from twostep.worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_ENGINE_FAILED = 1
+EXIT_CANNOT_START = 2
+
+
+def run_worker(role: str, argv: Sequence[str] | None, make_edge: Callable[[EdgeParts], Edge]) -> int:
+    """Returns the exit code: 0 after a drain, 1 if the engine failed, 2 if the worker cannot start (the log says what to change)."""
+    config = parse_config(role, argv)
+    setup_logging(level=config.log_level, json_lines=config.log_json, process=f"{role}-{config.port}")
+    try:
+        secret = load_secret(config.secret_file)
+        model = load_model(config)
+        return asyncio.run(_serve(config, model, secret, make_edge))
+    except SetupError as error:
+        log.error("cannot start: %s", error.message)
+        return EXIT_CANNOT_START
+    except KeyboardInterrupt:
+        # While loading, before there was anything to drain.
+        return 130
+
+
+async def _serve(config: WorkerConfig, model: ServedModel, secret: bytes, make_edge: Callable[[EdgeParts], Edge]) -> int:
+    stop = stop_event(config.drain_timeout)
+    worker = Worker(config, model, secret, make_edge)
+    starting = asyncio.create_task(worker.start())
+    stopping = asyncio.create_task(stop.wait())
+    failing = asyncio.create_task(worker.engine_failed.wait())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            return EXIT_OK
+        starting.result()
+        await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+        await worker.stop(config.drain_timeout if stopping.done() else 0.0)
+    finally:
+        stopping.cancel()
+        failing.cancel()
+    log.info("stopped")
+    return EXIT_ENGINE_FAILED if worker.engine_failed.is_set() else EXIT_OK

@@ -1,0 +1,68 @@
+"""Protobuf to engine requests and sampled tokens to protobuf: the service edge of both workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from twostep.cluster.records import LayoutRecord
+from twostep.engine.types import EngineRequest, FinishReason, TokenOutput
+from twostep.errors import InvalidRequest
+from twostep.prefix import derive_key
+from twostep.rpc.convert import sampling_from_proto
+from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
+
+# A client's 128, and what a router adds to make the name unique.
+MAX_ID_CHARS = 160
+
+_FINISH = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def attempt_id(request_id: str, attempt: int) -> str:
+    """The engine's name for one attempt of a request. Raises InvalidRequest."""
+    if not 1 <= len(request_id) <= MAX_ID_CHARS:
+        raise InvalidRequest(f"request_id has {len(request_id)} characters; give 1 to {MAX_ID_CHARS}")
+    if attempt < 1:
+        raise InvalidRequest("attempt is 0; attempts count from 1")
+    return f"{request_id}/{attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReader:
+    """Makes engine requests; what only the engine can judge (vocabulary, context, pool) is left to it."""
+
+    secret: bytes = field(repr=False)
+    layout: LayoutRecord
+    eos_token_ids: frozenset[int]
+
+    def read(self, proto: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest) -> EngineRequest:
+        """Raises InvalidRequest naming the field."""
+        if not proto.token_ids:
+            raise InvalidRequest("token_ids is empty; give the prompt's tokens")
+        return EngineRequest(
+            seq_id=attempt_id(proto.request_id, proto.attempt),
+            token_ids=tuple(proto.token_ids),
+            num_prompt_tokens=proto.num_prompt_tokens,
+            sampling=sampling_from_proto(proto.sampling),
+            eos_token_ids=self.eos_token_ids,
+            prefix_key=derive_key(
+                self.secret,
+                tenant=proto.tenant,
+                salt=proto.cache_salt,
+                model_fingerprint=self.layout.model_fingerprint,
+                dtype=self.layout.dtype,
+                quantization=self.layout.quantization,
+            ),
+        )
+
+
+def token_to_proto(token: TokenOutput) -> prefill_pb2.Token:
+    proto = prefill_pb2.Token(token_id=token.token_id, position=token.position, finish_reason=_FINISH[token.finish_reason])
+    if token.logprob is not None:
+        proto.logprobs.logprob = token.logprob
+        for top in token.top_logprobs:
+            proto.logprobs.top.add(token_id=top.token_id, logprob=top.logprob)
+    return proto
