@@ -1,0 +1,87 @@
+"""The decode role: Decode around an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from decode_worker.fetch import Fetcher
+from decode_worker.peers import Peers
+from decode_worker.sequences import Sequences, SequencesConfig
+from decode_worker.service import DecodeService
+from kv_transfer import layout as kv_layout
+from kv_transfer.transport import KvTransport
+from twostep.engine.types import StepOutput
+from twostep.errors import TwostepError
+from twostep.rpc.server import GrpcServer
+from twostep.rpc.v1 import decode_pb2_grpc, worker_pb2
+from twostep.worker.edge import EdgeParts
+
+_FLUSH_S = 2.0
+_POLL_S = 0.02
+
+
+class DecodeEdge:
+    """See twostep.worker.edge.Edge. It owns `transports`."""
+
+    def __init__(self, parts: EdgeParts, transports: Sequence[KvTransport], *, limits: SequencesConfig | None = None) -> None:
+        self._transports = {transport.name: transport for transport in transports}
+        self._peers = Peers(parts.config.tls)
+        self._sequences = Sequences(
+            parts.engine,
+            Fetcher(self._transports, parts.model.layout, self._peers),
+            limits or SequencesConfig(reservation_lease_s=parts.config.lease_ttl, router_lease_s=parts.config.router_lease),
+            secret=parts.secret,
+            layout=kv_layout.fingerprint(parts.model.layout),
+            block_size=parts.model.layout.block_size,
+        )
+        self._service = DecodeService(self._sequences, parts.reader, epoch=parts.epoch)
+
+    def add_to(self, server: GrpcServer) -> None:
+        server.add(self._service, decode_pb2_grpc.add_DecodeServicer_to_server, "twostep.v1.Decode")
+
+    async def start(self) -> None:
+        for transport in self._transports.values():
+            await transport.start()
+        await self._sequences.start()
+
+    @property
+    def ready_transports(self) -> Sequence[str]:
+        return tuple(name for name, transport in self._transports.items() if transport.ready)
+
+    def on_step(self, output: StepOutput) -> None:
+        self._sequences.on_step(output)
+
+    def refuse(self, reason: str) -> None:
+        self._service.refusal = reason
+
+    @property
+    def idle(self) -> bool:
+        return len(self._sequences) == 0 and self._sequences.all_sent
+
+    def fail_all(self, error: TwostepError) -> None:
+        self._sequences.fail_all(error)
+
+    async def close(self) -> None:
+        await self._sequences.close()
+        # The streams end by themselves once routers have read what is left; those that do not read are cut with the server.
+        for _ in range(int(_FLUSH_S / _POLL_S)):
+            if self._sequences.num_streams == 0:
+                break
+            await asyncio.sleep(_POLL_S)
+        await self._peers.close()
+        for transport in self._transports.values():
+            await transport.close()
+
+    async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
+        stats.num_leases = self._sequences.num_reservations
+        stats.num_sequences = len(self._sequences)
+        stats.num_streams = self._sequences.num_streams
+        stats.bytes_moved = self._sequences.bytes_fetched
+        stats.blocks_moved = self._sequences.blocks_fetched
+        stats.blocks_reused = self._sequences.blocks_reused
+        for name, transport in self._transports.items():
+            held = await transport.stats()
+            stats.transports.add(
+                name=name, ready=transport.ready, num_leases=held.num_leases, num_objects=held.num_objects, stored_bytes=held.stored_bytes
+            )

@@ -1,0 +1,68 @@
+"""The decode worker's edge: Decode for routers.
+
+The life of a request here:
+
+ 1. Reserve   sets blocks aside for prompt and max_tokens before any prefill is spent, and says which of the prefix's blocks are here
+              already: those are shared by reference and not moved again.
+ 2. Attach    brings the prefill worker's ticket, usually while the prompt is still queued there. The answer comes at once; from here on
+              everything is told on the router's stream.
+ 3. fetch     in the background (decode_worker.fetch): watch the prefill worker, pull each chunk as it becomes ready, verify it, write it
+              into the reserved blocks.
+ 4. commit    only once all of it is here and verified: engine.commit, Acknowledge COMMITTED, a Committed event.
+ 5. steps     continuous batching; all tokens of one step go to a router in one message on its one stream, buffered within bounds.
+ 6. end       the token with a finish reason; or DecodeFailed; or Cancel, after which nothing is told. The blocks are free by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from decode_worker.sequences import Sequences
+from kv_transfer.ticket import Ticket
+from twostep.errors import Unavailable
+from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc
+from twostep.worker.requests import RequestReader
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    def __init__(self, sequences: Sequences, reader: RequestReader, *, epoch: int) -> None:
+        self._sequences = sequences
+        self._reader = reader
+        self._epoch = epoch
+        # Set when no new work is taken: what callers are told.
+        self.refusal: str | None = None
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: _Context) -> decode_pb2.ReserveResponse:
+        if self.refusal is not None:
+            raise Unavailable(self.refusal)
+        reservation = self._sequences.reserve(
+            self._reader.read(request), request_id=request.request_id, attempt=request.attempt, router_id=request.router_id
+        )
+        return decode_pb2.ReserveResponse(
+            num_cached_tokens=reservation.num_cached_tokens,
+            lease_s=self._sequences.config.reservation_lease_s,
+            epoch=self._epoch,
+        )
+
+    async def Attach(self, request: decode_pb2.AttachRequest, context: _Context) -> decode_pb2.AttachResponse:
+        self._sequences.attach(request.request_id, request.attempt, Ticket.from_proto(request.ticket))
+        return decode_pb2.AttachResponse()
+
+    async def Cancel(self, request: decode_pb2.CancelRequest, context: _Context) -> decode_pb2.CancelResponse:
+        return decode_pb2.CancelResponse(found=await self._sequences.cancel(request.request_id, request.attempt))
+
+    async def Stream(self, request: decode_pb2.StreamRequest, context: _Context) -> AsyncIterator[decode_pb2.StepEvents]:
+        """Initial metadata is sent as soon as the stream is the router's one."""
+        outbox = self._sequences.outbox(request.router_id)
+        connection = outbox.connect()
+        try:
+            await context.send_initial_metadata(())
+            while (message := await outbox.next(connection)) is not None:
+                yield message
+        finally:
+            outbox.disconnect(connection)

@@ -1,0 +1,254 @@
+"""One life of a KV agent, as its worker sees it: helper process, ring, unix socket, and what it holds. Ends once, and is replaced.
+
+The worker never imports ray: everything Ray does happens in the helper and in the actor that it owns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.object_book import ObjectBook
+from kv_transfer.ring import RingAllocator, SharedMemory
+from kv_transfer.waiting import FifoGate
+from twostep.errors import InvalidRequest, TwostepError, Unavailable, error_from_grpc
+from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+# A call to the agent is given up so long after the agent itself should have: then the agent hangs, and is replaced.
+_GRACE_S = 5.0
+_PUT_S = 10.0
+_POLL_S = 1.0
+_POLL_TIMEOUT_S = 10.0
+_STOP_S = 3.0
+_STDERR_LINES = 20
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """How to start an agent. `budget_bytes` 0: 70 % of the node's object store."""
+
+    ray_address: str
+    run_dir: Path
+    ring_dir: Path
+    ring_bytes: int
+    budget_bytes: int
+    start_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A part of the ring: `bytes` is uint8 [num_bytes]. Whoever took it gives it back with `AgentSession.give_back`."""
+
+    offset: int
+    bytes: npt.NDArray[np.uint8]
+
+
+class AgentSession:
+    """Made by `launch`, ended by `close`; every call of an ended session raises Unavailable. Belongs to one event loop."""
+
+    def __init__(self, endpoint: str, ring: SharedMemory, socket_path: Path, process: asyncio.subprocess.Process) -> None:
+        self.endpoint = endpoint
+        self.process = process
+        self.actor_pid = 0
+        self.room = FifoGate("published KV in the object store")
+        self.book: ObjectBook[bool] = ObjectBook(0)
+        self._ring = ring
+        self._slots = RingAllocator(ring.num_bytes)
+        self._slots_freed = FifoGate("a slot of the KV agent's ring")
+        self._socket_path = socket_path
+        self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
+        self._stderr_reader = asyncio.create_task(self._read_stderr(), name="kv-agent-stderr")
+        self._channel = grpc.aio.insecure_channel(f"unix:{socket_path}")
+        self._stub: Any = kv_pb2_grpc.KvAgentStub(self._channel)
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._suspicion = asyncio.Event()
+
+    @classmethod
+    async def launch(cls, config: AgentConfig, *, endpoint: str, life: int) -> AgentSession:
+        """Starts an agent and waits until it serves, at most `start_timeout_s`. Raises Unavailable, and SetupError for the ring."""
+        ring = SharedMemory.create(config.ring_dir, config.ring_bytes)
+        socket_path = config.run_dir / f"agent-{life}.sock"
+        session: AgentSession | None = None
+        try:
+            socket_path.unlink(missing_ok=True)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "kv_transfer.agent"),
+                *("--address", config.ray_address, "--endpoint", endpoint),
+                *("--socket", str(socket_path), "--ring", str(ring.path)),
+                *("--budget-bytes", str(config.budget_bytes), "--start-timeout", str(config.start_timeout_s)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                # A Ctrl-C in the worker's terminal is the worker's to handle.
+                start_new_session=True,
+            )
+            session = cls(endpoint, ring, socket_path, process)
+            await session._wait_ready(config.start_timeout_s)
+        except BaseException:
+            if session is not None:
+                await session.close()
+            raise
+        finally:
+            ring.unlink()
+        return session
+
+    async def wait_lost(self) -> str:
+        """Watches the agent until it is of no use any more, and says why."""
+        exited: asyncio.Future[Any] = asyncio.ensure_future(self.process.wait())
+        try:
+            while True:
+                why = await self._look(exited)
+                if why:
+                    return why
+        finally:
+            exited.cancel()
+
+    async def _look(self, exited: asyncio.Future[Any]) -> str:
+        """Waits for a sign or for the next poll; empty if all is well."""
+        suspected: asyncio.Future[Any] = asyncio.ensure_future(self._suspicion.wait())
+        try:
+            await asyncio.wait({exited, suspected, self._lost}, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            suspected.cancel()
+        if self._lost.done():
+            return self._lost.result()
+        if exited.done():
+            return f"its helper process ended with status {self.process.returncode}{self._last_words()}"
+        self._suspicion.clear()
+        try:
+            await self.status()
+        except TwostepError as error:
+            return f"its actor does not answer: {error.message}"
+        return ""
+
+    async def close(self) -> None:
+        """Ends the helper, and with it the actor and its objects; what waits for them gets Unavailable. Idempotent."""
+        if not self._lost.done():
+            self._lost.set_result("it was closed")
+        self.book.drop_all()
+        self.room.pump()
+        self._slots_freed.pump()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await self.process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+        await self._channel.close()
+        self._stderr_reader.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._stderr_reader
+        self._socket_path.unlink(missing_ok=True)
+
+    async def take_slot(self, num_bytes: int, *, deadline: float) -> Slot:
+        """Raises ResourceExhausted at the deadline, InvalidRequest if the ring is too small for it at all, Unavailable."""
+        if num_bytes > self._ring.num_bytes:
+            raise InvalidRequest(
+                f"a chunk of {num_bytes} bytes does not fit the ring of {self._ring.num_bytes}; make the ring larger or chunks smaller"
+            )
+
+        def attempt() -> int | None:
+            self.check_alive()
+            return self._slots.allocate(num_bytes)
+
+        offset = await self._slots_freed.take(attempt, deadline=deadline)
+        return Slot(offset, self._ring.bytes[offset : offset + num_bytes])
+
+    def give_back(self, slot: Slot) -> None:
+        self._slots.free(slot.offset)
+        self._slots_freed.pump()
+
+    @property
+    def ring_used_bytes(self) -> int:
+        return self._slots.used_bytes
+
+    async def put(self, lease_id: str, chunk: int, slot: Slot, *, ttl_s: float) -> None:
+        """The slot is the caller's again when this ends. Raises what the agent's error says."""
+        request = kv_pb2.AgentPutRequest(lease_id=lease_id, chunk=chunk, offset=slot.offset, num_bytes=slot.bytes.size, ttl_s=ttl_s)
+        await self._call(lambda: self._stub.Put(request, timeout=_PUT_S))
+
+    async def fetch(self, endpoint: str, lease_id: str, chunk: int, slot: Slot, *, deadline: float) -> None:
+        """The slot holds the chunk, or is garbage; no other process writes it any more when this ends."""
+        timeout_s = max(0.001, deadline - time.monotonic())
+        request = kv_pb2.AgentFetchRequest(
+            endpoint=endpoint, lease_id=lease_id, chunk=chunk, offset=slot.offset, num_bytes=slot.bytes.size, timeout_s=timeout_s
+        )
+        await self._call(lambda: self._stub.Fetch(request, timeout=timeout_s + _GRACE_S))
+
+    async def drop(self, lease_id: str) -> None:
+        await self._call(lambda: self._stub.Drop(kv_pb2.AgentDropRequest(lease_id=lease_id), timeout=_GRACE_S))
+
+    async def status(self) -> kv_pb2.AgentStatusResponse:
+        return await self._call(lambda: self._stub.Status(kv_pb2.AgentStatusRequest(), timeout=_POLL_TIMEOUT_S))
+
+    def check_alive(self) -> None:
+        """Raises Unavailable."""
+        if self._lost.done():
+            raise Unavailable(f"the KV agent is gone: {self._lost.result()}; prefill again")
+
+    async def _call(self, begin: Callable[[], Awaitable[T]]) -> T:
+        """One RPC. Raises TwostepErrors only; a call that outlives its own deadline ends the session."""
+        self.check_alive()
+        try:
+            return await begin()
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+            if code is grpc.StatusCode.UNAVAILABLE:
+                # Perhaps a chunk's source is away, perhaps this agent: look at once.
+                self._suspicion.set()
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                if not self._lost.done():
+                    self._lost.set_result("it hangs")
+                raise Unavailable("the KV agent hangs and is being replaced; prefill again") from None
+            raise error_from_grpc(code.name, error.details() or code.name) from None
+        except asyncio.CancelledError:
+            # Closing the channel cancels its calls, which is not the caller's own cancellation.
+            task = asyncio.current_task()
+            if self._lost.done() and (task is None or not task.cancelling()):
+                self.check_alive()
+            raise
+
+    async def _wait_ready(self, timeout_s: float) -> None:
+        assert self.process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await self.process.stdout.readline()
+        except TimeoutError:
+            raise Unavailable(f"the KV agent did not start in {timeout_s:g} s{self._last_words()}; look at Ray") from None
+        try:
+            said: dict[str, Any] = json.loads(line or b"{}")
+        except ValueError:
+            said = {"error": repr(line[:200])}
+        if not said.get("ready"):
+            raise Unavailable(f"the KV agent did not start: {str(said.get('error', 'it ended'))[:300]}{self._last_words()}; look at Ray")
+        self.book.budget_bytes = int(said["budget_bytes"])
+        self.actor_pid = int(said["actor_pid"])
+
+    async def _read_stderr(self) -> None:
+        assert self.process.stderr is not None
+        # In pieces, not lines: a line has no bound.
+        while piece := await self.process.stderr.read(4096):
+            self._stderr.extend(line for line in piece.decode("utf-8", "replace").splitlines() if line.strip())
+
+    def _last_words(self) -> str:
+        return f" (its last words: {self._stderr[-1][:300]})" if self._stderr else ""

@@ -1,0 +1,296 @@
+"""The hand-over's state machine, as the prefill worker keeps it: one pure function, and a bounded table of leases.
+
+    RESERVED ──▶ PUBLISHING ──▶ READY ──▶ FETCHING ──▶ COMMITTED ──▶ RELEASED
+        │            │            │           │             (freeing is done)
+        └────────────┴────────────┴───────────┴──▶ ABORTED | EXPIRED
+
+READY and FETCHING are true of chunks while others are still being published, so that fetching overlaps publishing; the lease as a
+whole is PUBLISHING until its last chunk is out. COMMITTED is once, for the whole request.
+
+    who owns the KV       prefill up to COMMITTED, decode from then on, nobody after ABORTED and EXPIRED
+    who frees             whoever applies the event executes the returned actions; over a lease's life each action comes at most
+                          once, and by the time it has ended, DROP_OBJECTS and RELEASE_BLOCKS came exactly once
+    a running publisher   still reads the blocks: ending the lease under it first asks for CANCEL_PUBLISHER, and frees only at
+                          PublisherStopped
+    repeated, reordered   events that come too late, or twice, change nothing and are answered with the state as it is
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum, auto
+
+from twostep.errors import InvalidRequest, NotFound, ResourceExhausted, Unavailable
+
+
+class LeaseState(IntEnum):
+    """Values are those of twostep.v1.LeaseState."""
+
+    RESERVED = 1
+    PUBLISHING = 2
+    READY = 3
+    FETCHING = 4
+    COMMITTED = 5
+    RELEASED = 6
+    ABORTED = 7
+    EXPIRED = 8
+
+    @property
+    def ended(self) -> bool:
+        """The peer can get nothing of it any more."""
+        return self >= LeaseState.COMMITTED
+
+
+class Owner(Enum):
+    PREFILL = auto()
+    DECODE = auto()
+    NOBODY = auto()
+
+
+class Action(Enum):
+    # Cancel the publisher task, wait for its end, then apply PublisherStopped.
+    CANCEL_PUBLISHER = auto()
+    # The engine may reuse the sequence's blocks.
+    RELEASE_BLOCKS = auto()
+    # transport.drop(lease_id), then apply Freed.
+    DROP_OBJECTS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStarted:
+    """A task now reads the sequence's blocks. If the answer's `lease.publishing` is False it must not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPublished:
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStopped:
+    """The task reads no more. `num_chunks`: it published them all; None: it failed or was cancelled."""
+
+    num_chunks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FetchProgress:
+    """The peer watches, or got one chunk more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The peer has all of it, verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """DROP_OBJECTS is done."""
+
+
+Event = PublisherStarted | ChunkPublished | PublisherStopped | FetchProgress | Commit | Abort | Tick | Freed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One hand-over. Times are seconds of a monotonic clock; progress moves `deadline`, nothing moves `hard_deadline`.
+
+    `copies_out`: the transport copies at publish, so the source blocks are free once all is published; else they are kept to the end.
+    """
+
+    lease_id: str
+    epoch: int
+    ttl_s: float
+    deadline: float
+    hard_deadline: float
+    copies_out: bool
+    state: LeaseState = LeaseState.RESERVED
+    publishing: bool = False
+    fetched: bool = False
+    chunks: frozenset[int] = frozenset()
+    num_chunks: int | None = None
+    reason: str = ""
+    # Actions already given out.
+    given: frozenset[Action] = frozenset()
+    freed: bool = False
+
+    @property
+    def owner(self) -> Owner:
+        if self.state < LeaseState.COMMITTED:
+            return Owner.PREFILL
+        return Owner.DECODE if self.state in (LeaseState.COMMITTED, LeaseState.RELEASED) else Owner.NOBODY
+
+    @property
+    def finished(self) -> bool:
+        """Nothing of it is held anywhere on this side: it may be forgotten."""
+        return self.state.ended and not self.publishing and self.freed
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    lease: Lease
+    # In the order in which to execute them.
+    actions: tuple[Action, ...] = ()
+
+
+def advance(lease: Lease, event: Event, now: float) -> Transition:
+    """Applies one event. Never raises for one that comes late or twice; raises InvalidRequest for one no order of messages explains:
+    a commit before everything was published, a wrong number of chunks."""
+    match event:
+        case PublisherStarted():
+            if lease.state is not LeaseState.RESERVED:
+                return Transition(lease)
+            return Transition(_renewed(replace(lease, state=LeaseState.PUBLISHING, publishing=True), now))
+        case ChunkPublished(index):
+            if lease.state is not LeaseState.PUBLISHING or index in lease.chunks:
+                return Transition(lease)
+            return Transition(_renewed(replace(lease, chunks=lease.chunks | {index}), now))
+        case PublisherStopped(num_chunks):
+            return _publisher_stopped(lease, num_chunks, now)
+        case FetchProgress():
+            if lease.state.ended:
+                return Transition(lease)
+            state = LeaseState.FETCHING if lease.state is LeaseState.READY else lease.state
+            return Transition(_renewed(replace(lease, state=state, fetched=True), now))
+        case Commit():
+            if lease.state.ended:
+                return Transition(lease)
+            if lease.num_chunks is None:
+                raise InvalidRequest(f"lease {lease.lease_id} was committed before all of it was published; commit after Complete")
+            return _end(lease, LeaseState.COMMITTED, "")
+        case Abort(reason):
+            return Transition(lease) if lease.state.ended else _end(lease, LeaseState.ABORTED, reason)
+        case Tick():
+            if lease.state.ended or now < min(lease.deadline, lease.hard_deadline):
+                return Transition(lease)
+            return _end(lease, LeaseState.EXPIRED, f"no progress for {lease.ttl_s:g} s" if now < lease.hard_deadline else "its time is up")
+        case Freed():
+            if Action.DROP_OBJECTS not in lease.given:
+                return Transition(lease)
+            released = replace(lease, state=LeaseState.RELEASED) if lease.state is LeaseState.COMMITTED else lease
+            return Transition(replace(released, freed=True))
+
+
+def _publisher_stopped(lease: Lease, num_chunks: int | None, now: float) -> Transition:
+    if not lease.publishing:
+        return Transition(lease)
+    stopped = replace(lease, publishing=False)
+    if lease.state.ended:
+        return _free(stopped)
+    if num_chunks is None:
+        return _end(stopped, LeaseState.ABORTED, "publishing failed")
+    if lease.chunks != frozenset(range(num_chunks)):
+        raise InvalidRequest(f"lease {lease.lease_id} was completed with {num_chunks} chunks, but {sorted(lease.chunks)} were published")
+    state = LeaseState.FETCHING if lease.fetched else LeaseState.READY
+    ready = _renewed(replace(stopped, state=state, num_chunks=num_chunks), now)
+    return _give(ready, Action.RELEASE_BLOCKS) if ready.copies_out else Transition(ready)
+
+
+def _end(lease: Lease, state: LeaseState, reason: str) -> Transition:
+    ended = replace(lease, state=state, reason=reason)
+    return _give(ended, Action.CANCEL_PUBLISHER) if ended.publishing else _free(ended)
+
+
+def _free(lease: Lease) -> Transition:
+    return _give(lease, Action.RELEASE_BLOCKS, Action.DROP_OBJECTS)
+
+
+def _give(lease: Lease, *actions: Action) -> Transition:
+    """Each action once in a lease's life."""
+    new = tuple(a for a in actions if a not in lease.given)
+    return Transition(replace(lease, given=lease.given | set(new)), new)
+
+
+def _renewed(lease: Lease, now: float) -> Lease:
+    return replace(lease, deadline=max(lease.deadline, now + lease.ttl_s))
+
+
+class LeaseTable:
+    """The leases of one worker life, at most `max_leases` at once. Not thread-safe: one event loop owns it.
+
+    Finished leases are forgotten but for their last state, of the latest `max_remembered`, so that a repeated Acknowledge gets an answer.
+    """
+
+    def __init__(self, *, epoch: int, max_leases: int = 1024, max_remembered: int = 4096) -> None:
+        self.epoch = epoch
+        self._max_leases = max_leases
+        self._max_remembered = max_remembered
+        self._leases: dict[str, Lease] = {}
+        self._remembered: OrderedDict[str, Lease] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Leases that still hold something."""
+        return len(self._leases)
+
+    def open(self, lease_id: str, *, now: float, ttl_s: float, max_life_s: float = 600.0, copies_out: bool = True) -> Lease:
+        """Raises ResourceExhausted (table full) and InvalidRequest (the id is or was in use)."""
+        if lease_id in self._leases or lease_id in self._remembered:
+            raise InvalidRequest(f"lease {lease_id} exists already; give every attempt a number of its own")
+        if len(self._leases) >= self._max_leases:
+            raise ResourceExhausted(f"all {self._max_leases} leases are taken; try another worker, or later")
+        lease = Lease(
+            lease_id=lease_id,
+            epoch=self.epoch,
+            ttl_s=ttl_s,
+            deadline=now + ttl_s,
+            hard_deadline=now + max_life_s,
+            copies_out=copies_out,
+        )
+        self._leases[lease_id] = lease
+        return lease
+
+    def get(self, lease_id: str) -> Lease:
+        """Raises NotFound."""
+        lease = self._leases.get(lease_id) or self._remembered.get(lease_id)
+        if lease is None:
+            raise NotFound(f"no lease {lease_id} here; it ended long ago or was never opened")
+        return lease
+
+    def apply(self, lease_id: str, event: Event, *, now: float, epoch: int | None = None) -> Transition:
+        """Advances one lease. `epoch` is the ticket's: another one than this life's is fenced off with Unavailable. Raises NotFound,
+        InvalidRequest (see `advance`)."""
+        if epoch is not None and epoch != self.epoch:
+            raise Unavailable(f"epoch {epoch} of this worker is over, it lives in {self.epoch} now; prefill again")
+        transition = advance(self.get(lease_id), event, now)
+        if lease_id in self._leases:
+            self._store(transition.lease)
+        return transition
+
+    def sweep(self, now: float) -> list[Transition]:
+        """Expires what is due; returns the transitions that ask for something. Call it a few times a second."""
+        return self._all(Tick(), now)
+
+    def abort_all(self, reason: str, now: float) -> list[Transition]:
+        """For shutdown."""
+        return self._all(Abort(reason), now)
+
+    def count(self, predicate: Callable[[Lease], bool]) -> int:
+        return sum(1 for lease in self._leases.values() if predicate(lease))
+
+    def _all(self, event: Event, now: float) -> list[Transition]:
+        transitions = [advance(lease, event, now) for lease in self._leases.values()]
+        changed = [t for t in transitions if t.actions]
+        for transition in changed:
+            self._store(transition.lease)
+        return changed
+
+    def _store(self, lease: Lease) -> None:
+        if not lease.finished:
+            self._leases[lease.lease_id] = lease
+            return
+        self._leases.pop(lease.lease_id, None)
+        self._remembered[lease.lease_id] = lease
+        while len(self._remembered) > self._max_remembered:
+            self._remembered.popitem(last=False)

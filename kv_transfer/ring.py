@@ -1,0 +1,102 @@
+"""The shared-memory ring between a worker and its KV agent: an mmapped file, and contiguous slots of it.
+
+    worker ──read_blocks──▶ [ slot ][ slot ]      [ slot ] ──ray.put──▶ object store      (publish)
+    worker ◀─write_blocks── [ slot ][ slot ]      [ slot ] ◀──ray.get── object store      (fetch)
+
+The file has a name only while the agent starts: once both have mapped it, it is unlinked, and the memory is gone with the processes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from twostep.errors import SetupError
+
+# Slots start at multiples of this.
+_ALIGNMENT = 4096
+
+
+def default_ring_dir(run_dir: Path) -> Path:
+    """/dev/shm where there is one, else `run_dir`."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() and os.access(shm, os.W_OK) else run_dir
+
+
+class SharedMemory:
+    """An mmapped file as uint8 [num_bytes]. The mapping lives as long as a view of it."""
+
+    def __init__(self, path: Path, descriptor: int, num_bytes: int) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+
+    @classmethod
+    def create(cls, directory: Path, num_bytes: int) -> SharedMemory:
+        """A new file of mode 0600, all of its memory taken at once: a full /dev/shm is an error here and not a SIGBUS later.
+
+        Raises SetupError.
+        """
+        path = directory / f"twostep-{secrets.token_hex(8)}.ring"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, num_bytes)
+                return cls(path, descriptor, num_bytes)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise SetupError(
+                f"no ring of {num_bytes} bytes in {directory}: {error.strerror}; make room there or make the ring smaller"
+            ) from error
+
+    @classmethod
+    def open(cls, path: Path) -> SharedMemory:
+        """Maps what another process created. Raises OSError."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(path, descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+
+    def unlink(self) -> None:
+        """Takes away its name; the mappings stay."""
+        self.path.unlink(missing_ok=True)
+
+
+class RingAllocator:
+    """Contiguous slots of [0, num_bytes), first fit. Pure; not thread-safe."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._slots: dict[int, int] = {}  # offset -> length, in order of offsets
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self._slots.values())
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Offset of a free slot, or None while there is none."""
+        length = max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT
+        start = 0
+        for offset, taken in self._slots.items():
+            if offset - start >= length:
+                break
+            start = offset + taken
+        if start + length > self._num_bytes:
+            return None
+        self._slots[start] = length
+        self._slots = dict(sorted(self._slots.items()))
+        return start
+
+    def free(self, offset: int) -> None:
+        """Gives a slot back. Raises KeyError if it is not taken."""
+        del self._slots[offset]

@@ -1,0 +1,139 @@
+"""For tests and benchmarks: a small Ray of their own, what its object store holds, and a block store that is a plain array.
+
+Never imports ray: the store is asked by a process that ends after the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.ray_head import RayHead, free_port
+from twostep.errors import SetupError
+
+_START_S = 60.0
+_STOP_S = 20.0
+_ASK_S = 60.0
+
+# Runs in a process of its own; prints what the raylet says of its store.
+_ASK_STORE = """
+import json, logging, sys, ray
+from ray._private.internal_api import node_stats
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)
+node = next(n for n in ray.nodes() if n["Alive"])
+stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False).store_stats
+print(json.dumps([stats.num_local_objects, stats.object_store_bytes_used]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """What an object store holds: all that is not freed yet, whoever put it."""
+
+    num_objects: int
+    num_bytes: int
+
+
+class ArrayStore:
+    """A BlockStore on an array: `blocks` is uint8 [num_blocks, block_bytes]."""
+
+    def __init__(self, blocks: npt.NDArray[np.uint8]) -> None:
+        self.blocks = blocks
+
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        np.take(self.blocks, list(block_ids), axis=0, out=out)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        self.blocks[list(block_ids)] = data
+
+
+class LocalRay:
+    """A Ray head in a directory of its own; `with LocalRay() as ray:` leaves neither processes nor files behind.
+
+    Processes that join it need `ray.environment` in theirs. It keeps address and token over `kill` and `start`.
+    """
+
+    def __init__(self, *, object_store_bytes: int = 256 << 20) -> None:
+        # Not pytest's tmp_path, which is too long for unix sockets.
+        self.directory = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))
+        self.head = RayHead(temp_dir=self.directory / "r", port=free_port(), client_port=free_port(), object_store_bytes=object_store_bytes)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return self.head.address
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return self.head.env({})
+
+    def start(self) -> None:
+        """Blocks until it is up. Raises SetupError with the end of its log."""
+        self.head.prepare()
+        log_path = self.directory / "ray.log"
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.head.argv(),
+                env=self.head.env(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        end = time.monotonic() + _START_S
+        while not self.head.ready():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                raise SetupError(f"Ray did not start: {log_path.read_text('utf-8', 'replace')[-2000:]}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """kill -9; the kernel ends GCS and raylet with it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+            self._process = None
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def store_usage(self) -> StoreUsage:
+        """Takes about 2 s."""
+        return store_usage(self.address, self.head.env(os.environ))
+
+    def __enter__(self) -> LocalRay:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+def store_usage(address: str, env: dict[str, str]) -> StoreUsage:
+    """What the object store of the (only) node holds."""
+    answer = subprocess.run([sys.executable, "-P", "-c", _ASK_STORE, address], env=env, timeout=_ASK_S, check=True, capture_output=True)
+    num_objects, num_bytes = json.loads(answer.stdout.splitlines()[-1])
+    return StoreUsage(num_objects, num_bytes)

@@ -1,0 +1,80 @@
+"""The prefill role: Prefill and Kv around an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kv_transfer.transport import KvTransport
+from prefill_worker.hand_over import HandOverConfig, HandOvers
+from prefill_worker.service import KvService, PrefillService
+from twostep.engine.types import StepOutput
+from twostep.errors import TwostepError
+from twostep.rpc.server import GrpcServer
+from twostep.rpc.v1 import kv_pb2_grpc, prefill_pb2_grpc, worker_pb2
+from twostep.worker.edge import EdgeParts
+
+
+class PrefillEdge:
+    """See twostep.worker.edge.Edge. It owns `transport`."""
+
+    def __init__(self, parts: EdgeParts, transport: KvTransport) -> None:
+        config = parts.config
+        self._transport = transport
+        self._hand_overs = HandOvers(
+            parts.engine,
+            transport,
+            HandOverConfig(
+                worker_id=parts.worker_id,
+                epoch=parts.epoch,
+                layout=parts.model.layout,
+                lease_ttl_s=config.lease_ttl,
+                max_leases=config.max_waiting + config.max_num_seqs + 256,
+                chunk_bytes=config.chunk_bytes,
+            ),
+            secret=parts.secret,
+            address=parts.address,
+        )
+        self._prefill = PrefillService(self._hand_overs, parts.reader)
+        self._kv = KvService(self._hand_overs)
+
+    def add_to(self, server: GrpcServer) -> None:
+        server.add(self._prefill, prefill_pb2_grpc.add_PrefillServicer_to_server, "twostep.v1.Prefill")
+        server.add(self._kv, kv_pb2_grpc.add_KvServicer_to_server, "twostep.v1.Kv")
+
+    async def start(self) -> None:
+        await self._hand_overs.start()
+
+    @property
+    def ready_transports(self) -> Sequence[str]:
+        return (self._transport.name,) if self._transport.ready else ()
+
+    def on_step(self, output: StepOutput) -> None:
+        self._hand_overs.on_step(output)
+
+    def refuse(self, reason: str) -> None:
+        self._prefill.refusal = reason
+
+    @property
+    def idle(self) -> bool:
+        return self._prefill.num_running == 0 and len(self._hand_overs) == 0
+
+    def fail_all(self, error: TwostepError) -> None:
+        self._hand_overs.abort_all(error)
+
+    async def close(self) -> None:
+        await self._hand_overs.close()
+
+    async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
+        stats.num_leases = len(self._hand_overs)
+        stats.num_sequences = self._prefill.num_running
+        stats.bytes_moved = self._hand_overs.bytes_published
+        stats.blocks_moved = self._hand_overs.blocks_published
+        stats.blocks_reused = self._hand_overs.blocks_skipped
+        held = await self._transport.stats()
+        stats.transports.add(
+            name=self._transport.name,
+            ready=self._transport.ready,
+            num_leases=held.num_leases,
+            num_objects=held.num_objects,
+            stored_bytes=held.stored_bytes,
+        )

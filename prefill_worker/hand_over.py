@@ -1,0 +1,350 @@
+"""The prefill side of all hand-overs: opens leases, publishes blocks as they become final, frees what an ended lease holds.
+
+The lease's state machine (kv_transfer.lease) decides; this module applies its events and executes its actions, on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+from kv_transfer import layout as kv_layout
+from kv_transfer.chunking import TARGET_CHUNK_BYTES, ChunkPlan, ChunkRange
+from kv_transfer.lease import (
+    Abort,
+    Action,
+    ChunkPublished,
+    Commit,
+    Event,
+    FetchProgress,
+    Freed,
+    Lease,
+    LeaseState,
+    LeaseTable,
+    PublisherStarted,
+    PublisherStopped,
+    Transition,
+)
+from kv_transfer.ticket import Ticket
+from kv_transfer.transport import KvTransport
+from kv_transfer.waiting import FifoGate
+from prefill_worker.job import Job
+from twostep.cluster.records import LayoutRecord
+from twostep.engine.engine import Engine
+from twostep.engine.types import EngineRequest, StepOutput
+from twostep.errors import InternalError, InvalidRequest, TwostepError, Unavailable
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 0.2
+# Chunks of one sequence on their way out at once: puts from several threads overlap.
+_MAX_PUBLISHING = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOverConfig:
+    """`lease_ttl_s`: a lease without progress ends. `max_life_s`: the longest life of a lease and its ticket."""
+
+    worker_id: str
+    epoch: int
+    layout: LayoutRecord
+    lease_ttl_s: float = 30.0
+    max_life_s: float = 600.0
+    max_leases: int = 1024
+    chunk_bytes: int = TARGET_CHUNK_BYTES
+
+
+class HandOvers:
+    """All attempts of one worker life. `address` gives the host:port where decode workers find Kv."""
+
+    def __init__(
+        self, engine: Engine, transport: KvTransport, config: HandOverConfig, *, secret: bytes, address: Callable[[], str]
+    ) -> None:
+        self.transport = transport
+        self.config = config
+        self.layout_fingerprint = kv_layout.fingerprint(config.layout)
+        self.bytes_published = 0
+        self.blocks_published = 0
+        self.blocks_skipped = 0
+        self._engine = engine
+        self._secret = secret
+        self._address = address
+        self._table = LeaseTable(epoch=config.epoch, max_leases=config.max_leases)
+        self._jobs: dict[str, Job] = {}  # by lease id
+        self._by_seq: dict[str, Job] = {}
+        self._promised_bytes = 0
+        self._room = FifoGate("published KV")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        """Leases that still hold something."""
+        return len(self._table)
+
+    async def start(self) -> None:
+        await self.transport.start()
+        self._sweeper = asyncio.create_task(self._sweep(), name="lease-sweep")
+
+    async def close(self) -> None:
+        """Aborts what is left and waits until it is freed."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait([self._sweeper])
+        self.abort_all(Unavailable("the prefill worker is stopping; another one will do"))
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await self.transport.close()
+
+    # ---- a job's life -------------------------------------------------------------------------------------------------
+
+    def open(self, request: EngineRequest, *, num_decode_cached_tokens: int, life_s: float) -> Job:
+        """Queues the prompt and opens its lease. Raises Unavailable (no transport), ResourceExhausted and InvalidRequest, and then
+        holds nothing."""
+        if not self.transport.ready:
+            raise Unavailable(
+                f"the {self.transport.name} KV transport is not ready on this worker; it comes back by itself, try another worker"
+            )
+        size = self.config.layout.block_size
+        if num_decode_cached_tokens % size or num_decode_cached_tokens > len(request.token_ids):
+            raise InvalidRequest(
+                f"num_decode_cached_tokens is {num_decode_cached_tokens}; give whole blocks of {size}, at most {len(request.token_ids)}"
+            )
+        life_s = min(life_s, self.config.max_life_s)
+        first, count = num_decode_cached_tokens // size, -(-len(request.token_ids) // size)
+        self._check_size(count - first)
+        ticket = self._ticket(request, life_s)
+        self._engine.submit(request, hold=True)
+        try:
+            lease = self._table.open(ticket.lease_id, now=time.monotonic(), ttl_s=self.config.lease_ttl_s, max_life_s=life_s)
+        except TwostepError:
+            self._engine.cancel(request.seq_id)
+            raise
+        job = Job(
+            request=request,
+            ticket=ticket,
+            lease=lease,
+            plan=ChunkPlan(
+                first_block=first,
+                num_blocks=count - first,
+                block_bytes=self._engine.runner.kv_shape.block_bytes,
+                target_bytes=self.config.chunk_bytes,
+            ),
+            block_size=size,
+            first_block=first,
+            num_blocks=count,
+        )
+        self._jobs[job.lease_id] = self._by_seq[job.seq_id] = job
+        return job
+
+    def _check_size(self, num_blocks: int) -> None:
+        """A lease that could never be published whole would wait for room until its deadline."""
+        num_bytes, most = num_blocks * self._engine.runner.kv_shape.block_bytes, self.transport.max_lease_bytes
+        if most and num_bytes > most:
+            raise InvalidRequest(
+                f"the prompt's KV cache takes {num_bytes} bytes and this worker hands over {most} at most; shorten the prompt, "
+                "or raise --kv-budget-bytes (and the object store)"
+            )
+
+    def find(self, ticket: Ticket) -> Job:
+        """The job of a ticket that verifies. Raises what Ticket.verify raises, and Unavailable if its lease has ended."""
+        self._verify(ticket)
+        job = self._jobs.get(ticket.lease_id)
+        if job is None:
+            raise Unavailable("the lease of this ticket has ended and what it held is free; prefill again")
+        return job
+
+    def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort) -> LeaseState:
+        """Applies what the decode worker says; the state after it. A lease forgotten long ago is RELEASED. Raises what Ticket.verify
+        raises but for expiry, and InvalidRequest (a commit before all was published)."""
+        self._verify(ticket, expired_too=True)
+        job = self._jobs.get(ticket.lease_id)
+        if job is not None:
+            self._apply(job, event)
+            return job.lease.state
+        try:
+            return self._table.get(ticket.lease_id).state
+        except TwostepError:
+            return LeaseState.RELEASED
+
+    def renew(self, job: Job) -> None:
+        """The decode worker watches: it is alive, and waits for us."""
+        self._apply(job, FetchProgress())
+
+    def abort(self, job: Job, reason: str, error: TwostepError | None = None) -> None:
+        """Ends the lease if it has not ended, and frees all of it, in the background. `error` is what Run shall raise."""
+        if not job.lease.state.ended:
+            job.error = job.error or error
+            self._apply(job, Abort(reason))
+
+    def abort_all(self, error: TwostepError) -> None:
+        for job in list(self._jobs.values()):
+            self.abort(job, error.message, error)
+
+    # ---- the engine's steps ---------------------------------------------------------------------------------------------
+
+    def on_step(self, output: StepOutput) -> None:
+        for progress in output.progress:
+            job = self._by_seq.get(progress.seq_id)
+            if job is not None and not job.lease.state.ended:
+                job.on_progress(progress, output.duration_s)
+                if job.publisher is None:
+                    self._start_publisher(job)
+        for token in output.tokens:
+            job = self._by_seq.get(token.seq_id)
+            if job is not None and not job.lease.state.ended:
+                job.on_token(token)
+                if token.finish_reason is not None:
+                    self.abort(job, "the first token ended the request")
+        for failure in output.failures:
+            job = self._by_seq.get(failure.seq_id)
+            if job is not None:
+                self.abort(job, failure.message, Unavailable(f"{failure.message}; another worker may do better"))
+
+    def _start_publisher(self, job: Job) -> None:
+        self._apply(job, PublisherStarted())
+        if job.lease.publishing:
+            job.publisher = asyncio.create_task(self._publish(job), name=f"publish {job.seq_id}")
+
+    async def _publish(self, job: Job) -> None:
+        """Publishes every chunk as its blocks become final, then says so to the lease. Cancelling leaves that to the canceller."""
+        try:
+            await self._take_room(job)
+            room = asyncio.Semaphore(_MAX_PUBLISHING)
+            async with asyncio.TaskGroup() as chunks:
+                while True:
+                    # Asked for again each time: the engine may exchange a block until it is final.
+                    blocks = self._engine.block_ids(job.seq_id)
+                    for chunk in job.plan.take(job.final_blocks):
+                        chunks.create_task(self._publish_chunk(job, chunk, blocks, room))
+                    if job.plan.done and job.first_token is not None:
+                        break
+                    await job.wait_change()
+        except (TwostepError, ExceptionGroup) as error:
+            first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+            log.warning("publishing %s failed: %s", job.seq_id, first, exc_info=None if isinstance(first, TwostepError) else first)
+            job.error = first if isinstance(first, TwostepError) else InternalError(f"publishing failed: {first!r}")
+            self._apply(job, PublisherStopped())
+            return
+        self._apply(job, PublisherStopped(job.plan.num_chunks))
+
+    async def _take_room(self, job: Job) -> None:
+        """Room in the transport's budget for all of a lease, before its first chunk takes any: leases that each held a part of the budget
+        would wait for each other. It is given back once the lease holds nothing any more. Raises ResourceExhausted."""
+        num_bytes = (job.num_blocks - job.first_block) * self._engine.runner.kv_shape.block_bytes
+
+        def attempt() -> bool | None:
+            most = self.transport.max_lease_bytes
+            if most and self._promised_bytes + num_bytes > most:
+                return None
+            job.promised_bytes = num_bytes
+            self._promised_bytes += num_bytes
+            return True
+
+        # What the decode worker holds whole waits for nobody.
+        if num_bytes:
+            await self._room.take(attempt, deadline=self._publish_deadline(job))
+
+    def _publish_deadline(self, job: Job) -> float:
+        return min(job.lease.hard_deadline, time.monotonic() + self.config.lease_ttl_s)
+
+    async def _publish_chunk(self, job: Job, chunk: ChunkRange, blocks: Sequence[int], room: asyncio.Semaphore) -> None:
+        async with room:
+            info = await self.transport.publish(
+                job.lease_id,
+                chunk.index,
+                chunk.first_block,
+                blocks[chunk.first_block : chunk.first_block + chunk.num_blocks],
+                # The lease decides; the transport's own time only catches what a lost lease would leave.
+                ttl_s=2 * self.config.lease_ttl_s,
+                deadline=self._publish_deadline(job),
+            )
+        job.on_chunk(info)
+        self.bytes_published += info.num_bytes
+        self.blocks_published += info.num_blocks
+        self._apply(job, ChunkPublished(info.index))
+
+    # ---- lease events and actions ---------------------------------------------------------------------------------------
+
+    def _apply(self, job: Job, event: Event) -> None:
+        self._settle(job, self._table.apply(job.lease_id, event, now=time.monotonic()))
+
+    def _settle(self, job: Job, transition: Transition) -> None:
+        before, job.lease = job.lease, transition.lease
+        for action in transition.actions:
+            match action:
+                case Action.RELEASE_BLOCKS:
+                    # Held after the first token; before it, still queued or running.
+                    if not self._engine.release(job.seq_id):
+                        self._engine.cancel(job.seq_id)
+                case Action.CANCEL_PUBLISHER:
+                    self._spawn(self._stop_publisher(job))
+                case Action.DROP_OBJECTS:
+                    self._spawn(self._drop(job))
+        if job.lease.finished and self._jobs.pop(job.lease_id, None) is not None:
+            del self._by_seq[job.seq_id]
+            self._promised_bytes -= job.promised_bytes
+            self._room.pump()
+            if job.lease.state is LeaseState.RELEASED:
+                self.blocks_skipped += job.first_block
+        # Not for a mere renewal: each watcher renews when it wakes, and would wake the others for ever.
+        if (before.state, before.num_chunks, before.finished) != (job.lease.state, job.lease.num_chunks, job.lease.finished):
+            job.changed()
+
+    async def _stop_publisher(self, job: Job) -> None:
+        assert job.publisher is not None, "only a running publisher is cancelled"
+        job.publisher.cancel()
+        await asyncio.wait([job.publisher])
+        self._apply(job, PublisherStopped())
+
+    async def _drop(self, job: Job) -> None:
+        try:
+            await self.transport.drop(job.lease_id)
+        finally:
+            # Whatever went wrong there, the transport's own time limit frees the rest; the lease must not wait for it.
+            self._apply(job, Freed())
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("freeing a lease failed", exc_info=error)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            for transition in self._table.sweep(time.monotonic()):
+                lease: Lease = transition.lease
+                log.warning("lease %s expired: %s", lease.lease_id, lease.reason)
+                job = self._jobs[lease.lease_id]
+                job.error = job.error or Unavailable(f"the hand-over ended ({lease.reason}); try again")
+                self._settle(job, transition)
+
+    # ---- tickets --------------------------------------------------------------------------------------------------------
+
+    def _ticket(self, request: EngineRequest, life_s: float) -> Ticket:
+        request_id, _, attempt = request.seq_id.rpartition("/")
+        return Ticket(
+            worker_id=self.config.worker_id,
+            address=self._address(),
+            epoch=self.config.epoch,
+            request_id=request_id,
+            attempt=int(attempt),
+            layout=self.layout_fingerprint,
+            expires_unix_ms=time.time_ns() // 1_000_000 + int(life_s * 1000),
+        ).signed(self._secret)
+
+    def _verify(self, ticket: Ticket, *, expired_too: bool = False) -> None:
+        ticket.verify(
+            self._secret,
+            worker_id=self.config.worker_id,
+            epoch=self.config.epoch,
+            layout=self.layout_fingerprint,
+            now_unix_ms=0 if expired_too else None,
+        )

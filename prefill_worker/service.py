@@ -1,0 +1,138 @@
+"""The prefill worker's edge: Prefill for routers, Kv for decode workers.
+
+The life of a request here:
+
+ 1. Run       checks the request, queues the prompt (engine.submit, hold) and opens a lease; Accepted carries the ticket, at once,
+              so that the router can attach the decode worker while the prompt is still queued.
+ 2. Watch     the decode worker asks what is published: Manifest now, chunks as they become ready.
+ 3. steps     the engine computes the prompt in chunks of its token budget; blocks that have become final are published while the
+              next ones are computed (prefill_worker.hand_over).
+ 4. first     the step that ends the prompt samples the first token: FirstToken leaves at once and never waits for the publishing.
+              If it ends the request, the lease is aborted: there is nothing to hand over.
+ 5. published the last chunk is out: the blocks go back to the pool (and stay findable as cached prefix); Watch ends with Complete.
+ 6. end       Acknowledge (COMMITTED or ABORTED), the end of the Run call, or the lease's expiry ends the lease; the published objects are
+              dropped, once; Done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from kv_transfer import layout as kv_layout
+from kv_transfer.lease import Abort, Commit, FetchProgress
+from kv_transfer.ticket import Ticket
+from prefill_worker.hand_over import HandOvers
+from prefill_worker.job import Job
+from twostep.errors import InvalidRequest, Unavailable
+from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from twostep.worker.requests import RequestReader, token_to_proto
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    def __init__(self, hand_overs: HandOvers, reader: RequestReader) -> None:
+        self._hand_overs = hand_overs
+        self._reader = reader
+        # Set when no new work is taken: what callers are told.
+        self.refusal: str | None = None
+        self.num_running = 0
+
+    async def Run(self, request: prefill_pb2.PrefillRequest, context: _Context) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        if self.refusal is not None:
+            raise Unavailable(self.refusal)
+        life_s = context.time_remaining()
+        job = self._hand_overs.open(
+            self._reader.read(request),
+            num_decode_cached_tokens=request.num_decode_cached_tokens,
+            life_s=self._hand_overs.config.max_life_s if life_s is None else max(0.0, life_s),
+        )
+        self.num_running += 1
+        try:
+            yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.PrefillAccepted(ticket=job.ticket.to_proto()))
+            while job.first_token is None and not job.lease.state.ended:
+                await job.wait_change()
+            if job.first_token is None:
+                raise job.error or Unavailable(f"the hand-over ended before the first token ({job.lease.reason}); try again")
+            yield prefill_pb2.PrefillEvent(first_token=_first_token(job))
+            while not job.lease.finished:
+                await job.wait_change()
+            yield prefill_pb2.PrefillEvent(done=self._done(job))
+        finally:
+            self.num_running -= 1
+            self._hand_overs.abort(job, "the router ended the call")
+
+    def _done(self, job: Job) -> prefill_pb2.PrefillDone:
+        return prefill_pb2.PrefillDone(
+            state=kv_pb2.LeaseState.ValueType(job.lease.state),
+            transport=self._hand_overs.transport.name,
+            bytes=job.num_bytes,
+            chunks=len(job.published),
+            blocks=sum(chunk.num_blocks for chunk in job.published),
+            publish_s=job.publish_s,
+        )
+
+
+def _first_token(job: Job) -> prefill_pb2.FirstToken:
+    assert job.first_token is not None
+    return prefill_pb2.FirstToken(
+        token=token_to_proto(job.first_token), cached_tokens=job.num_cached_tokens, queue_s=job.queue_s, prefill_s=job.prefill_s
+    )
+
+
+class KvService(kv_pb2_grpc.KvServicer):
+    def __init__(self, hand_overs: HandOvers) -> None:
+        self._hand_overs = hand_overs
+
+    async def Watch(self, request: kv_pb2.WatchRequest, context: _Context) -> AsyncIterator[kv_pb2.WatchEvent]:
+        job = self._hand_overs.find(Ticket.from_proto(request.ticket))
+        config = self._hand_overs.config
+        yield kv_pb2.WatchEvent(
+            manifest=kv_pb2.Manifest(
+                layout=kv_layout.layout_to_proto(config.layout),
+                transport=self._hand_overs.transport.name,
+                endpoint=self._hand_overs.transport.endpoint,
+                first_block=job.first_block,
+                num_blocks=job.num_blocks - job.first_block,
+            )
+        )
+        num_sent = 0
+        while True:
+            for chunk in job.published[num_sent:]:
+                yield kv_pb2.WatchEvent(
+                    chunk=kv_pb2.Chunk(
+                        index=chunk.index,
+                        first_layer=0,
+                        num_layers=config.layout.num_layers,
+                        first_block=chunk.first_block,
+                        num_blocks=chunk.num_blocks,
+                        num_bytes=chunk.num_bytes,
+                        checksum=chunk.checksum,
+                    )
+                )
+                num_sent += 1
+            if job.lease.state.ended:
+                raise Unavailable(f"the lease ended ({job.lease.state.name} {job.lease.reason}); prefill again")
+            if job.first_token is not None and job.lease.num_chunks == num_sent:
+                yield kv_pb2.WatchEvent(complete=kv_pb2.Complete(num_chunks=num_sent, output_ids=[job.first_token.token_id]))
+                return
+            self._hand_overs.renew(job)
+            if num_sent == len(job.published):
+                await job.wait_change(config.lease_ttl_s / 3)
+
+    async def Acknowledge(self, request: kv_pb2.AcknowledgeRequest, context: _Context) -> kv_pb2.AcknowledgeResponse:
+        event: FetchProgress | Commit | Abort
+        match request.outcome:
+            case kv_pb2.AcknowledgeRequest.OUTCOME_PROGRESS:
+                event = FetchProgress()
+            case kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED:
+                event = Commit()
+            case kv_pb2.AcknowledgeRequest.OUTCOME_ABORTED:
+                event = Abort(request.reason[:200] or "aborted by the decode worker")
+            case other:
+                raise InvalidRequest(f"outcome is {other}; give PROGRESS, COMMITTED or ABORTED")
+        state = self._hand_overs.acknowledge(Ticket.from_proto(request.ticket), event)
+        return kv_pb2.AcknowledgeResponse(state=kv_pb2.LeaseState.ValueType(state))

@@ -1,0 +1,46 @@
+"""`python -P -m router`: the router process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from router.config import RouterConfig, parse_config
+from router.server import Router
+from twostep.errors import SetupError
+from twostep.log import setup_logging
+from twostep.rpc.lifecycle import stop_event
+
+try:
+    import uvloop
+except ImportError:  # no build for this platform: asyncio's own loop does the same, slower
+    uvloop = None
+
+log = logging.getLogger("router")
+
+
+async def _serve(config: RouterConfig) -> None:
+    stop = stop_event(config.drain_timeout)
+    router = Router(config)
+    await router.start()
+    await stop.wait()
+    await router.drain(config.drain_timeout)
+    log.info("drained")
+
+
+def main() -> int:
+    """Exit status: 0 after a drain, 2 for a setup that cannot work."""
+    config = parse_config()
+    setup_logging(level=config.log_level, json_lines=config.log_json, process="router")
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop is not None else None) as runner:
+            runner.run(_serve(config))
+    except SetupError as error:
+        log.error("%s", error.message)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The router's configuration: parsed once, frozen."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from twostep.flags import FlagParser
+from twostep.rpc.channel import PLAINTEXT, TlsFiles
+
+DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Everything a router can be told. Times are seconds. An empty `router_id` is drawn at start."""
+
+    model: Path
+    redis_url: str = DEFAULT_REDIS_URL
+    host: str = "0.0.0.0"
+    port: int = 50051
+    health_port: int | None = None
+    served_model_name: str = ""
+    secret_file: Path | None = None
+    router_id: str = ""
+    hash_unit: int = 64
+    default_max_tokens: int = 256
+    max_inflight: int = 512
+    max_waiting: int = 512
+    max_inflight_prompt_tokens: int = 4 << 20
+    max_buffered_tokens: int = 1024
+    max_attempts: int = 3
+    request_timeout: float = 600.0
+    client_write_timeout: float = 30.0
+    no_worker_grace: float = 3.0
+    drain_timeout: float = 30.0
+    redis_start_timeout: float = 10.0
+    tls: TlsFiles = PLAINTEXT
+    log_level: str = "info"
+    log_json: bool = False
+
+
+def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
+    """Exits with a usage message if a flag does not make sense."""
+    parser = FlagParser(prog="python -P -m router", description="Twostep router: one gRPC front door for prefill and decode workers.")
+    default = RouterConfig(model=Path())
+    parser.flag(
+        "--model", type=Path, required=True, metavar="DIR", help="model directory: tokenizer.json, config.json; weights are not read"
+    )
+    parser.flag("--redis-url", default=default.redis_url, help="where workers register")
+    parser.flag("--host", default=default.host, help="address to listen on")
+    parser.flag("--port", type=_between(0, 65535), default=default.port, help="gRPC port, 0 for any free one")
+    parser.flag(
+        "--health-port", type=_between(-1, 65535), default=None, help="plaintext health-only port; --port + 1 if not given, -1 for none"
+    )
+    parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")
+    parser.flag("--secret-file", type=Path, default=None, help="deployment secret, the same file on every process")
+    parser.flag("--router-id", default="", help="unique name of this replica; drawn at start if not given")
+    parser.flag(
+        "--hash-unit", type=_between(1, 65536), default=default.hash_unit, help="tokens of one prefix hash, the same on every process"
+    )
+    parser.flag(
+        "--default-max-tokens", type=_between(1, 1 << 30), default=default.default_max_tokens, help="max_tokens of requests that give none"
+    )
+    parser.flag("--max-inflight", type=_between(1, 1 << 20), default=default.max_inflight, help="requests served at once")
+    parser.flag(
+        "--max-waiting",
+        type=_between(0, 1 << 20),
+        default=default.max_waiting,
+        help="requests that may wait to be served; more are refused",
+    )
+    parser.flag(
+        "--max-inflight-prompt-tokens",
+        type=_between(1, 1 << 40),
+        default=default.max_inflight_prompt_tokens,
+        help="prompt tokens of all requests served at once",
+    )
+    parser.flag(
+        "--max-buffered-tokens",
+        type=_between(1, 1 << 20),
+        default=default.max_buffered_tokens,
+        help="tokens kept for a slow client before it is cut",
+    )
+    parser.flag(
+        "--max-attempts",
+        type=_between(1, 100),
+        default=default.max_attempts,
+        help="times a request is begun, in all, when workers are lost",
+    )
+    parser.flag(
+        "--request-timeout",
+        type=_seconds,
+        default=default.request_timeout,
+        help="longest life of a request; a client's shorter deadline counts",
+    )
+    parser.flag(
+        "--client-write-timeout", type=_seconds, default=default.client_write_timeout, help="a client that takes nothing for so long is cut"
+    )
+    parser.flag(
+        "--no-worker-grace",
+        type=_seconds,
+        default=default.no_worker_grace,
+        help="how long a request waits for a missing worker to come back",
+    )
+    parser.flag("--drain-timeout", type=_seconds, default=default.drain_timeout, help="time for running requests to end after SIGTERM")
+    parser.flag("--redis-start-timeout", type=_seconds, default=default.redis_start_timeout, help="how long to wait for Redis at start")
+    parser.flag("--tls-cert", type=Path, default=None, help="PEM certificate; with --tls-key it switches TLS on")
+    parser.flag("--tls-key", type=Path, default=None, help="PEM key of --tls-cert")
+    parser.flag("--tls-ca", type=Path, default=None, help="PEM authority that peers must be certified by")
+    parser.flag(
+        "--log-level", default=default.log_level, choices=["debug", "info", "warning", "error"], help="least severe level that is logged"
+    )
+    parser.flag("--log-json", action="store_true", default=False, help="one JSON object a line")
+    args = vars(parser.parse_args(argv))
+    tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"))
+    args["served_model_name"] = args["served_model_name"] or Path(args["model"]).resolve().name
+    return RouterConfig(tls=tls, **args)
+
+
+class _between:  # noqa: N801, RUF100  # argparse shows the type's name in its messages
+    def __init__(self, low: int, high: int) -> None:
+        self._low, self._high = low, high
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not self._low <= value <= self._high:
+            raise argparse.ArgumentTypeError(f"{value} is not within {self._low} and {self._high}")
+        return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value

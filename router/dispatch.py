@@ -1,0 +1,186 @@
+"""One request's life over its attempts.
+
+1. ask which workers hold how much of the prompt (at most 2 ms)
+2. place it on a pair; reserve on decode, run on prefill; a refusal: the next pair. All full: wait in the queue for room.
+   Nobody there: wait a moment for somebody to come back
+3. tokens flow into the output until the last one
+4. a worker lost on the way: begin again, with the tokens already received behind the prompt, on another pair if there is one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from router.attempt import Attempt, AttemptFailed, Job, WorkerRefused
+from router.cleanup import Cleanup
+from router.output import Output
+from router.placement import Demand, NoPlacement, Placement, Shortage, place
+from router.prefix_index import WorkerLife
+from router.prefix_lookup import PrefixLookup
+from router.report import Report
+from router.room import Room
+from router.workers import WorkerPool
+from twostep.errors import ContextExceeded, DeadlineExceeded, InternalError, TwostepError, Unavailable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchConfig:
+    max_attempts: int = 3
+    no_worker_grace_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class _NotNow:
+    """A round in which nobody took the request. `full`: somebody would have, with more room."""
+
+    full: bool
+    shortage: Shortage
+    reason: str
+
+    def raise_if_hopeless(self) -> None:
+        """Raises if waiting for a moment would not help."""
+        if self.shortage is Shortage.TOO_LARGE:
+            raise ContextExceeded(self.reason)
+        if self.shortage is Shortage.NO_TRANSPORT and not self.full:
+            raise Unavailable(self.reason)
+
+
+class Dispatcher:
+    def __init__(self, pool: WorkerPool, prefixes: PrefixLookup, cleanup: Cleanup, room: Room, config: DispatchConfig) -> None:
+        self._pool = pool
+        self._prefixes = prefixes
+        self._cleanup = cleanup
+        self._room = room
+        self._config = config
+        self._absent_since: float | None = None
+
+    async def serve(self, job: Job, output: Output, report: Report) -> None:
+        """Fills `output` to its end or failure. Cancelling it frees everything on both sides, in the background."""
+        try:
+            async with asyncio.timeout(job.remaining_s()):
+                await self._attempts(job, output, report)
+            output.end()
+        except TimeoutError:
+            output.fail(DeadlineExceeded("the request's time is up; allow more, or ask for fewer tokens"))
+        except TwostepError as error:
+            output.fail(error)
+        except Exception:  # a bug here must end the one request that met it, and say where to look
+            log.exception("request %s", job.request_id)
+            output.fail(InternalError(f"internal error; look for request {job.request_id} in the router's log"))
+
+    async def _attempts(self, job: Job, output: Output, report: Report) -> None:
+        lost: set[WorkerLife] = set()
+        numbers = itertools.count(1)
+        while True:
+            attempt = await self._begin(job, output, report, numbers, lost)
+            try:
+                await attempt.finish()
+                return
+            except AttemptFailed as failed:
+                if not failed.retryable:
+                    raise failed.error from failed
+                log.warning("request %s, attempt %d of %d: %s", job.request_id, report.attempts, self._config.max_attempts, failed)
+                if report.attempts >= self._config.max_attempts:
+                    raise Unavailable(f"given up after {report.attempts} attempts, the last one: {failed}; repeat the request") from failed
+                lost.add(failed.life)
+                report.attempts += 1
+            finally:
+                attempt.close()
+                # Only what was really held wakes those who wait for room: a refused attempt would wake itself.
+                self._room.release()
+
+    async def _begin(self, job: Job, output: Output, report: Report, numbers: itertools.count[int], lost: Set[WorkerLife]) -> Attempt:
+        """An attempt that both workers have accepted."""
+        cached = await self._prefixes.cached_tokens(job, self._pool)
+        if not self._room.num_queued:
+            self._absent_since = None
+            begun = await self._round(job, output, report, numbers, lost, cached)
+            if isinstance(begun, Attempt):
+                return begun
+            begun.raise_if_hopeless()
+        async with self._room.turn():
+            while True:
+                begun = await self._round(job, output, report, numbers, lost, cached)
+                if isinstance(begun, Attempt):
+                    self._absent_since = None
+                    return begun
+                begun.raise_if_hopeless()
+                if begun.full:
+                    self._absent_since = None
+                elif self._absent_for_s() >= self._config.no_worker_grace_s:
+                    raise Unavailable(begun.reason)
+                await self._room.wait()
+
+    def _absent_for_s(self) -> float:
+        """How long there has been nobody to ask. One grace for all who wait: the queue does not add up its members'."""
+        now = time.monotonic()
+        if self._absent_since is None:
+            self._absent_since = now
+        return now - self._absent_since
+
+    async def _round(
+        self,
+        job: Job,
+        output: Output,
+        report: Report,
+        numbers: itertools.count[int],
+        lost: Set[WorkerLife],
+        cached: Mapping[WorkerLife, int],
+    ) -> Attempt | _NotNow:
+        """Asks pair after pair, the best first, each worker that refuses no more in this round."""
+        demand = Demand(
+            request_id=job.request_id,
+            num_tokens=len(job.prompt) + output.next_position,
+            max_new_tokens=job.sampling.max_tokens - output.next_position,
+        )
+        refused: set[WorkerLife] = set()
+        full = False
+        reason = ""
+        while True:
+            placed = self._place(demand, cached, refused, lost)
+            if isinstance(placed, NoPlacement):
+                return _NotNow(full, placed.shortage, f"{placed.reason}: {reason}" if reason else placed.reason)
+            prefill = self._pool.prefill[WorkerLife.of(placed.prefill)]
+            decode = self._pool.decode[WorkerLife.of(placed.decode)]
+            attempt = Attempt(
+                job,
+                next(numbers),
+                prefill=prefill,
+                decode=decode,
+                output=output,
+                report=report,
+                cleanup=self._cleanup,
+            )
+            begun = False
+            try:
+                await attempt.reserve()
+                await attempt.accept(cached.get(prefill.life, 0))
+                begun = True
+            except WorkerRefused as error:
+                log.debug("request %s: %s", job.request_id, error)
+                refused.add(error.life)
+                full = full or error.full
+                reason = error.error.message
+            finally:
+                if not begun:
+                    attempt.close()
+            if begun:
+                log.debug("request %s: %s", job.request_id, placed.reason)
+                report.begin_attempt(placed.prefill.worker_id, placed.decode.worker_id)
+                return attempt
+
+    def _place(
+        self, demand: Demand, cached: Mapping[WorkerLife, int], refused: Set[WorkerLife], lost: Set[WorkerLife]
+    ) -> Placement | NoPlacement:
+        """Workers that lost an earlier attempt are asked again only if there is nobody else."""
+        placed = place(self._pool.snapshot(cached, refused | lost), demand)
+        if lost and isinstance(placed, NoPlacement) and placed.shortage is Shortage.EXCLUDED:
+            return place(self._pool.snapshot(cached, refused), demand)
+        return placed

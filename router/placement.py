@@ -1,0 +1,207 @@
+"""Which prefill and which decode worker serve a request: a pure function of a snapshot.
+
+Costs are in tokens of prefill work, so that cached prefixes, queues, hand-over and decode load can be added up:
+
+    prefill worker   tokens queued before this prompt  +  tokens of the prompt it has not cached
+    decode worker    tokens that must be moved to it / 8  +  64 for each sequence it runs  (+ a penalty when it looks full)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from twostep.cluster.records import LayoutRecord, WorkerRecord
+
+# Moving a token's KV through host memory takes about an eighth of the time that computing it does.
+_HANDOVER_COST = 0.125
+# A sequence more slows the others' decode steps: over an answer of some hundred tokens about as long as 64 tokens of prefill.
+_SEQUENCE_COST = 64.0
+# Heartbeats are a second old, so a worker that looks full is asked last, not never.
+_FULL_COST = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A live worker as this router sees it: its record, and what the router itself knows better or sooner."""
+
+    record: WorkerRecord
+    cached_tokens: int = 0
+    # Prefill: prompt tokens this router has sent and whose first token has not come yet, and in how many requests.
+    queued_tokens: int = 0
+    # Attempts of this router that are there now.
+    num_attempts: int = 0
+    # It refused this request in this round, or lost an earlier attempt of it.
+    excluded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    prefill: Sequence[Candidate]
+    decode: Sequence[Candidate]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request needs. `num_tokens` are to be prefilled, `max_new_tokens` may follow them."""
+
+    request_id: str
+    num_tokens: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    prefill: WorkerRecord
+    decode: WorkerRecord
+    cost: float
+    reason: str
+
+
+class Shortage(Enum):
+    MISSING = "missing"  # a role has no worker that could serve this request
+    NO_TRANSPORT = "no transport"  # workers are there, but KV cannot travel between any two of them
+    EXCLUDED = "excluded"  # every pair that could serve it has an excluded worker
+    TOO_LARGE = "too large"  # no live worker could ever hold it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoPlacement:
+    """Why nobody can serve the request now; `reason` is a sentence for the client."""
+
+    shortage: Shortage
+    reason: str
+
+
+def place(snapshot: Snapshot, demand: Demand) -> Placement | NoPlacement:
+    """The cheapest pair that has a KV layout and a transport in common. Ties fall by a hash of request and worker: the same for
+    the same request, spread evenly over requests. Linear in the number of workers."""
+    prefill = [c for c in snapshot.prefill if _serves(c.record)]
+    decode = [c for c in snapshot.decode if _serves(c.record)]
+    missing = [role for role, workers in (("prefill", prefill), ("decode", decode)) if not workers]
+    if missing:
+        return NoPlacement(shortage=Shortage.MISSING, reason=_missing_reason(missing, snapshot))
+    fitting_prefill = [c for c in prefill if _blocks(demand.num_tokens, c.record) <= c.record.num_blocks and _in_context(c.record, demand)]
+    total = demand.num_tokens + demand.max_new_tokens
+    fitting_decode = [c for c in decode if _blocks(total, c.record) <= c.record.num_blocks and _in_context(c.record, demand)]
+    if not fitting_prefill or not fitting_decode:
+        return NoPlacement(shortage=Shortage.TOO_LARGE, reason=_too_large_reason(demand, prefill, decode))
+    best = _cheapest(fitting_prefill, fitting_decode, demand, skip_excluded=True)
+    if best is not None:
+        return best
+    if _cheapest(fitting_prefill, fitting_decode, demand, skip_excluded=False) is not None:
+        return NoPlacement(shortage=Shortage.EXCLUDED, reason="every worker that could serve the request is full or has just failed")
+    return NoPlacement(shortage=Shortage.NO_TRANSPORT, reason=_no_transport_reason(fitting_prefill, fitting_decode))
+
+
+def _serves(record: WorkerRecord) -> bool:
+    return record.ready and not record.draining
+
+
+def _blocks(num_tokens: int, record: WorkerRecord) -> int:
+    return -(-num_tokens // record.layout.block_size)
+
+
+def _in_context(record: WorkerRecord, demand: Demand) -> bool:
+    return demand.num_tokens + demand.max_new_tokens <= record.max_model_len
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    cost: float
+    tie: int
+    candidate: Candidate
+
+
+# Workers can be paired along a rail: the same layout and the same transport.
+_Rail = tuple[LayoutRecord, str]
+
+
+def _cheapest(prefill: Iterable[Candidate], decode: Iterable[Candidate], demand: Demand, *, skip_excluded: bool) -> Placement | None:
+    best_prefill = _best_by_rail(((c, _prefill_cost(c, demand)) for c in prefill if not (skip_excluded and c.excluded)), demand)
+    best_decode = _best_by_rail(((c, _decode_cost(c, demand)) for c in decode if not (skip_excluded and c.excluded)), demand)
+    pairs = [(p, best_decode[rail]) for rail, p in best_prefill.items() if rail in best_decode]
+    if not pairs:
+        return None
+    p, d = min(pairs, key=lambda pair: (pair[0].cost + pair[1].cost, pair[0].tie, pair[1].tie))
+    return Placement(
+        prefill=p.candidate.record,
+        decode=d.candidate.record,
+        cost=p.cost + d.cost,
+        reason=(
+            f"prefill {p.candidate.record.worker_id}: {p.candidate.cached_tokens} of {demand.num_tokens} tokens cached, cost {p.cost:.0f}; "
+            f"decode {d.candidate.record.worker_id}: {d.candidate.cached_tokens} cached, cost {d.cost:.0f}"
+        ),
+    )
+
+
+def _best_by_rail(scored: Iterable[tuple[Candidate, float]], demand: Demand) -> dict[_Rail, _Scored]:
+    best: dict[_Rail, _Scored] = {}
+    for candidate, cost in scored:
+        entry = _Scored(cost, _tie(demand.request_id, candidate.record.worker_id), candidate)
+        for transport in candidate.record.transports:
+            rail = (candidate.record.layout, transport)
+            known = best.get(rail)
+            if known is None or (entry.cost, entry.tie) < (known.cost, known.tie):
+                best[rail] = entry
+    return best
+
+
+def _tie(request_id: str, worker_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{request_id}/{worker_id}".encode(), digest_size=8).digest(), "little")
+
+
+def _prefill_cost(candidate: Candidate, demand: Demand) -> float:
+    load = candidate.record.load
+    # Other routers' prompts are known by number only; take each for one like this.
+    others = max(0, load.num_running + load.num_waiting - candidate.num_attempts)
+    return candidate.queued_tokens + others * demand.num_tokens + max(0, demand.num_tokens - candidate.cached_tokens)
+
+
+def _decode_cost(candidate: Candidate, demand: Demand) -> float:
+    record = candidate.record
+    num_seqs = max(record.load.num_running + record.load.num_reserved, candidate.num_attempts)
+    cost = _HANDOVER_COST * max(0, demand.num_tokens - candidate.cached_tokens) + _SEQUENCE_COST * num_seqs
+    needed = _blocks(demand.num_tokens + demand.max_new_tokens - candidate.cached_tokens, record)
+    if num_seqs >= record.max_num_seqs or record.load.num_free_blocks < needed:
+        cost += _FULL_COST
+    return cost
+
+
+# ---- sentences ----------------------------------------------------------------------------------------------------------
+
+
+def _missing_reason(roles: Sequence[str], snapshot: Snapshot) -> str:
+    parts: list[str] = []
+    for role in roles:
+        here = snapshot.prefill if role == "prefill" else snapshot.decode
+        idle = [f"{c.record.worker_id} {'is draining' if c.record.draining else 'is not ready'}" for c in here]
+        parts.append(f"no {role} worker is available" + (f" ({', '.join(idle[:8])})" if idle else ""))
+    return " and ".join(parts) + "; start one, or repeat the request later"
+
+
+def _too_large_reason(demand: Demand, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
+    slots = min(max(c.record.num_blocks * c.record.layout.block_size for c in side) for side in (prefill, decode))
+    context = min(max(c.record.max_model_len for c in side) for side in (prefill, decode))
+    return (
+        f"{demand.num_tokens} tokens and up to {demand.max_new_tokens} new ones do not fit the workers: "
+        f"their context is {context} tokens, their KV pool {slots}; shorten the prompt or lower max_tokens"
+    )
+
+
+def _no_transport_reason(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
+    layouts = {c.record.layout for c in prefill} & {c.record.layout for c in decode}
+    if not layouts:
+        return "the KV layouts of prefill and decode workers differ; start both with the same model, --dtype and --block-size"
+    sides = (("prefill", prefill), ("decode", decode))
+    names = sorted({t for c in (*prefill, *decode) for t in c.record.transports})
+    ids = {role: ", ".join(sorted(c.record.worker_id for c in workers)[:8]) for role, workers in sides}
+    if not names:
+        return f"no KV transport is ready on {ids['prefill']}, {ids['decode']}; see that Ray is up, and repeat the request later"
+    parts: list[str] = []
+    for name in names:
+        lacking = [ids[role] for role, workers in sides if not any(name in c.record.transports for c in workers)]
+        parts.append(f"KV transport {name} is not ready on {', '.join(lacking) or 'workers of one layout'}")
+    return "; ".join(parts) + "; see that Ray is up, and repeat the request later"

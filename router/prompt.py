@@ -1,0 +1,154 @@
+"""From a client's message to token ids and resolved sampling parameters; everything wrong with either is said here."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted
+from twostep.rpc.v1 import inference_pb2
+from twostep.sampling_params import SamplingParams
+from twostep.text.chat_template import ChatTemplate
+from twostep.text.model_card import ModelCard
+from twostep.text.tokenizer import Tokenizer
+
+# Up to here tokenizing takes well under a millisecond and is done in the event loop.
+_MAX_INLINE_CHARS = 4096
+# What a template may add to a message, about.
+_MESSAGE_CHARS = 32
+_MAX_THREADED = 64
+_MAX_MESSAGES = 4096
+
+_NUMBERS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+# Optional fields of the message that a model's generation config may have a default for.
+_MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class PromptReader:
+    """Shared by all requests."""
+
+    def __init__(self, tokenizer: Tokenizer, card: ModelCard, template: ChatTemplate, *, default_max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._card = card
+        self._template = template
+        self._default_max_tokens = default_max_tokens
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._num_threaded = 0
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def text_ids(self, text: str) -> Sequence[int]:
+        """Raises InvalidRequest for an empty text, ResourceExhausted if too many long ones are being tokenized."""
+        if not text:
+            raise InvalidRequest("text is empty; send at least one character")
+        self._check_length(len(text))
+        return await self._in_thread_if_long(lambda: self._tokenizer.encode(text), len(text))
+
+    async def chat_ids(self, messages: Sequence[inference_pb2.ChatMessage]) -> Sequence[int]:
+        """Which roles there are is the template's business; a message without any is refused here."""
+        if not messages:
+            raise InvalidRequest("chat.messages is empty; send at least one message with role and content")
+        if len(messages) > _MAX_MESSAGES:
+            raise InvalidRequest(f"chat.messages has {len(messages)} entries; send at most {_MAX_MESSAGES}")
+        for i, message in enumerate(messages):
+            if not message.role:
+                raise InvalidRequest(f'chat.messages[{i}].role is empty; say "system", "user" or "assistant"')
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+
+        def encode() -> list[int]:
+            return self._tokenizer.encode(self._template.render(plain), add_special_tokens=False)
+
+        self._check_length(sum(len(message.content) for message in messages))
+        num_chars = sum(len(message.role) + len(message.content) + _MESSAGE_CHARS for message in messages)
+        return await self._in_thread_if_long(encode, num_chars)
+
+    async def prompt_ids(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
+        """Token ids of a Generate request's prompt, at least one, all within the vocabulary. Raises InvalidRequest (ContextExceeded),
+        ResourceExhausted."""
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
+        if kind == "token_ids":
+            num_ids = len(request.token_ids.ids)
+            if not num_ids:
+                raise InvalidRequest("token_ids is empty; send at least one id")
+            if num_ids >= self._card.max_model_len:
+                # Looking at each of millions would hold up everybody else.
+                raise _no_room(num_ids, self._card.max_model_len)
+            ids: Sequence[int] = list(request.token_ids.ids)
+            if max(ids) >= self._card.vocab_size:
+                at = next(i for i, token_id in enumerate(ids) if token_id >= self._card.vocab_size)
+                raise InvalidRequest(
+                    f"token_ids[{at}] is {ids[at]}; the vocabulary of this model has ids from 0 to {self._card.vocab_size - 1}"
+                )
+            return ids
+        ids = await (self.text_ids(request.text) if kind == "text" else self.chat_ids(request.chat.messages))
+        if not ids:
+            raise InvalidRequest(f"{kind} gives no tokens; send some text")
+        return ids
+
+    def sampling(self, proto: inference_pb2.SamplingParams, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+        """What the client asked for, then the model's defaults, then neutral ones; bounded by the context.
+
+        Raises InvalidRequest (a value out of range), ContextExceeded (no room for the prompt and one, or max_tokens, more)."""
+        room = max_model_len - num_prompt_tokens
+        if room < 1:
+            raise _no_room(num_prompt_tokens, max_model_len)
+        max_tokens = proto.max_tokens if proto.HasField("max_tokens") else min(self._default_max_tokens, room)
+        if max_tokens > room:
+            raise ContextExceeded(
+                f"the prompt has {num_prompt_tokens} tokens, max_tokens is {max_tokens}, and the context has {max_model_len}; "
+                f"shorten the prompt or ask for at most {room}"
+            )
+        values = {name: getattr(self._card.generation, name) for name in _MODEL_DEFAULTS}
+        values |= {name: getattr(proto, name) for name in _NUMBERS if proto.HasField(name)}  # type: ignore[arg-type]  # names are fields
+        for i, token_id in enumerate(proto.stop_token_ids):
+            if not 0 <= token_id < self._card.vocab_size:
+                raise InvalidRequest(
+                    f"stop_token_ids[{i}] is {token_id}; the vocabulary of this model has ids from 0 to {self._card.vocab_size - 1}"
+                )
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=proto.seed if proto.HasField("seed") else secrets.randbits(63),
+            stop=tuple(proto.stop),
+            stop_token_ids=tuple(proto.stop_token_ids),
+            logprobs=proto.logprobs if proto.HasField("logprobs") else None,
+            **values,
+        )
+
+    def _check_length(self, num_chars: int) -> None:
+        """Megabytes that can never fit would keep the tokenizer's threads from everybody else for seconds."""
+        if (least := self._tokenizer.least_tokens(num_chars)) >= self._card.max_model_len:
+            raise ContextExceeded(
+                f"the prompt has {num_chars} characters, at least {least} tokens, and the context {self._card.max_model_len}; shorten it"
+            )
+
+    async def _in_thread_if_long(self, encode: Callable[[], list[int]], num_chars: int) -> Sequence[int]:
+        if num_chars <= _MAX_INLINE_CHARS:
+            return encode()
+        if self._num_threaded >= _MAX_THREADED:
+            raise ResourceExhausted(f"{self._num_threaded} long prompts are being tokenized; repeat later")
+        self._num_threaded += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        finally:
+            self._num_threaded -= 1
+
+
+def _no_room(num_prompt_tokens: int, max_model_len: int) -> ContextExceeded:
+    return ContextExceeded(
+        f"the prompt has {num_prompt_tokens} tokens and the context {max_model_len}; shorten it, leaving one for the answer"
+    )

@@ -1,0 +1,202 @@
+"""The router's mirror of the live workers, read from Redis twice a second.
+
+poll ok        a worker is there as long as its record is; one whose record goes is kept for a short grace, because a
+               Redis that came back empty is filled again by the next heartbeats
+poll failed    the last known workers stay; said once, and once more when Redis is back
+refused        a record that does not fit this deployment (other model, secret, hash unit, an older epoch) is left out,
+               with its reason logged once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from twostep.cluster.records import HEARTBEAT_S, HEARTBEAT_TTL_S, WORKERS_KEY, WorkerRecord, worker_key
+from twostep.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+# Two heartbeats, and what a worker needs to reconnect.
+_MISSING_GRACE_S = 2 * HEARTBEAT_S
+_AFTER_OUTAGE_GRACE_S = HEARTBEAT_TTL_S + HEARTBEAT_S
+# Names without a record that one poll takes out of the set.
+_MAX_FORGOTTEN = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What every worker of this deployment has in common with the router."""
+
+    model_fingerprint: str
+    secret_check: str
+    hash_unit: int
+
+    def refuse(self, record: WorkerRecord) -> str | None:
+        """Why a worker cannot belong here, or None."""
+        if record.role not in ("prefill", "decode"):
+            return f"role {record.role!r} is neither prefill nor decode; upgrade the router"
+        if record.layout.model_fingerprint != self.model_fingerprint:
+            return "it serves another model than the router's --model"
+        if record.secret_check != self.secret_check:
+            return "it has another deployment secret; give all processes the same --secret-file"
+        if record.hash_unit != self.hash_unit:
+            return f"its hash unit is {record.hash_unit} and the router's {self.hash_unit}; give all processes the same --hash-unit"
+        if record.layout.block_size < 1 or self.hash_unit % record.layout.block_size:
+            return f"its block size {record.layout.block_size} does not divide the hash unit {self.hash_unit}; choose one that does"
+        if record.num_blocks < 1 or record.max_num_seqs < 1 or record.max_model_len < 1:
+            return "its capacity is zero; restart it with room for at least one block and sequence"
+        return None
+
+
+class Registry:
+    """`workers` is the current set; `on_poll` callbacks get it after every successful look at Redis."""
+
+    def __init__(self, redis: Redis, deployment: Deployment, *, poll_s: float = POLL_S, missing_grace_s: float = _MISSING_GRACE_S) -> None:
+        self._redis = redis
+        self._deployment = deployment
+        self._poll_s = poll_s
+        self._missing_grace_s = missing_grace_s
+        self._workers: dict[str, WorkerRecord] = {}
+        self._missing_since: dict[str, float] = {}
+        self._newest_epoch: dict[str, int] = {}
+        self._refused: dict[str, str] = {}
+        self._callbacks: list[Callable[[Sequence[WorkerRecord]], None]] = []
+        self._connected = True
+        self._recovered_at = -float("inf")
+
+    @property
+    def workers(self) -> Sequence[WorkerRecord]:
+        """Live workers that fit the deployment, ready or not."""
+        return tuple(self._workers.values())
+
+    @property
+    def connected(self) -> bool:
+        """False while Redis does not answer."""
+        return self._connected
+
+    def on_poll(self, callback: Callable[[Sequence[WorkerRecord]], None]) -> None:
+        self._callbacks.append(callback)
+
+    async def run(self) -> None:
+        """Polls until cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
+        while True:
+            await self.poll()
+            if task.cancelling():
+                # The Redis client can take a cancellation for a lost connection.
+                raise asyncio.CancelledError
+            await asyncio.sleep(self._poll_s)
+
+    async def poll(self) -> None:
+        """One look at Redis; never raises for what Redis does or holds."""
+        try:
+            async with asyncio.timeout(max(1.0, 2 * self._poll_s)):
+                found = await self._read()
+        except (RedisError, OSError, TimeoutError) as error:
+            if self._connected:
+                self._connected = False
+                log.warning(
+                    "Redis does not answer (%s): serving goes on with the %d last known workers and without prefix hints; "
+                    "see that the server of --redis-url is up",
+                    str(error) or type(error).__name__,
+                    len(self._workers),
+                )
+            return
+        if not self._connected:
+            self._connected = True
+            self._recovered_at = time.monotonic()
+            log.warning("Redis answers again")
+        self._update(found)
+
+    async def _read(self) -> dict[str, WorkerRecord]:
+        """One round trip for the workers known before, more only for new names and for those without a record."""
+        known = list(self._workers)
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.smembers(WORKERS_KEY)
+        if known:
+            pipeline.mget([worker_key(name) for name in known])
+        replies = await pipeline.execute()
+        names = sorted(name.decode(errors="replace") for name in replies[0])
+        records: list[bytes | None] = list(replies[1]) if known else []
+        new = [name for name in names if name not in self._workers]
+        if new:
+            fresh = await cast(Awaitable[list[bytes | None]], self._redis.mget([worker_key(name) for name in new]))
+            records += fresh
+            gone = [name for name, raw in zip(new, fresh, strict=True) if raw is None]
+            if gone:
+                # Names of workers that died would pile up. One that lives is named again by its next heartbeat.
+                await self._redis.srem(WORKERS_KEY, *gone[:_MAX_FORGOTTEN])
+        found: dict[str, WorkerRecord] = {}
+        for name, raw in zip([*known, *new], records, strict=True):
+            if raw is None:
+                continue
+            try:
+                record = WorkerRecord.from_json(raw)
+            except InvalidRequest as error:
+                self._refuse(name, error.message)
+                continue
+            found[name] = record
+        return found
+
+    def _update(self, found: dict[str, WorkerRecord]) -> None:
+        now = time.monotonic()
+        before = self._workers
+        after: dict[str, WorkerRecord] = {}
+        for name, record in found.items():
+            reason = self._deployment.refuse(record)
+            if reason is None and record.worker_id != name:
+                reason = f"its record says it is {record.worker_id!r}; give every worker a name of its own"
+            if reason is None and record.epoch < self._newest_epoch.get(name, 0):
+                reason = f"epoch {record.epoch} is older than {self._newest_epoch[name]}, which was seen before; a newer life of it exists"
+            if reason is not None:
+                self._refuse(name, reason)
+                continue
+            self._refused.pop(name, None)
+            self._newest_epoch[name] = record.epoch
+            after[name] = record
+        grace = _AFTER_OUTAGE_GRACE_S if now - self._recovered_at < _AFTER_OUTAGE_GRACE_S else self._missing_grace_s
+        for name, record in before.items():
+            if name in found:
+                self._missing_since.pop(name, None)
+                continue
+            since = self._missing_since.setdefault(name, now)
+            if now - since < grace:
+                after[name] = record
+            else:
+                self._missing_since.pop(name, None)
+                log.warning("worker %s is gone: no heartbeat", name)
+        self._trim(after)
+        for name, record in after.items():
+            if name not in before or before[name].epoch != record.epoch:
+                log.info(
+                    "%s worker %s at %s, epoch %d, transports %s",
+                    record.role,
+                    name,
+                    record.address,
+                    record.epoch,
+                    ",".join(record.transports),
+                )
+        self._workers = after
+        for callback in self._callbacks:
+            callback(self.workers)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        if self._refused.get(name) != reason:
+            self._refused[name] = reason
+            log.warning("worker %s is refused: %s", name, reason)
+
+    def _trim(self, alive: dict[str, WorkerRecord]) -> None:
+        """Memories of workers long gone must not grow for ever."""
+        for memory in (self._newest_epoch, self._refused):
+            for name in [n for n in memory if n not in alive][: max(0, len(memory) - 4096)]:
+                del memory[name]

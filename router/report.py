@@ -1,0 +1,78 @@
+"""What the end of an answer tells: usage, the phases of its latency, and how its KV cache travelled."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """Filled in by whoever learns something; all instants are time.monotonic() seconds. What a later attempt learns replaces
+    what an earlier one did, but the way to the first token of the answer stays that of the attempt that gave it."""
+
+    num_prompt_tokens: int
+    started: float
+    attempts: int = 1
+    cached_tokens: int = 0
+    route_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    publish_s: float = 0.0
+    fetch_s: float = 0.0
+    first_token_at: float | None = None
+    committed_at: float | None = None
+    first_decode_at: float | None = None
+    last_decode_at: float | None = None
+    transfer: inference_pb2.Transfer = field(default_factory=inference_pb2.Transfer)
+
+    def begin_attempt(self, prefill_worker: str, decode_worker: str) -> None:
+        self.committed_at = self.first_decode_at = self.last_decode_at = None
+        self.publish_s = self.fetch_s = 0.0
+        self.transfer = inference_pb2.Transfer(prefill_worker=prefill_worker, decode_worker=decode_worker)
+
+    def on_first_token(self, first: prefill_pb2.FirstToken, accepted_at: float) -> None:
+        if self.first_token_at is not None:
+            return
+        self.first_token_at = time.monotonic()
+        self.route_s = accepted_at - self.started
+        self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
+        self.cached_tokens = min(first.cached_tokens, self.num_prompt_tokens)
+
+    def on_committed(self, committed: decode_pb2.Committed) -> None:
+        self.committed_at = time.monotonic()
+        self.transfer.transport = committed.transport
+        self.transfer.bytes, self.transfer.chunks = committed.bytes, committed.chunks
+        self.transfer.blocks_moved, self.transfer.blocks_reused = committed.blocks_moved, committed.blocks_reused
+        self.fetch_s = committed.fetch_s
+
+    def on_decode_token(self) -> None:
+        self.last_decode_at = time.monotonic()
+        if self.first_decode_at is None:
+            self.first_decode_at = self.last_decode_at
+
+    def on_prefill_done(self, done: prefill_pb2.PrefillDone) -> None:
+        self.publish_s = done.publish_s
+
+    def end(self, reason: inference_pb2.FinishReason.ValueType, stop_reason: str, num_tokens: int) -> inference_pb2.End:
+        phases = inference_pb2.Phases(
+            route_s=self.route_s,
+            queue_s=self.queue_s,
+            prefill_s=self.prefill_s,
+            publish_s=self.publish_s,
+            fetch_s=self.fetch_s,
+            first_decode_s=_between(self.committed_at, self.first_decode_at),
+            decode_s=_between(self.first_decode_at, self.last_decode_at),
+            ttft_s=_between(self.started, self.first_token_at),
+            total_s=time.monotonic() - self.started,
+        )
+        usage = inference_pb2.Usage(prompt_tokens=self.num_prompt_tokens, completion_tokens=num_tokens, cached_tokens=self.cached_tokens)
+        return inference_pb2.End(
+            finish_reason=reason, stop_reason=stop_reason, usage=usage, phases=phases, transfer=self.transfer, attempts=self.attempts
+        )
+
+
+def _between(start: float | None, end: float | None) -> float:
+    return 0.0 if start is None or end is None else max(0.0, end - start)

@@ -1,0 +1,184 @@
+"""A router as one object: everything it is made of, started and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from router.admission import Admission
+from router.cleanup import Cleanup
+from router.config import RouterConfig
+from router.dispatch import DispatchConfig, Dispatcher
+from router.placement import Demand, Placement, place
+from router.prefix_index import NO_HINTS, PrefixIndex
+from router.prefix_lookup import PrefixLookup
+from router.prompt import PromptReader
+from router.registry import Deployment, Registry
+from router.room import Room
+from router.service import InferenceService, ServiceConfig
+from router.workers import WorkerPool
+from twostep.cluster.registration import connect
+from twostep.errors import SetupError
+from twostep.fingerprint import model_fingerprint
+from twostep.prefix import secret_check
+from twostep.rpc.health import READINESS
+from twostep.rpc.server import GrpcServer, ServerConfig
+from twostep.rpc.v1 import inference_pb2_grpc
+from twostep.secret import load_secret
+from twostep.text.chat_template import ChatTemplate
+from twostep.text.model_card import ModelCard
+from twostep.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+# An event loop that has not come round for so long is stuck: liveness fails and the process is restarted.
+_STUCK_S = 10.0
+
+
+class Router:
+    """start(), then drain(). Constructing it reads the model directory and the secret, and raises SetupError for either."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Needs a running event loop."""
+        self.config = config
+        secret = load_secret(config.secret_file)
+        card = ModelCard.load(config.model)
+        tokenizer = Tokenizer.load(config.model)
+        fingerprint = model_fingerprint(config.model)
+        self.router_id = config.router_id or f"router-{uuid.uuid4().hex[:12]}"
+        self._redis = connect(config.redis_url)
+        self._index_redis = connect(config.redis_url)
+        deployment = Deployment(model_fingerprint=fingerprint, secret_check=secret_check(secret), hash_unit=config.hash_unit)
+        self.registry = Registry(self._redis, deployment)
+        self.cleanup = Cleanup()
+        self.pool = WorkerPool(router_id=self.router_id, cleanup=self.cleanup, tls=config.tls)
+        self._index = PrefixIndex(self._index_redis, config.hash_unit)
+        room = Room()
+        self.registry.on_poll(self.pool.sync)
+        self.admission = Admission(
+            max_inflight=config.max_inflight, max_waiting=config.max_waiting, max_prompt_tokens=config.max_inflight_prompt_tokens
+        )
+        self._prompts = PromptReader(tokenizer, card, ChatTemplate.of(card), default_max_tokens=config.default_max_tokens)
+        dispatcher = Dispatcher(
+            self.pool,
+            PrefixLookup(self._index, secret, config.hash_unit),
+            self.cleanup,
+            room,
+            DispatchConfig(max_attempts=config.max_attempts, no_worker_grace_s=config.no_worker_grace),
+        )
+        self._service = InferenceService(
+            ServiceConfig(
+                model_name=config.served_model_name or config.model.resolve().name,
+                fingerprint=fingerprint,
+                max_model_len=card.max_model_len,
+                max_buffered_tokens=config.max_buffered_tokens,
+                request_timeout_s=config.request_timeout,
+                client_write_timeout_s=config.client_write_timeout,
+            ),
+            tokenizer=tokenizer,
+            prompts=self._prompts,
+            admission=self.admission,
+            dispatcher=dispatcher,
+            pool=self.pool,
+        )
+        self._last_tick = time.monotonic()
+        self._draining = False
+        self._server = GrpcServer(
+            ServerConfig(
+                host=config.host,
+                port=config.port,
+                health_port=config.health_port,
+                tls=config.tls,
+                # Room for those that are refused to be told so, and for health checks.
+                max_concurrent_rpcs=config.max_inflight + config.max_waiting + 256,
+            ),
+            alive=lambda: time.monotonic() - self._last_tick < _STUCK_S,
+        )
+        self._server.add(self._service, inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    @property
+    def health_port(self) -> int:
+        return self._server.health_port
+
+    async def start(self) -> None:
+        """Returns once it listens. Raises SetupError: no Redis, port taken."""
+        try:
+            await _wait_for_redis(self._redis, self.config.redis_start_timeout)
+            await self.registry.poll()
+            await self._server.start()
+        except BaseException:
+            await self._close()
+            raise
+        for work in (self.registry.run(), self._tick(), self._service.cut_stuck_clients()):
+            self._keep(work)
+        log.info("router %s serves %s on %s:%d", self.router_id, self._service.model_name, self.config.host, self.port)
+
+    async def drain(self, grace_s: float) -> None:
+        """Takes nothing new, lets what runs end for `grace_s`, then frees all of it everywhere."""
+        self._draining = True
+        self._server.health.set(READINESS, False)
+        self.admission.close()
+        await self._server.drain(grace_s)
+        await self.cleanup.drain(2.0)
+        await self._close()
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._index.close()
+        await self.pool.close()
+        self._prompts.close()
+        await self._redis.aclose()
+        await self._index_redis.aclose()
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a task that never ends by itself. If it does, that is a bug, and liveness must show it."""
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+
+        def ended(done: asyncio.Task[None]) -> None:
+            if not done.cancelled():
+                log.error("a task that keeps the router going has ended; restart the router", exc_info=done.exception())
+                self._last_tick = float("-inf")
+
+        task.add_done_callback(ended)
+
+    async def _tick(self) -> None:
+        """Progress of the event loop, for liveness; whether a request could be placed now, for readiness."""
+        probe = Demand(request_id="", num_tokens=1, max_new_tokens=1)
+        while True:
+            if self._last_tick > float("-inf"):
+                self._last_tick = time.monotonic()
+            if not self._draining:
+                able = isinstance(place(self.pool.snapshot(NO_HINTS, frozenset()), probe), Placement)
+                self._server.health.set(READINESS, able)
+            await asyncio.sleep(_TICK_S)
+
+
+async def _wait_for_redis(redis: Redis, timeout_s: float) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        try:
+            await redis.ping()
+            return
+        except (RedisError, OSError) as error:
+            if time.monotonic() >= give_up_at:
+                raise SetupError(
+                    f"no Redis answers at --redis-url within {timeout_s:g} s ({error}); start one (`redis-server`, or `twostep up` "
+                    "brings its own), or give another --redis-url"
+                ) from error
+        await asyncio.sleep(0.2)

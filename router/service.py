@@ -1,0 +1,208 @@
+"""What clients call. The life of a Generate request:
+
+    1. name it (the client's id or a new one; sent back at once), find the model, read prompt and parameters    prompt.py
+    2. wait for a place among the requests served at once                                                        admission.py
+    3. place it on a prefill and a decode worker, again if one is lost                       dispatch.py, placement.py, attempt.py
+    4. tokens come from the prefill worker's call (the first) and the decode worker's shared stream (the others), each
+       position once and in order, into this request's bounded buffer                        decode_stream.py, output.py
+    5. this call takes what is there, makes text of it, looks for stop strings, and writes one piece             answer.py
+    6. after the last token the end: why, how many tokens, how long each phase took, how the KV travelled        report.py
+
+Whatever ends the call early (the client, a deadline, a stop string, a client too slow) cancels step 3, and that frees
+what both workers hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from router.admission import Admission
+from router.answer import Answer, Finish
+from router.attempt import Job, Metadata
+from router.dispatch import Dispatcher
+from router.output import Output
+from router.prompt import PromptReader
+from router.report import Report
+from router.workers import WorkerPool
+from twostep.errors import DeadlineExceeded, InternalError, InvalidRequest, NotFound
+from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
+from twostep.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_MAX_SALT_CHARS = 256
+_FORWARDED = frozenset({"traceparent", "tracestate"})
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """`max_model_len` is the model's own; workers may have less."""
+
+    model_name: str
+    fingerprint: str
+    max_model_len: int
+    max_buffered_tokens: int = 1024
+    request_timeout_s: float = 600.0
+    client_write_timeout_s: float = 30.0
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(
+        self,
+        config: ServiceConfig,
+        *,
+        tokenizer: Tokenizer,
+        prompts: PromptReader,
+        admission: Admission,
+        dispatcher: Dispatcher,
+        pool: WorkerPool,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._admission = admission
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._outputs: set[Output] = set()
+
+    # ---- rpcs -----------------------------------------------------------------------------------------------------------
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        started = time.monotonic()
+        request_id = _request_id(request.request_id)
+        await context.send_initial_metadata((("x-request-id", request_id),))
+        job = await self._job(request, request_id, context, started)
+        report = Report(num_prompt_tokens=len(job.prompt), started=started)
+        answer = Answer(self._tokenizer, job.sampling)
+        finish = await self._stream(job, report, answer, context)
+        # Everything is free by now but this call.
+        yield inference_pb2.GenerateResponse(end=report.end(finish.reason, finish.stop_reason, answer.num_tokens))
+
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: _Context) -> inference_pb2.TokenizeResponse:
+        self._check_model(request.model)
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequest("the input is missing; set text or chat")
+        ids = await (self._prompts.text_ids(request.text) if kind == "text" else self._prompts.chat_ids(request.chat.messages))
+        return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._max_model_len())
+
+    async def ListModels(self, request: inference_pb2.ListModelsRequest, context: _Context) -> inference_pb2.ListModelsResponse:
+        roles = [record.role for record in self._pool.records() if record.ready and not record.draining]
+        model = inference_pb2.Model(
+            name=self._config.model_name,
+            max_model_len=self._max_model_len(),
+            fingerprint=self._config.fingerprint,
+            prefill_workers=roles.count("prefill"),
+            decode_workers=roles.count("decode"),
+        )
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    @property
+    def model_name(self) -> str:
+        return self._config.model_name
+
+    # ---- a Generate call ------------------------------------------------------------------------------------------------
+
+    async def _job(self, request: inference_pb2.GenerateRequest, request_id: str, context: _Context, started: float) -> Job:
+        self._check_model(request.model)
+        if len(request.cache_salt) > _MAX_SALT_CHARS:
+            raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters; use at most {_MAX_SALT_CHARS}")
+        prompt = await self._prompts.prompt_ids(request)
+        return Job(
+            request_id=_unique(request_id) if request.request_id else request_id,
+            prompt=prompt,
+            sampling=self._prompts.sampling(request.sampling, len(prompt), self._max_model_len()),
+            deadline=started + min(self._config.request_timeout_s, context.time_remaining() or float("inf")),
+            cache_salt=request.cache_salt,
+            metadata=_forwarded(context),
+        )
+
+    async def _stream(self, job: Job, report: Report, answer: Answer, context: _Context) -> Finish:
+        """Writes the pieces. They are written here rather than yielded, so that cutting a client that does not read interrupts
+        this coroutine, which then says why."""
+        task = asyncio.current_task()
+        assert task is not None, "grpc runs every call in a task"
+        output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel)
+        try:
+            async with asyncio.timeout(job.remaining_s()), self._admission.slot(len(job.prompt)), self._serving(job, output, report):
+                while True:
+                    batch = await output.take()
+                    piece = answer.piece(batch.tokens)
+                    if piece is not None:
+                        await context.write(inference_pb2.GenerateResponse(piece=piece))
+                    if answer.finish is not None and (batch.last or answer.stopped_by_text):
+                        return answer.finish
+                    if batch.last:
+                        raise InternalError("the answer ended without its last token; look in the router's log")
+        except TimeoutError as error:
+            raise DeadlineExceeded("the request's time is up; allow more, or ask for fewer tokens") from error
+        except asyncio.CancelledError:
+            if output.cut is None or task.uncancel() > 0:
+                raise
+            log.warning("request %s: %s", job.request_id, output.cut)
+            raise output.cut from None
+
+    @asynccontextmanager
+    async def _serving(self, job: Job, output: Output, report: Report) -> AsyncIterator[None]:
+        """Dispatch under way beside this call; its end frees what it holds."""
+        dispatch = asyncio.create_task(self._dispatcher.serve(job, output, report))
+        # Whatever ends it, the client's call must not wait for more.
+        dispatch.add_done_callback(lambda _: output.fail(InternalError("the request ended without an answer; repeat it")))
+        self._outputs.add(output)
+        try:
+            yield
+        finally:
+            self._outputs.discard(output)
+            dispatch.cancel()
+            await asyncio.wait((dispatch,))
+
+    async def cut_stuck_clients(self) -> None:
+        """Looks once a second for clients that take nothing; runs until cancelled."""
+        while True:
+            await asyncio.sleep(1.0)
+            for output in list(self._outputs):
+                output.cut_if_stuck(self._config.client_write_timeout_s)
+
+    # ---- small things ---------------------------------------------------------------------------------------------------
+
+    def _check_model(self, name: str) -> None:
+        if name and name != self._config.model_name:
+            raise NotFound(f"model {name!r} is not served here; ask for {self._config.model_name!r}, or leave the name empty")
+
+    def _max_model_len(self) -> int:
+        """The model's context, or less if no pair of live workers has so much."""
+        records = self._pool.records()
+        sides = [[r.max_model_len for r in records if r.role == role] for role in ("prefill", "decode")]
+        return min([self._config.max_model_len, *(max(side) for side in sides if side)])
+
+
+def _request_id(given: str) -> str:
+    if given and not _REQUEST_ID.fullmatch(given):
+        raise InvalidRequest(
+            f"request_id {given[:140]!r} is not 1 to 128 of the characters A-Z a-z 0-9 . _ : -; change it or leave it empty"
+        )
+    return given or uuid.uuid4().hex
+
+
+def _unique(name: str) -> str:
+    """The workers' name for one call. Clients may use a name twice, at once (two clients, a repeated call) or later; to workers it names
+    blocks, leases and tokens, of which a second holder would get or cancel the first one's. `~` occurs in no client's name."""
+    return f"{name}~{uuid.uuid4().hex[:16]}"
+
+
+def _forwarded(context: _Context) -> Metadata:
+    """The caller's trace context goes on to the workers."""
+    return tuple((key, value) for key, value in context.invocation_metadata() or () if key in _FORWARDED and isinstance(value, str))

@@ -1,0 +1,159 @@
+"""Connections to the workers: one channel for each life (worker id and epoch), and to each decode worker one stream of tokens.
+
+A life that the registry no longer lists gets no new work. It is closed once nothing of this router is left on it, or at once if
+a newer life has taken its name, or if it is silent as well: no heartbeat and no event for some seconds is a frozen process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence, Set
+from typing import Protocol
+
+import grpc.aio
+
+from router.cleanup import Cleanup
+from router.decode_stream import DecodeStream
+from router.placement import Candidate, Snapshot
+from router.prefix_index import WorkerLife
+from twostep.cluster.records import WorkerRecord
+from twostep.errors import TwostepError, Unavailable
+from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
+from twostep.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_SILENT_S = 3.0
+
+
+class Tenant(Protocol):
+    """Whoever uses a link and must know when it is lost."""
+
+    def on_worker_lost(self, life: WorkerLife, error: TwostepError) -> None: ...
+
+
+class WorkerLink:
+    """One life of a worker: its channel, and what this router has there."""
+
+    def __init__(self, record: WorkerRecord, tls: TlsFiles) -> None:
+        self.record = record
+        self.life = WorkerLife.of(record)
+        self.channel: grpc.aio.Channel = open_channel(record.address, tls=tls)
+        self.tenants: set[Tenant] = set()
+        # Prompt tokens sent there whose first token has not come yet.
+        self.queued_tokens = 0
+        self.retired = False
+        self._last_event = time.monotonic()
+
+    def touch(self) -> None:
+        """Something was heard from it."""
+        self._last_event = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._last_event
+
+    def lose(self, error: TwostepError) -> None:
+        """Tells everybody who has something there."""
+        for tenant in list(self.tenants):
+            tenant.on_worker_lost(self.life, error)
+
+    async def close(self) -> None:
+        self.lose(Unavailable(f"{self.record.role} worker {self.record.worker_id} is gone"))
+        await self.channel.close()
+
+
+class PrefillLink(WorkerLink):
+    def __init__(self, record: WorkerRecord, tls: TlsFiles) -> None:
+        super().__init__(record, tls)
+        self.stub = prefill_pb2_grpc.PrefillStub(self.channel)
+
+
+class DecodeLink(WorkerLink):
+    def __init__(self, record: WorkerRecord, tls: TlsFiles, router_id: str, cleanup: Cleanup) -> None:
+        super().__init__(record, tls)
+        self.stub = decode_pb2_grpc.DecodeStub(self.channel)
+        self.stream = DecodeStream(
+            self.stub, router_id=router_id, worker_id=record.worker_id, cleanup=cleanup, on_message=self.touch, on_lost=self.lose
+        )
+
+    async def close(self) -> None:
+        await self.stream.close()
+        await super().close()
+
+
+class WorkerPool:
+    """All links. `changed` is notified whenever a worker comes, goes, or changes what it can do."""
+
+    def __init__(self, *, router_id: str, cleanup: Cleanup, tls: TlsFiles = PLAINTEXT) -> None:
+        self._router_id = router_id
+        self._cleanup = cleanup
+        self._tls = tls
+        self._prefill: dict[WorkerLife, PrefillLink] = {}
+        self._decode: dict[WorkerLife, DecodeLink] = {}
+        self._state: object = None
+        self.changed = asyncio.Event()
+
+    @property
+    def prefill(self) -> Mapping[WorkerLife, PrefillLink]:
+        return self._prefill
+
+    @property
+    def decode(self) -> Mapping[WorkerLife, DecodeLink]:
+        return self._decode
+
+    def records(self) -> Sequence[WorkerRecord]:
+        """Workers that may get new work, ready or not."""
+        links: Sequence[WorkerLink] = (*self._prefill.values(), *self._decode.values())
+        return [link.record for link in links if not link.retired]
+
+    def snapshot(self, cached: Mapping[WorkerLife, int], excluded: Set[WorkerLife]) -> Snapshot:
+        return Snapshot(
+            prefill=[_candidate(link, cached, excluded) for link in self._prefill.values() if not link.retired],
+            decode=[_candidate(link, cached, excluded) for link in self._decode.values() if not link.retired],
+        )
+
+    def sync(self, workers: Sequence[WorkerRecord]) -> None:
+        """Makes the links match the registry; called after every poll."""
+        listed = {WorkerLife.of(record): record for record in workers}
+        newest = {record.worker_id: record.epoch for record in workers}
+        for life, record in listed.items():
+            link: WorkerLink | None = self._prefill.get(life) or self._decode.get(life)
+            if link is not None and link.record.address == record.address:
+                link.record, link.retired = record, False
+            elif link is None and record.role == "prefill":
+                self._prefill[life] = PrefillLink(record, self._tls)
+            elif link is None:
+                self._decode[life] = DecodeLink(record, self._tls, self._router_id, self._cleanup)
+            else:
+                log.warning("worker %s changed its address without a new epoch; it is not used until it is restarted", record.worker_id)
+                link.retired = True
+        for links in (self._prefill, self._decode):
+            for life in links.keys() - listed.keys():
+                gone = links[life]
+                gone.retired = True
+                replaced = newest.get(life.worker_id, -1) > life.epoch
+                if replaced or not gone.tenants or gone.silent_s > _SILENT_S:
+                    del links[life]
+                    self._cleanup.spawn(gone.close())
+        state = sorted((r.worker_id, r.epoch, r.ready, r.draining, r.transports) for r in workers)
+        if state != self._state:
+            self._state = state
+            self.changed.set()
+
+    async def close(self) -> None:
+        links: Sequence[WorkerLink] = (*self._prefill.values(), *self._decode.values())
+        self._prefill, self._decode = {}, {}
+        await asyncio.gather(*(link.close() for link in links))
+
+
+def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, int], excluded: Set[WorkerLife]) -> Candidate:
+    return Candidate(
+        record=link.record,
+        cached_tokens=cached.get(link.life, 0),
+        queued_tokens=link.queued_tokens,
+        num_attempts=len(link.tenants),
+        excluded=link.life in excluded,
+    )

@@ -1,0 +1,40 @@
+"""The command `twostep`. Each subcommand's module is loaded only when it runs: the client ones need grpcio and protobuf alone."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from twostep.cli._flags import parser
+from twostep.errors import TwostepError
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command and exits: 0 done, 1 failed (one line on stderr says what to do), 2 wrong usage, 130 interrupted."""
+    # Before grpc is loaded: its remarks on closed connections are no business of a command's user.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character is no reason to lose the answer.
+            stream.reconfigure(errors="replace")
+    args = parser().parse_args(argv)
+    try:
+        command = importlib.import_module(f"twostep.cli._{args.command}")
+        status: int = command.run(args)
+        sys.stdout.flush()
+    except TwostepError as error:
+        print(f"twostep: {error.message}", file=sys.stderr)
+        status = 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        status = INTERRUPTED
+    except BrokenPipeError:
+        # Who read our output has left; keep Python from complaining when it flushes what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

@@ -1,0 +1,112 @@
+"""`twostep demo`: a system, one question, what happened, and the end of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import os
+import time
+from typing import TYPE_CHECKING
+
+from twostep.cli._up import options_of, say
+from twostep.client import AsyncClient, Completion, Phases
+
+if TYPE_CHECKING:
+    from twostep.local.system import LocalSystem
+
+_SETTLE_S = 10.0
+_PHASES = {
+    "route": ("route_s", "tokenize, hash, choose and reserve"),
+    "queue": ("queue_s", "wait for the prefill worker"),
+    "prefill": ("prefill_s", "prompt to KV and first token"),
+    "publish": ("publish_s", "rest of the KV into the transport"),
+    "fetch": ("fetch_s", "decode worker pulls and verifies"),
+    "first decode": ("first_decode_s", "to the decode worker's first token"),
+    "decode": ("decode_s", "the other tokens"),
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    options = options_of(args)
+    begun = time.monotonic()
+
+    async def work(system: LocalSystem) -> int:
+        return await _ask(system, args.prompt, args.max_tokens)
+
+    status: int = importlib.import_module("twostep.local.run").run_system(options, work, environ=os.environ, write=say)
+    say(
+        f"Everything stopped after {time.monotonic() - begun:.1f} s. "
+        + ("All is well." if status == 0 else "Something went wrong, see above.")
+    )
+    return status
+
+
+async def _ask(system: LocalSystem, prompt: str, max_tokens: int) -> int:
+    pids = {name: system.supervisor.pid_of(name) for name in ("router", *(worker.worker_id for worker in system.plan.workers))}
+    say(f"\nServing {system.plan.model_name}: " + ", ".join(f"{name} is process {pid}" for name, pid in pids.items()))
+    say(f"\n  you    {prompt}")
+    print("  model  ", end="", flush=True)
+    async with AsyncClient(system.target) as client:
+        answer = client.chat([{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0.0)
+        try:
+            async for piece in answer:
+                print(piece.text.replace("\n", "\n         "), end="", flush=True)
+        finally:
+            say("\n")
+        completion = await answer.result()
+    for line in describe(completion, pids):
+        say(line)
+    problems = await _problems(system, completion)
+    for problem in problems:
+        say(f"  WRONG: {problem}")
+    if not problems:
+        say("  Both workers hold nothing any more: every block, lease and object is free again.")
+    say("")
+    return 1 if problems else 0
+
+
+def describe(completion: Completion, pids: dict[str, int | None]) -> list[str]:
+    """The latency and the KV cache's journey, as a table."""
+    usage, phases, transfer = completion.usage, completion.phases, completion.transfer
+    lines = ["  latency          ms"]
+    lines += [f"    {name:<13}{1000 * getattr(phases, field):8.1f}  {what}" for name, (field, what) in _PHASES.items()]
+    lines.append(f"    first token  {1000 * phases.ttft_s:8.1f}  as the router saw it")
+    lines.append(f"    in all       {1000 * phases.total_s:8.1f}  {_rate(completion, phases)}")
+    lines.append("  tokens")
+    cached = f", {usage.cached_tokens} of them from the prefix cache" if usage.cached_tokens else ""
+    lines.append(f"    {usage.prompt_tokens} in{cached}; {usage.completion_tokens} out, ended by {completion.finish_reason}")
+    lines.append("  KV cache")
+    if transfer.transport:
+        source, sink = transfer.prefill_worker, transfer.decode_worker
+        lines.append(f"    {transfer.bytes / 1e6:.2f} MB in {_count(transfer.chunks, 'chunk')} over {transfer.transport}")
+        lines.append(f"    {_count(transfer.blocks_moved, 'block')} moved, {transfer.blocks_reused} already there")
+        lines.append(f"    from {source} (process {pids.get(source)}) to {sink} (process {pids.get(sink)})")
+    else:
+        lines.append("    stayed where it was: the first token ended the answer")
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _rate(completion: Completion, phases: Phases) -> str:
+    decoded = completion.usage.completion_tokens - 2
+    return f"{decoded / phases.decode_s:.1f} tokens/s while decoding" if decoded > 0 and phases.decode_s > 0 else ""
+
+
+async def _problems(system: LocalSystem, completion: Completion) -> list[str]:
+    problems = []
+    if not completion.text.strip():
+        problems.append("the answer is empty")
+    if completion.usage.completion_tokens > 1 and not completion.transfer.transport:
+        problems.append("no KV cache travelled")
+    deadline = time.monotonic() + _SETTLE_S
+    # The last lease ends a moment after the answer.
+    while (held := await system.held()) and time.monotonic() < deadline:  # noqa: ASYNC110  other processes set no events
+        await asyncio.sleep(0.1)
+    problems += [f"{name} still holds {what}" for name, what in held.items()]
+    if system.supervisor.num_restarts:
+        problems.append(f"{system.supervisor.num_restarts} processes had to be started again")
+    return problems

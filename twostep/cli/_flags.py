@@ -1,0 +1,138 @@
+"""Every flag of every subcommand. Loads nothing heavy: `twostep --help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from twostep import __version__
+from twostep.flags import FlagParser
+
+# Also the SDK's default; not imported from there, that would load grpc.
+DEFAULT_TARGET = "localhost:50051"
+
+
+def parser() -> FlagParser:
+    top = FlagParser(prog="twostep", description="Large language models served in two steps: prefill and decode, behind one router.")
+    top.add_argument("--version", action="version", version=f"twostep {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=FlagParser)
+
+    generate = commands.add_parser("generate", help="continue a text", description="Continues a text as it stands, and streams the answer.")
+    generate.add_argument("prompt", nargs="?", default="-", help="the text; - or nothing: standard input")
+    _connection(generate)
+    _sampling(generate)
+    generate.add_argument("--json", action="store_true", help="one JSON object with text, tokens, usage, phases and transfer, at the end")
+
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model",
+        description="A conversation. Ctrl-C cancels the answer, Ctrl-D leaves, /new begins again. Piped input: one line, one turn.",
+    )
+    _connection(chat)
+    _sampling(chat)
+    chat.add_argument("--system", default="", metavar="TEXT", help="the system message")
+
+    models = commands.add_parser("models", help="what is served, and what can be fetched", description="Lists the models served.")
+    models.add_argument("action", nargs="?", choices=["list", "fetch"], default="list", help="fetch: download and convert a known model")
+    models.add_argument("name", nargs="?", default="", help="the model to fetch; the default one if not given")
+    models.add_argument("--json", action="store_true", help="a JSON list")
+    _connection(models, with_model=False)
+
+    up = commands.add_parser(
+        "up",
+        help="run a whole system on this machine",
+        description="Redis, Ray, a router, prefill and decode workers, kept running until Ctrl-C, which drains them. "
+        "Further flags of router and workers are taken from their TWOSTEP_ variables.",
+    )
+    _system(up)
+    up.flag("--prefill", type=int, default=1, metavar="N", help="prefill workers")
+    up.flag("--decode", type=int, default=1, metavar="M", help="decode workers")
+    up.flag("--host", default="127.0.0.1", help="address the router listens on")
+    up.flag("--port", type=int, default=50051, help="the router's port; 0 for any free one")
+
+    demo = commands.add_parser(
+        "demo",
+        help="start a system, ask one question, show how the answer came about, stop",
+        description="Starts a system on free ports, streams one answer, shows latency phases and how the KV cache travelled, stops.",
+    )
+    _system(demo)
+    demo.add_argument("--prompt", default="What is the capital of France?", help="the question")
+    demo.add_argument("--max-tokens", type=int, default=64, help="tokens to generate at most")
+    return top
+
+
+def _connection(command: FlagParser, *, with_model: bool = True) -> None:
+    command.flag("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
+    command.add_argument("--timeout", type=float, default=600.0 if with_model else 30.0, metavar="S", help="seconds for a whole request")
+    command.flag("--tls-ca", type=Path, metavar="PEM", help="authority to check the router by; switches TLS on")
+    command.flag("--tls-cert", type=Path, metavar="PEM", help="own certificate")
+    command.flag("--tls-key", type=Path, metavar="PEM", help="key of --tls-cert")
+    if with_model:
+        command.add_argument("--model", default="", help="name of a served model; not needed if there is one only")
+
+
+def _sampling(command: FlagParser) -> None:
+    """Left out: the model's own default."""
+    options: dict[str, type] = {
+        "--max-tokens": int,
+        "--temperature": float,
+        "--top-k": int,
+        "--top-p": float,
+        "--min-p": float,
+        "--seed": int,
+        "--repetition-penalty": float,
+        "--frequency-penalty": float,
+        "--presence-penalty": float,
+    }
+    for name, kind in options.items():
+        command.add_argument(name, type=kind, default=None, metavar="N" if kind is int else "X", help=_SAMPLING_HELP.get(name))
+    command.add_argument("--stop", action="append", default=None, metavar="TEXT", help="end before this text; may be given several times")
+
+
+_SAMPLING_HELP = {
+    "--max-tokens": "tokens to generate at most",
+    "--temperature": "0 is greedy",
+    "--top-k": "0 is off",
+    "--seed": "repeats an answer",
+}
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, object]:
+    names = (
+        "max_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "stop",
+    )
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _system(command: FlagParser) -> None:
+    command.flag("--model", default="smollm2-135m-instruct", metavar="DIR|NAME", help="a Hugging Face model directory, or a known name")
+    command.flag("--served-model-name", default="", metavar="NAME", help="name clients ask for; the directory's name if not given")
+    dtypes = ["auto", "float32", "bfloat16", "float16"]
+    command.flag("--dtype", default="auto", choices=dtypes, help="of the model and its KV cache; auto: that of the weights")
+    command.flag("--kv-transfer", default="auto", choices=["auto", "ray"], help="how KV caches travel")
+    command.flag("--runner", default="model", choices=["model", "fake"], help="fake: invented tokens, no weights")
+    command.flag("--block-size", type=int, metavar="N", help="tokens of one KV block")
+    command.flag("--max-num-seqs", type=int, metavar="N", help="sequences of one step")
+    command.flag("--max-num-batched-tokens", type=int, metavar="N", help="token budget of one step")
+    command.flag("--cpu-threads", type=int, metavar="N", help="threads of each worker; the cores shared out if not given")
+    command.flag(
+        "--object-store-bytes",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="shared memory KV caches travel through; 0: an eighth of the memory",
+    )
+    command.flag("--redis-url", default="", metavar="URL", help="use this Redis instead of starting one")
+    command.flag("--ray-address", default="", metavar="HOST:PORT", help="join this Ray instead of starting one")
+    command.flag("--start-timeout", type=float, default=180.0, metavar="S", help="how long the start may take")
+    command.flag("--drain-timeout", type=float, default=30.0, metavar="S", help="how long running requests have to end at the stop")
+    command.flag("--verbose", action="store_true", default=False, help="show the processes' logs")

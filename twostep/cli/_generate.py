@@ -1,0 +1,36 @@
+"""`twostep generate`: one prompt, the answer streamed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import cast
+
+from twostep.cli._connect import client_of
+from twostep.cli._flags import sampling_of
+from twostep.client import SamplingOptions
+from twostep.errors import InvalidRequest
+
+
+def run(args: argparse.Namespace) -> int:
+    prompt = args.prompt if args.prompt != "-" else _read_stdin()
+    sampling = cast(SamplingOptions, sampling_of(args))
+    with client_of(args) as client, client.generate(prompt, model=args.model, **sampling) as answer:
+        if args.json:
+            print(json.dumps(dataclasses.asdict(answer.result()), ensure_ascii=False))
+            return 0
+        for piece in answer:
+            print(piece.text, end="", flush=True)
+        print()
+    return 0
+
+
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        raise InvalidRequest('there is no prompt; give one, as in: twostep generate "Once upon a time"')
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"standard input is not UTF-8 text: {error}; convert it first") from error

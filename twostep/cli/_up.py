@@ -1,0 +1,70 @@
+"""`twostep up`: a whole system on this machine until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+from twostep.cli._extras import require_worker_extra
+
+if TYPE_CHECKING:
+    from twostep.local.options import LocalOptions
+    from twostep.local.system import LocalSystem
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def options_of(args: argparse.Namespace) -> LocalOptions:
+    """Flags that `up` and `demo` share; raises SetupError if the extra is missing or the flags make no system."""
+    require_worker_extra(f"twostep {args.command}")
+    options: type[LocalOptions] = importlib.import_module("twostep.local.options").LocalOptions
+    return options(
+        model=args.model,
+        served_model_name=args.served_model_name,
+        num_prefill=getattr(args, "prefill", 1),
+        num_decode=getattr(args, "decode", 1),
+        host=getattr(args, "host", "127.0.0.1"),
+        port=getattr(args, "port", 0),
+        redis_url=args.redis_url,
+        ray_address=args.ray_address,
+        kv_transfer=args.kv_transfer,
+        runner=args.runner,
+        dtype=args.dtype,
+        block_size=args.block_size,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        cpu_threads=args.cpu_threads,
+        object_store_bytes=args.object_store_bytes,
+        start_timeout_s=args.start_timeout,
+        drain_timeout_s=args.drain_timeout,
+        verbose=args.verbose,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    options = options_of(args)
+    # As the user can type it: a virtual environment need not be on PATH.
+    command = "twostep" if shutil.which("twostep") else os.path.relpath(sys.argv[0])
+
+    async def work(system: LocalSystem) -> int:
+        say("")
+        say(f"Serving {system.plan.model_name} at {system.target}: {options.num_prefill} prefill, {options.num_decode} decode.")
+        target = "" if system.plan.port == 50051 else f" --target {system.target}"
+        say(f"  {command} chat{target}")
+        say(f'  {command} generate "Once upon a time"{target}')
+        say(f"Logs: {system.plan.run_dir / 'logs'}. Ctrl-C drains and stops.")
+        say("")
+        await system.wait()
+        return 0
+
+    run_system = importlib.import_module("twostep.local.run").run_system
+    status: int = run_system(options, work, environ=os.environ, write=say)
+    say("Stopped.")
+    # Ending on request is what `up` is for.
+    return 0 if status == importlib.import_module("twostep.local.run").INTERRUPTED else status

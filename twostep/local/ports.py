@@ -1,0 +1,58 @@
+"""Ports for processes of one machine."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import socket
+from contextlib import ExitStack
+
+from twostep.errors import SetupError
+
+# Below where Linux takes the near ends of outgoing connections from, so that none of those can slip in before the process listens.
+_LOW, _HIGH = 20000, 32000
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Different ports that nobody listens on right now."""
+    with ExitStack() as held:
+        ports: list[int] = []
+        for _ in range(1000):
+            if len(ports) == count:
+                return ports
+            listener = held.enter_context(socket.socket())
+            try:
+                listener.bind((host, random.randrange(_LOW, _HIGH)))
+            except OSError:
+                continue
+            ports.append(listener.getsockname()[1])
+    raise SetupError(f"no {count} free ports between {_LOW} and {_HIGH} on {host}; stop what holds them")
+
+
+def check_free(host: str, port: int, flag: str) -> None:
+    """Raises SetupError if nobody can listen there now."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1)
+    except OSError as error:
+        advice = f"is another system up? choose another port with {flag}"
+        if error.errno != errno.EADDRINUSE:
+            advice = f"give an address of this machine, or another port with {flag}"
+        raise SetupError(f"cannot listen on {host}:{port} ({error.strerror}); {advice}") from error
+
+
+async def check_reachable(address: str, flag: str, advice: str) -> None:
+    """Raises SetupError if nobody takes a connection at host:port within two seconds."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise SetupError(f"{flag} is {address!r}; give host:port")
+    try:
+        async with asyncio.timeout(2):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError, OverflowError) as error:
+        raise SetupError(f"nobody answers at {address} ({flag}: {error or 'no answer in 2 s'}); {advice}") from error
+    writer.close()

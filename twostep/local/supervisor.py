@@ -1,0 +1,194 @@
+"""Keeps a set of processes running on this machine: starts them side by side, restarts what dies, stops them in order.
+
+Knows nothing of what the processes do; twostep.local.system says that.
+
+  1. start(): each component starts as soon as those it names in `after` are ready; the first failure ends the start: ComponentFailed.
+  2. A component that exits later is started again after a pause that doubles from 0.5 s to 30 s, and is 0.5 s again after a minute's life.
+  3. stop(): the groups of `stop_order`, one after the other; in a group all at once, SIGTERM and after `stop_grace_s` SIGKILL.
+  4. kill(): SIGKILL to all, at once. If the supervisor itself dies, however it dies, its guardians end everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from twostep.errors import SetupError
+from twostep.local.process import Process, tail
+
+PROBE_EVERY_S = 0.05
+_FIRST_PAUSE_S = 0.5
+_MAX_PAUSE_S = 30.0
+_LONG_LIFE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One process to keep running."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    ready: Callable[[], Awaitable[bool]]
+    """Asked again and again until true; must not raise and must return within seconds."""
+    after: tuple[str, ...] = ()
+    """Components that must be ready before this one is started the first time."""
+    prepare: Callable[[], None] = field(default=lambda: None)
+    """Before each start."""
+    ready_timeout_s: float = 60.0
+    stop_order: int = 0
+    """Lower numbers stop first."""
+    stop_grace_s: float = 10.0
+    hint: str = ""
+    """What to do if it does not start."""
+
+
+class ComponentFailed(SetupError):
+    """A component did not become ready. The message has the end of its log and what to do."""
+
+
+class Observer(Protocol):
+    """Told what happens; must not block."""
+
+    def starting(self, name: str) -> None: ...
+
+    def ready(self, name: str, seconds: float) -> None: ...
+
+    def died(self, name: str, status: int, pause_s: float) -> None: ...
+
+    def stopping(self, names: Sequence[str]) -> None: ...
+
+    def killed(self, name: str) -> None: ...
+
+
+class Supervisor:
+    def __init__(self, components: Sequence[Component], *, run_dir: Path, observer: Observer) -> None:
+        """`run_dir` exists; logs go to run_dir/logs."""
+        self._components = {component.name: component for component in components}
+        assert len(self._components) == len(components), "names are unique"
+        self._logs = run_dir / "logs"
+        self._logs.mkdir(exist_ok=True)
+        self._run_dir = run_dir
+        self._observer = observer
+        self._ready = {component.name: asyncio.Event() for component in components}
+        self._processes: dict[str, Process] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+        self.num_restarts = 0
+
+    def log_of(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+    def pid_of(self, name: str) -> int | None:
+        """Process id of the component itself, not of its guardian; None while it is down."""
+        process = self._processes.get(name)
+        return process.pid if process is not None and process.running else None
+
+    async def start(self) -> None:
+        """Returns when everything is ready. Raises ComponentFailed at the first failure; the caller then calls stop()."""
+        self._tasks = [asyncio.create_task(self._tend(component), name=component.name) for component in self._components.values()]
+        all_ready = asyncio.create_task(self._all_ready())
+        try:
+            # A tending task ends before all are ready only by an error, or by stop().
+            done, _ = await asyncio.wait([all_ready, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+        finally:
+            all_ready.cancel()
+
+    async def wait(self) -> None:
+        """Until stop(), or until a component cannot even be started again: raises why."""
+        await asyncio.gather(*self._tasks)
+
+    async def stop(self) -> None:
+        """Idempotent. Returns when no process is left."""
+        self._stopping.set()
+        for order in sorted({component.stop_order for component in self._components.values()}):
+            group = [
+                n for n, c in self._components.items() if c.stop_order == order and n in self._processes and self._processes[n].running
+            ]
+            if group:
+                self._observer.stopping(group)
+                await asyncio.gather(*(self._stop_one(name) for name in group))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # One that was being started just then.
+        await asyncio.gather(*(self._stop_one(name) for name, process in self._processes.items() if process.running))
+
+    def kill(self) -> None:
+        self._stopping.set()
+        for process in self._processes.values():
+            process.kill()
+
+    async def _all_ready(self) -> None:
+        for event in self._ready.values():
+            await event.wait()
+
+    async def _stop_one(self, name: str) -> None:
+        if not await self._processes[name].stop(self._components[name].stop_grace_s):
+            self._observer.killed(name)
+
+    async def _tend(self, component: Component) -> None:
+        for name in component.after:
+            await self._ready[name].wait()
+        pause = _FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            process = await self._launch(component)
+            if await self._until_ready(component, process):
+                if not self._ready[component.name].is_set():
+                    self._ready[component.name].set()
+                self._observer.ready(component.name, time.monotonic() - started)
+            elif self._stopping.is_set():
+                return
+            elif not self._ready[component.name].is_set():
+                raise self._failure(component, process)
+            else:
+                process.kill()
+            status = await process.wait()
+            if self._stopping.is_set():
+                return
+            pause = _FIRST_PAUSE_S if time.monotonic() - started > _LONG_LIFE_S else pause
+            self._observer.died(component.name, status, pause)
+            try:
+                async with asyncio.timeout(pause):
+                    await self._stopping.wait()
+            except TimeoutError:
+                pass
+            pause = min(_MAX_PAUSE_S, pause * 2)
+            self.num_restarts += 1
+
+    async def _launch(self, component: Component) -> Process:
+        self._observer.starting(component.name)
+        component.prepare()
+        process = await Process.start(
+            component.argv,
+            env=component.env,
+            log=self.log_of(component.name),
+            pid_file=self._run_dir / f"{component.name}.pid",
+            cwd=self._run_dir,
+        )
+        self._processes[component.name] = process
+        return process
+
+    async def _until_ready(self, component: Component, process: Process) -> bool:
+        deadline = time.monotonic() + component.ready_timeout_s
+        while process.running and not self._stopping.is_set() and time.monotonic() < deadline:
+            if await component.ready():
+                return process.running
+            await asyncio.sleep(PROBE_EVERY_S)
+        return False
+
+    def _failure(self, component: Component, process: Process) -> ComponentFailed:
+        if process.running:
+            why = f"{component.name} was not ready after {component.ready_timeout_s:g} s"
+        else:
+            why = f"{component.name} ended at its start"
+        log = self.log_of(component.name)
+        lines = "".join(f"\n    {line}" for line in tail(log)) or "\n    (nothing)"
+        return ComponentFailed(f"{why}. The end of {log}:{lines}" + (f"\n  {component.hint}" if component.hint else ""))
