@@ -1,0 +1,182 @@
+"""Decode attention on one GPU against its memory's read rate and, where it is installed, FlashInfer: make bench-gpu
+
+    python benchmarks/gpu_decode_attention.py            the nine shapes, and ragged lengths
+    python benchmarks/gpu_decode_attention.py --sweep    every layout of a program at each shape, to choose them anew for another GPU
+
+Llama-3.1-8B's heads (32 query, 8 KV, 128 wide), bf16, blocks of 16 in random order. A time is the median of CUDA graph replays of one
+call, plan excluded as the peer's is: it is made once a step, not per layer. "pool" is one layer of the engine's pool (blocks of 32
+layers lie one after another); "layer pool" is the same kernel on a pool of one layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from twostep.engine.batch import KvShape
+from twostep.engine.kv_cache import KvCache
+from twostep.kernels.triton_decode import decode_attention
+from twostep.kernels.triton_decode_plan import DecodeLayout, DecodePlan
+
+try:
+    import flashinfer
+except ImportError:
+    flashinfer = None
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 32, 8, 128, 16, 32
+SHAPES = [(1, 8192), (1, 131072), (8, 8192), (16, 4096), (64, 2048), (64, 8192), (128, 1024), (256, 1024), (256, 4096)]
+TOKEN_BYTES = NUM_KV_HEADS * HEAD_DIM * 2 * 2
+POOL_BYTES = 90e9
+
+
+def medians_us(calls: Sequence[Callable[[], object]], *, rounds: int = 5, repeats: int = 15) -> list[float]:
+    """Median device time of each call, replayed from a CUDA graph so that launches cost nothing. They take turns, each warmed up for
+    some milliseconds: a card's clocks fall while it waits, and two calls measured far apart may have met different ones."""
+    graphs = []
+    for call in calls:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            call()
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(rounds):
+        for graph, found in zip(graphs, times, strict=True):
+            busy_until = time.perf_counter() + (0.1 if turn == 0 else 0.02)
+            while time.perf_counter() < busy_until:
+                graph.replay()
+                torch.cuda.synchronize()
+            for _ in range(repeats):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                torch.cuda.synchronize()
+                found.append(start.elapsed_time(end) * 1e3)
+    return [sorted(found)[len(found) // 2] for found in times]
+
+
+def read_rate() -> float:
+    """Bytes per second of a reduction over 4 GiB."""
+    words = torch.empty(1 << 30, dtype=torch.int32, device="cuda").random_()
+    return words.numel() * 4 / medians_us([lambda: torch.amax(words)])[0] * 1e6
+
+
+class Case:
+    """One batch over a pool of `num_layers` layers, of which one holds random numbers."""
+
+    def __init__(self, lengths: list[int], num_layers: int) -> None:
+        blocks = [-(-n // BLOCK_SIZE) for n in lengths]
+        self.shape = KvShape(
+            num_blocks=sum(blocks),
+            block_size=BLOCK_SIZE,
+            num_layers=num_layers,
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=HEAD_DIM,
+            dtype="bfloat16",
+        )
+        self.cache = KvCache(self.shape, "cuda")
+        self.layer = num_layers // 2
+        for part in self.cache.tensor[:, self.layer].split(4096):
+            part.normal_()
+        order = torch.randperm(sum(blocks), dtype=torch.int32)
+        self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+        for s, ids in enumerate(order.split(blocks)):
+            self.tables[s, : len(ids)] = ids
+        self.tables = self.tables.cuda()
+        self.lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        self.q = torch.randn(len(lengths), NUM_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        self.out = torch.empty_like(self.q)
+
+    def call(self, layout: DecodeLayout | None = None) -> Callable[[], object]:
+        plan = DecodePlan(self.shape, num_heads=NUM_HEADS, num_seqs=len(self.q), device="cuda", layout=layout)
+        plan.refresh(self.lens)
+        return lambda: decode_attention(self.q, self.cache, self.layer, self.tables, self.lens, plan=plan, out=self.out)
+
+
+def layers_that_fit(num_tokens: int) -> int:
+    return max(1, min(NUM_LAYERS, int(POOL_BYTES / (num_tokens * TOKEN_BYTES))))
+
+
+def flashinfer_call(lengths: list[int]) -> Callable[[], object]:
+    blocks = [-(-n // BLOCK_SIZE) for n in lengths]
+    kv = torch.randn(sum(blocks), 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(len(lengths), NUM_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    ends = torch.tensor([0, *blocks]).cumsum(0).int().cuda()
+    last = torch.tensor([n - (-(-n // BLOCK_SIZE) - 1) * BLOCK_SIZE for n in lengths], dtype=torch.int32, device="cuda")
+    order = torch.randperm(sum(blocks), device="cuda", dtype=torch.int32)
+    wrapper.plan(ends, order, last, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    return lambda: wrapper.run(q, kv)
+
+
+def candidates() -> list[DecodeLayout]:
+    found = []
+    for lanes, stages, per_sm in [(8, 3, 1), (4, 3, 2), (4, 4, 2)]:
+        for heads in (8, 4, 2, 1):
+            if heads <= lanes:
+                found.append(
+                    DecodeLayout(
+                        num_heads=heads, num_lanes=lanes // heads, num_keys=16, num_warps=lanes, num_stages=stages, programs_per_sm=per_sm
+                    )
+                )
+    return found
+
+
+def sweep() -> None:
+    layouts = candidates()
+    for i, layout in enumerate(layouts):
+        print(i, layout)
+    print(f"{'shape':>13} " + " ".join(f"{i:>6}" for i in range(len(layouts))) + (" FlashInfer" if flashinfer is not None else ""))
+    for batch, length in SHAPES:
+        case = Case([length] * batch, layers_that_fit(batch * length))
+        peers = [flashinfer_call([length] * batch)] if flashinfer is not None else []
+        times = medians_us([case.call(layout) for layout in layouts] + peers, rounds=3)
+        print(f"{batch:>4} x {length:>6} " + " ".join(f"{us:6.1f}" for us in times), flush=True)
+        del case, peers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="time every layout at each shape")
+    parser.add_argument("--json", help="file for the figures")
+    args = parser.parse_args()
+    rate = read_rate()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read rate {rate / 1e12:.2f} TB/s")
+    if args.sweep:
+        sweep()
+        return
+    print("batch x context      | pool us  of read rate | layer pool us | FlashInfer us | pool / FlashInfer  pool / layer pool | layers")
+    rows = []
+    ragged = [("ragged 100k + 63 x 1k", [100_000] + [1024] * 63), ("ragged 64, 16 to 8k", [16 + 8176 * i // 63 for i in range(64)])]
+    for name, lengths in [(f"{batch} x {length}", [length] * batch) for batch, length in SHAPES] + ragged:
+        tokens = sum(lengths)
+        layers = layers_that_fit(tokens)
+        calls = [Case(lengths, layers).call(), Case(lengths, 1).call()]
+        if flashinfer is not None:
+            calls.append(flashinfer_call(lengths))
+        ours, flat, *peers = medians_us(calls)
+        del calls
+        peer = peers[0] if peers else math.nan
+        share = tokens * TOKEN_BYTES / ours * 1e6 / rate
+        row = {"shape": name, "us": ours, "share": share, "layer_pool_us": flat, "flashinfer_us": peer, "layers": layers}
+        rows.append(row)
+        ratios = f"{ours / peer:17.3f}  {ours / flat:17.3f}"
+        print(f"{name:<22}| {ours:7.1f}  {share:12.3f} | {flat:13.1f} | {peer:13.1f} | {ratios} | {layers:6d}", flush=True)
+    nine = rows[: len(SHAPES)]
+    for what, key in [("pool / FlashInfer", "flashinfer_us"), ("pool / layer pool", "layer_pool_us")]:
+        print(f"{what}, geometric mean of the nine: {math.prod(r['us'] / r[key] for r in nine) ** (1 / len(nine)):.3f}")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"device": torch.cuda.get_device_name(), "read_bytes_per_s": rate, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

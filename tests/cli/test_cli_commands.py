@@ -1,0 +1,215 @@
+"""The commands as a user runs them: in processes of their own, against a scripted server."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scripted_server import ScriptedInference, serving_in_thread
+
+COMMAND = [sys.executable, "-P", "-W", "error", "-m", "twostep.cli"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[ScriptedInference, str]]:
+    servicer = ScriptedInference()
+    with serving_in_thread(servicer) as target:
+        yield servicer, target
+
+
+def run(*words: str, stdin: str | bytes = "", **env: str) -> subprocess.CompletedProcess[str]:
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    done = subprocess.run([*COMMAND, *words], input=data, capture_output=True, timeout=60, check=False, env={**os.environ, **env})
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def test_generate(server: tuple[ScriptedInference, str]) -> None:
+    done = run("generate", "ok", "--target", server[1], "--max-tokens", "7", "--temperature", "0", "--stop", "a", "--stop", "b")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one two three\n", "")
+    sampling = server[0].requests[-1].sampling
+    assert (sampling.max_tokens, sampling.temperature, list(sampling.stop)) == (7, 0.0, ["a", "b"])
+    assert not sampling.HasField("top_k")
+
+
+def test_generate_from_standard_input_as_json(server: tuple[ScriptedInference, str]) -> None:
+    done = run("generate", "--json", stdin="ok", TWOSTEP_TARGET=server[1])
+    answer = json.loads(done.stdout)
+    assert answer["text"] == "one two three"
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 2}
+    assert answer["transfer"]["transport"] == "ray"
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "message"),
+    [
+        (["generate", "invalid"], "", "temperature is -1; give a value from 0 to 100"),
+        (["generate", "x", "--model", "other"], "", "model 'other' is not served here"),
+        (["generate", "x", "--timeout", "-1"], "", "timeout"),
+        (["generate", "break"], "", "broke off after 2 tokens"),
+        (["generate"], "", "the prompt is empty"),
+        (["generate"], b"\xff\xfe", "not UTF-8"),
+        (["generate", "x", "--tls-ca", "/does/not/exist"], "", "/does/not/exist"),
+        (["chat"], "invalid\n", "temperature is -1"),
+    ],
+)
+def test_errors_are_one_line(server: tuple[ScriptedInference, str], words: list[str], stdin: str | bytes, message: str) -> None:
+    done = run(*words, "--target", server[1], stdin=stdin)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_nobody_there_and_wrong_usage() -> None:
+    done = run("models", "--target", "127.0.0.1:9", "--timeout", "1")
+    assert done.returncode == 1
+    assert "no server answers at 127.0.0.1:9; start one with `twostep up`" in done.stderr
+    assert run("generate", "--temperature", "hot").returncode == 2
+    assert run("dance").returncode == 2
+
+
+def test_models(server: tuple[ScriptedInference, str]) -> None:
+    done = run("models", "--target", server[1])
+    assert done.stdout.splitlines()[1].split() == ["scripted", "512", "1", "2"]
+    assert json.loads(run("models", "--json", "--target", server[1]).stdout)[0]["name"] == "scripted"
+
+
+def test_chat_through_a_pipe_keeps_the_history(server: tuple[ScriptedInference, str]) -> None:
+    done = run("chat", "--target", server[1], "--system", "be brief", stdin="first\nsecond\n/new\nthird\n")
+    assert (done.returncode, done.stdout) == (0, "one two three\n" * 3)
+    turns = [[(m.role, m.content) for m in request.chat.messages] for request in server[0].requests[-3:]]
+    assert turns[1] == [("system", "be brief"), ("user", "first"), ("assistant", "one two three"), ("user", "second")]
+    assert turns[2] == [("system", "be brief"), ("user", "third")]
+
+
+def test_chat_at_a_terminal(server: tuple[ScriptedInference, str]) -> None:
+    """Streams, shows the rate, goes on after an error, cancels with Ctrl-C, leaves with Ctrl-D."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "chat", "--target", server[1]],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env={**os.environ, "TERM": "dumb"},
+    )
+    os.close(theirs)
+    seen = ""
+
+    def expect(text: str) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 20
+        while text not in seen:
+            assert time.monotonic() < deadline, seen
+            seen += os.read(ours, 4096).decode()
+        seen = seen.split(text, 1)[1]
+
+    try:
+        expect("scripted at ")
+        expect("> ")
+        os.write(ours, b"ok\n")
+        expect("one two three")
+        expect("[3 tokens")
+        expect("> ")
+        os.write(ours, b"invalid\n")
+        expect("temperature is -1")
+        expect("> ")
+        os.write(ours, b"endless\n")
+        expect("one two")
+        os.kill(process.pid, signal.SIGINT)
+        expect("[cancelled]")
+        expect("> ")
+        os.write(ours, b"\x04")
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    deadline = time.monotonic() + 5
+    while not server[0].cancelled["endless"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_ctrl_c_cancels_generate(server: tuple[ScriptedInference, str]) -> None:
+    before = server[0].cancelled["endless"]
+    with subprocess.Popen(
+        [*COMMAND, "generate", "endless", "--target", server[1]], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(8)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=10)
+        assert process.returncode == 130
+        assert b"Traceback" not in errors
+    deadline = time.monotonic() + 5
+    while server[0].cancelled["endless"] == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_reader_that_leaves_is_no_error_message(server: tuple[ScriptedInference, str]) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "generate", "endless", "--target", server[1]], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(8)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(10) == 1
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """Enough of a model to get past the first look."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+def test_up_refuses_what_cannot_be(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = run("up", "--model", str(tmp_path / "empty"))
+    assert done.returncode == 1
+    assert "is no model directory: it has no config.json" in done.stderr
+    assert "neither a directory nor a known name" in run("up", "--model", str(tmp_path / "missing")).stderr
+    assert "--prefill and --decode of 1 or more" in run("up", "--model", str(model_dir), "--decode", "0").stderr
+    (model_dir / "config.json").write_text("{")
+    assert "config.json cannot be read" in run("up", "--model", str(model_dir)).stderr
+
+
+def test_up_with_a_port_in_use_or_no_redis(model_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = run("up", "--model", str(model_dir), "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1
+    assert "choose another port with --port" in done.stderr
+    done = run("up", "--model", str(model_dir), "--port", "0", "--redis-url", "redis://127.0.0.1:9/0")
+    assert done.returncode == 1
+    assert "no Redis answers at redis://127.0.0.1:9/0" in done.stderr
+    assert "--redis-url" in done.stderr
+
+
+def test_up_with_a_model_that_is_none_shows_the_log_and_leaves_nothing(model_dir: Path) -> None:
+    done = run("up", "--model", str(model_dir), "--port", "0", "--start-timeout", "60")
+    assert done.returncode == 1
+    assert "ended at its start. The end of" in done.stderr
+    assert "config.json" in done.stderr or "tokenizer.json" in done.stderr
+    assert "Traceback" not in done.stderr
+    found = re.search(r"The end of (\S+)/logs/", done.stderr)
+    assert found is not None
+    run_dir = Path(found[1])
+    assert [path.name for path in run_dir.iterdir()] == ["logs"]
+    shutil.rmtree(run_dir)

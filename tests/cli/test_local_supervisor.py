@@ -1,0 +1,271 @@
+"""The supervisor over trivial processes: restart, order, failures, and nobody outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from twostep.errors import SetupError
+from twostep.local.ports import check_free, free_ports
+from twostep.local.process import Process
+from twostep.local.report import LogFollower, Report
+from twostep.local.supervisor import Component, ComponentFailed, Supervisor
+
+
+class Journal:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def starting(self, name: str) -> None:
+        self.events.append(f"starting {name}")
+
+    def ready(self, name: str, seconds: float) -> None:
+        self.events.append(f"ready {name}")
+
+    def died(self, name: str, status: int, pause_s: float) -> None:
+        self.events.append(f"died {name} {status} {pause_s:g}")
+
+    def stopping(self, names: Sequence[str]) -> None:
+        self.events.append(f"stopping {' '.join(sorted(names))}")
+
+    def killed(self, name: str) -> None:
+        self.events.append(f"killed {name}")
+
+
+def component(tmp: Path, name: str, script: str = "", **more: object) -> Component:
+    """A process that runs `script`, says that it is ready by a file, and waits for a signal."""
+    sign = tmp / f"{name}.up"
+    body = f"import pathlib, time, sys, os, signal\n{textwrap.dedent(script)}\npathlib.Path({str(sign)!r}).touch()\ntime.sleep(60)"
+
+    async def ready() -> bool:
+        return await asyncio.to_thread(sign.exists)
+
+    return Component(
+        name=name,
+        argv=(sys.executable, "-I", "-S", "-c", body),
+        env=dict(os.environ),
+        ready=ready,
+        prepare=lambda: sign.unlink(missing_ok=True),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  other processes do not set events
+            await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_starts_in_order_and_stops_in_order(tmp_path: Path) -> None:
+    journal = Journal()
+    parts = [
+        component(tmp_path, "front", stop_order=0, after=("store",)),
+        component(tmp_path, "worker", stop_order=1, after=("store",)),
+        component(tmp_path, "store", stop_order=2),
+    ]
+    supervisor = Supervisor(parts, run_dir=tmp_path, observer=journal)
+    await supervisor.start()
+    pids = [supervisor.pid_of(name) for name in ("front", "worker", "store")]
+    assert all(pid is not None and alive(pid) for pid in pids)
+    await supervisor.stop()
+    assert journal.events[:2] == ["starting store", "ready store"]
+    assert [e for e in journal.events if e.startswith("stopping")] == ["stopping front", "stopping worker", "stopping store"]
+    assert not any(pid is not None and alive(pid) for pid in pids)
+    await supervisor.stop()
+
+
+async def test_a_crash_is_reported_and_mended_with_growing_pauses(tmp_path: Path) -> None:
+    journal = Journal()
+    supervisor = Supervisor([component(tmp_path, "worker")], run_dir=tmp_path, observer=journal)
+    await supervisor.start()
+    try:
+        first = supervisor.pid_of("worker")
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: journal.events.count("ready worker") == 2)
+        second = supervisor.pid_of("worker")
+        assert second is not None
+        assert second != first
+        os.kill(second, signal.SIGSEGV)
+        await until(lambda: journal.events.count("ready worker") == 3)
+        assert [e for e in journal.events if e.startswith("died")] == ["died worker 137 0.5", "died worker 139 1"]
+        assert supervisor.num_restarts == 2
+    finally:
+        await supervisor.stop()
+
+
+async def test_the_first_failure_ends_the_start_with_the_end_of_the_log(tmp_path: Path) -> None:
+    parts = [
+        component(tmp_path, "good"),
+        component(tmp_path, "bad", "print('weights are truncated: copy them again'); sys.exit(3)", hint="Try another model."),
+    ]
+    supervisor = Supervisor(parts, run_dir=tmp_path, observer=Journal())
+    with pytest.raises(ComponentFailed, match=r"(?s)bad ended at its start.*weights are truncated: copy them again.*Try another model"):
+        await supervisor.start()
+    pid = supervisor.pid_of("good")
+    await supervisor.stop()
+    assert pid is None or not alive(pid)
+
+
+async def test_what_never_gets_ready_is_given_up(tmp_path: Path) -> None:
+    slow = component(tmp_path, "slow", "time.sleep(60)", ready_timeout_s=0.3)
+    supervisor = Supervisor([slow], run_dir=tmp_path, observer=Journal())
+    with pytest.raises(ComponentFailed, match=r"slow was not ready after 0\.3 s"):
+        await supervisor.start()
+    await supervisor.stop()
+
+
+async def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    async def never() -> bool:
+        return False
+
+    missing = Component(name="no", argv=("/does/not/exist",), env={}, ready=never)
+    supervisor = Supervisor([missing], run_dir=tmp_path, observer=Journal())
+    with pytest.raises(ComponentFailed, match="cannot start /does/not/exist: No such file"):
+        await supervisor.start()
+    await supervisor.stop()
+
+
+async def test_who_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    journal = Journal()
+    deaf = component(tmp_path, "deaf", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", stop_grace_s=0.3)
+    supervisor = Supervisor([deaf], run_dir=tmp_path, observer=journal)
+    await supervisor.start()
+    pid = supervisor.pid_of("deaf")
+    await supervisor.stop()
+    assert pid is not None
+    assert not alive(pid)
+    assert journal.events[-1] == "killed deaf"
+
+
+async def test_kill_during_a_slow_drain(tmp_path: Path) -> None:
+    deaf = component(tmp_path, "deaf", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", stop_grace_s=60)
+    supervisor = Supervisor([deaf], run_dir=tmp_path, observer=Journal())
+    await supervisor.start()
+    started = time.monotonic()
+    stopping = asyncio.create_task(supervisor.stop())
+    await asyncio.sleep(0.1)
+    supervisor.kill()
+    await stopping
+    assert time.monotonic() - started < 5
+
+
+async def test_stop_during_the_start(tmp_path: Path) -> None:
+    supervisor = Supervisor([component(tmp_path, "slow", "time.sleep(60)")], run_dir=tmp_path, observer=Journal())
+    starting = asyncio.create_task(supervisor.start())
+    await until(lambda: supervisor.pid_of("slow"))
+    pid = supervisor.pid_of("slow")
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await supervisor.stop()
+    assert pid is not None
+    assert not alive(pid)
+
+
+async def test_what_a_process_leaves_behind_goes_with_it(tmp_path: Path) -> None:
+    """A daemon of its own session, as Ray starts them, dies though its parent did not end it."""
+    pid_file = tmp_path / "daemon"
+    script = f"""
+        import subprocess
+        daemon = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
+        pathlib.Path({str(pid_file)!r}).write_text(str(daemon.pid))
+    """
+    supervisor = Supervisor([component(tmp_path, "parent", script)], run_dir=tmp_path, observer=Journal())
+    await supervisor.start()
+    daemon = int(pid_file.read_text())
+    assert alive(daemon)
+    await supervisor.stop()
+    assert not alive(daemon)
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "guardian"])
+def test_nobody_outlives_a_killed_supervisor(tmp_path: Path, victim: str) -> None:
+    """SIGKILL leaves no time for anything: pipes and the kernel must do it."""
+    script = f"""
+        import asyncio, os, sys, time
+        from pathlib import Path
+        from twostep.local.process import Process
+        async def main():
+            command = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)")
+            tmp = Path({str(tmp_path)!r})
+            process = await Process.start(command, env={{}}, log=tmp / "log", pid_file=tmp / "pid", cwd=tmp)
+            while process.pid is None:
+                await asyncio.sleep(0.01)
+            print(process.pid, flush=True)
+            await process.wait()
+        asyncio.run(main())
+    """
+    with subprocess.Popen([sys.executable, "-P", "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        assert alive(pid)
+        guardian = psutil.Process(pid).ppid()
+        assert guardian != supervisor.pid
+        os.kill(supervisor.pid if victim == "supervisor" else guardian, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while alive(pid) or alive(guardian):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+async def test_the_guardians_command_line_does_not_look_like_the_commands(tmp_path: Path) -> None:
+    command = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)", "marker-of-the-command")
+    process = await Process.start(command, env={}, log=tmp_path / "log", pid_file=tmp_path / "pid", cwd=tmp_path)
+    await until(lambda: process.pid)
+    assert process.pid is not None
+    guardian = psutil.Process(process.pid).parent()
+    assert guardian is not None
+    assert "marker-of-the-command" not in guardian.cmdline()
+    assert await process.stop(5)
+
+
+def test_ports() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SetupError, match=f"127.0.0.1:{port} .*choose another port with --port"):
+            check_free("127.0.0.1", port, "--port")
+    check_free("127.0.0.1", ports[0], "--port")
+
+
+def test_report_and_followed_logs(tmp_path: Path) -> None:
+    lines: list[str] = []
+    report = Report(lines.append)
+    report.starting("ray")
+    report.ready("ray", 4.25)
+    report.died("ray", 137, 0.5)
+    report.starting("ray")
+    texts = [line.split(" s  ", 1)[1] for line in lines]
+    assert texts == ["ray: starting", "ray: ready, took 4.2 s", "ray: was ended by signal 9; next start in 0.5 s", "ray: starting again"]
+
+    lines.clear()
+    follower = LogFollower(tmp_path, lines.append)
+    (tmp_path / "router.log").write_text("one\ntwo\nhal")
+    follower.poll()
+    with (tmp_path / "router.log").open("a") as log:
+        log.write("f\n")
+    follower.poll()
+    assert lines == ["    router | one", "    router | two", "    router | half"]

@@ -1,0 +1,26 @@
+"""Fixtures every area may use. Importing this file imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+
+from twostep.models import store
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama as transformers saves it: 3 layers, hidden 64, 4 heads on 2 KV heads, vocabulary of a byte-level BPE with
+    ChatML tokens (ids 0 to 2), float32, context 2048, two end-of-sequence ids (2 and 0), a chat template."""
+    tiny_models = importlib.import_module("tiny_models")
+    path: Path = tiny_models.save_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The default model, converted (30 layers, bfloat16, 270 MB): out of the user's cache, or fetched into it once."""
+    return store.resolve(store.DEFAULT_MODEL, cache_dir=store.default_cache_dir(os.environ))

@@ -1,0 +1,618 @@
+"""The engine's contract, method by method, over the fake device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_helpers import KEY, HookedRunner, assert_idle, drain, expected_answer, make_request
+
+from twostep.engine.batch import Batch
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.fake import FakeRunner, fake_next_token
+from twostep.engine.generate import generate
+from twostep.engine.types import FinishReason
+from twostep.errors import ContextExceeded, InternalError, InvalidRequest, NotFound, ResourceExhausted, SetupError
+from twostep.prefix import prefix_hashes
+
+VOCAB, CONTEXT = 1000, 256
+
+
+def make_engine(*, num_blocks: int = 64, block_size: int = 8, **config: Any) -> Engine:
+    runner = HookedRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB, max_model_len=CONTEXT)
+    return Engine(runner, EngineConfig(**({"hash_unit": 16} | config)))
+
+
+def hooked(engine: Engine) -> HookedRunner:
+    assert isinstance(engine.runner, HookedRunner)
+    return engine.runner
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def answer_of(request: Any) -> list[int]:
+    return expected_answer(request, vocab_size=VOCAB, max_model_len=CONTEXT)[0]
+
+
+# ---- a prompt to its end --------------------------------------------------------------------------------------------
+
+
+def test_the_fake_s_worked_example() -> None:
+    assert fake_next_token([5, 7, 2], 100) == 28
+    assert fake_next_token([5, 7, 2, 28], 100) == 41
+    engine = Engine(FakeRunner(num_blocks=4, block_size=2, vocab_size=100), EngineConfig(hash_unit=2))
+    (tokens,) = generate(engine, [make_request("a", [5, 7, 2], max_tokens=2)])
+    assert [(token.token_id, token.position, token.finish_reason) for token in tokens] == [(28, 0, None), (41, 1, FinishReason.LENGTH)]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 8, 17, 512])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_tokens_do_not_depend_on_chunks_and_blocks(budget: int, block_size: int) -> None:
+    engine = make_engine(num_blocks=400, block_size=block_size, hash_unit=48, max_num_batched_tokens=budget)
+    requests = [make_request(f"r{i}", prompt(length, i), max_tokens=5) for i, length in enumerate([1, 40, 7, 16, 33])]
+    for request, tokens in zip(requests, generate(engine, requests), strict=True):
+        assert [token.token_id for token in tokens] == answer_of(request)
+        assert [token.position for token in tokens] == list(range(5))
+    assert_idle(engine)
+
+
+def test_the_budget_holds_and_decodes_ride_along() -> None:
+    engine = make_engine(max_num_batched_tokens=20)
+    engine.submit(make_request("short", prompt(5), max_tokens=6))
+    engine.submit(make_request("long", prompt(50, 2), max_tokens=2))
+    tokens, steps = drain(engine)
+    assert [(s.num_decode_tokens, s.num_prefill_tokens) for s in steps][:4] == [(0, 20), (1, 19), (1, 16), (2, 0)]
+    assert [p.num_computed_tokens for s in steps for p in s.progress if p.seq_id == "long"] == [15, 34, 50]
+    assert [p.first_scheduled for s in steps for p in s.progress if p.seq_id == "long"] == [True, False, False]
+    assert len(tokens["short"]) == 6
+
+
+def test_stop_ids_eos_min_tokens_and_context() -> None:
+    ids = prompt(10)
+    first, second, third, *_ = answer_of(make_request("a", ids))
+    engine = make_engine()
+    requests = [
+        make_request("stop", ids, stop_token_ids=(second,)),
+        make_request("eos", ids, eos=frozenset({third})),
+        make_request("ignored", ids, eos=frozenset({third}), ignore_eos=True),
+        make_request("not yet", ids, stop_token_ids=(first,), min_tokens=2),
+        make_request("context", prompt(CONTEXT - 3), max_tokens=100),
+    ]
+    got = dict(zip([r.seq_id for r in requests], generate(engine, requests), strict=True))
+    assert [(len(tokens), tokens[-1].finish_reason) for tokens in got.values()] == [
+        (2, FinishReason.STOP),
+        (3, FinishReason.STOP),
+        (8, FinishReason.LENGTH),
+        (8, FinishReason.LENGTH),
+        (3, FinishReason.LENGTH),
+    ]
+    assert got["not yet"][0].token_id == first + 1
+    for request in requests:
+        assert [token.token_id for token in got[request.seq_id]] == answer_of(request)
+
+
+def test_a_resumed_sequence_goes_on_where_it_was() -> None:
+    ids = prompt(20)
+    whole = make_request("first", ids, max_tokens=12, stop_token_ids=(VOCAB - 1,))
+    answer = answer_of(whole)
+    engine = make_engine(enable_prefix_caching=False)
+    seen: list[Batch] = []
+    hooked(engine).during = seen.append
+    resumed = make_request("second", ids + answer[:7], num_prompt_tokens=20, max_tokens=12, stop_token_ids=(VOCAB - 1,))
+    (tokens,) = generate(engine, [resumed])
+    assert [(token.position, token.token_id) for token in tokens] == list(enumerate(answer))[7:]
+    assert [row.position for batch in seen for row in batch.sampling] == [7, 8, 9, 10, 11]
+    assert all(row.num_prompt_tokens == 20 for batch in seen for row in batch.sampling)
+    assert all(list(row.history)[:27] == ids + answer[:7] for batch in seen for row in batch.sampling)
+
+
+def test_logprobs_pass_through() -> None:
+    engine = make_engine()
+    (tokens, plain) = generate(engine, [make_request("a", [1, 2], logprobs=2), make_request("b", [1, 2])])
+    assert all((t.logprob, [top.logprob for top in t.top_logprobs]) == (0.0, [0.0, -1.0]) for t in tokens)
+    assert all((t.logprob, t.top_logprobs) == (None, ()) for t in plain)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "says"),
+    [
+        (make_request("a", [], num_prompt_tokens=0), InvalidRequest, "give at least one"),
+        (make_request("a", [1, 2], num_prompt_tokens=3), InvalidRequest, "give at least one"),
+        (make_request("a", [1, VOCAB]), InvalidRequest, "vocabulary"),
+        (make_request("a", [-1]), InvalidRequest, "vocabulary"),
+        (make_request("a", [2**70]), InvalidRequest, "whole numbers"),
+        (make_request("a", [1] * CONTEXT), ContextExceeded, "shorten the prompt"),
+        (make_request("a", [1] * 70, max_tokens=60), InvalidRequest, "this worker has 16 in all"),
+        (make_request("a", [1, 2, 3], num_prompt_tokens=1, max_tokens=2), InvalidRequest, "nothing left to do"),
+    ],
+)
+def test_what_can_never_succeed_is_refused_by_both_doors(request_: Any, error: type[Exception], says: str) -> None:
+    engine = make_engine(num_blocks=16)
+    with pytest.raises(error, match=says):
+        engine.submit(request_)
+    with pytest.raises(error, match=says):
+        engine.reserve(request_)
+    assert_idle(engine)
+
+
+def test_the_queue_is_bounded_and_ids_are_unique() -> None:
+    engine = make_engine(max_waiting=2)
+    engine.submit(make_request("a", [1]))
+    with pytest.raises(InvalidRequest, match="an id of its own"):
+        engine.submit(make_request("a", [1]))
+    with pytest.raises(InvalidRequest, match="an id of its own"):
+        engine.reserve(make_request("a", [1]))
+    engine.submit(make_request("b", [1]))
+    with pytest.raises(ResourceExhausted, match="another worker"):
+        engine.submit(make_request("c", [1]))
+    drain(engine)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("bounds", [{"max_num_seqs": 0}, {"max_num_batched_tokens": 0}, {"max_waiting": 0}, {"hash_unit": 12}])
+def test_bounds_that_make_no_sense(bounds: dict[str, int]) -> None:
+    with pytest.raises(SetupError):
+        make_engine(**bounds)
+
+
+def test_a_request_that_fits_alone_waits_for_room_and_gets_it() -> None:
+    engine = make_engine(num_blocks=10, enable_prefix_caching=False)
+    requests = [make_request(f"r{i}", prompt(30, i), max_tokens=30) for i in range(4)]
+    for request, tokens in zip(requests, generate(engine, requests), strict=True):
+        assert [token.token_id for token in tokens] == answer_of(request)
+    assert_idle(engine)
+
+
+# ---- prefix reuse ---------------------------------------------------------------------------------------------------
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    engine = make_engine()
+    shared = prompt(32)
+    first, second = make_request("a", shared + prompt(9, 2)), make_request("b", shared + prompt(5, 3))
+    generate(engine, [first])
+    engine.submit(second)
+    tokens, steps = drain(engine)
+    assert steps[0].num_prefill_tokens == 5
+    assert steps[0].progress[0].num_cached_tokens == 32
+    assert [t.token_id for t in tokens["b"]] == answer_of(second)
+    assert_idle(engine)
+
+
+def test_generated_blocks_are_reused_too() -> None:
+    engine = make_engine()
+    first = make_request("a", prompt(10), max_tokens=31)
+    generate(engine, [first])
+    talk = list(first.token_ids) + answer_of(first)
+    engine.submit(make_request("b", [*talk, 3]))
+    _, steps = drain(engine)
+    assert steps[0].progress[0].num_cached_tokens == 40, "41 tokens, of which the last one's KV was never computed"
+
+
+def test_keys_part_tenants_and_no_key_shares_nothing() -> None:
+    engine = make_engine()
+    ids = prompt(40)
+    for seq_id, key in (("a", KEY), ("b", b"another tenant"), ("c", b""), ("d", b"")):
+        engine.submit(make_request(seq_id, ids, key=key))
+        _, steps = drain(engine)
+        assert steps[0].num_prefill_tokens == 40
+    generate(engine, [make_request("e", ids)])
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_a_wholly_cached_prompt_computes_one_token_on_a_copy(block_size: int) -> None:
+    engine = make_engine(block_size=block_size)
+    request = make_request("a", prompt(32), max_tokens=2)
+    generate(engine, [request])
+    engine.submit(make_request("b", request.token_ids, max_tokens=2))
+    tokens, steps = drain(engine)
+    assert steps[0].num_prefill_tokens == 1
+    assert steps[0].progress[0].num_cached_tokens == 31
+    assert hooked(engine).copies == (1 if block_size > 1 else 0)
+    assert [t.token_id for t in tokens["b"]] == answer_of(request)
+    assert_idle(engine)
+
+
+def test_without_room_for_the_copy_the_last_block_is_computed_again() -> None:
+    engine = make_engine(num_blocks=4)
+    request = make_request("a", prompt(32), max_tokens=1)
+    generate(engine, [request])
+    engine.submit(make_request("b", request.token_ids, max_tokens=1))
+    tokens, steps = drain(engine)
+    assert steps[0].num_prefill_tokens == 8
+    assert hooked(engine).copies == 0
+    assert [t.token_id for t in tokens["b"]] == answer_of(request)
+
+
+def test_two_at_once_end_up_sharing_what_both_computed() -> None:
+    engine = make_engine()
+    ids = prompt(40)
+    engine.submit(make_request("a", ids), hold=True)
+    engine.submit(make_request("b", ids), hold=True)
+    engine.step()
+    engine.check_integrity()
+    assert engine.block_ids("a") == engine.block_ids("b")
+    stats = engine.stats()
+    assert stats.num_blocks - stats.num_available_blocks == 5
+    assert engine.release("a")
+    assert engine.release("b")
+    assert_idle(engine)
+
+
+def test_blocks_being_written_are_not_found_before_they_are_computed() -> None:
+    engine = make_engine()
+    ids = prompt(40)
+    found: list[int] = []
+
+    def during(batch: Batch) -> None:
+        hooked(engine).during = None
+        found.append(engine.reserve(make_request("b", ids)).num_cached_tokens)
+        found.append(engine.reserve(make_request("c", ids)).num_cached_tokens)
+
+    hooked(engine).during = during
+    engine.submit(make_request("a", ids))
+    engine.step()
+    assert found == [0, 0]
+    assert engine.reserve(make_request("d", ids)).num_cached_tokens == 40
+    for seq_id in "abcd":
+        engine.cancel(seq_id)
+    assert_idle(engine)
+
+
+def test_prefix_delta_speaks_of_hash_units() -> None:
+    engine = make_engine(num_blocks=8, hash_unit=16)
+    ids = prompt(40)
+    hashes = prefix_hashes(KEY, ids, 16)
+    generate(engine, [make_request("a", ids, max_tokens=1)])
+    delta = engine.take_prefix_delta()
+    assert list(delta.added) == hashes
+    assert list(delta.removed) == []
+    assert list(engine.cached_prefixes()) == hashes
+    assert not engine.take_prefix_delta().added
+    generate(engine, [make_request("b", prompt(60, 2), max_tokens=1)])
+    delta = engine.take_prefix_delta()
+    assert set(delta.removed) == set(hashes)
+    assert set(engine.cached_prefixes()) == set(delta.added) == set(prefix_hashes(KEY, prompt(60, 2), 16))
+
+
+# ---- hold and release -----------------------------------------------------------------------------------------------
+
+
+def test_a_held_sequence_keeps_its_blocks_until_released() -> None:
+    engine = make_engine()
+    request = make_request("a", prompt(20), max_tokens=100)
+    engine.submit(request, hold=True)
+    assert engine.block_ids("a") == []
+    tokens, steps = drain(engine)
+    assert [t.token_id for t in tokens["a"]] == answer_of(request)[:1]
+    assert steps[-1].progress[0].num_computed_tokens == 20
+    assert len(engine.block_ids("a")) == 3, "the prompt's blocks only"
+    stats = engine.stats()
+    assert (stats.num_held, stats.num_running) == (1, 0)
+    assert stats.stalled_s == 0.0, "a held sequence is nobody's work"
+    assert engine.release("a")
+    assert not engine.release("a")
+    with pytest.raises(NotFound):
+        engine.block_ids("a")
+    assert_idle(engine)
+
+
+def test_a_held_sequence_that_ends_at_once_says_so_and_is_still_held() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", prompt(20), max_tokens=1), hold=True)
+    tokens, _ = drain(engine)
+    assert tokens["a"][0].finish_reason is FinishReason.LENGTH
+    assert engine.stats().num_held == 1
+    assert engine.cancel("a")
+    assert_idle(engine)
+
+
+def test_release_is_for_held_sequences() -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    engine.submit(make_request("plain", prompt(9)))
+    assert not engine.release("plain")
+    engine.submit(make_request("held later", prompt(30, 2)), hold=True)
+    engine.step()
+    assert engine.release("held later"), "an unfinished one is cancelled: nobody would release it again"
+    tokens, _ = drain(engine)
+    assert list(tokens) == ["plain"]
+    assert_idle(engine)
+
+
+# ---- reserve and commit ---------------------------------------------------------------------------------------------
+
+
+def hand_over(source: Engine, target: Engine, request: Any) -> tuple[int, int]:
+    """Prefill there, decode here; (first token, blocks moved)."""
+    reservation = target.reserve(request)
+    source.submit(request, hold=True)
+    tokens, _ = drain(source)
+    first = tokens[request.seq_id][0].token_id
+    skip = reservation.num_cached_tokens // source.runner.kv_shape.block_size
+    from_blocks = source.block_ids(request.seq_id)[skip:]
+    to_blocks = reservation.block_ids[skip : skip + len(from_blocks)]
+    data = np.empty((len(from_blocks), source.runner.kv_shape.block_bytes), np.uint8)
+    source.runner.read_blocks(from_blocks, data)
+    target.runner.write_blocks(to_blocks, data)
+    target.commit(request.seq_id, [first])
+    source.release(request.seq_id)
+    return first, len(from_blocks)
+
+
+def test_hand_over_moves_only_what_is_not_there() -> None:
+    source, target = make_engine(), make_engine()
+    ids = prompt(32)
+    for seq_id, moved in (("a", 4), ("b", 0)):
+        request = make_request(seq_id, ids)
+        first, blocks = hand_over(source, target, request)
+        assert blocks == moved
+        tokens, _ = drain(target)
+        assert [first, *(t.token_id for t in tokens[seq_id])] == answer_of(request)
+        assert [t.position for t in tokens[seq_id]] == list(range(1, 8))
+    assert_idle(source)
+    assert_idle(target)
+
+
+def test_what_was_handed_over_is_found_from_the_commit_on() -> None:
+    source, target = make_engine(), make_engine()
+    ids = prompt(32)
+    hand_over(source, target, make_request("a", ids))
+    assert list(target.cached_prefixes()) == prefix_hashes(KEY, ids, 16)
+    assert target.reserve(make_request("b", ids)).num_cached_tokens == 32
+
+
+def test_a_block_that_was_not_moved_gives_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = make_engine(), make_engine()
+    write = target.runner.write_blocks
+    monkeypatch.setattr(target.runner, "write_blocks", lambda block_ids, data: write(block_ids[:-1], data[:-1]))
+    request = make_request("a", prompt(32))
+    first, _ = hand_over(source, target, request)
+    tokens, _ = drain(target)
+    assert [first, *(t.token_id for t in tokens["a"])] != answer_of(request)
+
+
+def test_commit_takes_several_tokens() -> None:
+    engine = make_engine()
+    ids = prompt(20)
+    generate(engine, [make_request("fill", ids, key=KEY)])
+    answer = answer_of(make_request("a", ids[:16]))
+    assert engine.reserve(make_request("a", ids[:16])).num_cached_tokens == 16
+    engine.commit("a", answer[:3])
+    tokens, steps = drain(engine)
+    assert [t.token_id for t in tokens["a"]] == answer[3:]
+    assert [t.position for t in tokens["a"]] == [3, 4, 5, 6, 7]
+    assert not steps[0].progress, "what decode computes of a hand-over is no prefill progress"
+
+
+def test_commit_refuses_what_it_cannot_go_on_with() -> None:
+    engine = make_engine()
+    with pytest.raises(NotFound):
+        engine.commit("nobody", [1])
+    engine.reserve(make_request("a", [1, 2], max_tokens=3, stop_token_ids=(9,)))
+    for bad in ([], [VOCAB], [-1], [9], [1, 2, 3]):
+        with pytest.raises(InvalidRequest):
+            engine.commit("a", bad)
+    assert engine.stats().num_reserved == 1
+    engine.commit("a", [1])
+    with pytest.raises(NotFound, match="committed before"):
+        engine.commit("a", [1])
+    engine.cancel("a")
+    engine.reserve(make_request("b", [1, 2]))
+    engine.cancel("b")
+    with pytest.raises(NotFound):
+        engine.commit("b", [1])
+    assert_idle(engine)
+
+
+def test_reservations_take_seats_and_blocks() -> None:
+    engine = make_engine(num_blocks=10, max_num_seqs=2)
+    engine.reserve(make_request("a", prompt(20), max_tokens=21))
+    with pytest.raises(ResourceExhausted, match="KV blocks"):
+        engine.reserve(make_request("b", prompt(40), max_tokens=9))
+    engine.reserve(make_request("c", prompt(8), max_tokens=9))
+    with pytest.raises(ResourceExhausted, match="seats"):
+        engine.reserve(make_request("d", [1], max_tokens=1))
+    engine.submit(make_request("e", [1]))
+    assert engine.step().num_prefill_tokens == 0, "no seat is left for a prompt either"
+    assert not engine.wait_for_work(0.0)
+    assert engine.stats().stalled_s == 0.0, "waiting for room is no stall"
+    engine.cancel("a")
+    assert engine.wait_for_work(0.0)
+    drain(engine)
+    engine.cancel("c")
+    assert_idle(engine)
+
+
+# ---- cancel ---------------------------------------------------------------------------------------------------------
+
+
+def test_cancel_in_every_state() -> None:
+    engine = make_engine(max_num_batched_tokens=8, max_num_seqs=4)
+    assert not engine.cancel("nobody")
+    for i in range(3):
+        engine.submit(make_request(f"r{i}", prompt(12, i)))
+    engine.reserve(make_request("reserved", prompt(12, 5)))
+    engine.step()
+    for seq_id in ("r2", "r0", "reserved", "r1"):
+        assert engine.cancel(seq_id)
+        assert not engine.cancel(seq_id)
+        engine.check_integrity()
+    assert not engine.step().tokens
+    assert_idle(engine)
+
+
+def test_cancel_in_the_running_step_drops_its_token_and_frees_after_it() -> None:
+    engine = make_engine()
+    owned: list[int] = []
+
+    def during(batch: Batch) -> None:
+        assert engine.cancel("a")
+        assert not engine.cancel("a")
+        assert not engine.release("a")
+        with pytest.raises(NotFound):
+            engine.block_ids("a")
+        engine.check_integrity()
+        stats = engine.stats()
+        owned.append(stats.num_blocks - stats.num_available_blocks)
+
+    hooked(engine).during = during
+    engine.submit(make_request("a", prompt(12)))
+    output = engine.step()
+    assert owned == [3], "12 + 8 tokens: still owned while the device may write to them"
+    assert not output.tokens
+    assert not output.progress
+    assert_idle(engine)
+
+
+def test_others_keep_their_own_tokens_when_one_is_cancelled() -> None:
+    engine = make_engine()
+    requests = [make_request(f"r{i}", prompt(10 + i, i)) for i in range(5)]
+    for request in requests:
+        engine.submit(request)
+    first = engine.step().tokens
+    hooked(engine).during = lambda batch: engine.cancel("r1")
+    second = engine.step().tokens
+    assert [t.seq_id for t in second] == ["r0", "r2", "r3", "r4"]
+    hooked(engine).during = None
+    tokens, _ = drain(engine)
+    for request in requests:
+        if request.seq_id != "r1":
+            got = [t.token_id for t in [*first, *second, *tokens[request.seq_id]] if t.seq_id == request.seq_id]
+            assert got == answer_of(request)
+
+
+# ---- a device that fails --------------------------------------------------------------------------------------------
+
+
+def test_a_failed_step_ends_its_sequences_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine()
+    reserved = engine.reserve(make_request("reserved", [1, 2, 3]))
+
+    def fail(batch: Batch) -> None:
+        engine.cancel("cancelled")
+        raise RuntimeError("out of memory")
+
+    hooked(engine).during = fail
+    engine.submit(make_request("a", prompt(20)))
+    engine.submit(make_request("b", prompt(20, 2)), hold=True)
+    engine.submit(make_request("cancelled", prompt(5)))
+    output = engine.step()
+    engine.check_integrity()
+    assert [(f.seq_id, "out of memory" in f.message) for f in output.failures] == [("a", True), ("b", True)]
+    assert not output.tokens
+    assert not output.progress
+    assert "out of memory" in caplog.text
+    assert not engine.cached_prefixes(), "what a failed step wrote is never found"
+    hooked(engine).during = None
+    again = make_request("a", prompt(20))
+    (tokens,) = generate(engine, [again])
+    assert [t.token_id for t in tokens] == answer_of(again)
+    assert engine.block_ids("reserved") == reserved.block_ids
+    engine.cancel("reserved")
+    assert_idle(engine)
+
+
+def test_a_failed_copy_frees_source_and_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    request = make_request("a", prompt(32))
+    generate(engine, [request])
+
+    def broken(source: int, target: int) -> None:
+        raise RuntimeError("no copy")
+
+    monkeypatch.setattr(engine.runner, "copy_block", broken)
+    engine.submit(make_request("b", request.token_ids))
+    assert engine.step().failures
+    assert_idle(engine)
+
+
+def test_generate_gives_up_clearly() -> None:
+    engine = make_engine(num_blocks=4, max_num_seqs=1)
+    engine.reserve(make_request("in the way", [1]))
+    with pytest.raises(InternalError, match="release them first"):
+        generate(engine, [make_request("a", [1])])
+    with pytest.raises(InvalidRequest):
+        generate(engine, [make_request("b", [1]), make_request("c", [VOCAB])])
+    engine.cancel("in the way")
+    assert_idle(engine)
+
+
+def test_generate_takes_more_than_the_queue() -> None:
+    engine = make_engine(max_waiting=2, max_num_seqs=3)
+    requests = [make_request(f"r{i}", prompt(5, i)) for i in range(20)]
+    assert [[t.token_id for t in tokens] for tokens in generate(engine, requests)] == [answer_of(r) for r in requests]
+
+
+# ---- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_for_the_device() -> None:
+    """While a step runs, every other method answers from another thread."""
+    engine = make_engine()
+    took: list[float] = []
+
+    def others() -> None:
+        start = time.monotonic()
+        engine.submit(make_request("b", prompt(5)))
+        engine.reserve(make_request("c", prompt(5, 3)))
+        engine.commit("c", [1])
+        engine.cancel("b")
+        engine.cancel("c")
+        engine.stats()
+        engine.block_ids("a")
+        engine.take_prefix_delta()
+        engine.check_integrity()
+        took.append(time.monotonic() - start)
+
+    def during(batch: Batch) -> None:
+        thread = threading.Thread(target=others)
+        thread.start()
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+    hooked(engine).during = during
+    engine.submit(make_request("a", prompt(20), max_tokens=1))
+    output = engine.step()
+    assert not output.failures
+    assert len(took) == 1
+    assert_idle(engine)
+
+
+def test_waiting_for_work_ends_when_there_is_some() -> None:
+    engine = make_engine()
+    start = time.monotonic()
+    assert not engine.wait_for_work(0.02)
+    assert time.monotonic() - start >= 0.02
+    threading.Timer(0.02, engine.submit, [make_request("a", [1])]).start()
+    assert engine.wait_for_work(5.0)
+    drain(engine)
+
+
+def test_stalled_counts_from_the_last_step() -> None:
+    engine = make_engine()
+    assert engine.stats().stalled_s == 0.0
+    engine.submit(make_request("a", [1], max_tokens=3))
+    time.sleep(0.03)
+    assert engine.stats().stalled_s >= 0.03
+    inside: list[float] = []
+
+    def during(batch: Batch) -> None:
+        time.sleep(0.2)
+        inside.append(engine.stats().stalled_s)
+
+    hooked(engine).during = during
+    engine.step()
+    hooked(engine).during = None
+    assert inside[0] >= 0.2, "a hanging step is a stall"
+    assert engine.stats().stalled_s < 0.2
+    drain(engine)
+    assert engine.stats().stalled_s == 0.0

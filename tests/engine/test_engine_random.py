@@ -1,0 +1,313 @@
+"""Two engines, everything at once, at random: prompts that share prefixes, chunks, splits, hand-overs as bytes, resumes, cancels at any
+moment, failing steps. Every token equals the one worked out by hand, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from engine_helpers import HookedRunner, assert_idle, expected_answer, make_request
+
+from twostep.engine.batch import Batch
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.types import EngineRequest, FinishReason, Reservation, StepOutput
+from twostep.errors import InvalidRequest, ResourceExhausted
+
+
+@dataclass(eq=False)
+class Attempt:
+    request: EngineRequest
+    answer: list[int]
+    reason: FinishReason
+    engines: tuple[Engine, ...]
+    reservation: Reservation | None = None
+    got: list[int] = field(default_factory=list)
+    over: str = ""  # "finished", "cancelled", "failed"
+
+
+class World:
+    """Runs attempts on a prefill engine and a decode engine of random bounds; `chaos` is asked many times a step."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.block_size = rng.choice([1, 2, 4, 5, 16])
+        self.vocab = rng.choice([37, 1000])
+        self.context = rng.choice([60, 150])
+        self.unit = self.block_size * rng.choice([1, 3])
+        self.runners: list[HookedRunner] = []
+        self.prefill, self.decode = self.make_engine(), self.make_engine()
+        self.bases = [[rng.randrange(self.vocab) for _ in range(rng.randrange(2 * self.block_size, 50))] for _ in range(3)]
+        self.attempts: dict[str, Attempt] = {}
+        self.mirrors: dict[Engine, set[bytes]] = {self.prefill: set(), self.decode: set()}
+        self.fail_next = False
+        self.count = 0
+        self.num_failed = self.num_cancelled = self.num_moved = self.num_reused = 0
+
+    def make_engine(self) -> Engine:
+        rng = self.rng
+        longest = -(-self.context // self.block_size)
+        runner = HookedRunner(
+            num_blocks=longest * rng.randrange(1, 6),
+            block_size=self.block_size,
+            vocab_size=self.vocab,
+            max_model_len=self.context,
+            num_layers=2,
+        )
+        runner.during = self.during
+        self.runners.append(runner)
+        config = EngineConfig(
+            max_num_batched_tokens=rng.choice([1, 7, 32, 200]),
+            max_num_seqs=rng.choice([1, 4, 16]),
+            max_waiting=rng.choice([2, 20]),
+            enable_prefix_caching=rng.random() < 0.85,
+            hash_unit=self.unit,
+        )
+        return Engine(runner, config)
+
+    # ---- new work ---------------------------------------------------------------------------------------------------
+
+    def new_request(self) -> EngineRequest:
+        rng = self.rng
+        seq_id = f"r{self.count}"
+        self.count += 1
+        done = [a for a in self.attempts.values() if a.over in ("cancelled", "failed") and a.got]
+        if done and rng.random() < 0.3:
+            old = rng.choice(done)
+            tokens = [*old.request.token_ids, *old.got]
+            if len(tokens) < self.context and len(tokens) - old.request.num_prompt_tokens < old.request.sampling.max_tokens:
+                return EngineRequest(
+                    seq_id=seq_id,
+                    token_ids=tokens,
+                    num_prompt_tokens=old.request.num_prompt_tokens,
+                    sampling=old.request.sampling,
+                    eos_token_ids=old.request.eos_token_ids,
+                    prefix_key=old.request.prefix_key,
+                )
+        base = rng.choice(self.bases)
+        tokens = base[: rng.randrange(1, len(base) + 1)]
+        if rng.random() < 0.6:
+            tokens = tokens + [rng.randrange(self.vocab) for _ in range(rng.randrange(0, 30))]
+        if rng.random() < 0.1:
+            tokens = [rng.randrange(self.vocab) for _ in range(self.context - rng.randrange(1, 5))]
+        max_tokens = rng.choice([1, 2, 5, 20, 60])
+        return make_request(
+            seq_id,
+            tokens[: self.context - 1],
+            max_tokens=max_tokens,
+            eos=frozenset({1, 2}) if rng.random() < 0.5 else frozenset(),
+            key=rng.choice([b"", b"one", b"one", b"one", b"two"]),
+            ignore_eos=rng.random() < 0.2,
+            min_tokens=rng.choice([0, 0, min(3, max_tokens)]),
+            stop_token_ids=(3,) if rng.random() < 0.3 else (),
+        )
+
+    def start(self) -> None:
+        request = self.new_request()
+        answer, reason = expected_answer(request, vocab_size=self.vocab, max_model_len=self.context)
+        attempt = Attempt(request, answer, reason, (self.prefill, self.decode))
+        try:
+            if self.rng.random() < 0.5:
+                engine = self.rng.choice([self.prefill, self.decode])
+                attempt.engines = (engine,)
+                engine.submit(request)
+            else:
+                attempt.reservation = self.decode.reserve(request)
+                try:
+                    self.prefill.submit(request, hold=True)
+                except (ResourceExhausted, InvalidRequest):
+                    assert self.decode.cancel(request.seq_id)
+                    raise
+        except ResourceExhausted:
+            return
+        except InvalidRequest as error:
+            if "KV blocks" in error.message:
+                return
+            raise
+        self.attempts[request.seq_id] = attempt
+
+    def cancel(self, attempt: Attempt) -> None:
+        attempt.over = "cancelled"
+        self.num_cancelled += 1
+        found = [engine.cancel(attempt.request.seq_id) for engine in attempt.engines]
+        assert any(found)
+
+    def chaos(self) -> None:
+        rng = self.rng
+        if rng.random() < 0.35:
+            self.start()
+        alive = [a for a in self.attempts.values() if not a.over]
+        if alive and rng.random() < 0.06:
+            self.cancel(rng.choice(alive))
+
+    def during(self, batch: Batch) -> None:
+        """In the middle of a step, and from another thread: the engine must not hold its lock."""
+        thread = threading.Thread(target=self.chaos)
+        thread.start()
+        thread.join()
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the fake device fails as it was told to")
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, engine: Engine) -> bool:
+        output = engine.step()
+        engine.check_integrity()
+        self.take_failures(output)
+        for progress in output.progress:
+            attempt = self.attempts[progress.seq_id]
+            assert progress.num_cached_tokens <= progress.num_computed_tokens <= len(attempt.request.token_ids)
+        for token in output.tokens:
+            attempt = self.attempts[token.seq_id]
+            assert not attempt.over, f"{token.seq_id} is {attempt.over} and still reports tokens"
+            assert token.position == attempt.request.num_prior_tokens + len(attempt.got)
+            attempt.got.append(token.token_id)
+            assert attempt.got == attempt.answer[: len(attempt.got)]
+            last = len(attempt.got) == len(attempt.answer)
+            assert token.finish_reason is (attempt.reason if last else None)
+            if attempt.reservation is not None and engine is self.prefill:
+                self.hand_over(attempt, last)
+            if last:
+                attempt.over = "finished"
+        delta = engine.take_prefix_delta()
+        mirror = self.mirrors[engine]
+        assert not mirror & set(delta.added)
+        assert mirror >= set(delta.removed)
+        mirror |= set(delta.added)
+        mirror -= set(delta.removed)
+        assert mirror == set(engine.cached_prefixes())
+        return bool(output.num_prefill_tokens + output.num_decode_tokens)
+
+    def take_failures(self, output: StepOutput) -> None:
+        for failure in output.failures:
+            assert "as it was told to" in failure.message, failure
+            attempt = self.attempts[failure.seq_id]
+            assert not attempt.over
+            attempt.over = "failed"
+            self.num_failed += 1
+            if attempt.reservation is not None:
+                for engine in attempt.engines:
+                    engine.cancel(failure.seq_id)
+
+    def hand_over(self, attempt: Attempt, last: bool) -> None:
+        """What the workers do, in one go: the blocks' bytes, then commit and release."""
+        seq_id, reservation = attempt.request.seq_id, attempt.reservation
+        assert reservation is not None
+        if last:
+            assert self.decode.cancel(seq_id)
+        else:
+            skip = reservation.num_cached_tokens // self.block_size
+            source = self.prefill.block_ids(seq_id)
+            data = np.empty((len(source) - skip, self.prefill.runner.kv_shape.block_bytes), np.uint8)
+            self.prefill.runner.read_blocks(source[skip:], data)
+            self.decode.runner.write_blocks(reservation.block_ids[skip : len(source)], data)
+            self.decode.commit(seq_id, attempt.got)
+            self.num_moved += len(source) - skip
+            self.num_reused += skip
+        assert self.prefill.release(seq_id)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.chaos()
+            self.fail_next = self.rng.random() < 0.02
+            self.step(self.rng.choice([self.prefill, self.decode]))
+        self.fail_next = False
+        for runner in self.runners:
+            runner.during = None
+        while any([self.step(self.prefill), self.step(self.decode)]):
+            pass
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_token_is_right_and_nothing_is_left(seed: int) -> None:
+    world = World(seed)
+    world.run(250)
+    open_ = [a.request.seq_id for a in world.attempts.values() if not a.over]
+    assert not open_, "everybody is answered"
+    for attempt in world.attempts.values():
+        if attempt.over == "finished":
+            assert attempt.got == attempt.answer
+    assert_idle(world.prefill)
+    assert_idle(world.decode)
+
+
+def test_the_random_worlds_visit_what_they_should() -> None:
+    """Over a few worlds: enough finishes, cancels, failures, moved and reused blocks, copies and evictions."""
+    finished = cancelled = failed = moved = reused = copies = 0
+    for seed in range(100, 106):
+        world = World(seed)
+        world.run(250)
+        finished += sum(a.over == "finished" for a in world.attempts.values())
+        cancelled += world.num_cancelled
+        failed += world.num_failed
+        moved += world.num_moved
+        reused += world.num_reused
+        copies += sum(runner.copies for runner in world.runners)
+    assert min(finished, cancelled, failed, moved, reused, copies) >= 10, (finished, cancelled, failed, moved, reused, copies)
+
+
+def test_a_stepping_thread_among_submitting_and_cancelling_ones() -> None:
+    """Real threads on one engine; who wins a race is open, what comes out is not."""
+    runner = HookedRunner(num_blocks=60, block_size=4, vocab_size=1000, max_model_len=120)
+    engine = Engine(runner, EngineConfig(max_num_batched_tokens=40, max_num_seqs=8, hash_unit=8))
+    stop = threading.Event()
+    got: dict[str, list[int]] = {}
+    requests: dict[str, EngineRequest] = {}
+    cancelled: set[str] = set()
+    errors: list[BaseException] = []
+
+    def loop() -> None:
+        try:
+            while not stop.is_set() or engine.wait_for_work(0.0):
+                engine.wait_for_work(0.005)
+                output = engine.step()
+                assert not output.failures
+                for token in output.tokens:
+                    got.setdefault(token.seq_id, []).append(token.token_id)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    def client(index: int) -> None:
+        rng = random.Random(index)
+        try:
+            for i in range(40):
+                request = make_request(
+                    f"{index}-{i}", [7] * rng.randrange(1, 40) + [rng.randrange(1000)] * 3, max_tokens=rng.randrange(1, 20)
+                )
+                requests[request.seq_id] = request
+                while True:
+                    try:
+                        engine.submit(request)
+                        break
+                    except ResourceExhausted:
+                        stop.wait(0.001)
+                engine.check_integrity()
+                engine.stats()
+                if rng.random() < 0.3:
+                    stop.wait(rng.random() * 0.004)
+                    if engine.cancel(request.seq_id):
+                        cancelled.add(request.seq_id)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    stepper = threading.Thread(target=loop)
+    clients = [threading.Thread(target=client, args=(i,)) for i in range(3)]
+    for thread in (stepper, *clients):
+        thread.start()
+    for thread in clients:
+        thread.join(60)
+    stop.set()
+    stepper.join(60)
+    assert not errors
+    assert not stepper.is_alive()
+    assert cancelled
+    for seq_id, request in requests.items():
+        answer, _ = expected_answer(request, vocab_size=1000, max_model_len=120)
+        tokens = got.get(seq_id, [])
+        assert tokens == (answer[: len(tokens)] if seq_id in cancelled else answer)
+    assert_idle(engine)

@@ -1,0 +1,119 @@
+"""Elementwise kernels against float64 definitions, on shapes that fit no tile; on the CPU through Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
+
+from twostep.kernels import triton_elementwise as kernels
+
+ROWS = [1, 5, 37]
+WIDTHS = [24, 576, 1031]
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that a kernel allocates are NaN until it writes them."""
+
+    def poisoned(make):
+        def made(*args, **options):
+            tensor = make(*args, **options)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        return made
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = random(rows, width, dtype=dtype), random(width, dtype=dtype)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-3).double(), normed(x, weight, 1e-3), **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_heads_inside_a_fused_projection(dtype: torch.dtype) -> None:
+    qkv, weight = random(7, 11, 20, dtype=dtype), random(20, dtype=dtype)
+    heads = qkv[:, 2:7]
+    got = kernels.rms_norm(heads, weight, 1e-6)
+    assert got.shape == heads.shape
+    torch.testing.assert_close(got.double(), normed(heads, weight, 1e-6), **tolerance(dtype))
+    columns = qkv[:, :, ::2]
+    torch.testing.assert_close(
+        kernels.rms_norm(columns, weight[:10], 1e-6).double(), normed(columns, weight[:10], 1e-6), **tolerance(dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, residual, weight = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype), random(width, dtype=dtype)
+    want = x.double() + residual.double()
+    got = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(residual.double(), want, **tolerance(dtype))
+    torch.testing.assert_close(got.double(), normed(residual, weight, 1e-5), **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_silu_mul(rows: int, width: int, dtype: torch.dtype) -> None:
+    gate_up = random(rows, 2 * width, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    torch.testing.assert_close(kernels.silu_mul(gate_up).double(), gate * gate.sigmoid() * up, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "rotated", "block_size"),
+    [(4, 2, 16, 16, 4), (9, 3, 64, 64, 16), (7, 1, 80, 80, 3), (3, 3, 96, 24, 16), (8, 1, 24, 20, 5)],
+)
+def test_rotate_and_write(num_heads: int, num_kv_heads: int, head_dim: int, rotated: int, block_size: int, dtype: torch.dtype) -> None:
+    cache = poisoned_pool(dtype, num_blocks=7, num_layers=3, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim)
+    before = cache.tensor.clone()
+    num_tokens, layer, half = 6, 1, rotated // 2
+    slots = torch.randperm(7 * block_size)[:num_tokens].to(DEVICE)
+    slots[2] = -1  # padding
+    positions = torch.randint(0, 50, (num_tokens,), device=DEVICE)
+    angle = torch.randn(50, half, device=DEVICE)
+    cos, sin = angle.cos(), angle.sin()
+    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+
+    want = qkv.double().view(num_tokens, -1, head_dim).clone()
+    turning = want[:, : num_heads + num_kv_heads]
+    low, high = turning[..., :half].clone(), turning[..., half:rotated].clone()
+    c, s = cos[positions].double()[:, None], sin[positions].double()[:, None]
+    turning[..., :half], turning[..., half:rotated] = low * c - high * s, high * c + low * s
+
+    kernels.rotate_and_write(qkv, positions, slots, cos, sin, cache, layer, num_heads)
+    got = qkv.view(num_tokens, -1, head_dim)
+    torch.testing.assert_close(got.double(), want, **tolerance(dtype))
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            written = cache.tensor[slot // block_size, layer, :, :, slot % block_size]
+            assert torch.equal(written.reshape(-1, head_dim), got[token, num_heads:])
+            cache.tensor[slot // block_size, layer, :, :, slot % block_size] = torch.nan
+    assert torch.equal(cache.tensor.isnan(), before.isnan())  # and nothing else was touched
+
+
+def test_no_rows_is_no_work() -> None:
+    nothing = torch.zeros(0, 24, device=DEVICE)
+    weight = torch.ones(24, device=DEVICE)
+    assert kernels.rms_norm(nothing, weight, 1e-5).shape == (0, 24)
+    assert kernels.add_rms_norm(nothing, nothing.clone(), weight, 1e-5).shape == (0, 24)
+    assert kernels.silu_mul(nothing).shape == (0, 12)

@@ -1,0 +1,88 @@
+"""The whole model on the GPU's operations equals it on the CPU's: on the CPU through Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_pools import DEVICE
+
+from twostep.engine.batch import Batch
+from twostep.engine.kv_cache import KvCache
+from twostep.engine.model_runner import ModelRunner, kv_shape
+from twostep.kernels.triton_ops import TritonOps
+from twostep.models.config import parse_config
+from twostep.models.llama import Llama
+from twostep.models.registry import build_model, load_weights
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
+from forward_helpers import make_batch, save_model, scattered_sequences
+
+NUM_BLOCKS, BLOCK_SIZE = 40, 16
+
+
+def on_triton(directory: Path) -> tuple[Llama, KvCache]:
+    config = parse_config(directory)
+    model = build_model(config, torch.float32, TritonOps(DEVICE), DEVICE)
+    load_weights(model, directory)
+    return model, KvCache(kv_shape(config, "float32", NUM_BLOCKS, BLOCK_SIZE), DEVICE)
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "llama3-rope", "qwen3"])
+def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
+    save_model(family, tmp_path)
+    model, cache = on_triton(tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    rng = random.Random(1)
+    sequences = scattered_sequences([60, 33, 18, 5], BLOCK_SIZE, NUM_BLOCKS, rng)
+    steps = ([50, 1, 17, 4], [9, 32, 0, 0], [1, 0, 1, 1])
+    for counts in steps:
+        work = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
+        batch = make_batch(work, BLOCK_SIZE, every_row=counts != steps[1])
+        with torch.inference_mode():
+            got = model.forward(batch, cache)
+        torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
+        for sequence, count in work:
+            sequence.num_computed += count
+
+
+def test_a_batch_without_sample_rows_only_writes(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    model, cache = on_triton(tmp_path)
+    (sequence,) = scattered_sequences([20], BLOCK_SIZE, NUM_BLOCKS, random.Random(2))
+    batch = make_batch([(sequence, 20)], BLOCK_SIZE)
+    silent = Batch(**({name: getattr(batch, name) for name in batch.__slots__} | {"sample_rows": batch.sample_rows[:0], "sampling": ()}))
+    with torch.inference_mode():
+        assert model.forward(silent, cache).shape == (0, model.config.vocab_size)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    runner.forward(batch)
+    torch.testing.assert_close(cache.tensor.cpu(), runner._cache.tensor, rtol=0, atol=1e-4)
+
+
+def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
+    """What a CUDA graph replays: one plan, other tokens, lengths, blocks and slots in the same tensors, rows of padding."""
+    save_model("llama", tmp_path)
+    model, cache = on_triton(tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    sequences = scattered_sequences([40, 17, 3], BLOCK_SIZE, NUM_BLOCKS, random.Random(3))
+    inputs = torch.tensor([[0], [0], [-1], [1]], dtype=torch.int32, device=DEVICE).repeat(1, 5)
+    tables = torch.zeros(5, 8, dtype=torch.int32, device=DEVICE)
+    ops = model._ops
+    assert isinstance(ops, TritonOps)
+    with torch.inference_mode():
+        plan = ops.plan_decode(inputs, tables, cache, num_heads=model.config.num_heads, rope=model.rope_tables)
+        prompts = make_batch([(s, len(s.tokens) - 2) for s in sequences], BLOCK_SIZE)
+        torch.testing.assert_close(model.forward(prompts, cache).cpu(), runner.forward(prompts), rtol=0, atol=1e-4)
+        for sequence in sequences:
+            sequence.num_computed = len(sequence.tokens) - 2
+        for _ in range(2):
+            batch = make_batch([(s, 1) for s in sequences], BLOCK_SIZE)
+            for row, values in enumerate((batch.token_ids, batch.positions, batch.slots, batch.seq_lens)):
+                inputs[row, :3] = torch.from_numpy(values)
+            tables[:3, : batch.block_tables.shape[1]] = torch.from_numpy(batch.block_tables)
+            torch.testing.assert_close(model.compute(plan)[:3].cpu(), runner.forward(batch), rtol=0, atol=1e-4)
+            for sequence in sequences:
+                sequence.num_computed += 1

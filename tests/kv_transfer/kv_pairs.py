@@ -1,0 +1,182 @@
+"""A Ray for the session, and a pair of transports (the prefill's and the decode's side) of either kind."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.ray_transport import RayTransport
+from kv_transfer.testing import ArrayStore, LocalRay
+from kv_transfer.transport import KvTransport
+
+NUM_BLOCKS = 64
+_lives = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    transport: KvTransport
+    store: ArrayStore
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    prefill: Side
+    decode: Side
+    # Lease ids are never used twice: a test puts this in front of its own.
+    salt: str = ""
+
+
+MakePair = Callable[..., Awaitable[Pair]]
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[LocalRay]:
+    with LocalRay() as ray, pytest.MonkeyPatch.context() as patch:
+        for name, value in ray.environment.items():
+            patch.setenv(name, value)
+        yield ray
+
+
+def make_store(block_bytes: int, *, fill: bool) -> ArrayStore:
+    shape = (NUM_BLOCKS, block_bytes)
+    return ArrayStore(np.random.default_rng(7).integers(0, 256, shape, np.uint8) if fill else np.zeros(shape, np.uint8))
+
+
+def ray_side(ray: LocalRay, store: ArrayStore, *, worker_id: str, budget_bytes: int = 64 << 20, ring_bytes: int = 8 << 20) -> Side:
+    run_dir = ray.directory / f"{worker_id}{next(_lives)}"
+    transport = RayTransport(
+        store,
+        store.blocks.shape[1],
+        worker_id=worker_id,
+        epoch=next(_lives),
+        ray_address=ray.address,
+        run_dir=run_dir,
+        ring_bytes=ring_bytes,
+        budget_bytes=budget_bytes,
+    )
+    return Side(transport, store)
+
+
+@asynccontextmanager
+async def running(*sides: Side) -> AsyncIterator[None]:
+    """Starts them, waits until they are ready, and closes them whatever happens."""
+    try:
+        for side in sides:
+            await side.transport.start()
+        await asyncio.gather(*(wait_until(lambda side=side: side.transport.ready) for side in sides))
+        yield
+    finally:
+        await asyncio.gather(*(side.transport.close() for side in sides))
+
+
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 40.0) -> float:
+    """Seconds that it took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout_s, "it did not come true in time"
+        await asyncio.sleep(0.02)
+    return time.monotonic() - start
+
+
+async def wait_for_stats(transport: KvTransport, *, num_objects: int, timeout_s: float = 5.0) -> None:
+    end = time.monotonic() + timeout_s
+    while (stats := await transport.stats()).num_objects != num_objects:
+        assert time.monotonic() < end, f"still {stats}"
+        await asyncio.sleep(0.02)
+
+
+def in_s(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Makes pairs of one kind of transport, and keeps them for the next test that asks for the same."""
+
+    name: str
+    ray: LocalRay | None
+    pairs: dict[tuple[int, int], Pair]
+
+    def make(self, block_bytes: int, budget_bytes: int) -> Pair:
+        prefill_store, decode_store = make_store(block_bytes, fill=True), make_store(block_bytes, fill=False)
+        if self.ray is not None:
+            return Pair(
+                ray_side(self.ray, prefill_store, worker_id="p", budget_bytes=budget_bytes),
+                ray_side(self.ray, decode_store, worker_id="d", budget_bytes=budget_bytes),
+            )
+        hub = LocalHub()
+        return Pair(
+            Side(LocalTransport(prefill_store, block_bytes, hub, worker_id="p", budget_bytes=budget_bytes), prefill_store),
+            Side(LocalTransport(decode_store, block_bytes, hub, worker_id="d", budget_bytes=budget_bytes), decode_store),
+        )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+async def kind(request: pytest.FixtureRequest) -> AsyncIterator[Kind]:
+    ray: LocalRay | None = request.getfixturevalue("local_ray") if request.param == "ray" else None
+    kind = Kind(request.param, ray, {})
+    try:
+        yield kind
+    finally:
+        await asyncio.gather(*(side.transport.close() for pair in kind.pairs.values() for side in (pair.prefill, pair.decode)))
+    if ray is not None:
+        assert await asyncio.to_thread(store_empty_within, ray, 10.0)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def make_pair(kind: Kind) -> AsyncIterator[MakePair]:
+    """Ready pairs with fresh contents; when the test is over, neither side may hold anything."""
+    used: list[Pair] = []
+
+    async def make(*, block_bytes: int = 4096, budget_bytes: int = 64 << 20) -> Pair:
+        pair = kind.pairs.get((block_bytes, budget_bytes))
+        if pair is None or not (pair.prefill.transport.ready and pair.decode.transport.ready):
+            pair = kind.pairs[block_bytes, budget_bytes] = kind.make(block_bytes, budget_bytes)
+            for side in (pair.prefill, pair.decode):
+                await side.transport.start()
+            for side in (pair.prefill, pair.decode):
+                await wait_until(lambda side=side: side.transport.ready)
+        pair.prefill.store.blocks[:] = np.random.default_rng(7).integers(0, 256, pair.prefill.store.blocks.shape, np.uint8)
+        pair.decode.store.blocks[:] = 0
+        used.append(pair)
+        return replace(pair, salt=f"{next(_lives)}/")
+
+    yield make
+    for pair in used:
+        for side in (pair.prefill, pair.decode):
+            stats = await side.transport.stats()
+            assert (stats.num_leases, stats.num_objects, stats.stored_bytes) == (0, 0, 0)
+            if isinstance(side.transport, RayTransport) and side.transport.session is not None:
+                assert side.transport.session.ring_used_bytes == 0
+
+
+def store_empty_within(ray: LocalRay, seconds: float) -> bool:
+    """Asks Ray itself. Blocks."""
+    end = time.monotonic() + seconds
+    while ray.store_usage().num_objects > 0:
+        if time.monotonic() > end:
+            return False
+    return True
+
+
+def rings_left() -> list[Path]:
+    return list(Path("/dev/shm").glob("twostep-*.ring"))
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory whose name leaves room for unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as path:
+        yield Path(path)

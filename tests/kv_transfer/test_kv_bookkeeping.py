@@ -1,0 +1,177 @@
+"""Chunk plans, the ring's slots, the book of objects, the fair gate."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_pairs import in_s
+
+from kv_transfer.checksum import checksum
+from kv_transfer.chunking import ChunkPlan, ChunkRange
+from kv_transfer.object_book import ObjectBook
+from kv_transfer.ring import RingAllocator, SharedMemory, default_ring_dir
+from kv_transfer.waiting import FifoGate, finish
+from twostep.errors import InvalidRequest, NotFound, ResourceExhausted, SetupError
+
+
+@given(st.integers(0, 50), st.integers(0, 300), st.integers(1, 10_000), st.integers(1, 100_000), st.lists(st.integers(0, 400)))
+def test_chunks_cover_the_blocks_once_in_order_whenever_they_become_final(
+    first: int, count: int, block_bytes: int, target: int, finals: list[int]
+) -> None:
+    plan = ChunkPlan(first_block=first, num_blocks=count, block_bytes=block_bytes, target_bytes=target)
+    taken: list[ChunkRange] = []
+    for final in [*sorted(finals), first + count]:
+        new = plan.take(final)
+        assert all(c.first_block + c.num_blocks <= final for c in new)
+        taken += new
+    assert plan.done
+    assert [c.index for c in taken] == list(range(plan.num_chunks))
+    assert [b for c in taken for b in range(c.first_block, c.first_block + c.num_blocks)] == list(range(first, first + count))
+    sizes = [c.num_blocks for c in taken]
+    assert all(size == 1 or size * block_bytes <= target for size in sizes)
+    assert not sizes or max(sizes) - min(sizes) <= 1
+    assert plan.take(10**9) == []
+
+
+def test_checksum_is_xxh3_64() -> None:
+    assert checksum(np.zeros(0, np.uint8)) == 0x2D06800538D394C2  # the algorithm's own value of nothing
+    data = np.arange(100, dtype=np.uint8)
+    assert checksum(data) == checksum(data.reshape(4, 25)) != checksum(data[::-1].copy())
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60))
+def test_slots_never_overlap_and_nothing_is_lost(steps: list[tuple[bool, int]]) -> None:
+    size = 100_000
+    ring = RingAllocator(size)
+    slots: list[tuple[int, int]] = []
+    for free, number in steps:
+        if free and slots:
+            ring.free(slots.pop(number % len(slots))[0])
+        elif (offset := ring.allocate(number)) is not None:
+            assert offset + number <= size
+            assert all(offset + number <= other or other + length <= offset for other, length in slots)
+            slots.append((offset, number))
+    for offset, _ in slots:
+        ring.free(offset)
+    assert ring.used_bytes == 0
+    assert ring.allocate(size - size % 4096) == 0
+
+
+def test_shared_memory_is_one_memory_without_a_name(tmp_path: Path) -> None:
+    one = SharedMemory.create(tmp_path, 5000)
+    assert one.path.stat().st_mode & 0o777 == 0o600
+    other = SharedMemory.open(one.path)
+    one.unlink()
+    one.unlink()
+    assert list(tmp_path.iterdir()) == []
+    one.bytes[4999] = 7
+    assert other.bytes.size == 5000
+    assert other.bytes[4999] == 7
+
+
+def test_no_room_for_the_ring_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="make room"):
+        SharedMemory.create(tmp_path / "missing", 4096)
+    with pytest.raises(SetupError, match="make room"):
+        SharedMemory.create(default_ring_dir(tmp_path), 1 << 55)
+    assert list(default_ring_dir(tmp_path).glob("twostep-*.ring")) == []
+
+
+def test_book_counts_bytes_over_any_way_out() -> None:
+    book: ObjectBook[str] = ObjectBook(100)
+    one = book.reserve("a", 0, 60, ttl_s=10, now=0)
+    assert one is not None
+    assert book.get("a", 0, now=0) is None  # reserved is not there yet
+    assert book.reserve("b", 0, 50, ttl_s=10, now=0) is None
+    book.fill(one, "x", now=5)
+    assert book.get("a", 0, now=6) == "x"
+    assert book.expire(15.9) == []
+    assert book.expire(16) == ["a"]
+    assert book.stats.stored_bytes == 0
+    two = book.reserve("b", 0, 50, ttl_s=10, now=0)
+    assert two is not None
+    book.cancel(two)
+    book.cancel(two)
+    assert (book.stats.num_leases, book.stats.stored_bytes) == (0, 0)
+    three = book.reserve("c", 0, 50, ttl_s=10, now=0)
+    assert three is not None
+    assert book.drop("c") == 1
+    assert book.drop("c") == 0
+    with pytest.raises(NotFound):
+        book.fill(three, "late", now=0)
+    book.cancel(three)
+    assert book.stats.stored_bytes == 0
+    with pytest.raises(NotFound):
+        book.reserve("c", 1, 1, ttl_s=10, now=0)
+    with pytest.raises(InvalidRequest):
+        book.reserve("d", 0, 101, ttl_s=10, now=0)
+
+
+def test_a_mirror_forgets_without_refusing_later() -> None:
+    book: ObjectBook[str] = ObjectBook(100)
+    assert book.reserve("a", 0, 60, ttl_s=1, now=0) is not None
+    assert book.expire(2, for_good=False) == ["a"]
+    assert book.reserve("a", 1, 60, ttl_s=1, now=2) is not None
+
+
+async def test_gate_is_fair_and_bounded() -> None:
+    gate, room, order = FifoGate("room", max_waiting=2), [0], []
+
+    async def take(name: str, size: int, seconds: float = 5.0) -> None:
+        def attempt() -> int | None:
+            if room[0] < size:
+                return None
+            room[0] -= size
+            return size
+
+        await gate.take(attempt, deadline=in_s(seconds))
+        order.append(name)
+
+    large = asyncio.create_task(take("large", 3))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(take("small", 1))
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted, match="wait"):
+        await take("too many", 1)
+    room[0] = 2
+    gate.pump()
+    await asyncio.sleep(0.01)
+    assert order == []  # small would fit, but large came first
+    room[0] = 4
+    gate.pump()
+    await asyncio.gather(large, small)
+    assert order == ["large", "small"]
+    with pytest.raises(ResourceExhausted, match="deadline"):
+        await take("late", 1, 0.05)
+    waiting = asyncio.create_task(take("cancelled", 1))
+    behind = asyncio.create_task(take("behind", 1))
+    await asyncio.sleep(0.01)
+    room[0] = 1
+    waiting.cancel()
+    await behind
+    assert room[0] == 0
+
+
+async def test_finish_outlives_cancels() -> None:
+    go_on, done = asyncio.Event(), []
+
+    async def work() -> None:
+        await go_on.wait()
+        done.append(1)
+        raise ValueError("nobody asks any more")
+
+    task = asyncio.create_task(finish(work()))
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        task.cancel()
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == [1]

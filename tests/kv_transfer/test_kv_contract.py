@@ -1,0 +1,274 @@
+"""The contract of kv_transfer.transport, kept alike by the local and the ray transport."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kv_pairs import MakePair, Pair, in_s, wait_for_stats
+
+from kv_transfer.testing import ArrayStore
+from kv_transfer.transport import ChunkInfo
+from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, TwostepError, Unavailable
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def publish(pair: Pair, lease: str, index: int, blocks: Sequence[int], *, ttl_s: float = 30.0, within_s: float = 10.0) -> ChunkInfo:
+    return await pair.prefill.transport.publish(pair.salt + lease, index, 0, blocks, ttl_s=ttl_s, deadline=in_s(within_s))
+
+
+async def fetch(pair: Pair, lease: str, chunk: ChunkInfo, blocks: Sequence[int], *, within_s: float = 10.0) -> None:
+    await pair.decode.transport.fetch(pair.prefill.transport.endpoint, pair.salt + lease, chunk, blocks, deadline=in_s(within_s))
+
+
+async def drop(pair: Pair, lease: str) -> None:
+    await pair.prefill.transport.drop(pair.salt + lease)
+
+
+async def unavailable(call: Awaitable[object]) -> bool:
+    try:
+        await call
+    except Unavailable:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4097, 99_991])
+async def test_bytes_arrive_in_order(make_pair: MakePair, block_bytes: int) -> None:
+    pair = await make_pair(block_bytes=block_bytes)
+    rng = np.random.default_rng(block_bytes)
+    for index, count in enumerate((1, 3, 7, 13)):
+        source, target = rng.permutation(64)[:count].tolist(), rng.permutation(64)[:count].tolist()
+        chunk = await publish(pair, "a", index, source)
+        assert (chunk.index, chunk.num_blocks, chunk.num_bytes) == (index, count, count * block_bytes)
+        await fetch(pair, "a", chunk, target)
+        np.testing.assert_array_equal(pair.decode.store.blocks[target], pair.prefill.store.blocks[source])
+    stats = await pair.prefill.transport.stats()
+    assert (stats.num_leases, stats.num_objects, stats.stored_bytes) == (1, 4, 24 * block_bytes)
+    await drop(pair, "a")
+
+
+async def test_source_blocks_are_free_once_published(make_pair: MakePair) -> None:
+    pair = await make_pair()
+    before = pair.prefill.store.blocks[:2].copy()
+    chunk = await publish(pair, "a", 0, [0, 1])
+    pair.prefill.store.blocks[:2] = 0
+    await fetch(pair, "a", chunk, [5, 6])
+    np.testing.assert_array_equal(pair.decode.store.blocks[5:7], before)
+    await drop(pair, "a")
+
+
+async def test_flipped_bit_is_data_loss_and_nothing_is_written(make_pair: MakePair) -> None:
+    pair = await make_pair()
+    chunk = await publish(pair, "a", 0, [1, 2, 3])
+    with pytest.raises(DataLoss, match="checksum"):
+        await fetch(pair, "a", replace(chunk, checksum=chunk.checksum ^ 1), [1, 2, 3])
+    assert not pair.decode.store.blocks.any()
+    await fetch(pair, "a", chunk, [1, 2, 3])
+    np.testing.assert_array_equal(pair.decode.store.blocks[1:4], pair.prefill.store.blocks[1:4])
+    await drop(pair, "a")
+
+
+async def test_chunk_of_another_size_is_refused(make_pair: MakePair) -> None:
+    pair = await make_pair()
+    chunk = await publish(pair, "a", 0, [1, 2])
+    with pytest.raises(InvalidRequest):
+        await fetch(pair, "a", chunk, [1, 2, 3])
+    larger = replace(chunk, num_blocks=3, num_bytes=3 * 4096)
+    with pytest.raises(DataLoss):
+        await fetch(pair, "a", larger, [1, 2, 3])
+    assert not pair.decode.store.blocks.any()
+    await drop(pair, "a")
+
+
+async def test_drop_frees_is_idempotent_and_final(make_pair: MakePair) -> None:
+    pair = await make_pair()
+    chunk = await publish(pair, "a", 0, [0])
+    await drop(pair, "a")
+    await drop(pair, "a")
+    await drop(pair, "never opened")
+    assert (await pair.prefill.transport.stats()).num_objects == 0
+    with pytest.raises(NotFound):
+        await fetch(pair, "a", chunk, [0])
+    with pytest.raises(NotFound):
+        await publish(pair, "a", 1, [0])
+
+
+async def test_a_chunk_is_published_once(make_pair: MakePair) -> None:
+    pair = await make_pair()
+    await publish(pair, "a", 0, [0])
+    with pytest.raises(InvalidRequest):
+        await publish(pair, "a", 0, [0])
+    await drop(pair, "a")
+
+
+async def test_lease_is_dropped_when_its_time_is_up(make_pair: MakePair) -> None:
+    pair = await make_pair(budget_bytes=4096)
+    chunk = await publish(pair, "a", 0, [0], ttl_s=1.0)
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:  # fetching renews it
+        await fetch(pair, "a", chunk, [0])
+        await asyncio.sleep(0.1)
+    await wait_for_stats(pair.prefill.transport, num_objects=0)
+    with pytest.raises(NotFound):
+        await fetch(pair, "a", chunk, [0])
+    await publish(pair, "b", 0, [0])  # and its bytes are free again
+    await drop(pair, "b")
+
+
+async def test_full_budget_holds_publishers_back_until_a_drop(make_pair: MakePair) -> None:
+    pair = await make_pair(budget_bytes=3 * 4096)
+    await publish(pair, "a", 0, [0, 1])
+    waiting = asyncio.create_task(publish(pair, "b", 0, [2, 3]))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await drop(pair, "a")
+    await fetch(pair, "b", await waiting, [2, 3])
+    np.testing.assert_array_equal(pair.decode.store.blocks[2:4], pair.prefill.store.blocks[2:4])
+    await drop(pair, "b")
+
+
+async def test_full_budget_ends_at_the_deadline(make_pair: MakePair) -> None:
+    pair = await make_pair(budget_bytes=3 * 4096)
+    await publish(pair, "a", 0, [0, 1])
+    start = time.monotonic()
+    with pytest.raises(ResourceExhausted):
+        await publish(pair, "b", 0, [2, 3], within_s=0.3)
+    assert 0.25 < time.monotonic() - start < 2
+    with pytest.raises(InvalidRequest, match="budget"):
+        await publish(pair, "c", 0, [0, 1, 2, 3])
+    await drop(pair, "a")
+
+
+async def test_many_leases_at_once(make_pair: MakePair) -> None:
+    pair = await make_pair(block_bytes=64 << 10, budget_bytes=8 << 20)
+    pair.decode.store.blocks[:] = 0
+
+    async def hand_over(number: int) -> None:
+        lease, blocks = f"lease {number}", [2 * number, 2 * number + 1]
+        chunks = await asyncio.gather(*(publish(pair, lease, i, [b]) for i, b in enumerate(blocks)))
+        await asyncio.gather(*(fetch(pair, lease, c, [b]) for c, b in zip(chunks, blocks, strict=True)))
+        await drop(pair, lease)
+
+    await asyncio.gather(*(hand_over(n) for n in range(32)))
+    np.testing.assert_array_equal(pair.decode.store.blocks, pair.prefill.store.blocks)
+
+
+async def test_both_directions_and_a_side_that_fetches_from_itself(make_pair: MakePair) -> None:
+    pair = await make_pair()
+    chunk = await publish(pair, "a", 0, [4])
+    await pair.prefill.transport.fetch(pair.prefill.transport.endpoint, pair.salt + "a", chunk, [9], deadline=in_s(10))
+    np.testing.assert_array_equal(pair.prefill.store.blocks[9], pair.prefill.store.blocks[4])
+    back = await pair.decode.transport.publish(pair.salt + "b", 0, 0, [30], ttl_s=30, deadline=in_s(10))
+    await pair.prefill.transport.fetch(pair.decode.transport.endpoint, pair.salt + "b", back, [4], deadline=in_s(10))
+    assert not pair.prefill.store.blocks[4].any()
+    await drop(pair, "a")
+    await pair.decode.transport.drop(pair.salt + "b")
+
+
+async def test_unknown_source_is_unavailable(make_pair: MakePair) -> None:
+    pair = await make_pair()
+    chunk = await publish(pair, "a", 0, [0])
+    with pytest.raises(Unavailable):
+        await pair.decode.transport.fetch("kv:nobody:1:1", "a", chunk, [0], deadline=in_s(10))
+    await drop(pair, "a")
+
+
+async def test_closed_source_is_unavailable_and_closed_side_refuses(make_pair: MakePair) -> None:
+    pair = await make_pair()
+    chunk = await publish(pair, "a", 0, [0])
+    endpoint = pair.prefill.transport.endpoint
+    await pair.prefill.transport.close()
+    assert not pair.prefill.transport.ready
+    start = time.monotonic()
+    # Ray may answer from the dying actor for a moment.
+    while not await unavailable(pair.decode.transport.fetch(endpoint, pair.salt + "a", chunk, [0], deadline=in_s(10))):
+        assert time.monotonic() - start < 5
+    with pytest.raises(Unavailable):
+        await publish(pair, "b", 0, [0])
+
+
+class SlowStore(ArrayStore):
+    """Counts who is inside, and waits there until it is let go."""
+
+    def __init__(self, blocks: npt.NDArray[np.uint8]) -> None:
+        super().__init__(blocks)
+        self.inside = threading.Event()
+        self.go_on = threading.Event()
+
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        self.inside.set()
+        assert self.go_on.wait(10)
+        super().read_blocks(block_ids, out)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        self.inside.set()
+        assert self.go_on.wait(10)
+        super().write_blocks(block_ids, data)
+
+
+async def test_cancelled_publish_ends_when_nobody_reads_the_blocks(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = await make_pair()
+    slow = SlowStore(pair.prefill.store.blocks)
+    monkeypatch.setattr(pair.prefill.transport, "_store", slow)
+    task = asyncio.create_task(publish(pair, "a", 0, [0, 1]))
+    assert await asyncio.to_thread(slow.inside.wait, 10)
+    task.cancel()
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    slow.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await drop(pair, "a")
+
+
+async def test_cancelled_fetch_ends_when_nobody_writes_the_blocks(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = await make_pair()
+    chunk = await publish(pair, "a", 0, [0, 1])
+    slow = SlowStore(pair.decode.store.blocks)
+    monkeypatch.setattr(pair.decode.transport, "_store", slow)
+    task = asyncio.create_task(fetch(pair, "a", chunk, [0, 1]))
+    assert await asyncio.to_thread(slow.inside.wait, 10)
+    task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    slow.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await drop(pair, "a")
+
+
+async def test_cancelling_at_any_moment_leaks_nothing(make_pair: MakePair) -> None:
+    pair = await make_pair(block_bytes=128 << 10, budget_bytes=2 << 20)
+    rng = np.random.default_rng(3)
+
+    async def hand_over(number: int) -> None:
+        lease = f"lease {number}"
+        try:
+            chunk = await publish(pair, lease, 0, [number])
+            await fetch(pair, lease, chunk, [number])
+        finally:
+            await drop(pair, lease)
+
+    tasks = [asyncio.create_task(hand_over(n)) for n in range(48)]
+    for task in tasks:
+        await asyncio.sleep(float(rng.exponential(0.003)))
+        task.cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(o is None or isinstance(o, (asyncio.CancelledError, TwostepError)) for o in outcomes)
+    # Calls that were cancelled under way may still be on their way back.
+    await wait_for_stats(pair.prefill.transport, num_objects=0)
+    for number in range(4):  # and the room is all there
+        lease = f"after {number}"
+        chunk = await publish(pair, lease, 0, list(range(16)))
+        await fetch(pair, lease, chunk, list(range(16)))
+        await drop(pair, lease)

@@ -1,0 +1,228 @@
+"""What the ray transport does when parts of it die: agents, the worker, all of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from kv_pairs import Side, in_s, make_store, ray_side, rings_left, running, store_empty_within, wait_for_stats, wait_until
+
+from kv_transfer import agent_session
+from kv_transfer.agent_session import AgentSession
+from kv_transfer.ray_transport import RayTransport
+from kv_transfer.testing import LocalRay
+from kv_transfer.transport import ChunkInfo
+from twostep.errors import SetupError, Unavailable
+
+pytestmark = pytest.mark.ray
+
+BLOCK = 64 << 10
+
+
+def make_side(ray: LocalRay, worker_id: str, *, fill: bool = True) -> Side:
+    return ray_side(ray, make_store(BLOCK, fill=fill), worker_id=worker_id)
+
+
+def session_of(side: Side) -> AgentSession:
+    assert isinstance(side.transport, RayTransport)
+    assert side.transport.session is not None
+    return side.transport.session
+
+
+async def publish(side: Side, lease: str, blocks: list[int]) -> ChunkInfo:
+    return await side.transport.publish(lease, 0, 0, blocks, ttl_s=60, deadline=in_s(10))
+
+
+@pytest.mark.parametrize("victim", ["helper", "actor"])
+async def test_killed_source_is_unavailable_and_comes_back_under_a_new_name(local_ray: LocalRay, victim: str) -> None:
+    prefill, decode = make_side(local_ray, "p"), make_side(local_ray, "d", fill=False)
+    async with running(prefill, decode):
+        session = session_of(prefill)
+        chunk = await publish(prefill, "a", [0, 1])
+        blocked = asyncio.create_task(prefill.transport.publish("b", 0, 0, [0] * 1024, ttl_s=60, deadline=in_s(30)))
+        await asyncio.sleep(0.05)
+        os.kill(session.process.pid if victim == "helper" else session.actor_pid, signal.SIGKILL)
+        start = time.monotonic()
+        lost = 0
+        while not lost:  # the object may be had for a moment yet
+            try:
+                await decode.transport.fetch(session.endpoint, "a", chunk, [0, 1], deadline=in_s(10))
+            except Unavailable:
+                lost += 1
+        assert time.monotonic() - start < 5
+        with pytest.raises(Unavailable):
+            await blocked
+        assert await wait_until(lambda: prefill.transport.ready and prefill.transport.endpoint != session.endpoint) < 20
+        chunk = await publish(prefill, "c", [7])
+        await decode.transport.fetch(prefill.transport.endpoint, "c", chunk, [7], deadline=in_s(10))
+        np.testing.assert_array_equal(decode.store.blocks[7], prefill.store.blocks[7])
+        assert not psutil.pid_exists(session.actor_pid)
+        await prefill.transport.drop("c")
+        assert (await prefill.transport.stats()).num_objects == 0
+
+
+async def test_own_agent_lost_while_fetching(local_ray: LocalRay) -> None:
+    prefill, decode = make_side(local_ray, "p"), make_side(local_ray, "d", fill=False)
+    async with running(prefill, decode):
+        chunk = await publish(prefill, "a", [0, 1])
+        source, own = session_of(prefill), session_of(decode)
+        os.kill(source.actor_pid, signal.SIGSTOP)  # so that the fetch hangs
+        fetching = asyncio.create_task(decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(20)))
+        await asyncio.sleep(0.2)
+        start = time.monotonic()
+        os.kill(own.actor_pid, signal.SIGKILL)
+        with pytest.raises(Unavailable):
+            await fetching
+        assert time.monotonic() - start < 3
+        os.kill(source.actor_pid, signal.SIGCONT)
+        await wait_until(lambda: decode.transport.ready and decode.transport.endpoint != own.endpoint)
+        await decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(10))
+        await prefill.transport.drop("a")
+
+
+async def test_hanging_source_ends_at_the_deadline_and_a_cancelled_slot_is_not_reused_early(local_ray: LocalRay) -> None:
+    prefill, decode = make_side(local_ray, "p"), make_side(local_ray, "d", fill=False)
+    async with running(prefill, decode):
+        chunk = await publish(prefill, "a", [0, 1])
+        source, own = session_of(prefill), session_of(decode)
+        os.kill(source.actor_pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            with pytest.raises(Unavailable):
+                await decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(0.5))
+            assert 0.4 < time.monotonic() - start < 3
+            assert own.ring_used_bytes == 0
+            cancelled = asyncio.create_task(decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(20)))
+            await asyncio.sleep(0.2)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            assert own.ring_used_bytes == chunk.num_bytes
+        finally:
+            os.kill(source.actor_pid, signal.SIGCONT)
+        await wait_until(lambda: own.ring_used_bytes == 0)
+        assert not decode.store.blocks.any()
+        await wait_for_stats(prefill.transport, num_objects=1)
+        await prefill.transport.drop("a")
+
+
+async def test_hanging_agent_is_replaced(local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_session, "_PUT_S", 0.5)
+    side = make_side(local_ray, "p")
+    async with running(side):
+        session = session_of(side)
+        os.kill(session.actor_pid, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="hangs"):
+            await publish(side, "a", [0])
+        await wait_until(lambda: side.transport.ready and side.transport.endpoint != session.endpoint)
+        await publish(side, "b", [0])
+        await side.transport.drop("b")
+
+
+_WORKER = """
+import asyncio, sys, time
+import numpy as np
+from pathlib import Path
+from kv_transfer.ray_transport import RayTransport
+from kv_transfer.testing import ArrayStore
+
+async def main():
+    store = ArrayStore(np.ones((8, 1 << 20), np.uint8))
+    transport = RayTransport(store, 1 << 20, worker_id="w", epoch=1, ray_address=sys.argv[1], run_dir=Path(sys.argv[2]))
+    await transport.start()
+    while not transport.ready:
+        await asyncio.sleep(0.02)
+    await transport.publish("a", 0, 0, range(8), ttl_s=600, deadline=time.monotonic() + 10)
+    assert "ray" not in sys.modules
+    print(transport.session.process.pid, transport.session.actor_pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def test_killed_worker_leaves_no_process_no_object_and_no_ring(local_ray: LocalRay) -> None:
+    run_dir = local_ray.directory / "killed"
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", _WORKER, local_ray.address, str(run_dir), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert worker.stdout is not None
+        helper, actor = map(int, (await worker.stdout.readline()).split())
+        usage = await asyncio.to_thread(local_ray.store_usage)
+        assert usage.num_objects == 1
+        assert usage.num_bytes >= 8 << 20
+    finally:
+        worker.kill()
+        await worker.communicate()
+    assert await wait_until(lambda: not psutil.pid_exists(helper) and not psutil.pid_exists(actor)) < 5
+    assert await asyncio.to_thread(store_empty_within, local_ray, 10.0)
+    assert rings_left() == []
+
+
+async def test_ray_lost_and_back(local_ray: LocalRay, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "kv_transfer")
+    side = make_side(local_ray, "p")
+    async with running(side):
+        endpoint = side.transport.endpoint
+        await publish(side, "a", [0])
+        local_ray.kill()
+        try:
+            assert await wait_until(lambda: not side.transport.ready) < 20
+            assert side.transport.endpoint == ""
+            with pytest.raises(Unavailable, match="not ready"):
+                await publish(side, "b", [0])
+            await side.transport.drop("a")
+            assert (await side.transport.stats()).num_objects == 0
+            await asyncio.sleep(1.5)
+            said = [r for r in caplog.records if "not ready" in r.message]
+            assert 1 <= len(said) <= 3, [r.message for r in said]
+        finally:
+            await asyncio.to_thread(local_ray.start)
+        await wait_until(lambda: side.transport.ready)
+        assert side.transport.endpoint != endpoint
+        await publish(side, "c", [0])
+        await side.transport.drop("c")
+
+
+async def test_without_ray_start_returns_at_once(tmp_path: Path, short_dir: Path) -> None:
+    store = make_store(64, fill=True)
+    transport = RayTransport(store, 64, worker_id="w", epoch=1, ray_address="127.0.0.1:1", run_dir=short_dir / "run")
+    start = time.monotonic()
+    await transport.start()
+    assert time.monotonic() - start < 0.5
+    assert oct((short_dir / "run").stat().st_mode)[-3:] == "700"
+    with pytest.raises(Unavailable):
+        await transport.publish("a", 0, 0, [0], ttl_s=1, deadline=in_s(1))
+    await transport.drop("a")
+    await transport.close()
+    assert not transport.ready
+
+
+async def test_agent_that_cannot_join_says_why(
+    local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/dev/null")
+    side = make_side(local_ray, "p")
+    await side.transport.start()
+    await wait_until(lambda: "AuthenticationError" in caplog.text)
+    assert not side.transport.ready
+    await side.transport.close()
+    assert [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE and "kv_transfer.agent" in p.cmdline()] == []
+    assert rings_left() == []
+
+
+def test_configuration_errors(tmp_path: Path, short_dir: Path) -> None:
+    store = make_store(8192, fill=True)
+    with pytest.raises(SetupError, match="ring"):
+        RayTransport(store, 8192, worker_id="w", epoch=1, ray_address="127.0.0.1:1", run_dir=short_dir, ring_bytes=4096)
+    with pytest.raises(SetupError, match="too long"):
+        RayTransport(store, 8192, worker_id="w", epoch=1, ray_address="127.0.0.1:1", run_dir=tmp_path / ("x" * 100))

@@ -1,0 +1,118 @@
+"""Tickets and layouts."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.layout import check_compatible, fingerprint, layout_from_proto, layout_to_proto
+from kv_transfer.ticket import Ticket
+from twostep.cluster.records import LayoutRecord
+from twostep.errors import Incompatible, Unauthenticated, Unavailable
+from twostep.rpc.v1 import kv_pb2
+
+SECRET = b"deployment secret"
+LAYOUT = LayoutRecord(model_fingerprint="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
+
+uint64, text = st.integers(0, 2**64 - 1), st.text(max_size=20)
+tickets = st.builds(
+    Ticket,
+    worker_id=text,
+    address=text,
+    epoch=uint64,
+    request_id=text,
+    attempt=st.integers(0, 2**32 - 1),
+    layout=text,
+    expires_unix_ms=st.integers(0, 2**63 - 1),
+)
+
+
+@given(tickets)
+def test_survives_the_wire_and_verifies(ticket: Ticket) -> None:
+    signed = ticket.signed(SECRET)
+    arrived = Ticket.from_proto(kv_pb2.Ticket.FromString(signed.to_proto().SerializeToString()))
+    assert arrived == signed
+    arrived.check_signature(SECRET)
+    with pytest.raises(Unauthenticated):
+        arrived.check_signature(b"another secret")
+
+
+@given(tickets, tickets)
+def test_a_signature_fits_one_ticket_only(one: Ticket, other: Ticket) -> None:
+    moved = replace(other, mac=one.signed(SECRET).mac)
+    if replace(one, mac=b"") == replace(other, mac=b""):
+        moved.check_signature(SECRET)
+    else:
+        with pytest.raises(Unauthenticated):
+            moved.check_signature(SECRET)
+
+
+@given(tickets, st.integers(0, 31), st.integers(1, 255))
+def test_any_flipped_bit_of_the_signature_is_seen(ticket: Ticket, position: int, flip: int) -> None:
+    mac = bytearray(ticket.signed(SECRET).mac)
+    mac[position] ^= flip
+    with pytest.raises(Unauthenticated):
+        replace(ticket, mac=bytes(mac)).check_signature(SECRET)
+
+
+def test_shifted_strings_do_not_encode_alike() -> None:
+    one = ticket_of(worker_id="ab", address="c")
+    with pytest.raises(Unauthenticated):
+        replace(one, worker_id="a", address="bc").check_signature(SECRET)
+
+
+def ticket_of(**changes: Any) -> Ticket:
+    base = Ticket(worker_id="w", address="h:1", epoch=7, request_id="r", attempt=1, layout=fingerprint(LAYOUT), expires_unix_ms=1000)
+    return replace(base, **changes).signed(SECRET)
+
+
+def verify(ticket: Ticket, now: int = 999) -> None:
+    ticket.verify(SECRET, worker_id="w", epoch=7, layout=fingerprint(LAYOUT), now_unix_ms=now)
+
+
+@pytest.mark.parametrize(
+    ("ticket", "error", "says"),
+    [
+        (replace(ticket_of(), attempt=2), Unauthenticated, "secret-file"),
+        (ticket_of(worker_id="x"), Incompatible, "worker x"),
+        (ticket_of(epoch=6), Unavailable, "epoch 6"),
+        (ticket_of(layout="other"), Incompatible, "layout other"),
+        (ticket_of(expires_unix_ms=999), Unavailable, "expired"),
+    ],
+)
+def test_refused_with_what_to_do(ticket: Ticket, error: type[Exception], says: str) -> None:
+    verify(ticket_of())
+    with pytest.raises(error, match=says):
+        verify(ticket)
+
+
+def test_negative_expiry_is_refused_at_the_edge() -> None:
+    with pytest.raises(Unauthenticated):
+        Ticket.from_proto(kv_pb2.Ticket(expires_unix_ms=-1))
+
+
+def test_expiry_by_the_clock() -> None:
+    with pytest.raises(Unavailable):
+        ticket_of(expires_unix_ms=1).check_expiry()
+    ticket_of(expires_unix_ms=2**60).check_expiry()
+
+
+def test_lease_ids_differ_by_life_and_attempt() -> None:
+    assert (
+        len({ticket_of(**change).lease_id for change in ({}, {"epoch": 8}, {"attempt": 2}, {"request_id": "s"}, {"worker_id": "x"})}) == 5
+    )
+
+
+def test_layout_survives_the_wire_and_names_what_differs() -> None:
+    assert layout_from_proto(layout_to_proto(LAYOUT)) == LAYOUT
+    check_compatible(LAYOUT, replace(LAYOUT))
+    for field in fields(LAYOUT):
+        value = getattr(LAYOUT, field.name)
+        other = replace(LAYOUT, **{field.name: value + "x" if isinstance(value, str) else value + 1})
+        assert fingerprint(other) != fingerprint(LAYOUT)
+        with pytest.raises(Incompatible, match=field.name):
+            check_compatible(LAYOUT, other)

@@ -1,0 +1,78 @@
+"""Two directories have one fingerprint exactly if they hold the same model, as far as samples tell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+from twostep.errors import SetupError
+from twostep.fingerprint import model_fingerprint
+
+
+@pytest.fixture
+def copy(tiny_llama_dir: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_llama_dir, tmp_path / "another name")
+
+
+def test_same_model_elsewhere(tiny_llama_dir: Path, copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=7))
+    assert model_fingerprint(copy) == model_fingerprint(tiny_llama_dir)
+    assert len(model_fingerprint(copy)) == 64
+
+
+def other_config(model_dir: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    config["rms_norm_eps"] *= 2
+    (model_dir / "config.json").write_text(json.dumps(config))
+
+
+def other_tokenizer(model_dir: Path) -> None:
+    path = model_dir / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|im_end|>", "<|im_fin|>"))
+
+
+def other_weights(model_dir: Path) -> None:
+    tiny_models.save_tiny_model(model_dir, seed=1)
+
+
+def other_last_byte(model_dir: Path) -> None:
+    with (model_dir / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        byte = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def other_tensor_name(model_dir: Path) -> None:
+    path = model_dir / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"layers.1.mlp", b"layers.7.mlp"))
+
+
+@pytest.mark.parametrize("change", [other_config, other_tokenizer, other_weights, other_last_byte, other_tensor_name])
+def test_another_model(tiny_llama_dir: Path, copy: Path, change: Callable[[Path], None]) -> None:
+    change(copy)
+    assert model_fingerprint(copy) != model_fingerprint(tiny_llama_dir)
+
+
+def test_incomplete_models_are_refused(copy: Path) -> None:
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(SetupError, match=r"tokenizer\.json"):
+        model_fingerprint(copy)
+    (copy / "model.safetensors").write_bytes(b"")
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(SetupError, match=r"model\.safetensors is truncated"):
+        model_fingerprint(copy)
+
+
+def test_neither_torch_nor_numpy_is_needed() -> None:
+    """A router imports this and twostep.text."""
+    code = "import sys, twostep.fingerprint, twostep.text; assert not {'torch', 'numpy', 'transformers', 'ray'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,125 @@
+"""Small random models saved by transformers, and hand-made batches over a block pool."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from twostep.engine.batch import Batch, SamplingRow
+from twostep.sampling_params import SamplingParams
+
+VOCAB = 211
+
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "rms_norm_eps": 1e-5,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# name: (config class, extra fields)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": ("LlamaConfig", {"rope_parameters": _LLAMA3, "num_key_value_heads": 6}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 16, "num_key_value_heads": 3}),
+    "qwen2": ("Qwen2Config", {"use_sliding_window": False, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 12, "tie_word_embeddings": False}),
+}
+
+
+def save_model(family: str, directory: Path) -> transformers.PreTrainedModel:
+    """A random float32 model of a family, saved to `directory` and returned as transformers' own."""
+    config_class, extra = FAMILIES[family]
+    config = getattr(transformers, config_class)(**(_SMALL | extra))
+    torch.manual_seed(len(family))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):  # initialized to 0 and 1, which would hide a mistake
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(directory)
+    return model
+
+
+def reference_logits(model: transformers.PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+    """transformers' logits of every position, float32 [len(tokens), VOCAB]."""
+    with torch.inference_mode():
+        return model(torch.tensor([list(tokens)])).logits[0].float()
+
+
+@dataclass
+class Sequence_:
+    """A sequence being computed: `tokens` to the end, the first `num_computed` of them in the pool."""
+
+    tokens: list[int]
+    blocks: list[int]
+    num_computed: int = 0
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def scattered_sequences(lengths: Sequence[int], block_size: int, num_blocks: int, rng: random.Random) -> list[Sequence_]:
+    """Sequences of random tokens over blocks that are in no order, block 0 among them."""
+    free = list(range(num_blocks))
+    rng.shuffle(free)
+    made = []
+    for length in lengths:
+        blocks = [free.pop() for _ in range(-(-length // block_size))]
+        made.append(Sequence_([rng.randrange(VOCAB) for _ in range(length)], blocks))
+    return made
+
+
+GREEDY = SamplingRow(
+    params=SamplingParams(max_tokens=1, temperature=0.0), position=0, history=(), num_prompt_tokens=0, stop_ids=frozenset()
+)
+
+
+def make_batch(work: Sequence[tuple[Sequence_, int]], block_size: int, *, every_row: bool = True) -> Batch:
+    """The next `n` tokens of each sequence; logits of every row, or of the last of each sequence."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    for sequence, count in work:
+        chosen = range(sequence.num_computed, sequence.num_computed + count)
+        token_ids += [sequence.tokens[p] for p in chosen]
+        positions += chosen
+        slots += [sequence.blocks[p // block_size] * block_size + p % block_size for p in chosen]
+        starts.append(len(token_ids))
+    lengths = [sequence.num_computed + count for sequence, count in work]
+    tables = np.zeros((len(work), max(-(-n // block_size) for n in lengths) + 1), np.int32)
+    for row, (sequence, _) in enumerate(work):
+        used = -(-lengths[row] // block_size)
+        tables[row, :used] = sequence.blocks[:used]
+    rows = range(len(token_ids)) if every_row else [s - 1 for s in starts[1:]]
+    return Batch(
+        token_ids=np.array(token_ids, np.int64),
+        positions=np.array(positions, np.int64),
+        query_start=np.array(starts, np.int32),
+        seq_lens=np.array(lengths, np.int32),
+        block_tables=tables,
+        slots=np.array(slots, np.int64),
+        sample_rows=np.array(list(rows), np.int64),
+        sampling=[GREEDY] * len(rows),
+    )

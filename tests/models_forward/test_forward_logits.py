@@ -1,0 +1,66 @@
+"""Logits of every family equal transformers', whatever the chunking, the block size and the batch mix."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from forward_helpers import FAMILIES, VOCAB, make_batch, reference_logits, save_model, scattered_sequences
+
+from twostep.engine.model_runner import ModelRunner
+
+TOLERANCE = 1e-4
+NUM_BLOCKS = 320
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    directory = tmp_path_factory.mktemp(request.param)
+    return save_model(request.param, directory), directory
+
+
+def check(sequence, oracle) -> None:
+    want = reference_logits(oracle, sequence.tokens)
+    assert sorted(sequence.logits) == list(range(len(sequence.tokens)))
+    got = torch.stack([sequence.logits[p] for p in range(len(sequence.tokens))])
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+def advance(runner: ModelRunner, work) -> None:
+    logits = runner.forward(make_batch(work, runner.kv_shape.block_size))
+    row = 0
+    for sequence, count in work:
+        for _ in range(count):
+            sequence.logits[sequence.num_computed] = logits[row]
+            sequence.num_computed += 1
+            row += 1
+    assert row == len(logits)
+
+
+def test_whole_prompt_then_decode(model: tuple[object, Path]) -> None:
+    oracle, directory = model
+    runner = ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=16)
+    assert runner.vocab_size == VOCAB
+    (sequence,) = scattered_sequences([90], 16, NUM_BLOCKS, random.Random(1))
+    advance(runner, [(sequence, 70)])
+    while sequence.num_computed < len(sequence.tokens):
+        advance(runner, [(sequence, 1)])
+    check(sequence, oracle)
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_chunks_mixed_with_decode(model: tuple[object, Path], block_size: int, seed: int) -> None:
+    oracle, directory = model
+    rng = random.Random(1000 * seed + block_size)
+    runner = ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=block_size)
+    sequences = scattered_sequences([rng.choice([1, 2, 7, 33, 90, 200]) for _ in range(6)], block_size, NUM_BLOCKS, rng)
+    while open_ := [s for s in sequences if s.num_computed < len(s.tokens)]:
+        rng.shuffle(open_)
+        # One token (decode) and chunks of every size beside each other; some sequences sit the step out.
+        work = [(s, min(rng.choice([1, 1, 3, 8, 30, 140]), len(s.tokens) - s.num_computed)) for s in open_[: rng.randint(1, 6)]]
+        advance(runner, work)
+    for sequence in sequences:
+        check(sequence, oracle)

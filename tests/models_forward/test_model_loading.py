@@ -1,0 +1,135 @@
+"""What a model directory must hold, and what a runner refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from forward_helpers import make_batch, save_model, scattered_sequences
+from safetensors.torch import load_file, save_file
+
+from twostep.engine.model_runner import ModelRunner, num_blocks_for
+from twostep.errors import SetupError
+from twostep.models.config import parse_config
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_model("llama", tmp_path)
+    return tmp_path
+
+
+def edit(directory: Path, change: Callable[[Tensors], object]) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def load(directory: Path, **options: object) -> ModelRunner:
+    return ModelRunner(directory, **({"num_blocks": 4, "block_size": 4} | options))
+
+
+def test_a_missing_tensor_is_named(directory: Path) -> None:
+    edit(directory, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(SetupError, match=r"lacks model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load(directory)
+
+
+def test_an_unexpected_tensor_is_named(directory: Path) -> None:
+    edit(directory, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}))
+    with pytest.raises(SetupError, match=r"does not know: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load(directory)
+
+
+def test_a_wrong_shape_is_named(directory: Path) -> None:
+    edit(directory, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(47)}))
+    with pytest.raises(SetupError, match=r"model\.norm\.weight has shape \[47\], but config\.json asks for \[48\]"):
+        load(directory)
+
+
+def test_many_missing_tensors_are_counted(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    with pytest.raises(SetupError, match="and 10 more"):
+        load(directory)
+
+
+def test_computed_buffers_of_old_checkpoints_are_ignored(directory: Path) -> None:
+    edit(directory, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    load(directory)
+
+
+def test_a_tied_head_in_the_file_is_ignored(tmp_path: Path) -> None:
+    save_model("llama-tied", tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int4"}, "dtype is 'int4'; give auto"),
+        ({"device": "tpu"}, "device 'tpu' is not served"),
+        ({"device": "cuda:"}, "device 'cuda:' is not served"),
+        ({"load_format": "none"}, "load_format is 'none'; give auto or dummy"),
+        ({"num_blocks": 0}, "at least 1 of each"),
+        ({"max_model_len": 513}, "takes 1 to 512"),
+        ({"num_blocks": 1 << 50}, "no memory for a KV cache"),
+    ],
+)
+def test_bad_options_are_refused(directory: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        load(directory, **options)
+
+
+def test_dtype_auto_is_that_of_the_weights_and_can_be_chosen(directory: Path) -> None:
+    assert load(directory).kv_shape.dtype == "float32"
+    assert load(directory, dtype="bfloat16").kv_shape.dtype == "bfloat16"
+    assert load(directory, max_model_len=100).max_model_len == 100
+
+
+def test_blocks_for_a_memory_budget(directory: Path) -> None:
+    config = parse_config(directory)
+    per_block = 3 * 2 * 2 * 16 * 8 * 2  # layers, K and V, heads, slots, head_dim, bytes
+    assert num_blocks_for(config, "bfloat16", 16, 10 * per_block + 1) == 10
+    with pytest.raises(SetupError, match="holds no block"):
+        num_blocks_for(config, "bfloat16", 16, per_block - 1)
+
+
+def test_dummy_weights_need_config_alone_and_are_the_same_each_time(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    bare = tmp_path_factory.mktemp("bare")
+    (bare / "config.json").write_text((directory / "config.json").read_text())
+    with pytest.raises(SetupError, match="safetensors"):
+        load(bare)
+    first, second = (load(bare, load_format="dummy", num_blocks=8) for _ in range(2))
+    (sequence,) = scattered_sequences([9], 4, 8, random.Random(0))
+    batch = make_batch([(sequence, 9)], 4)
+    logits = first.forward(batch)
+    assert logits.isfinite().all()
+    assert logits.std() > 0
+    assert torch.equal(second.forward(batch), logits)
+
+
+def test_a_gpu_that_is_not_there_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SetupError, match=r"'cuda' is not there: .* no NVIDIA GPU; use cpu"):
+        load(directory, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SetupError, match="'cuda:2' is not there: this machine has 2 GPUs"):
+        load(directory, device="cuda:2")
+
+
+def test_the_cpu_needs_no_triton(directory: Path) -> None:
+    load = f"from twostep.engine.model_runner import ModelRunner; ModelRunner({str(directory)!r}, num_blocks=4)"
+    code = f"import sys; {load}; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

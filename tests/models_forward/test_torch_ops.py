@@ -1,0 +1,83 @@
+"""The CPU's operations against their plain definitions, and the model in bfloat16."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
+
+from twostep.engine.model_runner import ModelRunner
+from twostep.kernels import torch_ops
+from twostep.kernels.torch_ops import TorchOps
+
+OPS = TorchOps()
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 130])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_linear(num_rows: int, bias: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    weight, x = torch.randn(70, 33, generator=generator).to(dtype), torch.randn(num_rows, 33, generator=generator).to(dtype)
+    b = torch.randn(70, generator=generator).to(dtype) if bias else None
+    want = x.double() @ weight.double().T + (0 if b is None else b.double())
+    got = OPS.prepare_linear(weight, b)(x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(
+        got.double(), want, rtol=0.01 if dtype != torch.float32 else 1e-5, atol=0.05 if dtype != torch.float32 else 1e-5
+    )
+
+
+def test_linear_without_packing_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    torch_ops._packing_works.cache_clear()
+    try:
+        weight, x = torch.randn(5, 4).bfloat16(), torch.randn(3, 4).bfloat16()
+        assert torch.equal(OPS.prepare_linear(weight, None)(x), torch.nn.functional.linear(x, weight))
+        assert not torch_ops._packing_works(torch.bfloat16)
+    finally:
+        torch_ops._packing_works.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_activation(dtype: torch.dtype) -> None:
+    x, residual, weight = torch.randn(5, 24).to(dtype), torch.randn(5, 24).to(dtype), torch.randn(24).to(dtype)
+    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    wide = (x + residual).double()
+    want = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+    summed = residual.clone()
+    torch.testing.assert_close(OPS.add_rms_norm(x, summed, weight, 1e-3).double(), want, **tolerance)
+    assert torch.equal(summed, x + residual)
+    torch.testing.assert_close(OPS.rms_norm(summed, weight, 1e-3).double(), want, **tolerance)
+    gate, up = x[:, :12].double(), x[:, 12:].double()
+    torch.testing.assert_close(OPS.silu_mul(x.clone()).double(), gate * gate.sigmoid() * up, **tolerance)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "llama-biases", "qwen3"])
+def test_bfloat16_stays_near_float32(tmp_path: Path, family: str) -> None:
+    oracle = save_model(family, tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=40, block_size=8, dtype="bfloat16")
+    (sequence,) = scattered_sequences([150], 8, 40, random.Random(5))
+    first = runner.forward(make_batch([(sequence, 149)], 8))
+    sequence.num_computed = 149
+    got = torch.cat((first, runner.forward(make_batch([(sequence, 1)], 8)))).float()
+    want = reference_logits(oracle, sequence.tokens)
+    assert float((got - want).square().mean().sqrt() / want.std()) < 0.05
+
+
+def test_a_batch_without_sample_rows_only_writes(tmp_path: Path) -> None:
+    oracle = save_model("llama", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=40, block_size=8)
+    (sequence,) = scattered_sequences([300], 8, 40, random.Random(6))
+    batch = make_batch([(sequence, 299)], 8)  # three tiles, the last one short
+    whole = type(batch)(
+        **({name: getattr(batch, name) for name in batch.__slots__} | {"sample_rows": batch.sample_rows[:0], "sampling": ()})
+    )
+    assert runner.forward(whole).shape == (0, runner.vocab_size)
+    assert runner.run(whole).token_ids == ()
+    sequence.num_computed = 299
+    got = runner.forward(make_batch([(sequence, 1)], 8))
+    torch.testing.assert_close(got, reference_logits(oracle, sequence.tokens)[-1:], rtol=0, atol=1e-4)

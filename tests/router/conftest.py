@@ -1,0 +1,31 @@
+"""Fixtures of the router's tests: no torch, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from router_fakes import Cluster, RedisServer, make_model_dir
+
+
+@pytest.fixture(scope="session")
+def bare_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("router") / "model")
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    directory = tmp_path / "redis"
+    directory.mkdir()
+    server = RedisServer(directory)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def cluster(bare_model_dir: Path, redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """No workers yet, no router yet."""
+    built = Cluster(bare_model_dir, redis_server, tmp_path)
+    yield built
+    await built.close()

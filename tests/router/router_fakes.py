@@ -1,0 +1,564 @@
+"""A cluster without an engine: real gRPC servers that play prefill and decode workers by script, beside a real Redis.
+
+The answer to every prompt is ANSWER_TEXT over and over, so that the token at every position is known beforehand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import struct
+import subprocess
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import redis.asyncio
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from router.config import RouterConfig
+from router.server import Router
+from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
+from twostep.fingerprint import model_fingerprint
+from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
+from twostep.prefix import secret_check
+from twostep.rpc.channel import open_channel
+from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
+
+SECRET = b"a secret of the tests, long enough"
+ANSWER_TEXT = " Paris is the größte city, and naïve café 🙂 the end."
+EOS_ID = 2
+MAX_MODEL_LEN = 2048
+HASH_UNIT = 64
+
+_CHATML = (
+    "{% for message in messages %}{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+# ---- a model directory without a model -----------------------------------------------------------------------------------
+
+
+def make_model_dir(path: Path) -> Path:
+    """Everything a router reads; the weights are one number."""
+    path.mkdir(parents=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["the capital of France is Paris, the end of the answer and so on"], trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "eos_token_id": EOS_ID,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_p": 0.9}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": _CHATML}))
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+    return path
+
+
+# ---- Redis ---------------------------------------------------------------------------------------------------------------
+
+
+class RedisServer:
+    """A real server on a unix socket, which tests may kill and start again."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.url = server_url(directory)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        argv = server_argv(server_binary(), self._directory)
+        self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        give_up = time.monotonic() + 10
+        client = redis.Redis.from_url(self.url)
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.exceptions.RedisError:
+                assert time.monotonic() < give_up, "the Redis server did not start"
+                time.sleep(0.01)
+        client.close()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            socket_path(self._directory).unlink(missing_ok=True)
+
+
+# ---- workers -------------------------------------------------------------------------------------------------------------
+
+AttemptId = tuple[str, int]
+
+
+@dataclass(eq=False)
+class HandOver:
+    """What the two sides of one attempt tell each other behind the router's back."""
+
+    first: asyncio.Future[prefill_pb2.Token]
+    committed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Exchange:
+    def __init__(self, answer: list[int]) -> None:
+        self.answer = answer
+        self._by_id: dict[AttemptId, HandOver] = {}
+
+    def of(self, attempt: AttemptId) -> HandOver:
+        if attempt not in self._by_id:
+            self._by_id[attempt] = HandOver(asyncio.get_running_loop().create_future())
+        return self._by_id[attempt]
+
+    def token(self, position: int, sampling: inference_pb2.SamplingParams) -> prefill_pb2.Token:
+        token = prefill_pb2.Token(token_id=self.answer[position % len(self.answer)], position=position)
+        if (token.token_id == EOS_ID and not sampling.ignore_eos) or token.token_id in sampling.stop_token_ids:
+            token.finish_reason = inference_pb2.FINISH_REASON_STOP
+        elif position + 1 >= sampling.max_tokens:
+            token.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+        if sampling.HasField("logprobs"):
+            token.logprobs.logprob = -0.5 - position
+            token.logprobs.top.extend(inference_pb2.TopLogprob(token_id=i, logprob=-1.0 - i) for i in range(sampling.logprobs))
+        return token
+
+
+Hook = Callable[[Any, Any], Awaitable[None]]
+
+
+class FakeWorker:
+    """`record` is what stands in Redis. `beating` False: its heartbeat has stopped."""
+
+    role = ""
+
+    def __init__(self, name: str, exchange: Exchange, record: WorkerRecord) -> None:
+        self.exchange = exchange
+        self.record = dataclasses.replace(record, worker_id=name, role=self.role, epoch=time.time_ns() // 1000)
+        self.beating = True
+        self.hooks: deque[Hook] = deque()  # one is run, and used up, by each next Run, Reserve
+        self.server: grpc.aio.Server | None = None
+        self.requests: list[Any] = []
+        self.held: set[AttemptId] = set()
+
+    async def start(self, port: int = 0) -> None:
+        self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._add()
+        port = self.server.add_insecure_port(f"127.0.0.1:{port}")
+        await self.server.start()
+        self.record = dataclasses.replace(self.record, address=f"127.0.0.1:{port}")
+
+    def _add(self) -> None:
+        raise NotImplementedError
+
+    async def die(self) -> None:
+        """At once: connections are closed, all calls end; the heartbeat stops too."""
+        self.beating = False
+        if self.server is not None:
+            await self.server.stop(0)
+            self.server = None
+
+    async def run_hook(self, request: Any, context: Any) -> None:
+        if self.hooks:
+            await self.hooks.popleft()(request, context)
+
+
+def refuse(code: grpc.StatusCode, message: str) -> Hook:
+    async def hook(_request: Any, context: Any) -> None:
+        await context.abort(code, message)
+
+    return hook
+
+
+def after(seconds: float) -> Hook:
+    async def hook(_request: Any, _context: Any) -> None:
+        await asyncio.sleep(seconds)
+
+    return hook
+
+
+class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
+    role = "prefill"
+
+    def __init__(self, name: str, exchange: Exchange, record: WorkerRecord) -> None:
+        super().__init__(name, exchange, record)
+        self.cancelled: list[AttemptId] = []
+        self.before_first: deque[Hook] = deque()  # run between Accepted and FirstToken
+        self.after_first: deque[Hook] = deque()  # run between FirstToken and the wait for the commit
+        self.cached_tokens = 0
+        self.never_done = False
+
+    def _add(self) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, self.server)
+
+    async def Run(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        self.requests.append(request)
+        await self.run_hook(request, context)
+        attempt = (request.request_id, request.attempt)
+        hand_over = self.exchange.of(attempt)
+        self.held.add(attempt)
+        try:
+            ticket = kv_pb2.Ticket(worker_id=self.record.worker_id, request_id=request.request_id, attempt=request.attempt)
+            yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.PrefillAccepted(ticket=ticket))
+            if self.before_first:
+                await self.before_first.popleft()(request, context)
+            token = self.exchange.token(len(request.token_ids) - request.num_prompt_tokens, request.sampling)
+            yield prefill_pb2.PrefillEvent(
+                first_token=prefill_pb2.FirstToken(token=token, cached_tokens=self.cached_tokens, queue_s=0.001, prefill_s=0.002)
+            )
+            if self.after_first:
+                await self.after_first.popleft()(request, context)
+            hand_over.first.set_result(token)
+            await hand_over.committed.wait()
+            if self.never_done:
+                await asyncio.sleep(60)
+            done = prefill_pb2.PrefillDone(state=kv_pb2.LEASE_STATE_RELEASED, transport="local", bytes=4096, chunks=1, publish_s=0.003)
+            yield prefill_pb2.PrefillEvent(done=done)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.append(attempt)
+            raise
+        finally:
+            self.held.discard(attempt)
+
+
+@dataclass(eq=False)
+class Script:
+    """How a decode worker treats the sequences to come. Positions count from 0 over all attempts."""
+
+    step_s: float = 0.0
+    fail_at: int | None = None  # DecodeFailed instead of the token at this position
+    fail_code: str = "UNAVAILABLE"
+    fail_retryable: bool = True
+    fail_before_commit: bool = False
+    break_stream_at: int | None = None  # the stream is closed before the token at this position
+    repeat: bool = False  # every token twice, and once more out of the past
+    swap: bool = False  # tokens in pairs, the later one first
+    skip: int | None = None  # the token at this position never comes
+    tokens_per_step: int = 1
+    once: bool = True  # faults happen to the first sequence only
+
+
+class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
+    role = "decode"
+
+    def __init__(self, name: str, exchange: Exchange, record: WorkerRecord) -> None:
+        super().__init__(name, exchange, record)
+        self.script = Script()
+        self.cancels: list[AttemptId] = []
+        self.attaches: list[AttemptId] = []
+        self.attach_hooks: deque[Hook] = deque()
+        self.max_held = 1 << 30
+        self.num_cached_tokens = 0
+        self._reservations: dict[AttemptId, decode_pb2.ReserveRequest] = {}
+        self._tasks: dict[AttemptId, asyncio.Task[None]] = {}
+        self._streams: dict[str, asyncio.Queue[decode_pb2.StepEvents | None]] = {}
+        self.num_streams = 0
+
+    def _add(self) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)
+
+    async def die(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await super().die()
+
+    def break_stream(self) -> None:
+        for queue in self._streams.values():
+            queue.put_nowait(None)
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
+        self.requests.append(request)
+        attempt = (request.request_id, request.attempt)
+        if self.hooks:
+            self.held.add(attempt)
+            try:
+                await self.run_hook(request, context)
+            except grpc.aio.AbortError:
+                self.held.discard(attempt)
+                raise
+        if len(self.held - {attempt}) >= self.max_held:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free blocks")
+        assert request.router_id in self._streams, "a router opens its stream before it reserves"
+        self.held.add(attempt)
+        self._reservations[attempt] = request
+        return decode_pb2.ReserveResponse(num_cached_tokens=self.num_cached_tokens, lease_s=5.0, epoch=self.record.epoch)
+
+    async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:
+        attempt = (request.request_id, request.attempt)
+        if self.attach_hooks:
+            await self.attach_hooks.popleft()(request, context)
+        reserved = self._reservations.get(attempt)
+        if reserved is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such reservation")
+        self.attaches.append(attempt)
+        script = self.script
+        if script.once:
+            self.script = Script(step_s=script.step_s, tokens_per_step=script.tokens_per_step)
+        self._tasks[attempt] = asyncio.create_task(self._decode(attempt, reserved, script))
+        return decode_pb2.AttachResponse()
+
+    async def Cancel(self, request: decode_pb2.CancelRequest, context: Any) -> decode_pb2.CancelResponse:
+        attempt = (request.request_id, request.attempt)
+        self.cancels.append(attempt)
+        task = self._tasks.pop(attempt, None)
+        if task is not None:
+            task.cancel()
+        found = attempt in self.held
+        self.held.discard(attempt)
+        self._reservations.pop(attempt, None)
+        return decode_pb2.CancelResponse(found=found)
+
+    async def Stream(self, request: decode_pb2.StreamRequest, context: Any) -> AsyncIterator[decode_pb2.StepEvents]:
+        queue: asyncio.Queue[decode_pb2.StepEvents | None] = asyncio.Queue()
+        self._streams[request.router_id] = queue
+        self.num_streams += 1
+        await context.send_initial_metadata(())
+        while (message := await queue.get()) is not None:
+            yield message
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "this stream breaks")
+
+    async def _decode(self, attempt: AttemptId, reserved: decode_pb2.ReserveRequest, script: Script) -> None:
+        def send(*events: decode_pb2.DecodeEvent) -> None:
+            queue = self._streams.get(reserved.router_id)
+            if queue is not None:
+                queue.put_nowait(decode_pb2.StepEvents(events=events))
+
+        def event(**kind: Any) -> decode_pb2.DecodeEvent:
+            return decode_pb2.DecodeEvent(request_id=attempt[0], attempt=attempt[1], **kind)
+
+        def failed() -> decode_pb2.DecodeEvent:
+            self.held.discard(attempt)
+            return event(failed=decode_pb2.DecodeFailed(code=script.fail_code, message="scripted", retryable=script.fail_retryable))
+
+        hand_over = self.exchange.of(attempt)
+        first = await hand_over.first
+        if script.fail_before_commit:
+            send(failed())
+            return
+        send(event(committed=decode_pb2.Committed(transport="local", bytes=4096, chunks=1, blocks_moved=3, blocks_reused=1, fetch_s=0.004)))
+        hand_over.committed.set()
+        position = first.position + 1
+        past: list[decode_pb2.DecodeEvent] = []
+        while True:
+            batch: list[decode_pb2.DecodeEvent] = []
+            for _ in range(2 if script.swap else script.tokens_per_step):
+                if position == script.fail_at:
+                    send(*batch, failed())
+                    return
+                if position == script.break_stream_at:
+                    send(*batch)
+                    self.break_stream()
+                    return
+                token = self.exchange.token(position, reserved.sampling)
+                if position != script.skip:
+                    batch.append(event(token=token))
+                position += 1
+                if token.finish_reason:
+                    break
+            ended = bool(batch) and bool(batch[-1].token.finish_reason)
+            if ended:
+                self.held.discard(attempt)
+            if script.swap:
+                batch.reverse()
+            if script.repeat:
+                past += batch
+                batch = batch[:1] * 2 + batch[1:] + past[:1]
+            send(*batch)
+            if ended:
+                return
+            await asyncio.sleep(script.step_s)
+
+
+# ---- all of it -----------------------------------------------------------------------------------------------------------
+
+
+class Cluster:
+    def __init__(self, model_dir: Path, redis_server: RedisServer, tmp_path: Path) -> None:
+        self.model_dir = model_dir
+        self.redis_server = redis_server
+        self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        self.answer: list[int] = self.tokenizer.encode(ANSWER_TEXT).ids
+        self.exchange = Exchange(self.answer)
+        self.workers: list[FakeWorker] = []
+        self.secret_file = tmp_path / "secret"
+        self.secret_file.write_bytes(SECRET)
+        self.layout = LayoutRecord(
+            model_fingerprint=model_fingerprint(model_dir), dtype="float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8
+        )
+        self.template = WorkerRecord(
+            worker_id="",
+            role="",
+            address="",
+            epoch=1,
+            model="m",
+            layout=self.layout,
+            hash_unit=HASH_UNIT,
+            secret_check=secret_check(SECRET),
+            num_blocks=1024,
+            max_num_seqs=256,
+            max_model_len=MAX_MODEL_LEN,
+            transports=("local",),
+            load=WorkerLoad(num_free_blocks=1024),
+        )
+        self.redis = redis.asyncio.Redis.from_url(redis_server.url)
+        self.router: Router
+        self.stub: inference_pb2_grpc.InferenceAsyncStub
+        self._beat_task: asyncio.Task[None] | None = None
+
+    async def prefill(self, name: str = "p0") -> FakePrefill:
+        worker = FakePrefill(name, self.exchange, self.template)
+        await self._start(worker)
+        return worker
+
+    async def decode(self, name: str = "d0") -> FakeDecode:
+        worker = FakeDecode(name, self.exchange, self.template)
+        await self._start(worker)
+        return worker
+
+    async def _start(self, worker: FakeWorker) -> None:
+        await worker.start()
+        self.workers.append(worker)
+        await self.beat()
+
+    async def revive(self, worker: FakeWorker) -> None:
+        """A new life of it at the same address."""
+        worker.record = dataclasses.replace(worker.record, epoch=worker.record.epoch + 1)
+        await worker.start(int(worker.record.address.rpartition(":")[2]))
+        worker.beating = True
+        await self.beat()
+
+    async def beat(self) -> None:
+        """All heartbeats, now."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for worker in self.workers:
+                if worker.beating:
+                    pipe.set(worker_key(worker.record.worker_id), worker.record.to_json(), px=1500)
+                    pipe.sadd(WORKERS_KEY, worker.record.worker_id)
+            await pipe.execute()
+
+    async def announce(self, worker: FakeWorker, hashes: list[bytes]) -> None:
+        await self.redis.sadd(prefix_key(worker.record.worker_id, worker.record.epoch), *hashes)
+
+    async def beat_forever(self) -> None:
+        while True:
+            await asyncio.sleep(0.3)
+            try:
+                await self.beat()
+            except redis.exceptions.RedisError:
+                continue
+
+    def held(self) -> set[AttemptId]:
+        """Attempts that any worker still holds something of."""
+        return set().union(*(worker.held for worker in self.workers))
+
+    async def all_free(self) -> None:
+        """Waits until no worker holds anything; fails after 3 s."""
+        await until(lambda: not self.held(), "the workers hold nothing")
+
+    def config(self, **options: Any) -> RouterConfig:
+        return RouterConfig(
+            **{
+                "model": self.model_dir,
+                "redis_url": self.redis_server.url,
+                "host": "127.0.0.1",
+                "port": 0,
+                "served_model_name": "m",
+                "secret_file": self.secret_file,
+                "no_worker_grace": 1.0,
+                "hash_unit": HASH_UNIT,
+                "default_max_tokens": 16,
+            }
+            | options
+        )
+
+    @asynccontextmanager
+    async def serving(self, **options: Any) -> AsyncIterator[None]:
+        """A router in front of the workers started so far."""
+        self.router = Router(self.config(**options))
+        await self.router.start()
+        beat = asyncio.create_task(self.beat_forever())
+        try:
+            async with open_channel(f"127.0.0.1:{self.router.port}") as channel:
+                self.stub = inference_pb2_grpc.InferenceStub(channel)
+                yield
+        finally:
+            beat.cancel()
+            await asyncio.wait([beat])
+            await self.router.drain(0.0)
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            await worker.die()
+        try:
+            await self.redis.aclose()
+        except redis.exceptions.RedisError:
+            pass
+
+    # ---- a client ---------------------------------------------------------------------------------------------------
+
+    def request(self, prompt: str = "the capital of France", **sampling: Any) -> inference_pb2.GenerateRequest:
+        return inference_pb2.GenerateRequest(text=prompt, sampling=inference_pb2.SamplingParams(**sampling))
+
+    async def ask(self, request: inference_pb2.GenerateRequest | None = None, timeout: float = 10.0, **sampling: Any) -> Reply:
+        """The whole answer, its pieces checked for order. Raises AioRpcError, with the reply so far as `reply`."""
+        reply = Reply()
+        call = self.stub.Generate(request or self.request(**sampling), timeout=timeout)
+        async for response in call:
+            reply.add(response)
+        assert reply.end is not None, "a stream that ends well has an End"
+        return reply
+
+    def expected(self, num_tokens: int) -> list[int]:
+        return [self.answer[i % len(self.answer)] for i in range(num_tokens)]
+
+    def text_of(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+@dataclass(eq=False)
+class Reply:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
+    pieces: list[inference_pb2.Piece] = field(default_factory=list)
+    end: inference_pb2.End | None = None
+
+    def add(self, response: inference_pb2.GenerateResponse) -> None:
+        assert self.end is None, "nothing follows the End"
+        if response.HasField("end"):
+            self.end = response.end
+            return
+        piece = response.piece
+        assert piece.position == len(self.token_ids), "each position once, in order"
+        self.text += piece.text
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        self.pieces.append(piece)
+
+
+async def until(condition: Callable[[], bool], what: str, timeout: float = 3.0) -> None:
+    give_up = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < give_up, f"not within {timeout} s: {what}"
+        await asyncio.sleep(0.01)

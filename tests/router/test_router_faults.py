@@ -1,0 +1,582 @@
+"""Workers that refuse, fail, vanish and freeze; clients that leave; a Redis that goes and comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from router_fakes import Cluster, FakePrefill, Reply, Script, after, refuse, until
+
+from twostep.rpc.v1 import inference_pb2_grpc
+
+FULL = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free blocks")
+
+
+async def failure(cluster: Cluster, timeout: float = 10.0, **sampling: Any) -> tuple[str, str]:
+    """Status and message of a request that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.ask(timeout=timeout, **sampling)
+    return caught.value.code().name, caught.value.details() or ""
+
+
+async def read_to_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+def attempts(reply: Reply) -> int:
+    assert reply.end is not None
+    return reply.end.attempts
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_full_decode_worker_is_passed_over_before_any_prefill(cluster: Cluster) -> None:
+    prefill = await cluster.prefill()
+    decodes = [await cluster.decode(f"d{i}") for i in range(3)]
+    for decode in decodes[:2]:
+        decode.max_held = 0
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=5)
+    assert reply.token_ids == cluster.expected(5)
+    assert attempts(reply) == 1
+    assert len(prefill.requests) == 1
+    assert reply.end is not None
+    assert reply.end.transfer.decode_worker == "d2"
+    # A clear no needs no cancel.
+    assert decodes[0].cancels == decodes[1].cancels == []
+
+
+async def test_a_full_prefill_worker_is_passed_over_and_the_reservation_given_back(cluster: Cluster) -> None:
+    prefills = [await cluster.prefill(f"p{i}") for i in range(2)]
+    decode = await cluster.decode()
+    for prefill in prefills:
+        prefill.cached_tokens = 0
+    async with cluster.serving():
+        for _ in range(4):
+            for prefill in prefills:
+                prefill.hooks.clear()
+            prefills[0].hooks.append(FULL)
+            assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
+        await cluster.all_free()
+    refused = sum(len(p.requests) for p in prefills) - 4
+    assert len(decode.requests) == 4 + refused
+    assert len(decode.cancels) == refused
+
+
+async def test_when_all_are_full_requests_wait_in_the_order_they_came(cluster: Cluster) -> None:
+    await cluster.prefill()
+    decode = await cluster.decode()
+    decode.max_held = 0
+    order: list[int] = []
+
+    async def ask(i: int) -> None:
+        request = cluster.request(max_tokens=3)
+        request.request_id = f"r{i}"
+        await cluster.ask(request)
+        order.append(i)
+
+    async with cluster.serving():
+        tasks = []
+        for i in range(6):
+            tasks.append(asyncio.create_task(ask(i)))
+            await asyncio.sleep(0.02)
+        assert order == []
+        decode.max_held = 1
+        await asyncio.gather(*tasks)
+        await cluster.all_free()
+    assert order == list(range(6))
+    served = [r.request_id.partition("~")[0] for r in decode.requests if (r.request_id, r.attempt) in decode.attaches]
+    assert served == [f"r{i}" for i in range(6)]
+
+
+async def test_full_workers_are_asked_ten_times_a_second_and_no_more(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    decode.max_held = 0
+    async with cluster.serving():
+        tasks = [asyncio.create_task(cluster.ask(max_tokens=3)) for _ in range(5)]
+        await asyncio.sleep(0.5)
+        assert 3 <= len(decode.requests) <= 12
+        decode.max_held = 9
+        prefill.hooks.extend([FULL] * 4)
+        await asyncio.gather(*tasks)
+        assert len(decode.requests) < 30
+        await cluster.all_free()
+
+
+async def test_room_given_back_wakes_the_next_at_once(cluster: Cluster) -> None:
+    await cluster.prefill()
+    decode = await cluster.decode()
+    decode.max_held = 1
+    async with cluster.serving():
+        started = time.monotonic()
+        await asyncio.gather(*(cluster.ask(max_tokens=3) for _ in range(12)))
+        # By polling every 100 ms alone it would take 1.1 s.
+        assert time.monotonic() - started < 0.9
+
+
+async def test_waiting_for_room_ends_with_the_deadline_and_leaves_nothing(cluster: Cluster) -> None:
+    await cluster.prefill()
+    decode = await cluster.decode()
+    decode.max_held = 0
+    async with cluster.serving(request_timeout=0.4):
+        code, message = await failure(cluster)
+        assert code == "DEADLINE_EXCEEDED"
+        assert "time is up" in message
+        decode.max_held = 5
+        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
+        await cluster.all_free()
+
+
+async def test_too_many_waiting_requests_are_refused(cluster: Cluster) -> None:
+    _, decode = await cluster.prefill(), await cluster.decode()
+    decode.script = Script(step_s=0.05, once=False)
+    async with cluster.serving(max_inflight=1, max_waiting=1):
+        first = asyncio.create_task(cluster.ask(max_tokens=16))
+        await until(lambda: bool(decode.held), "the first is served")
+        second = asyncio.create_task(cluster.ask(max_tokens=2))
+        await until(lambda: cluster.router.admission.num_waiting == 1, "the second waits")
+        code, message = await failure(cluster)
+        assert (code, "--max-waiting" in message) == ("RESOURCE_EXHAUSTED", True)
+        assert (await first).token_ids == cluster.expected(16)
+        assert (await second).token_ids == cluster.expected(2)
+
+
+async def test_a_request_that_a_worker_calls_wrong_is_not_tried_elsewhere(cluster: Cluster) -> None:
+    await cluster.prefill()
+    for name in ("d0", "d1"):
+        decode = await cluster.decode(name)
+        decode.hooks.append(refuse(grpc.StatusCode.INVALID_ARGUMENT, "it can never fit"))
+    async with cluster.serving():
+        code, message = await failure(cluster)
+        assert code == "INVALID_ARGUMENT"
+        assert "it can never fit" in message
+        assert sum(len(worker.requests) for worker in cluster.workers) == 1
+        await cluster.all_free()
+
+
+# ---- nobody there --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_without_a_worker_a_request_fails_within_the_grace_and_says_what_is_missing(cluster: Cluster, role: str) -> None:
+    if role == "prefill":
+        await cluster.decode()
+    else:
+        await cluster.prefill()
+    async with cluster.serving(no_worker_grace=0.3):
+        started = time.monotonic()
+        results = await asyncio.gather(*(failure(cluster) for _ in range(5)))
+        assert 0.25 < time.monotonic() - started < 1.0, "the grace is everybody's own, not one after the other"
+    assert all(code == "UNAVAILABLE" and f"no {role} worker is available" in message for code, message in results)
+
+
+async def test_a_worker_that_comes_back_within_the_grace_serves_the_request(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving(no_worker_grace=5.0):
+        await decode.die()
+        task = asyncio.create_task(cluster.ask(max_tokens=5))
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        await cluster.revive(decode)
+        assert (await task).token_ids == cluster.expected(5)
+        await cluster.all_free()
+    assert len(prefill.requests) == 1
+
+
+async def test_the_grace_begins_when_the_workers_go_not_when_the_request_was_queued(cluster: Cluster) -> None:
+    await cluster.prefill()
+    decode = await cluster.decode()
+    decode.max_held = 0
+    async with cluster.serving(no_worker_grace=0.6):
+        task = asyncio.create_task(cluster.ask(max_tokens=5))
+        await asyncio.sleep(0.9)  # longer in the queue than the grace
+        await decode.die()
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        decode.max_held = 8
+        await cluster.revive(decode)
+        assert (await task).token_ids == cluster.expected(5)
+        await cluster.all_free()
+
+
+async def test_without_a_transport_requests_are_refused_at_once_and_served_again_when_it_is_back(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    prefill.record = dataclasses.replace(prefill.record, transports=())
+    decode.record = dataclasses.replace(decode.record, transports=("ray",))
+    await cluster.beat()
+    async with cluster.serving(no_worker_grace=5.0):
+        started = time.monotonic()
+        code, message = await failure(cluster)
+        assert time.monotonic() - started < 0.5
+        assert code == "UNAVAILABLE"
+        assert "KV transport ray is not ready on p0" in message
+        prefill.record = dataclasses.replace(prefill.record, transports=("ray",))
+        await cluster.beat()
+        await until(lambda: cluster.router.pool.changed.is_set(), "the registry was read", 2)
+        await asyncio.sleep(0.6)
+        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
+
+
+# ---- lost on the way -----------------------------------------------------------------------------------------------------
+
+
+async def die(worker: Any) -> None:
+    """Called from inside one of its own handlers, which must not wait for itself."""
+    worker.beating = False
+    server, worker.server = worker.server, None
+    asyncio.get_running_loop().create_task(server.stop(0))
+    await asyncio.sleep(30)
+
+
+async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(cluster: Cluster) -> None:
+    first = await cluster.prefill("p0")
+    decode = await cluster.decode()
+
+    async def hook(_request: Any, _context: Any) -> None:
+        await die(first)
+
+    first.before_first.append(hook)
+    async with cluster.serving():
+        task = asyncio.create_task(cluster.ask(max_tokens=8))
+        await until(lambda: bool(first.requests), "p0 has it")
+        second = await cluster.prefill("p1")
+        reply = await task
+        await cluster.all_free()
+    assert reply.token_ids == cluster.expected(8)
+    assert attempts(reply) == 2
+    assert len(second.requests) == 1
+    assert second.requests[0].attempt > first.requests[0].attempt
+    # The reservation of the lost attempt was given back.
+    assert (first.requests[0].request_id, first.requests[0].attempt) in decode.cancels
+
+
+async def test_a_prefill_lost_before_the_fetch_is_repeated_with_the_first_token_behind_the_prompt(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    decode.script = Script(fail_before_commit=True)
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=8)
+        await cluster.all_free()
+    assert reply.token_ids == cluster.expected(8)
+    assert attempts(reply) == 2
+    first, second = prefill.requests
+    assert list(second.token_ids) == [*first.token_ids, *cluster.expected(1)]
+    assert second.num_prompt_tokens == first.num_prompt_tokens == len(first.token_ids)
+    assert second.sampling == first.sampling, "seed and bounds stay"
+
+
+async def test_a_prefill_that_dies_after_its_first_token_while_decode_is_silent_is_noticed(cluster: Cluster, monkeypatch: Any) -> None:
+    monkeypatch.setattr("router.attempt._VERDICT_TIMEOUT_S", 0.2)
+    prefill = await cluster.prefill()
+    await cluster.decode()
+    prefill.after_first.append(refuse(grpc.StatusCode.UNAVAILABLE, "it crashed"))
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=8)
+        await cluster.all_free()
+    assert reply.token_ids == cluster.expected(8)
+    assert attempts(reply) == 2
+
+
+async def test_a_decode_worker_that_dies_is_replaced_and_the_answer_goes_on_where_it_was(cluster: Cluster) -> None:
+    prefill = await cluster.prefill()
+    workers = [await cluster.decode(f"d{i}") for i in range(2)]
+    for worker in workers:
+        worker.script = Script(step_s=0.01, once=False)
+    async with cluster.serving():
+        call = cluster.stub.Generate(cluster.request(max_tokens=60), timeout=10)
+        reply = Reply()
+        async for response in call:
+            reply.add(response)
+            if len(reply.token_ids) >= 10 and all(w.beating for w in workers):
+                await next(w for w in workers if w.held).die()
+        for worker in workers:
+            if not worker.beating:
+                worker.held.clear()
+        await cluster.all_free()
+    assert reply.token_ids == cluster.expected(60)
+    assert reply.text == cluster.text_of(cluster.expected(60))
+    assert attempts(reply) == 2
+    resumed = prefill.requests[1]
+    received = len(resumed.token_ids) - resumed.num_prompt_tokens
+    assert received >= 10
+    assert list(resumed.token_ids)[resumed.num_prompt_tokens :] == cluster.expected(received)
+    assert all(len(w.requests) == 1 for w in workers)
+
+
+async def test_a_broken_token_stream_is_opened_again_and_its_requests_begun_again(cluster: Cluster) -> None:
+    _, decode = await cluster.prefill(), await cluster.decode()
+    decode.script = Script(break_stream_at=5)
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=12)
+        assert reply.token_ids == cluster.expected(12)
+        assert attempts(reply) == 2
+        assert decode.num_streams == 2
+        await cluster.all_free()
+
+
+async def test_decode_failures_are_repeated_only_if_that_may_help(cluster: Cluster) -> None:
+    _, decode = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving():
+        decode.script = Script(fail_at=4)
+        reply = await cluster.ask(max_tokens=8)
+        assert (reply.token_ids, attempts(reply)) == (cluster.expected(8), 2)
+        decode.script = Script(fail_at=4, fail_code="DATA_LOSS", fail_retryable=False)
+        code, message = await failure(cluster, max_tokens=8)
+        assert (code, "scripted" in message) == ("DATA_LOSS", True)
+        await cluster.all_free()
+
+
+async def test_a_request_is_given_up_after_three_attempts_with_the_last_reason(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    decode.script = Script(fail_before_commit=True, once=False)
+    async with cluster.serving():
+        code, message = await failure(cluster, max_tokens=8)
+        await cluster.all_free()
+    assert code == "UNAVAILABLE"
+    assert "3 attempts" in message
+    assert "scripted" in message
+    assert len(prefill.requests) == 3
+
+
+async def test_an_attach_that_finds_no_reservation_begins_again(cluster: Cluster) -> None:
+    _, decode = await cluster.prefill(), await cluster.decode()
+    decode.attach_hooks.append(refuse(grpc.StatusCode.NOT_FOUND, "the reservation has expired"))
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=8)
+        await cluster.all_free()
+    assert (reply.token_ids, attempts(reply)) == (cluster.expected(8), 2)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+async def test_the_worker_that_is_to_blame_is_avoided_if_there_is_another(cluster: Cluster, committed: bool) -> None:
+    """Before the commit a failure is the source's, after it the decode worker's own."""
+    prefills = [await cluster.prefill(f"p{i}") for i in range(2)]
+    decodes = [await cluster.decode(f"d{i}") for i in range(2)]
+    async with cluster.serving():
+        for i in range(8):
+            for decode in decodes:
+                decode.script = Script(fail_at=3, fail_before_commit=not committed)
+            for worker in (*prefills, *decodes):
+                worker.requests.clear()
+            request = cluster.request(max_tokens=6)
+            request.request_id = f"r{i}"
+            reply = await cluster.ask(request)
+            assert reply.token_ids == cluster.expected(6)
+            used = decodes if committed else prefills
+            assert all(worker.requests for worker in used), "the second attempt went to the other one"
+        await cluster.all_free()
+
+
+async def test_tokens_repeated_or_out_of_order_are_forwarded_once_in_order(cluster: Cluster) -> None:
+    _, decode = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving():
+        decode.script = Script(repeat=True)
+        assert (await cluster.ask(max_tokens=30)).token_ids == cluster.expected(30)
+        decode.script = Script(swap=True)
+        assert (await cluster.ask(max_tokens=30)).token_ids == cluster.expected(30)
+        decode.script = Script(swap=True, repeat=True)
+        assert (await cluster.ask(max_tokens=31)).token_ids == cluster.expected(31)
+
+
+async def test_a_token_that_never_comes_begins_the_attempt_again(cluster: Cluster, monkeypatch: Any) -> None:
+    monkeypatch.setattr("router.attempt._MAX_EARLY_S", 0.1)
+    _, decode = await cluster.prefill(), await cluster.decode()
+    decode.script = Script(skip=4)
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=8)
+        await cluster.all_free()
+    assert (reply.token_ids, attempts(reply)) == (cluster.expected(8), 2)
+
+
+async def test_the_end_does_not_wait_for_prefill_figures_for_long(cluster: Cluster) -> None:
+    prefill = await cluster.prefill()
+    await cluster.decode()
+    prefill.never_done = True
+    async with cluster.serving():
+        started = time.monotonic()
+        reply = await cluster.ask(max_tokens=5)
+        assert 0.9 < time.monotonic() - started < 2.0
+        await cluster.all_free()
+    assert reply.token_ids == cluster.expected(5)
+    assert reply.end is not None
+    assert reply.end.transfer.transport == "local"
+    assert reply.end.phases.publish_s == 0.0
+    assert len(prefill.cancelled) == 1
+
+
+async def test_a_frozen_worker_is_noticed_by_its_silence(cluster: Cluster, monkeypatch: Any) -> None:
+    monkeypatch.setattr("router.workers._SILENT_S", 0.5)
+    await cluster.prefill()
+    frozen, other = await cluster.decode("d0"), await cluster.decode("d1")
+    for worker in (frozen, other):
+        worker.script = Script(step_s=0.01, once=False)
+    async with cluster.serving():
+        call = cluster.stub.Generate(cluster.request(max_tokens=40), timeout=15)
+        reply = Reply()
+        async for response in call:
+            reply.add(response)
+            if len(reply.token_ids) == 5:
+                stuck = frozen if frozen.held else other
+                stuck.beating = False
+                for task in stuck._tasks.values():
+                    task.cancel()
+                stuck.held.clear()
+    assert reply.token_ids == cluster.expected(40)
+    assert attempts(reply) == 2
+
+
+async def test_a_new_life_under_the_same_name_replaces_the_old_one(cluster: Cluster) -> None:
+    await cluster.prefill()
+    decode = await cluster.decode()
+    async with cluster.serving():
+        await cluster.ask(max_tokens=3)
+        old = decode.record.epoch
+        await decode.die()
+        await cluster.revive(decode)
+        await until(lambda: [life.epoch for life in cluster.router.pool.decode] == [old + 1], "one life is left")
+        assert (await cluster.ask(max_tokens=5)).token_ids == cluster.expected(5)
+
+
+async def test_a_draining_worker_gets_nothing_new_but_ends_what_it_has(cluster: Cluster) -> None:
+    await cluster.prefill()
+    first, second = await cluster.decode("d0"), await cluster.decode("d1")
+    for worker in (first, second):
+        worker.script = Script(step_s=0.02, once=False)
+    async with cluster.serving():
+        task = asyncio.create_task(cluster.ask(max_tokens=60))
+        await until(lambda: bool(cluster.held()), "it is served")
+        draining, other = (first, second) if first.held else (second, first)
+        draining.record = dataclasses.replace(draining.record, draining=True)
+        await cluster.beat()
+        await asyncio.sleep(0.7)
+        num_before = len(draining.requests)
+        await asyncio.gather(*(cluster.ask(max_tokens=2) for _ in range(5)))
+        assert len(draining.requests) == num_before
+        assert len(other.requests) >= 5
+        reply = await task
+        assert (reply.token_ids, attempts(reply)) == (cluster.expected(60), 1)
+
+
+# ---- clients that leave --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["reserving", "accepting", "before first", "decoding"])
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+async def test_a_client_that_leaves_frees_both_sides(cluster: Cluster, when: str, how: str) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    decode.script = Script(step_s=0.02, once=False)
+    if when == "reserving":
+        decode.hooks.append(after(30))
+    elif when == "accepting":
+        prefill.hooks.append(after(30))
+    elif when == "before first":
+        prefill.before_first.append(after(30))
+    async with cluster.serving():
+        call = cluster.stub.Generate(cluster.request(max_tokens=1000), timeout=0.5 if how == "deadline" else 20)
+        if when == "decoding":
+            for _ in range(5):
+                await call.read()
+        reached = {"reserving": decode.requests, "accepting": prefill.requests, "before first": prefill.held, "decoding": decode.held}
+        await until(lambda: bool(reached[when]), "it is under way")
+        if how == "cancel":
+            call.cancel()
+        with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+            await read_to_end(call)
+        await cluster.all_free()
+        attempt = (decode.requests[0].request_id, decode.requests[0].attempt)
+        await until(lambda: attempt in decode.cancels, "decode is told")
+        assert cluster.router.admission.num_inflight == 0
+        if when in ("before first", "decoding"):
+            assert len(prefill.cancelled) == (when == "before first")
+        # Nothing of it stands in anybody's way.
+        decode.script = Script()
+        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
+
+
+@contextlib.asynccontextmanager
+async def narrow(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
+    """A client whose connection holds next to nothing for it: with logprobs, a few hundred tokens fill it."""
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{cluster.router.port}", options=options) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+async def test_a_client_that_does_not_read_is_cut_and_its_neighbours_are_not_held_up(cluster: Cluster) -> None:
+    await cluster.prefill()
+    decode = await cluster.decode()
+    decode.script = Script(tokens_per_step=50, step_s=0.001, once=False)
+    async with cluster.serving(max_buffered_tokens=200), narrow(cluster) as stub:
+        slow = stub.Generate(cluster.request(max_tokens=2000, logprobs=20), timeout=20)
+        await slow.read()
+        replies = await asyncio.gather(*(cluster.ask(max_tokens=200) for _ in range(3)))
+        assert all(r.token_ids == cluster.expected(200) for r in replies)
+        await cluster.all_free()
+        await until(lambda: cluster.router.admission.num_inflight == 0, "its place is free")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_to_end(slow)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "behind" in (caught.value.details() or "")
+    assert len(decode.cancels) == 1
+
+
+async def test_a_client_that_takes_nothing_at_the_end_is_cut_too(cluster: Cluster) -> None:
+    await cluster.prefill()
+    decode = await cluster.decode()
+    decode.script = Script(tokens_per_step=50, once=False)
+    async with cluster.serving(max_buffered_tokens=100_000, client_write_timeout=0.3), narrow(cluster) as stub:
+        slow = stub.Generate(cluster.request(max_tokens=2000, logprobs=20), timeout=20)
+        await slow.read()
+        await until(lambda: cluster.router.admission.num_inflight == 0, "its place is free")
+        with pytest.raises(grpc.aio.AioRpcError, match="took nothing"):
+            await read_to_end(slow)
+
+
+# ---- Redis ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_losing_redis_does_not_stop_serving_and_it_is_found_again(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    prefill = await cluster.prefill()
+    await cluster.decode()
+    long_prompt = "the capital " * 100
+    async with cluster.serving():
+        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
+        cluster.redis_server.kill()
+        await until(lambda: not cluster.router.registry.connected, "the loss is noticed")
+        started = time.monotonic()
+        for _ in range(10):
+            assert (await cluster.ask(cluster.request(long_prompt, max_tokens=3))).token_ids == cluster.expected(3)
+        assert time.monotonic() - started < 1.5
+        # Longer than records live.
+        await asyncio.sleep(2.0)
+        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
+        said = [r.message for r in caplog.records if "Redis does not answer" in r.message]
+        assert len(said) == 1, "once, not at every poll"
+        # Back and empty: workers announce themselves anew, also one that came meanwhile.
+        newcomer = FakePrefill("p1", cluster.exchange, cluster.template)
+        await newcomer.start()
+        cluster.workers.append(newcomer)
+        cluster.redis_server.start()
+        await until(lambda: len(cluster.router.pool.prefill) == 2, "the newcomer is seen", 5)
+        assert cluster.router.registry.connected
+        await asyncio.gather(*(cluster.ask(max_tokens=3) for _ in range(8)))
+        await cluster.all_free()
+    assert len(newcomer.requests) >= 1
+    assert len(prefill.requests) >= 12
+
+
+async def test_a_redis_emptied_under_way_loses_no_worker(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving():
+        await cluster.redis.flushall()
+        await cluster.router.registry.poll()
+        assert len(cluster.router.registry.workers) == 2
+        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)

@@ -1,0 +1,183 @@
+"""Placement: who is chosen, who is not, and what is said when nobody can be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.placement import Candidate, Demand, NoPlacement, Placement, Shortage, Snapshot, place
+from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
+
+LAYOUT = LayoutRecord(model_fingerprint="m", dtype="bfloat16", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8)
+
+
+def record(name: str, **options: Any) -> WorkerRecord:
+    values: dict[str, Any] = {
+        "worker_id": name,
+        "role": "prefill" if name.startswith("p") else "decode",
+        "address": "127.0.0.1:1",
+        "epoch": 1,
+        "model": "m",
+        "layout": LAYOUT,
+        "hash_unit": 64,
+        "secret_check": "s",
+        "num_blocks": 1000,
+        "max_num_seqs": 64,
+        "max_model_len": 8192,
+        "transports": ("ray",),
+        "load": WorkerLoad(num_free_blocks=1000),
+    }
+    return WorkerRecord(**(values | options))
+
+
+def candidate(name: str, *, cached: int = 0, queued: int = 0, attempts: int = 0, excluded: bool = False, **options: Any) -> Candidate:
+    return Candidate(record=record(name, **options), cached_tokens=cached, queued_tokens=queued, num_attempts=attempts, excluded=excluded)
+
+
+def demand(name: str = "r", num_tokens: int = 1000, max_new_tokens: int = 100) -> Demand:
+    return Demand(request_id=name, num_tokens=num_tokens, max_new_tokens=max_new_tokens)
+
+
+def chosen(prefill: list[Candidate], decode: list[Candidate], wanted: Demand | None = None) -> tuple[str, str]:
+    placed = place(Snapshot(prefill=prefill, decode=decode), wanted or demand())
+    assert isinstance(placed, Placement), placed
+    assert placed.prefill.worker_id in placed.reason
+    return placed.prefill.worker_id, placed.decode.worker_id
+
+
+def shortage(prefill: list[Candidate], decode: list[Candidate], wanted: Demand | None = None) -> NoPlacement:
+    placed = place(Snapshot(prefill=prefill, decode=decode), wanted or demand())
+    assert isinstance(placed, NoPlacement), placed
+    return placed
+
+
+def test_the_longest_cached_prefix_wins_on_both_sides() -> None:
+    prefill = [candidate("p0"), candidate("p1", cached=512), candidate("p2", cached=256)]
+    decode = [candidate("d0", cached=256), candidate("d1", cached=512), candidate("d2")]
+    assert chosen(prefill, decode) == ("p1", "d1")
+
+
+def test_a_long_queue_outweighs_a_cached_prefix_and_a_short_one_does_not() -> None:
+    cached = 512
+    for queued, winner in ((cached - 1, "p1"), (cached + 1, "p0")):
+        assert chosen([candidate("p0"), candidate("p1", cached=cached, queued=queued)], [candidate("d0")])[0] == winner
+
+
+def test_other_routers_prompts_count_by_number_and_ones_own_by_tokens() -> None:
+    busy = WorkerLoad(num_running=2, num_waiting=3)
+    assert chosen([candidate("p0", load=busy), candidate("p1", queued=4000)], [candidate("d0")])[0] == "p1"
+    assert chosen([candidate("p0", load=busy, attempts=5, queued=100), candidate("p1", queued=200)], [candidate("d0")])[0] == "p0"
+
+
+def test_the_less_loaded_decode_worker_is_taken_and_a_full_one_last() -> None:
+    few = WorkerLoad(num_running=3, num_free_blocks=1000)
+    many = WorkerLoad(num_running=30, num_free_blocks=1000)
+    no_blocks = WorkerLoad(num_running=0, num_free_blocks=10)
+    assert chosen([candidate("p0")], [candidate("d0", load=many), candidate("d1", load=few)])[1] == "d1"
+    assert chosen([candidate("p0")], [candidate("d0", load=many), candidate("d1", load=no_blocks)])[1] == "d0"
+    full = candidate("d1", load=dataclasses.replace(few, num_running=64))
+    assert chosen([candidate("p0")], [candidate("d0", load=dataclasses.replace(many, num_running=63)), full])[1] == "d0"
+    # Heartbeats are late: a full one is still better than none.
+    assert chosen([candidate("p0")], [full])[1] == "d1"
+    # What this router knows comes before the heartbeat.
+    assert chosen([candidate("p0")], [candidate("d0", attempts=9), candidate("d1", load=few)])[1] == "d1"
+
+
+def test_not_ready_draining_and_excluded_workers_are_left_out() -> None:
+    prefill = [candidate("p0", ready=False), candidate("p1", draining=True), candidate("p2", excluded=True), candidate("p3", queued=5000)]
+    assert chosen(prefill, [candidate("d0")])[0] == "p3"
+    missing = shortage(prefill[:2], [candidate("d0")])
+    assert missing.shortage is Shortage.MISSING
+    assert "no prefill worker is available (p0 is not ready, p1 is draining)" in missing.reason
+    assert shortage(prefill[:3], [candidate("d0")]).shortage is Shortage.EXCLUDED
+    both = shortage([], [])
+    assert "no prefill worker" in both.reason
+    assert "no decode worker" in both.reason
+
+
+def test_only_equal_layouts_and_common_transports_are_paired() -> None:
+    other = dataclasses.replace(LAYOUT, block_size=32)
+    prefill = [candidate("p0", cached=900, layout=other), candidate("p1", queued=3000)]
+    assert chosen(prefill, [candidate("d0")])[0] == "p1"
+    assert chosen(prefill, [candidate("d0"), candidate("d1", layout=other)]) == ("p0", "d1")
+    apart = shortage([candidate("p0", layout=other)], [candidate("d0")])
+    assert apart.shortage is Shortage.NO_TRANSPORT
+    assert "layouts" in apart.reason
+    nixl = [candidate("p0", transports=("nixl",), cached=900), candidate("p1", transports=("ray", "nixl"))]
+    assert chosen(nixl, [candidate("d0", transports=("ray",))])[0] == "p1"
+    assert chosen(nixl, [candidate("d0", transports=("ray",)), candidate("d1", transports=("nixl",), cached=10)]) == ("p0", "d1")
+
+
+def test_a_missing_transport_is_named_with_the_workers_that_lack_it() -> None:
+    lacking = shortage([candidate("p0", transports=()), candidate("p1", transports=())], [candidate("d0")])
+    assert lacking.shortage is Shortage.NO_TRANSPORT
+    assert "KV transport ray is not ready on p0, p1" in lacking.reason
+    nowhere = shortage([candidate("p0", transports=())], [candidate("d0", transports=())])
+    assert "no KV transport is ready on p0, d0" in nowhere.reason
+
+
+def test_what_can_never_fit_says_how_much_there_is() -> None:
+    small = [candidate("d0", num_blocks=50)]
+    told = shortage([candidate("p0")], small)
+    assert told.shortage is Shortage.TOO_LARGE
+    assert "800" in told.reason
+    short = shortage([candidate("p0", max_model_len=1000)], [candidate("d0")])
+    assert short.shortage is Shortage.TOO_LARGE
+    assert "context is 1000" in short.reason
+    # Excluded workers count: waiting for them helps.
+    assert shortage([candidate("p0")], [*small, candidate("d1", excluded=True)]).shortage is Shortage.EXCLUDED
+
+
+def test_ties_are_spread_evenly_and_fall_the_same_way_for_the_same_request() -> None:
+    prefill = [candidate(f"p{i}") for i in range(4)]
+    decode = [candidate(f"d{i}") for i in range(4)]
+    counts = Counter(chosen(prefill, decode, demand(f"request-{i}")) for i in range(800))
+    assert len(counts) == 16
+    for side in (0, 1):
+        by_worker: Counter[str] = Counter()
+        for pair, n in counts.items():
+            by_worker[pair[side]] += n
+        assert min(by_worker.values()) > 140
+    assert len({chosen(prefill, decode, demand("same")) for _ in range(5)}) == 1
+
+
+workers = st.lists(
+    st.builds(
+        dict,
+        cached=st.integers(0, 1200),
+        queued=st.integers(0, 9000),
+        attempts=st.integers(0, 70),
+        excluded=st.booleans(),
+        ready=st.booleans(),
+        draining=st.booleans(),
+        transports=st.sampled_from([(), ("ray",), ("nixl",), ("ray", "nixl")]),
+        layout=st.sampled_from([LAYOUT, dataclasses.replace(LAYOUT, block_size=32)]),
+        num_blocks=st.sampled_from([20, 70, 1000]),
+    ),
+    max_size=5,
+)
+
+
+@given(prefill=workers, decode=workers)
+def test_whatever_the_workers_a_pair_is_valid_and_cheapest_and_none_is_missed(prefill: list[Any], decode: list[Any]) -> None:
+    wanted = demand()
+    sides = Snapshot(
+        prefill=[candidate(f"p{i}", **o) for i, o in enumerate(prefill)], decode=[candidate(f"d{i}", **o) for i, o in enumerate(decode)]
+    )
+
+    def alone(p: Candidate, d: Candidate) -> Placement | NoPlacement:
+        return place(Snapshot(prefill=[p], decode=[d]), wanted)
+
+    pairs = [placed for p in sides.prefill for d in sides.decode if isinstance(placed := alone(p, d), Placement)]
+    placed = place(sides, wanted)
+    if isinstance(placed, NoPlacement):
+        assert not pairs
+        assert placed.reason
+        return
+    assert placed.prefill.layout == placed.decode.layout
+    assert set(placed.prefill.transports) & set(placed.decode.transports)
+    assert placed.cost == min(pair.cost for pair in pairs)

@@ -1,0 +1,142 @@
+"""The router as a process: its flags, its signals, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from router_fakes import Cluster, Reply, Script, until
+
+from router.config import parse_config
+from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def start(cluster: Cluster, *flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "router", "--host", "127.0.0.1", "--model", str(cluster.model_dir), "--served-model-name", "m"),
+        *("--secret-file", str(cluster.secret_file), "--redis-url", cluster.redis_server.url, *flags),
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+@asynccontextmanager
+async def running(cluster: Cluster, port: int, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await start(cluster, "--port", str(port), *flags)
+    beat = asyncio.create_task(cluster.beat_forever())
+    try:
+        yield process
+    finally:
+        beat.cancel()
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def health(port: int, service: str) -> bool | None:
+    """None: it does not answer."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=2)
+        except grpc.aio.AioRpcError:
+            return None
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def wait_health(port: int, service: str, wanted: bool | None) -> None:
+    for _ in range(200):
+        if await health(port, service) is wanted:
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"{service} on {port} did not become {wanted}")
+
+
+async def test_it_is_ready_once_it_can_serve_and_drains_at_sigterm(cluster: Cluster) -> None:
+    await cluster.prefill()
+    port = free_port()
+    async with running(cluster, port) as process:
+        await wait_health(port + 1, "liveness", True)
+        assert await health(port + 1, "readiness") is False, "there is no decode worker yet"
+        decode = await cluster.decode()
+        decode.script = Script(step_s=0.02, once=False)
+        await wait_health(port + 1, "readiness", True)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+            call = stub.Generate(cluster.request(max_tokens=60), timeout=20)
+            reply = Reply()
+            async for response in call:
+                reply.add(response)
+                if len(reply.token_ids) == 5:
+                    process.send_signal(signal.SIGTERM)
+                    await wait_health(port + 1, "readiness", False)
+                    assert await health(port + 1, "liveness")
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=2)
+                    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert reply.token_ids == cluster.expected(60), "what ran was allowed to end"
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+    await cluster.all_free()
+
+
+async def test_what_does_not_end_in_time_is_cancelled_everywhere(cluster: Cluster) -> None:
+    await cluster.prefill()
+    decode = await cluster.decode()
+    decode.script = Script(step_s=0.05, once=False)
+    port = free_port()
+    async with running(cluster, port, "--drain-timeout", "0.3") as process:
+        await wait_health(port + 1, "readiness", True)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(cluster.request(max_tokens=1000), timeout=20)
+            await call.read()
+            await until(lambda: bool(decode.held), "it is served")
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.wait_for(process.wait(), 10) == 0
+        await cluster.all_free()
+        assert len(decode.cancels) == 1
+
+
+async def test_each_thing_that_prevents_a_start_is_said_with_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        cases = {
+            ("--model", str(tmp_path)): "config.json",
+            ("--port", port): "--port",
+            ("--redis-url", f"unix://{tmp_path}/none.sock", "--redis-start-timeout", "0.3"): "--redis-url",
+            ("--redis-url", "ftp://nowhere"): "--redis-url",
+            ("--secret-file", str(tmp_path / "none")): "--secret-file",
+            ("--tls-cert", str(tmp_path / "none")): "--tls-key",
+        }
+        processes = [await start(cluster, *flags) for flags in cases]
+        outputs = await asyncio.gather(*(process.communicate() for process in processes))
+    for (flags, words), process, (_, stderr) in zip(cases.items(), processes, outputs, strict=True):
+        said = stderr.decode()
+        assert process.returncode == 2, (flags, said)
+        assert words in said, (flags, said)
+        assert "Traceback" not in said, (flags, said)
+
+
+def test_flags_and_variables_make_one_frozen_configuration(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TWOSTEP_MAX_INFLIGHT", "7")
+    config = parse_config(["--model", "/models/some-name", "--port", "0", "--no-worker-grace", "1.5"])
+    assert (config.max_inflight, config.port, config.no_worker_grace) == (7, 0, 1.5)
+    assert config.served_model_name == "some-name"
+    for bad in (["--port", "70000"], ["--max-inflight", "many"], ["--request-timeout", "-1"], ["--drain-timeout", "nan"]):
+        with pytest.raises(SystemExit):
+            parse_config(["--model", "/m", *bad])
+        assert bad[0] in capsys.readouterr().err

@@ -1,0 +1,272 @@
+"""The registry's mirror and the prefix index, against a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import redis.asyncio
+from router_fakes import HASH_UNIT, SECRET, Cluster, RedisServer
+
+from router.attempt import Job
+from router.cleanup import Cleanup
+from router.prefix_index import PrefixIndex, WorkerLife
+from router.prefix_lookup import PrefixLookup
+from router.registry import Deployment, Registry
+from router.workers import WorkerPool
+from twostep.cluster.records import WORKERS_KEY, WorkerRecord, prefix_key, worker_key
+from twostep.cluster.registration import connect
+from twostep.prefix import derive_key, prefix_hashes
+from twostep.sampling_params import SamplingParams
+
+Connect = Callable[[], redis.asyncio.Redis]
+
+
+@pytest.fixture
+async def connection(redis_server: RedisServer) -> AsyncIterator[Connect]:
+    """Makes clients like the router's."""
+    made: list[redis.asyncio.Redis] = []
+
+    def make() -> redis.asyncio.Redis:
+        made.append(connect(redis_server.url))
+        return made[-1]
+
+    yield make
+    for client in made:
+        await client.aclose()
+
+
+def deployment(cluster: Cluster) -> Deployment:
+    record = cluster.template
+    return Deployment(model_fingerprint=record.layout.model_fingerprint, secret_check=record.secret_check, hash_unit=record.hash_unit)
+
+
+async def write(client: redis.asyncio.Redis, record: WorkerRecord, name: str | None = None) -> None:
+    await client.set(worker_key(name or record.worker_id), record.to_json(), px=4000)
+    await client.sadd(WORKERS_KEY, name or record.worker_id)
+
+
+def described(cluster: Cluster, name: str, **options: Any) -> WorkerRecord:
+    values: dict[str, Any] = {"worker_id": name, "role": "decode", "address": "127.0.0.1:1", "epoch": 5}
+    return dataclasses.replace(cluster.template, **(values | options))
+
+
+async def test_workers_come_change_and_go(cluster: Cluster) -> None:
+    registry = Registry(cluster.redis, deployment(cluster), missing_grace_s=0.2)
+    seen: list[int] = []
+    registry.on_poll(lambda workers: seen.append(len(workers)))
+    await registry.poll()
+    await write(cluster.redis, described(cluster, "d0"))
+    await write(cluster.redis, described(cluster, "p0", role="prefill"))
+    await registry.poll()
+    assert sorted(w.worker_id for w in registry.workers) == ["d0", "p0"]
+    await write(cluster.redis, described(cluster, "d0", draining=True))
+    await registry.poll()
+    assert next(w for w in registry.workers if w.worker_id == "d0").draining
+    await cluster.redis.delete(worker_key("d0"))
+    await registry.poll()
+    assert len(registry.workers) == 2, "kept for a moment: Redis may just have been emptied"
+    await asyncio.sleep(0.25)
+    await registry.poll()
+    assert [w.worker_id for w in registry.workers] == ["p0"]
+    assert seen == [0, 2, 2, 2, 1]
+    await registry.poll()
+    assert await cluster.redis.smembers(WORKERS_KEY) == {b"p0"}, "names of the dead do not pile up"
+
+
+async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_once(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign = dataclasses.replace(cluster.layout, model_fingerprint="another")
+    odd = dataclasses.replace(cluster.layout, block_size=48)
+    for name, options in {
+        "model": {"layout": foreign},
+        "secret": {"secret_check": "x"},
+        "unit": {"hash_unit": 32},
+        "role": {"role": "cook"},
+        "block": {"layout": odd},
+        "empty": {"num_blocks": 0},
+    }.items():
+        await write(cluster.redis, described(cluster, name, **options))
+    await write(cluster.redis, described(cluster, "impostor"), name="somebody")
+    await cluster.redis.set(worker_key("garbage"), b'{"worker_id": 3}')
+    await cluster.redis.sadd(WORKERS_KEY, "garbage", b"\xff\xfe")
+    await write(cluster.redis, described(cluster, "good"))
+    registry = Registry(cluster.redis, deployment(cluster))
+    for _ in range(3):
+        await registry.poll()
+    assert [w.worker_id for w in registry.workers] == ["good"]
+    for name, words in {
+        "model": "another model",
+        "secret": "--secret-file",
+        "unit": "--hash-unit",
+        "role": "'cook'",
+        "block": "block size 48",
+        "empty": "capacity",
+        "somebody": "'impostor'",
+        "garbage": "not a worker record",
+    }.items():
+        said = [r.getMessage() for r in caplog.records if f"worker {name} is refused" in r.getMessage()]
+        assert len(said) == 1, (name, said)
+        assert words in said[0]
+
+
+async def test_an_older_epoch_never_comes_back(cluster: Cluster) -> None:
+    registry = Registry(cluster.redis, deployment(cluster), missing_grace_s=0.0)
+    await write(cluster.redis, described(cluster, "d0", epoch=9))
+    await registry.poll()
+    await write(cluster.redis, described(cluster, "d0", epoch=8))
+    await registry.poll()
+    assert registry.workers == ()
+    await write(cluster.redis, described(cluster, "d0", epoch=10))
+    await registry.poll()
+    assert [w.epoch for w in registry.workers] == [10]
+
+
+async def test_a_lost_redis_keeps_the_last_known_workers(cluster: Cluster, redis_server: RedisServer, connection: Connect) -> None:
+    registry = Registry(connection(), deployment(cluster), missing_grace_s=0.0)
+    await write(cluster.redis, described(cluster, "d0"))
+    await registry.poll()
+    redis_server.kill()
+    for _ in range(3):
+        await registry.poll()
+    assert (registry.connected, len(registry.workers)) == (False, 1)
+    redis_server.start()
+    await registry.poll()
+    # Its record was lost with Redis; it has some seconds to announce itself again.
+    assert (registry.connected, len(registry.workers)) == (True, 1)
+
+
+# ---- prefix index --------------------------------------------------------------------------------------------------------
+
+A, B, C = WorkerLife("a", 1), WorkerLife("b", 1), WorkerLife("c", 1)
+
+
+def hashes(num: int) -> list[bytes]:
+    return [bytes([i % 256, i // 256]) * 8 for i in range(num)]
+
+
+async def test_the_longest_unbroken_prefix_of_each_life_is_found(cluster: Cluster) -> None:
+    units = hashes(10)
+    await cluster.redis.sadd(prefix_key("a", 1), *units[:4])
+    await cluster.redis.sadd(prefix_key("b", 1), *units[:2], *units[5:])
+    await cluster.redis.sadd(prefix_key("c", 2), *units)
+    index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=1.0)
+    found = await index.lookup(dict.fromkeys((A, B, C), units))
+    assert found == {A: 4 * HASH_UNIT, B: 2 * HASH_UNIT}, "C's prefixes were another life's"
+    assert await index.lookup({A: []}) == {}
+    await index.close()
+
+
+async def test_very_long_prompts_are_probed_at_fewer_places(cluster: Cluster, monkeypatch: Any) -> None:
+    monkeypatch.setattr("router.prefix_index._MAX_PROBES", 250)
+    units = hashes(1000)
+    await cluster.redis.sadd(prefix_key("a", 1), *units[:602])
+    index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=1.0)
+    found = await index.lookup({A: units})
+    assert found == {A: 600 * HASH_UNIT}
+    await index.close()
+
+
+async def test_a_slow_redis_costs_two_milliseconds_and_then_nothing(cluster: Cluster, connection: Connect) -> None:
+    units = hashes(4)
+    await cluster.redis.sadd(prefix_key("a", 1), *units)
+    index = PrefixIndex(connection(), HASH_UNIT)
+    await index.lookup({A: units})
+    await asyncio.sleep(0.05)
+    await cluster.redis.client_pause(400)
+    started = time.monotonic()
+    for _ in range(100):
+        assert await index.lookup({A: units}) == {}
+    assert time.monotonic() - started < 0.1, "one wait of 2 ms, and 99 lookups that do not try"
+    await asyncio.sleep(0.5)
+    await index.close()
+    index = PrefixIndex(connection(), HASH_UNIT, timeout_s=1.0)
+    assert await index.lookup({A: units}) == {A: 4 * HASH_UNIT}
+    await index.close()
+
+
+async def test_a_dead_redis_is_not_asked_by_every_request(redis_server: RedisServer, connection: Connect, monkeypatch: Any) -> None:
+    monkeypatch.setattr("router.prefix_index._OPEN_S", 0.2)
+    units = hashes(4)
+    index = PrefixIndex(connection(), HASH_UNIT, timeout_s=0.1)
+    redis_server.kill()
+    started = time.monotonic()
+    for _ in range(1000):
+        assert await index.lookup({A: units}) == {}
+    assert time.monotonic() - started < 0.2
+    redis_server.start()
+    client = connection()
+    await client.sadd(prefix_key("a", 1), *units)
+    await asyncio.sleep(0.25)
+    assert await index.lookup({A: units}) == {A: 4 * HASH_UNIT}
+    await index.close()
+
+
+async def test_a_prompt_is_looked_up_under_the_workers_own_keys(cluster: Cluster) -> None:
+    worker = await cluster.prefill()
+    ids = list(range(10, 10 + 3 * HASH_UNIT))
+    pool = WorkerPool(router_id="r", cleanup=Cleanup())
+    pool.sync([worker.record])
+    index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=1.0)
+    lookup = PrefixLookup(index, SECRET, HASH_UNIT)
+
+    def job(salt: str, prompt: list[int]) -> Job:
+        return Job(request_id="r", prompt=prompt, sampling=SamplingParams(max_tokens=1), deadline=time.monotonic() + 9, cache_salt=salt)
+
+    key = derive_key(SECRET, tenant="", salt="s", model_fingerprint=cluster.layout.model_fingerprint, dtype="float32")
+    await cluster.announce(worker, prefix_hashes(key, ids, HASH_UNIT))
+    life = WorkerLife.of(worker.record)
+    assert await lookup.cached_tokens(job("s", [*ids, 1]), pool) == {life: 3 * HASH_UNIT}
+    assert await lookup.cached_tokens(job("s", ids), pool) == {life: 2 * HASH_UNIT}, "the last token is computed anyway"
+    assert await lookup.cached_tokens(job("other", [*ids, 1]), pool) == {}
+    assert await lookup.cached_tokens(job("s", [*ids, 1] * 100), pool) == {life: 3 * HASH_UNIT}, "hashed in a thread"
+    await pool.close()
+    await index.close()
+
+
+async def test_a_shared_prefix_sends_a_request_to_the_workers_that_have_it(cluster: Cluster) -> None:
+    prefills = [await cluster.prefill(f"p{i}") for i in range(3)]
+    decodes = [await cluster.decode(f"d{i}") for i in range(3)]
+    prompt = "the capital of France is Paris and so on " * 40
+    ids = cluster.tokenizer.encode(prompt).ids
+    key = derive_key(SECRET, tenant="", salt="", model_fingerprint=cluster.layout.model_fingerprint, dtype="float32")
+    units = prefix_hashes(key, ids, HASH_UNIT)
+    assert len(units) > 3
+    await cluster.announce(prefills[2], units)
+    await cluster.announce(decodes[1], units)
+    async with cluster.serving():
+        await cluster.ask(cluster.request(prompt, max_tokens=2))  # the connection to Redis is made here
+        for worker in (*prefills, *decodes):
+            worker.requests.clear()
+        for _ in range(8):
+            await cluster.ask(cluster.request(prompt, max_tokens=2))
+    # A lookup may be late on a busy machine; then there is no hint.
+    assert len(prefills[2].requests) >= 6
+    assert len(decodes[1].requests) >= 6
+
+
+async def test_a_cancellation_that_the_redis_client_takes_for_a_lost_connection_ends_the_polling(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(cluster.redis, deployment(cluster), poll_s=0.01)
+    polling = asyncio.Event()
+
+    async def lost() -> dict[str, WorkerRecord]:
+        polling.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise redis.exceptions.ConnectionError("closed") from None
+        return {}
+
+    monkeypatch.setattr(registry, "_read", lost)
+    task = asyncio.create_task(registry.run())
+    await polling.wait()
+    task.cancel()
+    await asyncio.wait({task}, timeout=2)
+    assert task.cancelled()

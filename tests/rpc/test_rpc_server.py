@@ -1,0 +1,203 @@
+"""The server every process uses: error table, undecodable messages, health, ports, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from twostep.errors import STATUS, ResourceExhausted, SetupError, TwostepError
+from twostep.rpc.channel import TlsFiles, error_from_rpc, open_channel
+from twostep.rpc.health import READINESS
+from twostep.rpc.server import GrpcServer, ServerConfig
+from twostep.rpc.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+
+class Stats(worker_pb2_grpc.WorkerServicer):
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.wait = asyncio.Event()
+        self.wait.set()
+
+    async def Stats(self, request: worker_pb2.WorkerStatsRequest, context: Any) -> worker_pb2.WorkerStats:
+        await self.wait.wait()
+        if self.error is not None:
+            raise self.error
+        return worker_pb2.WorkerStats(worker_id="w")
+
+
+class Prefill(prefill_pb2_grpc.PrefillServicer):
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+
+    async def Run(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        try:
+            for _ in range(3):
+                yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(chunks=1))
+            if request.request_id == "hang":
+                await asyncio.sleep(60)
+            if request.request_id == "flood":
+                while True:
+                    yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(transport="x" * 100_000))
+            raise ResourceExhausted("full; try later")
+        finally:
+            self.closed.set()
+
+
+@asynccontextmanager
+async def serving(alive: Any = lambda: True) -> AsyncIterator[tuple[GrpcServer, Stats, Prefill, grpc.aio.Channel]]:
+    server = GrpcServer(ServerConfig(max_message_bytes=1 << 20), alive=alive)
+    stats, prefill = Stats(), Prefill()
+    server.add(stats, worker_pb2_grpc.add_WorkerServicer_to_server, "twostep.v1.Worker")
+    server.add(prefill, prefill_pb2_grpc.add_PrefillServicer_to_server, "twostep.v1.Prefill")
+    port = await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        yield server, stats, prefill, channel
+    await server.drain(0)
+
+
+@pytest.mark.parametrize("cls", list(STATUS))
+async def test_every_error_of_the_tree_arrives_with_its_status_and_message(cls: type[TwostepError]) -> None:
+    async with serving() as (_, stats, _, channel):
+        stats.error = cls("do this")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await worker_pb2_grpc.WorkerStub(channel).Stats(worker_pb2.WorkerStatsRequest())
+        assert (caught.value.code().name, caught.value.details()) == (STATUS[cls].grpc, "do this")
+        back = error_from_rpc(caught.value)
+        assert STATUS[type(back)].grpc == STATUS[cls].grpc
+        assert back.message == "do this"
+
+
+async def test_an_unexpected_error_is_internal_with_a_reference_found_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as (_, stats, _, channel):
+        stats.error = KeyError("secret detail")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await worker_pb2_grpc.WorkerStub(channel).Stats(worker_pb2.WorkerStatsRequest())
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        details = caught.value.details() or ""
+        assert "secret detail" not in details
+        assert details.split()[2].rstrip(";") in caplog.text
+
+
+@pytest.mark.parametrize(("method", "stream"), [("/twostep.v1.Prefill/Run", True), ("/twostep.v1.Worker/Stats", False)])
+async def test_undecodable_messages_are_invalid_arguments(method: str, stream: bool) -> None:
+    # Field 1 of PrefillRequest is a string: 0xff 0xfe is no UTF-8. For Stats: a truncated varint.
+    data = b"\x0a\x02\xff\xfe" if stream else b"\x08"
+    async with serving() as (_, _, _, channel):
+        call: Any = channel.unary_stream(method)(data).read() if stream else channel.unary_unary(method)(data)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "UTF-8" in (caught.value.details() or "")
+
+
+async def test_oversized_messages_are_refused_and_the_server_goes_on() -> None:
+    async with serving() as (server, _, _, channel):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=[("grpc.max_send_message_length", -1)]) as big:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await big.unary_unary("/twostep.v1.Worker/Stats")(b"\x0a" * (2 << 20))
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await worker_pb2_grpc.WorkerStub(channel).Stats(worker_pb2.WorkerStatsRequest())).worker_id == "w"
+
+
+async def test_streams_deliver_then_fail_with_status() -> None:
+    async with serving() as (_, _, prefill, channel):
+        call = prefill_pb2_grpc.PrefillStub(channel).Run(prefill_pb2.PrefillRequest())
+        assert [(await call.read()).done.chunks for _ in range(3)] == [1, 1, 1]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert prefill.closed.is_set()
+
+
+@pytest.mark.parametrize("kind", ["hang", "flood"])
+async def test_a_cancelled_stream_runs_the_handlers_finally_at_once(kind: str) -> None:
+    """Whether the handler waits for something of its own or for a client that does not read."""
+    async with serving() as (_, _, prefill, channel):
+        call = prefill_pb2_grpc.PrefillStub(channel).Run(prefill_pb2.PrefillRequest(request_id=kind))
+        await call.read()
+        await asyncio.sleep(0.2)
+        call.cancel()
+        await asyncio.wait_for(prefill.closed.wait(), 2)
+
+
+async def test_health_separates_liveness_from_readiness_on_both_ports() -> None:
+    alive = True
+    async with serving(lambda: alive) as (server, _, _, channel), open_channel(f"127.0.0.1:{server.health_port}") as health_only:
+
+        async def ask(service: str, on: grpc.aio.Channel) -> int:
+            return (await health_pb2_grpc.HealthStub(on).Check(health_pb2.HealthCheckRequest(service=service))).status
+
+        serving_, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        for on in (channel, health_only):
+            assert [await ask(s, on) for s in ("liveness", READINESS, "")] == [serving_, not_serving, not_serving]
+        server.health.set(READINESS, True)
+        for on in (channel, health_only):
+            assert [await ask(s, on) for s in ("liveness", READINESS, "")] == [serving_] * 3
+        alive = False
+        assert [await ask(s, health_only) for s in ("liveness", READINESS, "")] == [not_serving, serving_, not_serving]
+        with pytest.raises(grpc.aio.AioRpcError, match="no service 'other'"):
+            await ask("other", channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+            await worker_pb2_grpc.WorkerStub(health_only).Stats(worker_pb2.WorkerStatsRequest())
+
+
+async def test_health_watch_reports_changes() -> None:
+    async with serving() as (server, _, _, channel):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READINESS))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        server.health.set(READINESS, True)
+        assert (await asyncio.wait_for(watch.read(), 3)).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+
+
+async def test_reflection_lists_the_services() -> None:
+    async with serving() as (_, _, _, channel):
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        names = {s.name for s in (await call.read()).list_services_response.service}
+        assert {"twostep.v1.Worker", "twostep.v1.Prefill", "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize("flag", ["--port", "--health-port"])
+async def test_a_port_in_use_names_the_port_and_the_flag(flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = ServerConfig(port=port) if flag == "--port" else ServerConfig(health_port=port)
+        server = GrpcServer(config)
+        with pytest.raises(SetupError, match=rf"{port}.*{flag}"):
+            await server.start()
+        await server.drain(0)
+
+
+async def test_drain_lets_running_calls_end_and_refuses_new_ones() -> None:
+    async with serving() as (server, stats, _, channel):
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        stats.wait.clear()
+        running = asyncio.ensure_future(stub.Stats(worker_pb2.WorkerStatsRequest()))
+        await asyncio.sleep(0.1)
+        drain = asyncio.create_task(server.drain(5))
+        await asyncio.sleep(0.1)
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await stub.Stats(worker_pb2.WorkerStatsRequest(), timeout=2)
+        stats.wait.set()
+        assert (await running).worker_id == "w"
+        await asyncio.wait_for(drain, 2)
+
+
+async def test_tls_files_that_are_missing_or_half_given_are_setup_errors(tmp_path: Any) -> None:
+    with pytest.raises(SetupError, match="--tls-cert"):
+        GrpcServer(ServerConfig(tls=TlsFiles(cert=tmp_path / "no.pem", key=tmp_path / "no.key")))
+    with pytest.raises(SetupError, match="--tls-key"):
+        GrpcServer(ServerConfig(tls=TlsFiles(cert=tmp_path / "no.pem")))

@@ -1,0 +1,54 @@
+"""TLS of the server every process uses: both sides show certificates; the health port stays plaintext."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from twostep.errors import SetupError
+from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
+from twostep.rpc.server import GrpcServer, ServerConfig
+
+CHECK = health_pb2.HealthCheckRequest(service="liveness")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """One self-signed certificate, which is its own authority."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command")
+    directory = tmp_path_factory.mktemp("tls")
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+    subprocess.run([openssl, "req", "-x509", *kind, "-keyout", key, "-out", cert, *subject], check=True, capture_output=True)
+    return TlsFiles(cert=cert, key=key, ca=cert)
+
+
+async def test_both_sides_show_certificates(certificate: TlsFiles) -> None:
+    server = GrpcServer(ServerConfig(tls=certificate))
+    port = await server.start()
+    async with open_channel(f"127.0.0.1:{port}", tls=certificate) as channel:
+        assert (await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
+    for refused in (TlsFiles(ca=certificate.ca), PLAINTEXT):
+        async with open_channel(f"127.0.0.1:{port}", tls=refused) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=2)
+    async with open_channel(f"127.0.0.1:{server.health_port}") as plain:
+        assert (await health_pb2_grpc.HealthStub(plain).Check(CHECK, timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
+    await server.drain(0)
+
+
+async def test_files_that_are_no_certificates_are_setup_errors(tmp_path: Path, certificate: TlsFiles) -> None:
+    bad = tmp_path / "bad.pem"
+    bad.write_text("this is no certificate")
+    server = GrpcServer(ServerConfig(tls=TlsFiles(cert=bad, key=certificate.key)))
+    with pytest.raises(SetupError, match="--tls-cert"):
+        await server.start()
+    await server.drain(0)

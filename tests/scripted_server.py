@@ -1,0 +1,122 @@
+"""A real gRPC server whose answers the test writes down beforehand. Behaviour is chosen by the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from twostep.rpc.v1 import inference_pb2 as pb
+from twostep.rpc.v1 import inference_pb2_grpc as pb_grpc
+
+END = pb.End(
+    finish_reason=pb.FINISH_REASON_STOP,
+    usage=pb.Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2),
+    phases=pb.Phases(route_s=0.001, queue_s=0.002, prefill_s=0.01, ttft_s=0.013, total_s=0.05),
+    transfer=pb.Transfer(transport="ray", bytes=4096, chunks=2, blocks_moved=3, blocks_reused=1, prefill_worker="p0", decode_worker="d0"),
+    attempts=1,
+)
+WORDS = ("one ", "two ", "three")
+
+
+class ScriptedInference(pb_grpc.InferenceServicer):
+    """Prompts: "ok" answers WORDS; "refuse-N" is refused N times first; "break" breaks after two words; "endless" never stops;
+    "silent" says nothing; "noend" ends without an End; "skip" leaves a position out; anything else answers WORDS."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.requests: list[pb.GenerateRequest] = []
+        self.cancelled: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        prompt = request.text or (request.chat.messages[-1].content if request.HasField("chat") else "ids")
+        self.calls[prompt] += 1
+        self.requests.append(request)
+        await context.send_initial_metadata((("x-request-id", request.request_id or "made-by-router"),))
+        try:
+            if prompt.startswith("refuse-") and self.calls[prompt] <= int(prompt[7:]):
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no worker has room; try again")
+            if prompt == "invalid":
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "temperature is -1; give a value from 0 to 100")
+            if request.model not in ("", "scripted"):
+                await context.abort(grpc.StatusCode.NOT_FOUND, f"model {request.model!r} is not served here; there is scripted")
+            if prompt == "silent":
+                await asyncio.sleep(60)
+            position = 0
+            while prompt == "endless" or position < len(WORDS):
+                if prompt == "break" and position == 2:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the decode worker was lost")
+                yield pb.GenerateResponse(
+                    piece=pb.Piece(
+                        text=WORDS[position % 3],
+                        token_ids=[100 + position],
+                        position=position + (prompt == "skip"),
+                        logprobs=[pb.TokenLogprobs(logprob=-0.5, top=[pb.TopLogprob(token_id=7, logprob=-0.25)])]
+                        if request.sampling.HasField("logprobs")
+                        else [],
+                    )
+                )
+                self.sent[prompt] += 1
+                position += 1
+                await asyncio.sleep(0.002 if prompt == "endless" else 0)
+            if prompt != "noend":
+                yield pb.GenerateResponse(end=END)
+        except (asyncio.CancelledError, GeneratorExit):
+            # grpc closes the generator instead of cancelling its task if the client left while a message was being written.
+            self.cancelled[prompt] += 1
+            raise
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        self.calls["tokenize"] += 1
+        if request.text == "refuse once" and self.calls["tokenize"] == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+        return pb.TokenizeResponse(token_ids=list(request.text.encode()), max_model_len=512)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(
+            models=[pb.Model(name="scripted", max_model_len=512, fingerprint="f00d", prefill_workers=1, decode_workers=2)]
+        )
+
+
+@asynccontextmanager
+async def serving(servicer: ScriptedInference) -> AsyncIterator[str]:
+    """The server's address, on this event loop."""
+    server = grpc.aio.server()
+    pb_grpc.add_InferenceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@contextmanager
+def serving_in_thread(servicer: ScriptedInference) -> Iterator[str]:
+    """The server's address, on an event loop in a thread of its own, for tests of blocking code."""
+    address: list[str] = []
+    up, loop = threading.Event(), asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def run() -> None:
+        async with serving(servicer) as target:
+            address.append(target)
+            up.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    try:
+        assert up.wait(10)
+        yield address[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()

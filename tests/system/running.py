@@ -1,0 +1,184 @@
+"""A whole system as a user starts it, `twostep up` in its own process, and what tests ask of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from kv_transfer.ray_head import ray_env
+from kv_transfer.testing import store_usage
+from twostep import Client
+from twostep.errors import TwostepError
+from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+
+START_TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], Any], *, timeout_s: float, what: str) -> Any:
+    """The first true value of `condition`, asked ten times a second."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.1)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker process found under the supervisor."""
+
+    module: str
+    pid: int
+    address: str
+
+    def stats(self, *, check_integrity: bool = False) -> worker_pb2.WorkerStats:
+        with grpc.insecure_channel(self.address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            return stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=check_integrity), timeout=10)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class System:
+    """One running `twostep up`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.target = f"127.0.0.1:{port}"
+        self.log = log
+
+    def client(self, **options: Any) -> Client:
+        return Client(self.target, **options)
+
+    def _children(self, module: str) -> Iterator[tuple[psutil.Process, list[str]]]:
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                words = child.cmdline()
+            except psutil.Error:
+                continue
+            if module in words:
+                yield child, words
+
+    def pids(self, module: str) -> list[int]:
+        return [child.pid for child, _ in self._children(module)]
+
+    def pids_of_program(self, name: str) -> list[int]:
+        """Live descendants whose executable's file name starts with `name`."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if Path(child.exe()).name.startswith(name):
+                    found.append(child.pid)
+            except psutil.Error:
+                continue
+        return found
+
+    def workers(self, module: str) -> list[Worker]:
+        """Live workers of one role ("prefill_worker" or "decode_worker"), by their --port."""
+        return [Worker(module, child.pid, f"127.0.0.1:{words[words.index('--port') + 1]}") for child, words in self._children(module)]
+
+    def all_workers(self) -> list[Worker]:
+        return self.workers("prefill_worker") + self.workers("decode_worker")
+
+    def serves(self, num_prefill: int, num_decode: int) -> bool:
+        """A router answers and knows so many workers."""
+        try:
+            with self.client(max_retries=0) as client:
+                models = client.models(timeout=2)
+        except TwostepError:
+            return False
+        return bool(models) and (models[0].prefill_workers, models[0].decode_workers) == (num_prefill, num_decode)
+
+    def check_empty(self, *, timeout_s: float = 20.0) -> None:
+        """Every worker comes to hold nothing: no sequence, no lease, no object; and its pool adds up."""
+
+        def leftover() -> str:
+            for worker in self.all_workers():
+                try:
+                    stats = worker.stats(check_integrity=True)
+                except grpc.RpcError as error:  # starting again
+                    return f"{worker}: {error}"
+                assert not stats.integrity_error, stats.integrity_error
+                held = [stats.num_running, stats.num_waiting, stats.num_reserved, stats.num_held, stats.num_leases, stats.num_sequences]
+                objects = [(t.num_leases, t.num_objects, t.stored_bytes) for t in stats.transports]
+                if any(held) or any(any(o) for o in objects) or stats.num_free_blocks + stats.num_cached_blocks != stats.num_blocks:
+                    return f"{worker}: {stats}"
+            return ""
+
+        deadline = time.monotonic() + timeout_s
+        while (left := leftover()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not left, left
+
+    def check_store_empty(self, *, timeout_s: float = 30.0) -> None:
+        """Ray itself counts no object any more; it frees them a little after the last reference is gone."""
+        ((_, words),) = itertools.islice(self._children("decode_worker"), 1)
+        address = words[words.index("--ray-address") + 1]
+        token = Path(words[words.index("--run-dir") + 1]).parent / "ray" / "token"
+        env = {**os.environ, **ray_env(token)}
+        wait_until(lambda: store_usage(address, env).num_objects == 0, timeout_s=timeout_s, what="the object store is empty")
+
+    def log_tail(self, num_chars: int = 4000) -> str:
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(errors="replace"))[-num_chars:]
+
+
+@contextmanager
+def running(model: Path, tmp: Path, *, prefill: int = 1, decode: int = 1, extra: tuple[str, ...] = ()) -> Iterator[System]:
+    """Starts `twostep up` and waits until it serves; stops it like Ctrl-C does, and checks that it leaves no process behind."""
+    port = free_port()
+    tmp.mkdir(parents=True, exist_ok=True)
+    log = tmp / "up.log"
+    words = [sys.executable, "-P", "-m", "twostep.cli", "up", "--model", str(model), "--prefill", str(prefill), "--decode", str(decode)]
+    with log.open("wb") as out:
+        process = subprocess.Popen([*words, "--port", str(port), "--verbose", *extra], stdout=out, stderr=subprocess.STDOUT, cwd=tmp)
+    system = System(process, port, log)
+    family: list[psutil.Process] = []
+    try:
+
+        def up() -> bool:
+            assert process.poll() is None, f"twostep up ended with {process.returncode}:\n{system.log_tail()}"
+            return system.serves(prefill, decode)
+
+        wait_until(up, timeout_s=START_TIMEOUT_S, what=f"the system is up\n{system.log_tail()}")
+        yield system
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0, system.log_tail()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, f"left behind: {alive}"
+    finally:
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for orphan in family:
+            if orphan.is_running():
+                orphan.kill()

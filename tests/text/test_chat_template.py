@@ -1,0 +1,93 @@
+"""Chat templates render what transformers renders, and refuse with a reason."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from twostep.errors import InvalidRequest, SetupError
+from twostep.text import ChatTemplate, ModelCard, Tokenizer
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [{"role": "system", "content": "Answer <b>shortly</b>."}, {"role": "user", "content": "  größer?\n"}],
+    [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3 & 4"}],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("model", ["tiny_llama_dir", "smollm2_dir"])
+def test_same_as_transformers(
+    request: pytest.FixtureRequest, model: str, messages: list[dict[str, str]], add_generation_prompt: bool
+) -> None:
+    model_dir: Path = request.getfixturevalue(model)
+    theirs = AutoTokenizer.from_pretrained(model_dir)
+    text = ChatTemplate.of(ModelCard.load(model_dir)).render(messages, add_generation_prompt)
+    assert text == theirs.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)["input_ids"]
+    assert Tokenizer.load(model_dir).encode(text, add_special_tokens=False) == ids
+
+
+FEATURES = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{% continue %}{% endif %}
+    {%- if message.role == 'assistant' %}{% generation %}{{ message.content | trim }}{% endgeneration %}
+    {%- else %}{{ message | tojson }}{% endif %}
+{%- endfor %}{{ {'b': ['<é>'], 'a': 1} | tojson(indent=1) }}{{ nothing is defined }}{{ nothing }}"""
+
+
+def test_features_of_transformers(tiny_llama_dir: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    theirs.bos_token = "<|im_start|>"
+    messages = [{"role": "user", "content": "'<a>' & \"é\""}, {"role": "tool", "content": "x"}, {"role": "assistant", "content": " yes "}]
+    expected = theirs.apply_chat_template(messages, chat_template=FEATURES, tokenize=False)
+    assert ChatTemplate(FEATURES, {"bos_token": "<|im_start|>"}).render(messages, add_generation_prompt=False) == expected
+
+
+def test_today() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render([{"role": "user", "content": ""}]) == str(datetime.now().year)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[5].content }}", "undefined|no element"),
+        ("{{ 'a' + 1 }}", "str"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{{ messages.append('x') }}", "unsafe|not safely callable"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big|range"),
+    ],
+)
+def test_refusals_are_bad_requests(source: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        ChatTemplate(source).render([{"role": "user", "content": "hi"}])
+
+
+def test_the_callers_messages_stay_as_they_are() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(InvalidRequest):
+        ChatTemplate("{{ messages[0].update({'role': 'x'}) }}").render(messages)
+    assert messages == [{"role": "user", "content": "hi"}]
+
+
+def test_without_template() -> None:
+    template = ChatTemplate(None)
+    assert not template.available
+    with pytest.raises(InvalidRequest, match="no chat template; send a plain prompt"):
+        template.render([{"role": "user", "content": "hi"}])
+
+
+def test_without_messages() -> None:
+    with pytest.raises(InvalidRequest, match="messages is empty"):
+        ChatTemplate("x").render([])
+
+
+def test_a_broken_template_is_found_at_load() -> None:
+    with pytest.raises(SetupError, match="does not compile"):
+        ChatTemplate("{% for %}")

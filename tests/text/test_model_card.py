@@ -1,0 +1,123 @@
+"""ModelCard: limits, defaults, end tokens and chat template, wherever a directory keeps them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twostep.errors import SetupError
+from twostep.text import GenerationDefaults, ModelCard
+
+
+def make(model_dir: Path, **files: Any) -> Path:
+    """Writes NAME.json for each keyword, on top of the smallest config.json."""
+    contents = {"config": {}} | files
+    contents["config"] = {"max_position_embeddings": 128, "vocab_size": 10} | contents["config"]
+    for name, content in contents.items():
+        (model_dir / f"{name}.json").write_text(json.dumps(content))
+    return model_dir
+
+
+def test_as_transformers_saves_it(tiny_llama_dir: Path) -> None:
+    card = ModelCard.load(tiny_llama_dir)
+    assert (card.max_model_len, card.vocab_size, card.eos_token_ids) == (2048, 512, {0, 2})
+    assert card.generation == GenerationDefaults(temperature=0.7, top_p=0.9)
+    assert card.chat_template is not None
+    assert "<|im_start|>" in card.chat_template
+    assert (card.bos_token, card.eos_token) == ("", "<|im_end|>")
+
+
+def test_the_default_model(smollm2_dir: Path) -> None:
+    card = ModelCard.load(smollm2_dir)
+    assert (card.max_model_len, card.vocab_size, card.eos_token_ids) == (8192, 49152, {0, 2})
+    assert (card.bos_token, card.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert card.generation == GenerationDefaults(temperature=0.2, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 2}, {}, {2}),
+        ({"eos_token_id": 2}, {"eos_token_id": [2, 7]}, {2, 7}),
+        ({"eos_token_id": [1, 2]}, {"eos_token_id": 3}, {1, 2, 3}),
+        ({"eos_token_id": None}, {}, set()),
+        ({}, {}, set()),
+    ],
+)
+def test_end_tokens(tmp_path: Path, config: dict[str, Any], generation: dict[str, Any], expected: set[int]) -> None:
+    assert ModelCard.load(make(tmp_path, config=config, generation_config=generation)).eos_token_ids == expected
+
+
+def test_end_token_of_the_tokenizer_where_nothing_else_names_one(tmp_path: Path) -> None:
+    tokenizer = {"added_tokens": [{"id": 4, "content": "</s>"}, {"id": 5, "content": "<pad>"}]}
+    make(tmp_path, tokenizer_config={"eos_token": {"content": "</s>"}}, tokenizer=tokenizer)
+    card = ModelCard.load(tmp_path)
+    assert (card.eos_token_ids, card.eos_token) == ({4}, "</s>")
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({}, GenerationDefaults()),
+        (
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05},
+            GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05),
+        ),
+        ({"do_sample": True, "temperature": 0.6}, GenerationDefaults(temperature=0.6)),
+        (
+            {"do_sample": False, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1},
+            GenerationDefaults(temperature=0.0, repetition_penalty=1.1),
+        ),
+        ({"temperature": None, "top_k": -1}, GenerationDefaults()),
+    ],
+)
+def test_generation_defaults(tmp_path: Path, generation: dict[str, Any], expected: GenerationDefaults) -> None:
+    assert ModelCard.load(make(tmp_path, generation_config=generation)).generation == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"generation_config": {"temperature": -1}}, ["generation_config.json", "temperature"]),
+        ({"generation_config": {"top_p": 0}}, ["generation_config.json", "top_p"]),
+        ({"generation_config": {"top_k": "many"}}, ["generation_config.json", "top_k", "many"]),
+        ({"generation_config": {"top_k": 1.5}}, ["top_k"]),
+        ({"generation_config": {"eos_token_id": "</s>"}}, ["generation_config.json", "eos_token_id"]),
+        ({"config": {"eos_token_id": [1, -1]}}, ["config.json", "eos_token_id"]),
+        ({"config": {"vocab_size": None}}, ["config.json", "vocab_size"]),
+        ({"config": {"max_position_embeddings": 0}}, ["max_position_embeddings"]),
+        ({"tokenizer_config": {"chat_template": 3}}, ["tokenizer_config.json", "chat_template"]),
+        ({"tokenizer_config": {"chat_template": [{"name": "rag", "template": "x"}]}}, ["tokenizer_config.json", "default", "rag"]),
+    ],
+)
+def test_refused_by_name(tmp_path: Path, files: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(SetupError) as caught:
+        ModelCard.load(make(tmp_path, **files))
+    for word in words:
+        assert word in caught.value.message
+
+
+def test_no_model(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"config\.json does not exist"):
+        ModelCard.load(tmp_path)
+
+
+def test_template_places(tmp_path: Path) -> None:
+    """Each place is looked at only if none before it has a template."""
+    make(tmp_path)
+    assert ModelCard.load(tmp_path).chat_template is None
+    make(tmp_path, chat_template={"chat_template": "from chat_template.json"})
+    assert ModelCard.load(tmp_path).chat_template == "from chat_template.json"
+    named = [{"name": "rag", "template": "another"}, {"name": "default", "template": "from the list"}]
+    make(tmp_path, tokenizer_config={"chat_template": named})
+    assert ModelCard.load(tmp_path).chat_template == "from the list"
+    make(tmp_path, tokenizer_config={"chat_template": "from the string"})
+    assert ModelCard.load(tmp_path).chat_template == "from the string"
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert ModelCard.load(tmp_path).chat_template == "from the file"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(SetupError, match=r"chat_template\.jinja cannot be read"):
+        ModelCard.load(tmp_path)

@@ -1,0 +1,78 @@
+"""Stop strings: any cut of the text gives what a search of the whole text gives."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twostep.text import StopResult, StopStrings
+
+letters = st.text("ab<", max_size=30)
+stop_lists = st.lists(st.text("ab<", min_size=1, max_size=5), max_size=4)
+
+
+def expected(text: str, stops: list[str]) -> StopResult:
+    """The stop string that is complete first, the longest of those: by str.find in every prefix."""
+    for end in range(1, len(text) + 1):
+        complete = [(start, stop) for stop in stops if (start := text[:end].find(stop)) >= 0]
+        if complete:
+            start, stop = min(complete)
+            return StopResult(text[:start], stop)
+    return StopResult(text)
+
+
+def stream(pieces: list[str], stops: list[str]) -> StopResult:
+    watch = StopStrings(stops)
+    sent, given_text = "", ""
+    for piece in pieces:
+        was_matched = watch.matched is not None
+        result = watch.push(piece)
+        if not was_matched:
+            given_text += piece
+        sent += result.text
+        held = given_text[len(sent) :]
+        if result.matched is None:
+            # What is held back may begin a stop string, and nothing longer may.
+            assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
+            longer = (given_text[-n:] for n in range(len(held) + 1, len(given_text) + 1))
+            assert not any(stop.startswith(end) for end in longer for stop in stops)
+    last = watch.finish()
+    return StopResult(sent + last.text, last.matched)
+
+
+@settings(max_examples=500)
+@given(st.lists(letters, max_size=8), stop_lists)
+def test_any_cut(pieces: list[str], stops: list[str]) -> None:
+    assert stream(pieces, stops) == expected("".join(pieces), stops)
+
+
+@settings(max_examples=200)
+@given(letters, stop_lists)
+def test_one_character_at_a_time(text: str, stops: list[str]) -> None:
+    assert stream(list(text), stops) == expected(text, stops)
+
+
+def test_held_back_and_released() -> None:
+    watch = StopStrings(["<end>"])
+    assert watch.push("one <en") == StopResult("one ")
+    assert watch.push("tity <") == StopResult("<entity ")
+    assert watch.finish() == StopResult("<")
+
+
+def test_matched_and_swallowed() -> None:
+    watch = StopStrings(["\n\n", "User:"])
+    assert watch.push("Hi Us") == StopResult("Hi ")
+    assert watch.push("er: more") == StopResult("", "User:")
+    assert watch.push("and more") == StopResult("", "User:")
+    assert watch.finish() == StopResult("", "User:")
+
+
+def test_the_first_complete_one_wins_and_then_the_longest() -> None:
+    assert StopStrings(["abcd", "bc"]).push("xabcd") == StopResult("xa", "bc")
+    assert StopStrings(["bc", "abc"]).push("xabcd") == StopResult("x", "abc")
+
+
+def test_without_stop_strings_nothing_is_held() -> None:
+    watch = StopStrings([])
+    assert watch.push("text") == StopResult("text")
+    assert watch.finish() == StopResult("")

@@ -1,0 +1,114 @@
+"""Tokenizer: what transformers gives, from any thread, and clear errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twostep.errors import InvalidRequest, SetupError
+from twostep.text import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama_dir: Path) -> Tokenizer:
+    return Tokenizer.load(tiny_llama_dir)
+
+
+def test_least_tokens_never_exceeds_what_a_text_has(tokenizer: Tokenizer) -> None:
+    @settings(max_examples=100)
+    @given(st.text(max_size=400))
+    def check(text: str) -> None:
+        assert tokenizer.least_tokens(len(text)) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+    check()
+    assert tokenizer.least_tokens(1_000_000) > 10_000
+
+
+def test_round_trip(tokenizer: Tokenizer) -> None:
+    @settings(max_examples=200)
+    @given(st.text())
+    def check(text: str) -> None:
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+    check()
+
+
+def test_special_tokens_in_text_become_ids_and_are_skipped(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("<|im_start|>hi<|im_end|>")
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.decode(ids) == "hi"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>hi<|im_end|>"
+
+
+def test_single_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == 512
+    assert tokenizer.token_text(2) == "<|im_end|>"
+    assert tokenizer.token_text(100_000) == ""
+    assert tokenizer.token_id("<|im_end|>") == 2
+    assert tokenizer.token_id("no such token") is None
+    assert tokenizer.decode([100_000]) == ""
+
+
+def test_beginning_token_is_added_unless_told_otherwise(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    raw = json.loads((tiny_llama_dir / "tokenizer.json").read_text())
+    raw["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("hi") == [1, *tokenizer.encode("hi", add_special_tokens=False)]
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    raw = json.loads((tiny_llama_dir / "tokenizer.json").read_text())
+    raw["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    raw["padding"] = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    raw["padding"]["pad_to_multiple_of"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    text = "a text of more than four tokens"
+    assert Tokenizer.load(tmp_path).encode(text) == Tokenizer.load(tiny_llama_dir).encode(text)
+
+
+def test_lone_surrogates_are_bad_input(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="lone surrogate at character 2"):
+        tokenizer.encode("ab\ud800")
+
+
+def test_many_threads(tokenizer: Tokenizer) -> None:
+    texts = [f"thread {i} says größer {i * i}" for i in range(200)]
+    expected = [tokenizer.encode(text) for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(tokenizer.encode, texts)) == expected
+        assert list(pool.map(tokenizer.decode, expected)) == texts
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {"type": "Magic"}}'])
+def test_broken_files(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(SetupError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"tokenizer\.json does not exist"):
+        Tokenizer.load(tmp_path)
+
+
+def test_the_real_vocabulary(smollm2_dir: Path, tmp_path: Path) -> None:
+    shutil.copy(smollm2_dir / "tokenizer.json", tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.vocab_size == 49152
+    # Digits are cut off one by one before spaces are joined to what follows.
+    assert tokenizer.encode("   1") == [333, 33]
+    for text in ("What is 2+2?", "größer 🙂 日本語\n\tx = 1234567890", "  leading and trailing  "):
+        assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -1,0 +1,410 @@
+"""However a request ends, at whatever phase, both sides are free afterwards: blocks, leases, objects, sequences."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from worker_harness import BLOCK, Answer, Pair, RouterDouble, expected, make_runner, prompt_of, read_to_end, routed, started
+
+from decode_worker.sequences import SequencesConfig
+from kv_transfer.ticket import Ticket
+from twostep.errors import DataLoss
+from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
+
+PROMPT = prompt_of(60)
+COMMITTED = kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED
+ABORTED = kv_pb2.AcknowledgeRequest.OUTCOME_ABORTED
+PROGRESS = kv_pb2.AcknowledgeRequest.OUTCOME_PROGRESS
+
+
+@asynccontextmanager
+async def slow_pair(redis_url: str, **options: Any) -> AsyncIterator[tuple[Pair, RouterDouble]]:
+    """Prefill takes 8 steps of 30 ms, decoding 200 of 5 ms: time to end a request in the middle of anything."""
+    async with (
+        started(
+            redis_url,
+            prefill_runner=make_runner(step_s=0.03),
+            decode_runner=make_runner(step_s=0.005),
+            prefill_options={"max_num_batched_tokens": 8, "max_num_seqs": 8, "chunk_bytes": 1} | options.pop("prefill_options", {}),
+            **options,
+        ) as pair,
+        routed(pair) as router,
+    ):
+        yield pair, router
+
+
+async def begin(router: RouterDouble, request_id: str = "r") -> tuple[Any, kv_pb2.Ticket]:
+    """Reserved, accepted, attached."""
+    await router.reserve(request_id, PROMPT, 200)
+    call = router.run(request_id, PROMPT, 200)
+    ticket = (await call.read()).accepted.ticket
+    await router.attach(request_id, ticket)
+    return call, ticket
+
+
+async def until_event(router: RouterDouble, kind: str, request_id: str = "r") -> decode_pb2.DecodeEvent:
+    while True:
+        event = await asyncio.wait_for(router.inbox(request_id).get(), 10)
+        if event.WhichOneof("event") == kind:
+            return event
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 5.0) -> None:
+    give_up = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < give_up, "it did not happen"
+        await asyncio.sleep(0.01)
+
+
+async def acknowledge(pair: Pair, ticket: kv_pb2.Ticket, outcome: kv_pb2.AcknowledgeRequest.Outcome.ValueType) -> str:
+    response = await pair.kv.Acknowledge(kv_pb2.AcknowledgeRequest(ticket=ticket, outcome=outcome), timeout=5)
+    return kv_pb2.LeaseState.Name(response.state)
+
+
+@pytest.mark.parametrize("phase", ["reserved", "queued", "prefilling", "first token", "decoding"])
+async def test_a_cancel_frees_both_sides(redis_url: str, phase: str) -> None:
+    async with slow_pair(redis_url) as (pair, router):
+        if phase == "reserved":
+            await router.reserve("r", PROMPT, 200)
+            assert await router.cancel("r")
+        else:
+            ahead = router.run("ahead", PROMPT, 5) if phase == "queued" else None
+            call, _ = await begin(router)
+            if phase == "prefilling":
+                await until(lambda: _published(pair))
+            elif phase in ("first token", "decoding"):
+                assert (await call.read()).WhichOneof("event") == "first_token"
+            if phase == "decoding":
+                await until_event(router, "token")
+            assert await router.cancel("r")
+            call.cancel()
+            if ahead is not None:
+                ahead.cancel()
+        assert not await router.cancel("r")
+        await pair.settled()
+        count = router.inbox("r").qsize()
+        await asyncio.sleep(0.1)
+        assert router.inbox("r").qsize() == count, "nothing is told of a cancelled attempt"
+
+
+async def _published(pair: Pair) -> bool:
+    return (await pair.both())[0].transports[0].num_objects > 0
+
+
+async def test_the_end_of_run_alone_fails_the_decode_side_retryably(redis_url: str) -> None:
+    async with slow_pair(redis_url) as (pair, router):
+        call, _ = await begin(router)
+        call.cancel()
+        failed = (await until_event(router, "failed")).failed
+        assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
+        await pair.settled()
+
+
+async def test_a_decode_cancel_alone_ends_run_with_aborted(redis_url: str) -> None:
+    async with slow_pair(redis_url) as (pair, router):
+        call, _ = await begin(router)
+        assert (await call.read()).WhichOneof("event") == "first_token"
+        await router.cancel("r")
+        done = (await call.read()).done
+        assert done.state in (kv_pb2.LEASE_STATE_ABORTED, kv_pb2.LEASE_STATE_RELEASED)
+        await pair.settled()
+
+
+async def test_a_deadline_frees_everything(redis_url: str) -> None:
+    async with slow_pair(redis_url) as (pair, router):
+        call = pair.prefill.Run(prefill_pb2.PrefillRequest(**router._request("r", PROMPT, 20)), timeout=0.1)
+        assert (await call.read()).WhichOneof("event") == "accepted"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await pair.settled()
+
+
+async def test_a_lease_nobody_attaches_to_expires(redis_url: str) -> None:
+    """As when the decode worker died."""
+    async with slow_pair(redis_url, prefill_options={"lease_ttl": 0.6}) as (pair, router):
+        call = router.run("r", PROMPT, 20)
+        assert (await call.read()).WhichOneof("event") == "accepted"
+        assert (await call.read()).WhichOneof("event") == "first_token"
+        assert (await asyncio.wait_for(call.read(), 3)).done.state == kv_pb2.LEASE_STATE_EXPIRED
+        await pair.settled()
+
+
+async def test_a_decode_worker_that_dies_while_watching_lets_the_lease_expire(redis_url: str) -> None:
+    async with slow_pair(redis_url, prefill_options={"lease_ttl": 0.6}) as (pair, router):
+        call = router.run("r", PROMPT, 20)
+        ticket = (await call.read()).accepted.ticket
+        watch = pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket))
+        assert (await watch.read()).WhichOneof("event") == "manifest"
+        watch.cancel()
+        assert (await call.read()).WhichOneof("event") == "first_token"
+        assert (await asyncio.wait_for(call.read(), 3)).done.state == kv_pb2.LEASE_STATE_EXPIRED
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket)).read()
+        await pair.settled()
+
+
+async def test_a_watch_renews_a_lease_that_is_queued_longer_than_its_ttl(redis_url: str) -> None:
+    async with slow_pair(redis_url, prefill_options={"lease_ttl": 0.2}) as (pair, router):
+        ahead = [router.run(f"ahead{i}", prompt_of(60, seed=50 + i), 2) for i in range(2)]
+        answer = await router.generate("r", PROMPT, 3)
+        assert answer.tokens == expected(PROMPT, 3)
+        for call in ahead:
+            call.cancel()
+        await pair.settled()
+
+
+async def test_a_reservation_nobody_attaches_to_is_dropped(redis_url: str) -> None:
+    limits = SequencesConfig(reservation_lease_s=0.3)
+    async with started(redis_url, limits=limits) as pair, routed(pair) as router:
+        assert (await router.reserve("r", PROMPT, 20)).lease_s == pytest.approx(0.3)
+        failed = (await until_event(router, "failed")).failed
+        assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
+        await pair.settled()
+        with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
+            await router.attach("r", kv_pb2.Ticket(request_id="r", attempt=1))
+
+
+async def test_orphans_of_a_router_that_is_gone_are_dropped_after_the_lease(redis_url: str) -> None:
+    limits = SequencesConfig(router_lease_s=0.5)
+    async with slow_pair(redis_url, limits=limits) as (pair, router):
+        call, _ = await begin(router)
+        await until_event(router, "token")
+        await router.close()
+        await asyncio.sleep(0.2)
+        assert (await pair.both())[1].num_sequences == 1, "within the lease they go on"
+        call.cancel()
+        await pair.settled(within_s=2)
+
+
+async def test_another_stream_of_the_router_takes_over_and_gets_what_is_buffered(redis_url: str) -> None:
+    async with slow_pair(redis_url) as (pair, router):
+        _call, _ = await begin(router)
+        await until_event(router, "token")
+        old = router._call
+        again = RouterDouble(pair, router.router_id)
+        await again.open()
+        await asyncio.wait([router._reader])
+        assert await old.code() is grpc.StatusCode.CANCELLED
+        assert "took over" in await old.details()
+        answer = Answer()
+        await again.collect("r", answer)
+        seen = [t for m in router.messages + again.messages for e in m.events if e.HasField("token") for t in [e.token.position]]
+        assert answer.positions[-1] == 199
+        assert len(set(seen)) == len(seen)
+        await again.close()
+        await pair.settled()
+
+
+async def test_tokens_before_the_stream_is_up_are_kept(redis_url: str) -> None:
+    async with started(redis_url) as pair:
+        router = RouterDouble(pair)
+        call, ticket = await _reserve_run(router)
+        await router.attach("r", ticket)
+        await until(lambda: _released(pair))
+        await router.open()
+        answer = Answer()
+        await router.collect("r", answer)
+        assert answer.positions == list(range(1, 20))
+        call.cancel()
+        await router.close()
+        await pair.settled()
+
+
+async def _reserve_run(router: RouterDouble) -> tuple[Any, kv_pb2.Ticket]:
+    await router.reserve("r", PROMPT, 20)
+    call = router.run("r", PROMPT, 20)
+    return call, (await call.read()).accepted.ticket
+
+
+async def _released(pair: Pair) -> bool:
+    stats = await pair.both()
+    return stats[0].num_leases == 0 and stats[1].num_sequences == 0
+
+
+async def test_a_router_that_does_not_read_is_cut_and_others_go_on(redis_url: str) -> None:
+    limits = SequencesConfig(max_buffered_events=50, router_lease_s=5)
+    async with (
+        started(redis_url, limits=limits, decode_runner=make_runner(step_s=0.002, num_blocks=2048)) as pair,
+        routed(pair, "good") as good,
+        grpc.aio.insecure_channel(pair.decode_worker.address, options=[("grpc.http2.bdp_probe", 0)]) as channel,
+    ):
+        # Its stream is open and never read: once gRPC's own window of 64 KiB is full, events pile up. logprobs make them large.
+        slow = RouterDouble(pair, "slow")
+        stream = decode_pb2_grpc.DecodeStub(channel).Stream(decode_pb2.StreamRequest(router_id="slow"))
+        await stream.initial_metadata()
+        calls = []
+        for i in range(8):
+            prompt = prompt_of(60, seed=20 + i)
+            await slow.reserve(f"s{i}", prompt, 400, logprobs=20)
+            call = slow.run(f"s{i}", prompt, 400, logprobs=20)
+            await slow.attach(f"s{i}", (await call.read()).accepted.ticket)
+            calls.append(call)
+        answer = await good.generate("g", prompt_of(30, seed=9), 100)
+        assert answer.tokens == expected(prompt_of(30, seed=9), 100)
+        await until(lambda: _released(pair), within_s=10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_to_end(stream)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        # A router that comes back is told what became of its sequences.
+        await slow.open()
+        for i in range(8):
+            failed = (await until_event(slow, "failed", f"s{i}")).failed
+            assert (failed.code, failed.retryable) == ("RESOURCE_EXHAUSTED", True)
+        await slow.close()
+        await pair.settled()
+
+
+async def test_repeated_calls_change_nothing(redis_url: str) -> None:
+    async with slow_pair(redis_url) as (pair, router):
+        call, ticket = await begin(router)
+        await router.attach("r", ticket)
+        assert await acknowledge(pair, ticket, PROGRESS) in ("LEASE_STATE_RESERVED", "LEASE_STATE_PUBLISHING")
+        with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
+            await acknowledge(pair, ticket, COMMITTED)  # nothing is complete yet
+        answer = Answer()
+        await router.collect("r", answer)
+        for outcome in (COMMITTED, ABORTED, PROGRESS, COMMITTED):
+            assert await acknowledge(pair, ticket, outcome) == "LEASE_STATE_RELEASED"
+        assert answer.positions == list(range(1, 200))
+        events = [await call.read() for _ in range(2)]
+        assert [e.WhichOneof("event") for e in events] == ["first_token", "done"]
+        assert not await router.cancel("r")
+        await pair.settled()
+
+
+async def test_an_aborted_lease_stays_aborted(redis_url: str) -> None:
+    async with slow_pair(redis_url) as (pair, router):
+        call = router.run("r", PROMPT, 20)
+        ticket = (await call.read()).accepted.ticket
+        assert await acknowledge(pair, ticket, ABORTED) == "LEASE_STATE_ABORTED"
+        await pair.settled()
+        assert await acknowledge(pair, ticket, COMMITTED) == "LEASE_STATE_ABORTED"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_tickets_that_do_not_verify(redis_url: str) -> None:
+    async with slow_pair(redis_url) as (pair, router):
+        await router.reserve("r", PROMPT, 20)
+        call = router.run("r", PROMPT, 20)
+        ticket = (await call.read()).accepted.ticket
+        forged = kv_pb2.Ticket()
+        forged.CopyFrom(ticket)
+        forged.expires_unix_ms += 1
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+            await router.attach("r", forged)
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+            await pair.kv.Watch(kv_pb2.WatchRequest(ticket=forged)).read()
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+            await acknowledge(pair, forged, ABORTED)
+        secret = pair.prefill_worker.edge._hand_overs._secret  # type: ignore[attr-defined]
+        good = Ticket.from_proto(ticket)
+        old = _signed(good, secret, epoch=good.epoch - 1)
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE") as caught:
+            await pair.kv.Watch(kv_pb2.WatchRequest(ticket=old)).read()
+        assert "epoch" in (caught.value.details() or "")
+        with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
+            await router.attach("r", _signed(good, secret, request_id="other"))
+        with pytest.raises(grpc.aio.AioRpcError, match="FAILED_PRECONDITION"):
+            await router.attach("r", _signed(good, secret, layout="0" * 32))
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await router.attach("r", _signed(good, secret, expires_unix_ms=1))
+        # An old epoch that does get attached ends in a retryable failure: the worker has restarted.
+        await router.attach("r", old)
+        failed = (await until_event(router, "failed")).failed
+        assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
+        call.cancel()
+        await pair.settled()
+
+
+def _signed(ticket: Ticket, secret: bytes, **changes: Any) -> kv_pb2.Ticket:
+    return replace(ticket, **changes).signed(secret).to_proto()
+
+
+async def test_incompatible_layouts_are_refused_and_not_worth_repeating(redis_url: str) -> None:
+    async with started(redis_url, decode_fingerprint="another model") as pair, routed(pair) as router:
+        await router.reserve("r", PROMPT, 20)
+        call = router.run("r", PROMPT, 20)
+        ticket = (await call.read()).accepted.ticket
+        with pytest.raises(grpc.aio.AioRpcError, match="FAILED_PRECONDITION"):
+            await router.attach("r", ticket)
+        await router.cancel("r")
+        call.cancel()
+        await pair.settled()
+
+
+async def test_a_prefill_that_skips_blocks_decode_does_not_hold_fails_for_good(redis_url: str) -> None:
+    async with started(redis_url) as pair, routed(pair) as router:
+        await router.reserve("r", PROMPT, 20)
+        call = router.run("r", PROMPT, 20, cached=4 * BLOCK)
+        await router.attach("r", (await call.read()).accepted.ticket)
+        failed = (await until_event(router, "failed")).failed
+        assert (failed.code, failed.retryable) == ("INVALID_ARGUMENT", False)
+        call.cancel()
+        await pair.settled()
+
+
+@pytest.mark.parametrize(("num_losses", "ends_well"), [(1, True), (2, False)])
+async def test_a_damaged_chunk_is_fetched_again_once(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, num_losses: int, ends_well: bool
+) -> None:
+    async with started(redis_url) as pair, routed(pair) as router:
+        transport = pair.decode_worker.edge._transports["local"]  # type: ignore[attr-defined]
+        fetch, losses = transport.fetch, [DataLoss("damaged")] * num_losses
+
+        async def lossy(*args: Any, **options: Any) -> None:
+            if losses:
+                raise losses.pop()
+            await fetch(*args, **options)
+
+        monkeypatch.setattr(transport, "fetch", lossy)
+        if ends_well:
+            assert (await router.generate("r", prompt_of(10), 4)).tokens == expected(prompt_of(10), 4)
+        else:
+            answer = await router.generate("r", prompt_of(10), 4)
+            assert answer.failed is not None
+            assert (answer.failed.code, answer.failed.retryable) == ("DATA_LOSS", True)
+            assert answer.done is not None
+            assert answer.done.state == kv_pb2.LEASE_STATE_ABORTED
+        await pair.settled()
+
+
+async def test_a_late_fetch_never_writes_into_blocks_of_others(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancel returns only once the fetch that was writing has ended; until then its blocks are nobody else's."""
+    async with started(redis_url) as pair, routed(pair) as router:
+        transport = pair.decode_worker.edge._transports["local"]  # type: ignore[attr-defined]
+        fetch, entered, ended = transport.fetch, asyncio.Event(), asyncio.Event()
+
+        async def stubborn(*args: Any, **options: Any) -> None:
+            entered.set()
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.3)  # as a thread that must finish its copy
+                await fetch(*args, **options)
+                ended.set()
+                raise
+
+        monkeypatch.setattr(transport, "fetch", stubborn)
+        call, _ = await begin(router)
+        await entered.wait()
+        reserved = (await pair.both())[1]
+        cancel = asyncio.create_task(router.cancel("r"))
+        await asyncio.sleep(0.1)
+        still = (await pair.both())[1]
+        assert (still.num_free_blocks, still.num_sequences) == (reserved.num_free_blocks, 1)
+        assert not ended.is_set()
+        assert await cancel
+        assert ended.is_set()
+        call.cancel()
+        await pair.settled()

@@ -1,0 +1,97 @@
+"""A worker's flags, secret and model, and how it refuses to start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prefill_worker.__main__ import main
+from twostep.errors import SetupError
+from twostep.secret import load_secret
+from twostep.worker.config import parse_config
+from twostep.worker.model import load_model
+
+
+def test_defaults_by_role() -> None:
+    prefill, decode = (parse_config(role, ["--runner", "fake"]) for role in ("prefill", "decode"))
+    assert (prefill.port, decode.port) == (50061, 50071)
+    assert prefill.served_model_name == "fake"
+
+
+def test_a_variable_stands_in_for_a_flag_and_the_flag_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOSTEP_MAX_NUM_SEQS", "7")
+    assert parse_config("decode", ["--runner", "fake"]).max_num_seqs == 7
+    assert parse_config("decode", ["--runner", "fake", "--max-num-seqs", "9"]).max_num_seqs == 9
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--port", "70000"],
+        ["--block-size", "0"],
+        ["--lease-ttl", "0"],
+        ["--drain-timeout", "nan"],
+        ["--kv-transfer", "pigeon"],
+        ["--max-num-seqs", "x"],
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_config("prefill", ["--runner", "fake", *flags])
+    assert caught.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_a_model_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config("prefill", [])
+    assert "--model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"", b"  short  \n"])
+def test_secrets_that_are_none(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SetupError, match="--secret-file"):
+        load_secret(path)
+    with pytest.raises(SetupError, match="openssl rand"):
+        load_secret(None)
+
+
+def test_white_space_around_a_secret_does_not_count(tmp_path: Path) -> None:
+    for name, content in (("a", b"0123456789abcdef\n"), ("b", b" 0123456789abcdef")):
+        (tmp_path / name).write_bytes(content)
+    assert load_secret(tmp_path / "a") == load_secret(tmp_path / "b") == b"0123456789abcdef"
+
+
+def test_a_real_model_and_a_fake_one_with_its_name(tiny_llama_dir: Path) -> None:
+    flags = ["--model", str(tiny_llama_dir), "--kv-cache-memory-bytes", str(1 << 20), "--max-model-len", "128"]
+    real, fake = (load_model(parse_config("decode", [*flags, "--runner", runner])) for runner in ("model", "fake"))
+    shape = real.runner.kv_shape
+    assert (1 << 20) - shape.block_bytes < shape.num_blocks * shape.block_bytes <= 1 << 20
+    assert real.layout.model_fingerprint == fake.layout.model_fingerprint
+    assert real.eos_token_ids == fake.eos_token_ids == frozenset({0, 2})
+    assert real.runner.max_model_len == fake.runner.max_model_len == 128
+    assert real.runner.vocab_size == fake.runner.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--runner", "fake"], "--secret-file"),
+        (["--model", "/nonexistent"], "/nonexistent"),
+        (["--runner", "fake", "--block-size", "24"], "hash_unit"),
+        (["--runner", "fake", "--kv-transfer", "local"], "--kv-transfer"),
+        (["--runner", "fake", "--tls-cert", "/no/cert.pem", "--tls-key", "/no/key.pem"], "--tls-cert"),
+    ],
+)
+def test_a_process_that_cannot_start_says_what_to_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+) -> None:
+    (tmp_path / "secret").write_bytes(b"0123456789abcdef")
+    secret = [] if message == "--secret-file" else ["--secret-file", str(tmp_path / "secret")]
+    monkeypatch.setattr("twostep.worker.process.setup_logging", lambda **_: None)
+    assert main([*flags, *secret, "--port", "0"]) == 2
+    assert message in caplog.text

@@ -1,0 +1,264 @@
+"""Starting, stopping, failing: what a worker's callers see, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from worker_harness import (
+    BLOCK,
+    SECRET,
+    Pair,
+    RedisServer,
+    decode_edge,
+    expected,
+    make_model,
+    make_runner,
+    prefill_edge,
+    prompt_of,
+    read_to_end,
+    routed,
+    started,
+    worker_config,
+)
+
+from kv_transfer.local import LocalHub
+from twostep.engine.batch import Batch, Sampled
+from twostep.engine.fake import FakeRunner
+from twostep.errors import SetupError
+from twostep.rpc.channel import open_channel
+from twostep.rpc.v1 import decode_pb2, prefill_pb2
+from twostep.worker.worker import Worker
+
+
+class BrokenRunner(FakeRunner):
+    """Fails every step from some moment on, or only one."""
+
+    failures = 0
+
+    def run(self, batch: Batch) -> Sampled:
+        if self.failures > 0:
+            self.failures -= 1
+            raise RuntimeError("the device is on fire")
+        return super().run(batch)
+
+
+def broken_runner() -> BrokenRunner:
+    return BrokenRunner(num_blocks=256, block_size=BLOCK, vocab_size=1000, max_model_len=512, step_s=0.01)
+
+
+async def health(address: str, service: str) -> int:
+    async with open_channel(address) as channel:
+        return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status
+
+
+async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str) -> None:
+    async with started(redis_url, decode_runner=make_runner(step_s=0.01)) as pair, routed(pair) as router:
+        running = asyncio.create_task(router.generate("r", prompt_of(40), 60))
+        await asyncio.sleep(0.2)
+        stopping = [asyncio.create_task(worker.stop(10)) for worker in (pair.prefill_worker, pair.decode_worker)]
+        await asyncio.sleep(0.05)
+        for method, request in (
+            (pair.decode.Reserve, decode_pb2.ReserveRequest(router_id="x", **router._request("n", prompt_of(4), 2))),
+            (pair.prefill.Run, prefill_pb2.PrefillRequest(**router._request("n", prompt_of(4), 2))),
+        ):
+            call: Any = method(request, timeout=5)  # type: ignore[operator]
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                await (call.read() if hasattr(call, "read") else call)
+        answer = await running
+        assert answer.tokens == expected(prompt_of(40), 60)
+        await asyncio.wait_for(asyncio.gather(*stopping), 10)
+        # The stream ended by itself, in order.
+        assert await router._call.code() is grpc.StatusCode.OK
+
+
+async def test_health_follows_the_drain(redis_url: str) -> None:
+    async with started(redis_url, decode_runner=make_runner(step_s=0.01)) as pair, routed(pair) as router:
+        health_address = f"127.0.0.1:{pair.decode_worker.server.health_port}"
+        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        assert [await health(health_address, s) for s in ("liveness", "readiness")] == [serving, serving]
+        running = asyncio.create_task(router.generate("r", prompt_of(40), 60))
+        await asyncio.sleep(0.2)
+        stopping = asyncio.create_task(pair.decode_worker.stop(10))
+        await asyncio.sleep(0.05)
+        assert [await health(health_address, s) for s in ("liveness", "readiness")] == [serving, not_serving]
+        assert (await running).tokens == expected(prompt_of(40), 60)
+        await stopping
+
+
+async def test_what_does_not_finish_in_time_is_failed_retryably(redis_url: str) -> None:
+    async with started(redis_url, decode_runner=make_runner(step_s=0.05)) as pair, routed(pair) as router:
+        running = asyncio.create_task(router.generate("r", prompt_of(40), 400))
+        await asyncio.sleep(0.3)
+        await asyncio.wait_for(pair.decode_worker.stop(0.1), 5)
+        answer = await running
+        assert answer.failed is not None
+        assert (answer.failed.code, answer.failed.retryable) == ("UNAVAILABLE", True)
+        engine = pair.decode_worker.engine
+        engine.check_integrity()
+        assert engine.stats().num_running == 0
+
+
+async def test_a_prefill_worker_that_stops_ends_run_with_unavailable(redis_url: str) -> None:
+    runner = make_runner(step_s=0.2)
+    async with started(redis_url, prefill_runner=runner, prefill_options={"max_num_batched_tokens": 8, "max_num_seqs": 8}) as pair:
+        async with routed(pair) as router:
+            call = router.run("r", prompt_of(80), 5)
+            assert (await call.read()).WhichOneof("event") == "accepted"
+            stopping = asyncio.create_task(pair.prefill_worker.stop(0.1))
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                await call.read()
+            await asyncio.wait_for(stopping, 5)
+        pair.prefill_worker.engine.check_integrity()
+
+
+async def test_one_failed_step_ends_its_sequences_and_the_worker_goes_on(redis_url: str) -> None:
+    runner = broken_runner()
+    async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
+        running = asyncio.create_task(router.generate("r", prompt_of(40), 300))
+        await asyncio.sleep(0.3)
+        runner.failures = 1
+        answer = await running
+        assert answer.failed is not None
+        assert (answer.failed.code, answer.failed.retryable) == ("UNAVAILABLE", True)
+        assert "on fire" in answer.failed.message
+        assert (await router.generate("s", prompt_of(41), 4)).tokens == expected(prompt_of(41), 4)
+        await pair.settled()
+
+
+async def test_an_engine_that_keeps_failing_is_not_alive_and_tells_everybody(redis_url: str) -> None:
+    runner = broken_runner()
+    async with started(redis_url, prefill_runner=runner) as pair, routed(pair) as router:
+        runner.failures = 1 << 30
+        for i in range(3):
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                await read_to_end(router.run(f"r{i}", prompt_of(10), 3))
+        await asyncio.wait_for(pair.prefill_worker.engine_failed.wait(), 5)
+        address = f"127.0.0.1:{pair.prefill_worker.server.health_port}"
+        for service in ("liveness", "readiness"):
+            assert await health(address, service) == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="failed; use another worker"):
+            await read_to_end(router.run("n", prompt_of(10), 3))
+        await pair.settled()
+
+
+async def test_a_full_queue_is_resource_exhausted(redis_url: str) -> None:
+    runner = make_runner(step_s=0.3)
+    options = {"max_waiting": 1, "max_num_batched_tokens": 4, "max_num_seqs": 4}
+    async with started(redis_url, prefill_runner=runner, prefill_options=options) as pair, routed(pair) as router:
+        calls = [router.run(f"r{i}", prompt_of(40, seed=i), 5) for i in range(4)]
+        codes = await asyncio.gather(*(_outcome(call) for call in calls))
+        assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
+        for call in calls:
+            call.cancel()
+        await pair.settled()
+
+
+async def _outcome(call: Any) -> grpc.StatusCode:
+    try:
+        await call.read()
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_no_transport_is_unavailable_before_any_compute(redis_url: str) -> None:
+    async with started(redis_url) as pair, routed(pair) as router:
+        transport = pair.prefill_worker.edge._transport  # type: ignore[attr-defined]
+        threads, transport._threads = transport._threads, None
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await read_to_end(router.run("r", prompt_of(10), 3))
+        assert pair.prefill_worker.record().transports == ()
+        assert (await pair.both())[0].steps == 0
+        transport._threads = threads
+        assert (await router.generate("s", prompt_of(10), 3)).tokens == expected(prompt_of(10), 3)
+        await pair.settled()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": []}, "token_ids is empty"),
+        ({"token_ids": [5, 100_000]}, "vocabulary"),
+        ({"token_ids": list(range(600))}, "context"),
+        ({"num_prompt_tokens": 0}, "prompt"),
+        ({"num_prompt_tokens": 99}, "prompt"),
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "x" * 500}, "request_id"),
+        ({"attempt": 0}, "attempt"),
+    ],
+)
+async def test_bad_requests_are_invalid_on_both_workers(redis_url: str, changes: dict[str, Any], message: str) -> None:
+    async with started(redis_url) as pair, routed(pair) as router:
+        request = router._request("r", prompt_of(10), 3) | changes
+        if "token_ids" in changes:
+            request["num_prompt_tokens"] = max(1, len(changes["token_ids"]))
+        await _both_refuse(pair, request, message)
+        await pair.settled()
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "seed", "top_p", "ignore_eos"])
+async def test_a_missing_sampling_field_is_named(redis_url: str, field: str) -> None:
+    async with started(redis_url) as pair, routed(pair) as router:
+        request = router._request("r", prompt_of(10), 3)
+        request["sampling"].ClearField(field)
+        await _both_refuse(pair, request, field)
+
+
+async def _both_refuse(pair: Pair, request: dict[str, Any], message: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT") as by_decode:
+        await pair.decode.Reserve(decode_pb2.ReserveRequest(router_id="x", **request), timeout=5)
+    with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT") as by_prefill:
+        await read_to_end(pair.prefill.Run(prefill_pb2.PrefillRequest(**request), timeout=5))
+    for caught in (by_decode, by_prefill):
+        assert message in (caught.value.details() or "")
+
+
+async def test_a_decode_cache_that_is_no_whole_block_is_refused(redis_url: str) -> None:
+    async with started(redis_url) as pair, routed(pair) as router:
+        for cached in (3, 12):
+            with pytest.raises(grpc.aio.AioRpcError, match="num_decode_cached_tokens"):
+                await read_to_end(router.run("r", prompt_of(10), 3, cached=cached))
+        await pair.settled()
+
+
+async def test_no_room_is_resource_exhausted_and_too_much_is_invalid(redis_url: str) -> None:
+    async with started(redis_url, decode_runner=make_runner(num_blocks=16)) as pair, routed(pair) as router:
+        await router.reserve("a", prompt_of(20), 20)
+        with pytest.raises(grpc.aio.AioRpcError, match="RESOURCE_EXHAUSTED"):
+            await router.reserve("b", prompt_of(20, seed=2), 20)
+        with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
+            await router.reserve("c", prompt_of(20, seed=3), 400)
+        with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
+            await router.reserve("a", prompt_of(20), 20)  # a duplicate
+        assert await router.cancel("a")
+        await router.reserve("b", prompt_of(20, seed=2), 20)
+        await router.cancel("b")
+        await pair.settled()
+
+
+async def test_a_worker_that_cannot_start_leaves_nothing_behind(redis_url: str, own_redis: RedisServer) -> None:
+    hub = LocalHub()
+    taken = Worker(worker_config("prefill", redis_url), make_model(make_runner()), SECRET, prefill_edge(hub))
+    await taken.start()
+    port = taken.server.port
+    again = Worker(worker_config("decode", redis_url, port=port), make_model(make_runner()), SECRET, decode_edge(LocalHub()))
+    with pytest.raises(SetupError, match=f"{port}.*--port"):
+        await again.start()
+    own_redis.stop()
+    lost = Worker(worker_config("decode", own_redis.url), make_model(make_runner()), SECRET, decode_edge(hub))
+    lost._registration._connect_timeout_s = 0.2
+    with pytest.raises(SetupError, match="--redis-url"):
+        await lost.start()
+    await taken.stop(0.1)
+    assert not _threads_of(["engine", "kv-local"])
+
+
+def _threads_of(prefixes: Sequence[str]) -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(tuple(prefixes))]

@@ -1,0 +1,211 @@
+"""What a worker says of itself in Redis, and what happens when Redis is away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import redis.asyncio
+from worker_harness import BLOCK, RedisServer, expected, prompt_of, routed, started
+
+from twostep.cluster.records import HEARTBEAT_S, LayoutRecord, WorkerRecord, prefix_key, worker_key
+from twostep.cluster.registration import Registration
+from twostep.engine.types import PrefixDelta
+from twostep.errors import SetupError
+from twostep.prefix import derive_key, prefix_hashes
+
+BEAT = HEARTBEAT_S + 1.0
+
+
+@asynccontextmanager
+async def client(url: str) -> AsyncIterator[redis.asyncio.Redis]:
+    connection = redis.asyncio.Redis.from_url(url)
+    yield connection
+    await connection.aclose()
+
+
+async def record_of(connection: redis.asyncio.Redis, worker_id: str) -> WorkerRecord | None:
+    text = await connection.get(worker_key(worker_id))
+    return None if text is None else WorkerRecord.from_json(text)
+
+
+class Pretended:
+    """A worker's record and prefixes, without a worker."""
+
+    def __init__(self) -> None:
+        self.added: list[bytes] = []
+        self.removed: list[bytes] = []
+
+    def describe(self) -> WorkerRecord:
+        layout = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=4, num_layers=1, num_kv_heads=1, head_dim=4)
+        return WorkerRecord(
+            worker_id="pretended",
+            role="prefill",
+            address="127.0.0.1:1",
+            epoch=7,
+            model="m",
+            layout=layout,
+            hash_unit=8,
+            secret_check="x",
+            num_blocks=1,
+            max_num_seqs=1,
+            max_model_len=8,
+        )
+
+    def take_delta(self) -> PrefixDelta:
+        delta = PrefixDelta(added=self.added, removed=self.removed)
+        self.added, self.removed = [], []
+        return delta
+
+    def registration(self, url: str, timeout_s: float = 1.0) -> Registration:
+        return Registration(url, describe=self.describe, take_delta=self.take_delta, connect_timeout_s=timeout_s)
+
+
+async def prefixes(connection: redis.asyncio.Redis) -> set[bytes]:
+    members: set[bytes] = await connection.smembers(prefix_key("pretended", 7))
+    return members
+
+
+async def eventually(connection: redis.asyncio.Redis, wanted: set[bytes], within_s: float = 2 * BEAT) -> None:
+    give_up = time.monotonic() + within_s
+    while (found := await prefixes(connection)) != wanted:
+        assert time.monotonic() < give_up, (found, wanted)
+        await asyncio.sleep(0.05)
+
+
+async def test_a_worker_says_who_it_is_and_leaves_when_it_stops(redis_url: str) -> None:
+    async with client(redis_url) as connection:
+        async with started(redis_url) as pair:
+            for worker, role in ((pair.prefill_worker, "prefill"), (pair.decode_worker, "decode")):
+                record = await record_of(connection, worker.worker_id)
+                assert record is not None
+                assert (record.role, record.address, record.epoch, record.ready) == (role, worker.address, worker.epoch, True)
+                assert record.transports == ("local",)
+                assert 0 < await connection.pttl(worker_key(worker.worker_id)) <= 4000
+        for worker_id in ("prefill-1", "decode-1"):
+            assert await record_of(connection, worker_id) is None
+            assert not await connection.sismember("twostep:v1:workers", worker_id)
+
+
+async def test_computed_prefixes_are_announced_under_the_routers_hashes(redis_url: str) -> None:
+    async with client(redis_url) as connection, started(redis_url) as pair, routed(pair) as router:
+        prompt = prompt_of(5 * BLOCK)
+        await router.generate("r", prompt, 2)
+        secret = pair.prefill_worker.edge._hand_overs._secret  # type: ignore[attr-defined]
+        key = derive_key(secret, tenant="t", salt="", model_fingerprint="fake", dtype="float32")
+        wanted = set(prefix_hashes(key, prompt, 2 * BLOCK))
+        await asyncio.sleep(BEAT)
+        for worker in (pair.prefill_worker, pair.decode_worker):
+            found = await connection.smembers(prefix_key(worker.worker_id, worker.epoch))
+            assert wanted <= found
+            assert 0 < await connection.ttl(prefix_key(worker.worker_id, worker.epoch)) <= 30
+
+
+async def test_deltas_wipes_and_restarts(own_redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    worker = Pretended()
+    registration = worker.registration(own_redis.url)
+    worker.added = [b"a", b"b"]
+    await registration.start()
+    try:
+        async with client(own_redis.url) as connection:
+            assert await prefixes(connection) == {b"a", b"b"}
+            worker.added, worker.removed = [b"c"], [b"a"]
+            await eventually(connection, {b"b", b"c"})
+            await connection.flushall()
+            await eventually(connection, {b"b", b"c"}, within_s=3 * BEAT)
+            assert await record_of(connection, "pretended") is not None
+        own_redis.stop()
+        worker.added = [b"d"]  # announced nowhere, and not lost
+        await asyncio.sleep(2 * BEAT)
+        assert not registration.connected
+        assert sum("Redis is away" in line for line in caplog.messages) == 1
+        own_redis.start()
+        async with client(own_redis.url) as connection:
+            await eventually(connection, {b"b", b"c", b"d"}, within_s=3 * BEAT)
+        assert registration.connected
+    finally:
+        await registration.close()
+    async with client(own_redis.url) as connection:
+        assert await connection.keys("*") == []
+
+
+async def test_the_announced_set_is_bounded_and_keeps_the_latest(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostep.cluster.registration.MAX_PREFIXES_PER_WORKER", 3)
+    worker = Pretended()
+    registration = worker.registration(redis_url)
+    worker.added = [b"%d" % i for i in range(5)]
+    await registration.start()
+    async with client(redis_url) as connection:
+        assert await prefixes(connection) == {b"2", b"3", b"4"}
+        worker.added, worker.removed = [b"9"], [b"0", b"4"]  # 0 was never announced
+        await eventually(connection, {b"2", b"3", b"9"})
+    await registration.close()
+
+
+async def test_no_redis_at_start_says_what_to_do(unused_tcp_port_of_nobody: int) -> None:
+    registration = Pretended().registration(f"redis://:secret@127.0.0.1:{unused_tcp_port_of_nobody}/0", timeout_s=0.3)
+    with pytest.raises(SetupError, match="--redis-url") as caught:
+        await registration.start()
+    assert "secret" not in caught.value.message
+
+
+@pytest.fixture
+def unused_tcp_port_of_nobody(own_redis: RedisServer) -> int:
+    own_redis.stop()
+    return own_redis.port
+
+
+async def test_a_bad_url_says_what_to_do() -> None:
+    with pytest.raises(SetupError, match="--redis-url"):
+        Pretended().registration("http://nowhere")
+
+
+async def test_redis_at_start_may_come_late(own_redis: RedisServer) -> None:
+    own_redis.stop()
+    registration = Pretended().registration(own_redis.url, timeout_s=10)
+    starting = asyncio.create_task(registration.start())
+    await asyncio.sleep(0.5)
+    assert not starting.done()
+    own_redis.start()
+    await asyncio.wait_for(starting, 5)
+    await registration.close()
+
+
+async def test_serving_goes_on_without_redis(own_redis: RedisServer) -> None:
+    async with started(own_redis.url) as pair, routed(pair) as router:
+        own_redis.stop()
+        await asyncio.sleep(BEAT)
+        answer = await router.generate("r", prompt_of(30), 5)
+        assert answer.tokens == expected(prompt_of(30), 5)
+        own_redis.start()
+        async with client(own_redis.url) as connection:
+            give_up = time.monotonic() + 3 * BEAT
+            while await record_of(connection, "decode-1") is None:
+                assert time.monotonic() < give_up
+                await asyncio.sleep(0.05)
+        await pair.settled()
+
+
+async def test_a_stop_that_the_redis_client_takes_for_a_lost_connection_is_still_one(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended = Pretended()
+    registration = Registration(redis_url, describe=pretended.describe, take_delta=pretended.take_delta)
+    await registration.start()
+    beating = asyncio.Event()
+
+    async def lost() -> None:
+        beating.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise redis.exceptions.ConnectionError("closed") from None
+
+    monkeypatch.setattr(registration, "_beat", lost)
+    await beating.wait()
+    await asyncio.wait_for(registration.close(), 2 * BEAT)
+    async with client(redis_url) as connection:
+        assert await record_of(connection, "pretended") is None

