@@ -35,6 +35,7 @@ class RouterConfig:
     request_timeout: float = 600.0
     client_write_timeout: float = 30.0
     no_worker_grace: float = 3.0
+    prefix_lookup_timeout: float = 0.002
     drain_timeout: float = 30.0
     redis_start_timeout: float = 10.0
     tls: TlsFiles = PLAINTEXT
@@ -103,6 +104,12 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         type=_seconds,
         default=default.no_worker_grace,
         help="how long a request waits for a missing worker to come back",
+    )
+    parser.flag(
+        "--prefix-lookup-timeout",
+        type=_seconds,
+        default=default.prefix_lookup_timeout,
+        help="how long a request waits to hear from Redis who holds its prefix",
     )
     parser.flag("--drain-timeout", type=_seconds, default=default.drain_timeout, help="time for running requests to end after SIGTERM")
     parser.flag("--redis-start-timeout", type=_seconds, default=default.redis_start_timeout, help="how long to wait for Redis at start")

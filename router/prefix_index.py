@@ -1,4 +1,5 @@
-"""Which workers hold how much of a prompt's prefix: one pipelined round trip to Redis, and never more than 2 ms of waiting.
+"""Which workers hold how much of a prompt's prefix: one pipelined round trip to Redis, and never more than 2 ms of waiting
+(--prefix-lookup-timeout).
 
 A late answer is no answer, but its command is left to end (cancelling it would cost the connection). While one is overdue, and
 for a second after an error, requests go without hints at once: a dead Redis costs its 2 ms about once a second, not per request.
@@ -19,7 +20,6 @@ from twostep.cluster.records import WorkerRecord, prefix_key
 
 log = logging.getLogger(__name__)
 
-LOOKUP_S = 0.002
 _OPEN_S = 1.0
 # Bounds of one lookup: of more workers only the first are asked, and hashes beyond the share of each worker are probed at every
 # second, third ... unit.
@@ -46,7 +46,7 @@ NO_HINTS: Mapping[WorkerLife, int] = {}
 
 
 class PrefixIndex:
-    def __init__(self, redis: Redis, hash_unit: int, *, timeout_s: float = LOOKUP_S) -> None:
+    def __init__(self, redis: Redis, hash_unit: int, *, timeout_s: float) -> None:
         self._redis = redis
         self._unit = hash_unit
         self._timeout_s = timeout_s

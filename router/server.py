@@ -60,7 +60,7 @@ class Router:
         self.registry = Registry(self._redis, deployment)
         self.cleanup = Cleanup()
         self.pool = WorkerPool(router_id=self.router_id, cleanup=self.cleanup, tls=config.tls)
-        self._index = PrefixIndex(self._index_redis, config.hash_unit)
+        self._index = PrefixIndex(self._index_redis, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
         room = Room()
         self.registry.on_poll(self.pool.sync)
         self.admission = Admission(

@@ -472,12 +472,14 @@ class Cluster:
         return set().union(*(worker.held for worker in self.workers))
 
     async def all_free(self) -> None:
-        """Waits until no worker holds anything; fails after 3 s."""
+        """Waits until no worker holds anything; fails after 15 s."""
         await until(lambda: not self.held(), "the workers hold nothing")
 
     def config(self, **options: Any) -> RouterConfig:
         return RouterConfig(
             **{
+                # Hints are a matter of content here, not of this machine's speed.
+                "prefix_lookup_timeout": 5.0,
                 "model": self.model_dir,
                 "redis_url": self.redis_server.url,
                 "host": "127.0.0.1",
@@ -557,7 +559,7 @@ class Reply:
         self.pieces.append(piece)
 
 
-async def until(condition: Callable[[], bool], what: str, timeout: float = 3.0) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout: float = 15.0) -> None:
     give_up = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < give_up, f"not within {timeout} s: {what}"
