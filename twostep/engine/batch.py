@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,15 +15,17 @@ from twostep.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """One row to sample. `history` is prompt and output so far, looked at only for penalties; `position` is that of the
-    token to be sampled among the generated ones (it and the seed make the noise). `stop_ids` must not be sampled while
-    `position < min_tokens`."""
+    """One row to sample. `history` is prompt and output so far, looked at only for penalties and only by `launch`, without the token
+    before it where that is carried (see Batch); `position` is that of the token to be sampled among the generated ones (it and the seed
+    make the noise). `stop_ids` must not be sampled while `position < min_tokens`. `seq_id` is the same in all steps of a sequence, so
+    that a device may keep what it has counted of the history; empty: nothing is kept."""
 
     params: SamplingParams
     position: int
     history: Sequence[int]
     num_prompt_tokens: int
     stop_ids: frozenset[int]
+    seq_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class Batch:
     slots          int64 [T]      where the token's KV goes: block * block_size + slot in block
     sample_rows    int64 [R]      rows (of T) whose logits are needed: the last token of each sequence that is complete
     sampling       R SamplingRows, aligned with sample_rows
+    carried        int32 [T]      r >= 0: the token is what row r of the step launched just before samples, and token_ids says nothing;
+                                  -1: token_ids has it. None: none is carried
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -48,6 +52,20 @@ class Batch:
     slots: npt.NDArray[np.int64]
     sample_rows: npt.NDArray[np.int64]
     sampling: Sequence[SamplingRow]
+    carried: npt.NDArray[np.int32] | None = None
+
+    def with_carried(self, token_ids: Sequence[int]) -> Batch:
+        """The same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the host."""
+        if self.carried is None:
+            return self
+        known = self.token_ids.copy()
+        here = np.flatnonzero(self.carried >= 0)
+        known[here] = np.asarray(token_ids, np.int64)[self.carried[here]]
+        rows = list(self.sampling)
+        for i, row in enumerate(self.sample_rows.tolist()):
+            if self.carried[row] >= 0:
+                rows[i] = replace(rows[i], history=[*rows[i].history, int(known[row])])
+        return replace(self, token_ids=known, sampling=rows, carried=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +96,18 @@ class KvShape:
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * item
 
 
+class InFlight(Protocol):
+    """A launched step."""
+
+    def result(self) -> Sampled:
+        """Waits until the step is done: its KV is in the pool and its tokens are here. Called once, in the order of the launches. Raises
+        whatever the device failed with; later steps that carry nothing from this one are not spoiled by it."""
+        ...
+
+
 class Runner(Protocol):
-    """Executes batches on one device. Not thread-safe but for read_blocks and write_blocks, which any thread may call
-    for blocks that no running batch writes."""
+    """Executes batches on one device, in the order launched. Not thread-safe but for read_blocks and write_blocks, which any thread may
+    call for blocks that no launched step uses."""
 
     @property
     def kv_shape(self) -> KvShape: ...
@@ -91,8 +118,15 @@ class Runner(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def run(self, batch: Batch) -> Sampled:
-        """Writes the KV of all T tokens and samples R of them. Blocks until done."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether `launch` returns before the device is done, so that planning a step while another one runs gains time."""
+        ...
+
+    def launch(self, batch: Batch) -> InFlight:
+        """Queues a step that writes the KV of all T tokens and samples R of them. At most one other step has been launched and not
+        collected; it is the one that carried tokens come from. The arrays of `batch` are not looked at after the step's result, nor
+        histories after the return. If this raises, nothing was launched, and the next step carries nothing from it."""
         ...
 
     def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
@@ -104,5 +138,5 @@ class Runner(Protocol):
         ...
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copies one block inside the pool (copy-on-write)."""
+        """Copies one block inside the pool (copy-on-write), after the steps launched before and before those launched later."""
         ...
