@@ -167,7 +167,7 @@ async def test_kill_during_a_slow_drain(tmp_path: Path) -> None:
     await asyncio.sleep(0.1)
     supervisor.kill()
     await stopping
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 async def test_stop_during_the_start(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ async def test_deadline(client: AsyncClient) -> None:
     started = time.monotonic()
     with pytest.raises(twostep.DeadlineExceeded):
         await client.generate("silent", timeout=0.2).result()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
 
 
 async def test_leaving_the_loop_cancels_the_call(client: AsyncClient, server: tuple[ScriptedInference, str]) -> None:

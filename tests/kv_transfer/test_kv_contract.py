@@ -141,7 +141,7 @@ async def test_full_budget_ends_at_the_deadline(make_pair: MakePair) -> None:
     start = time.monotonic()
     with pytest.raises(ResourceExhausted):
         await publish(pair, "b", 0, [2, 3], within_s=0.3)
-    assert 0.25 < time.monotonic() - start < 2
+    assert 0.25 < time.monotonic() - start < 10
     with pytest.raises(InvalidRequest, match="budget"):
         await publish(pair, "c", 0, [0, 1, 2, 3])
     await drop(pair, "a")
@@ -189,8 +189,8 @@ async def test_closed_source_is_unavailable_and_closed_side_refuses(make_pair: M
     assert not pair.prefill.transport.ready
     start = time.monotonic()
     # Ray may answer from the dying actor for a moment.
-    while not await unavailable(pair.decode.transport.fetch(endpoint, pair.salt + "a", chunk, [0], deadline=in_s(10))):
-        assert time.monotonic() - start < 5
+    while not await unavailable(pair.decode.transport.fetch(endpoint, pair.salt + "a", chunk, [0], deadline=in_s(30))):
+        assert time.monotonic() - start < 20
     with pytest.raises(Unavailable):
         await publish(pair, "b", 0, [0])
 

