@@ -22,6 +22,7 @@ import torch
 
 from twostep.engine.batch import Batch, KvShape, Sampled
 from twostep.engine.kv_cache import DTYPES, KvCache
+from twostep.engine.pool_sizing import PoolSizing, free_memory, graph_bytes, measured_blocks
 from twostep.engine.sampler import sample
 from twostep.errors import SetupError
 from twostep.kernels.ops import Ops
@@ -29,6 +30,7 @@ from twostep.kernels.torch_ops import TorchOps
 from twostep.models.config import ModelConfig, parse_config
 from twostep.models.llama import Llama
 from twostep.models.registry import build_model, fill_random, load_weights
+from twostep.startup import NoProgress, Progress
 
 if TYPE_CHECKING:
     from twostep.engine.decode_graphs import DecodeGraphs
@@ -43,7 +45,7 @@ class ModelRunner:
         self,
         model_dir: Path | str,
         *,
-        num_blocks: int,
+        num_blocks: int | PoolSizing,
         block_size: int = 16,
         dtype: str = "auto",
         device: str = "cpu",
@@ -51,10 +53,12 @@ class ModelRunner:
         num_threads: int | None = None,
         load_format: str = "auto",
         max_num_seqs: int = 0,
+        progress: Progress | None = None,
     ) -> None:
-        """Loads a model directory. `dtype` auto: that of the weights. `device` is cpu, cuda or cuda:N. `load_format` dummy: random
-        weights, only config.json is read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none).
-        `num_threads` sets torch's, for the whole process. Raises SetupError with what to change."""
+        """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
+        weights. `device` is cpu, cuda or cuda:N. `load_format` dummy: random weights, only config.json is read. `max_num_seqs`: decode
+        steps of up to so many sequences are captured as CUDA graphs (0: none). `num_threads` sets torch's, for the whole process. Raises
+        SetupError with what to change."""
         self._device = _device(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -67,8 +71,13 @@ class ModelRunner:
             raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
         self._config = config
         self._graphs: DecodeGraphs | None = None
+        progress = progress or NoProgress()
+        progress.phase("device")
         with self._on_device():
+            sizing = num_blocks if isinstance(num_blocks, PoolSizing) else None
+            free_at_start = 0 if sizing is None else free_memory(self._device, sizing)
             ops: Ops = TorchOps() if self._device.type == "cpu" else _gpu_ops(self._device)
+            progress.phase("weights")
             try:
                 self._model = build_model(config, DTYPES[chosen], ops, str(self._device))
                 if load_format == "dummy":
@@ -77,8 +86,13 @@ class ModelRunner:
                     load_weights(self._model, model_dir)
             except torch.OutOfMemoryError as error:
                 raise SetupError(f"the weights do not fit the memory of {self._device}: {error}") from error
+            if isinstance(num_blocks, PoolSizing):
+                self._cache = KvCache(kv_shape(config, chosen, 1, block_size), str(self._device))
+                num_blocks = self._measured_blocks(num_blocks, free_at_start, max_num_seqs, progress)
+            progress.phase("pool")
             self._cache = KvCache(kv_shape(config, chosen, num_blocks, block_size), str(self._device))
             if self._device.type == "cuda" and max_num_seqs:
+                progress.phase("graphs")
                 with torch.inference_mode():
                     self._graphs = _capture(self._model, self._cache, ops, max_num_seqs)
 
@@ -115,6 +129,21 @@ class ModelRunner:
     def _logits(self, batch: Batch) -> torch.Tensor:
         logits = None if self._graphs is None else self._graphs.logits(batch)
         return self._model.forward(batch, self._cache) if logits is None else logits
+
+    def _measured_blocks(self, sizing: PoolSizing, free_at_start: int, max_num_seqs: int, progress: Progress) -> int:
+        from twostep.engine.decode_graphs import ladder  # noqa: PLC0415
+
+        return measured_blocks(
+            self.run,
+            self.kv_shape,
+            sizing,
+            device=self._device,
+            free_at_start=free_at_start,
+            graphs=graph_bytes(ladder(max_num_seqs), vocab_size=self.vocab_size, item_bytes=DTYPES[self.kv_shape.dtype].itemsize),
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            progress=progress,
+        )
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the thread's current device."""

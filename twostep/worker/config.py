@@ -17,18 +17,20 @@ DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Everything a worker can be told; times in seconds. Empty `worker_id`: role, host name and port. Empty `advertise_address`: host
-    and port as others reach them. `num_blocks` 0: as many as fit `kv_cache_memory_bytes`."""
+    and port as others reach them. `num_blocks` 0: as many as fit `kv_cache_memory_bytes`; that 0 too: on a GPU what
+    `gpu_memory_utilization` leaves, on a CPU 512 MiB."""
 
     role: str
     model: str = ""
     served_model_name: str = ""
     runner: str = "model"
     dtype: str = "auto"
-    device: str = "cpu"
+    device: str = "auto"
     load_format: str = "auto"
     block_size: int = 16
     num_blocks: int = 0
-    kv_cache_memory_bytes: int = 512 << 20
+    kv_cache_memory_bytes: int = 0
+    gpu_memory_utilization: float = 0.9
     max_model_len: int = 0
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
@@ -85,13 +87,28 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
     parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")
     parser.flag("--runner", default="model", choices=["model", "fake"], help="fake: hand-computable tokens and settable timing, no weights")
     parser.flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: that of the weights")
-    parser.flag("--device", default="cpu", help="where the model runs: cpu, cuda or cuda:N")
+    parser.flag(
+        "--device",
+        default=default.device,
+        help="where the model runs: cpu, cuda, cuda:N, or auto: a GPU if there is one (auto:N: the N-th)",
+    )
     parser.flag(
         "--load-format", default=default.load_format, choices=["auto", "dummy"], help="dummy: random weights, only config.json is read"
     )
     parser.flag("--block-size", type=number(1, 4096), default=default.block_size, help="tokens of a KV block; divides --hash-unit")
     parser.flag("--num-blocks", type=number(0, 1 << 31), default=0, help="KV blocks; 0: what --kv-cache-memory-bytes holds")
-    parser.flag("--kv-cache-memory-bytes", type=number(1, 1 << 50), default=default.kv_cache_memory_bytes, help="size of the KV cache")
+    parser.flag(
+        "--kv-cache-memory-bytes",
+        type=number(0, 1 << 50),
+        default=default.kv_cache_memory_bytes,
+        help="size of the KV cache; 0: 512 MiB on a CPU, what --gpu-memory-utilization leaves on a GPU",
+    )
+    parser.flag(
+        "--gpu-memory-utilization",
+        type=_share,
+        default=default.gpu_memory_utilization,
+        help="share of the whole card that this process may take: weights, steps, graphs, and the rest is KV cache",
+    )
     parser.flag("--max-model-len", type=number(0, 1 << 31), default=0, help="longest context in tokens; 0: the model's")
     parser.flag(
         "--max-num-batched-tokens", type=number(1, 1 << 20), default=default.max_num_batched_tokens, help="token budget of one engine step"
@@ -174,6 +191,13 @@ def _not_negative(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not math.isfinite(value) or value < 0:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 up")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _not_negative(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share; give a number above 0 and at most 1")
     return value
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import KvShape, Runner
@@ -16,11 +16,16 @@ from twostep.errors import InvalidRequest, SetupError
 from twostep.fingerprint import model_fingerprint
 from twostep.model_dir import read_json
 from twostep.models.store import resolve
+from twostep.startup import NoProgress, Progress
 from twostep.text.model_card import ModelCard
 from twostep.worker.config import WorkerConfig
 
+if TYPE_CHECKING:
+    from twostep.engine.pool_sizing import PoolSizing
+
 log = logging.getLogger(__name__)
 
+_CPU_CACHE_BYTES = 512 << 20
 _FAKE_BLOCKS = 4096
 _FAKE_MODEL_LEN = 8192
 
@@ -33,18 +38,25 @@ class ServedModel:
     eos_token_ids: frozenset[int]
 
 
-def load_model(config: WorkerConfig) -> ServedModel:
-    """Blocks until the weights are there. Raises SetupError with what to change."""
-    started = time.monotonic()
+def load_model(config: WorkerConfig, progress: Progress | None = None) -> ServedModel:
+    """Blocks until the weights are there and a GPU is warm. Raises SetupError with what to change."""
     model_dir = resolve(config.model, progress=log.info) if config.model else None
-    runner = _fake_runner(config, model_dir) if config.runner == "fake" or model_dir is None else _model_runner(config, model_dir)
+    if config.runner == "fake" or model_dir is None:
+        runner = _fake_runner(config, model_dir)
+    else:
+        # Importing torch takes seconds and hundreds of megabytes, which a fake runner does without.
+        from twostep.engine.device import choose_device  # noqa: PLC0415
+
+        device, why = choose_device(config.device)
+        log.info("device %s: %s", device, why)
+        config = replace(config, device=device)
+        runner = _model_runner(config, model_dir, progress or NoProgress())
     fingerprint = _fingerprint(config, model_dir)
     eos = frozenset[int]() if model_dir is None else ModelCard.load(model_dir).eos_token_ids
     shape = runner.kv_shape
     log.info(
-        "%s loaded in %.1f s: %s, %d KV blocks of %d tokens (%.0f MiB), context %d",
+        "%s loaded: %s, %d KV blocks of %d tokens (%.0f MiB), context %d",
         config.served_model_name,
-        time.monotonic() - started,
         shape.dtype,
         shape.num_blocks,
         shape.block_size,
@@ -75,15 +87,12 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
     )
 
 
-def _model_runner(config: WorkerConfig, model_dir: Path) -> Runner:
-    # Importing torch takes seconds and hundreds of megabytes, which a fake runner does without.
-    from twostep.engine.model_runner import ModelRunner, num_blocks_for  # noqa: PLC0415
-    from twostep.models.config import parse_config  # noqa: PLC0415
+def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> Runner:
+    from twostep.engine.model_runner import ModelRunner  # noqa: PLC0415
 
-    num_blocks = config.num_blocks or num_blocks_for(parse_config(model_dir), config.dtype, config.block_size, config.kv_cache_memory_bytes)
     return ModelRunner(
         model_dir,
-        num_blocks=num_blocks,
+        num_blocks=_pool(config, model_dir),
         block_size=config.block_size,
         dtype=config.dtype,
         device=config.device,
@@ -91,7 +100,26 @@ def _model_runner(config: WorkerConfig, model_dir: Path) -> Runner:
         num_threads=config.cpu_threads or None,
         load_format=config.load_format,
         max_num_seqs=config.max_num_seqs,
+        progress=progress,
     )
+
+
+def _pool(config: WorkerConfig, model_dir: Path) -> int | PoolSizing:
+    """Blocks of the KV pool, or how to find out once the weights are loaded."""
+    from twostep.engine.model_runner import num_blocks_for  # noqa: PLC0415
+    from twostep.engine.pool_sizing import PoolSizing  # noqa: PLC0415
+    from twostep.models.config import parse_config  # noqa: PLC0415
+
+    if config.num_blocks:
+        return config.num_blocks
+    if config.device != "cpu" and not config.kv_cache_memory_bytes:
+        return PoolSizing(
+            utilization=config.gpu_memory_utilization,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+        )
+    num_bytes = config.kv_cache_memory_bytes or _CPU_CACHE_BYTES
+    return num_blocks_for(parse_config(model_dir), config.dtype, config.block_size, num_bytes)
 
 
 def _fake_runner(config: WorkerConfig, model_dir: Path | None) -> Runner:

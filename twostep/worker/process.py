@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from twostep.errors import SetupError
 from twostep.log import setup_logging
 from twostep.rpc.lifecycle import stop_event
 from twostep.secret import load_secret
+from twostep.startup import StartUp, process_start, start_up
 from twostep.worker.config import WorkerConfig, parse_config
 from twostep.worker.edge import Edge, EdgeParts
 from twostep.worker.model import ServedModel, load_model
@@ -24,12 +26,15 @@ EXIT_CANNOT_START = 2
 
 def run_worker(role: str, argv: Sequence[str] | None, make_edge: Callable[[EdgeParts], Edge]) -> int:
     """Returns the exit code: 0 after a drain, 1 if the engine failed, 2 if the worker cannot start (the log says what to change)."""
+    begun = process_start() if argv is None else time.monotonic()
     config = parse_config(role, argv)
     setup_logging(level=config.log_level, json_lines=config.log_json, process=f"{role}-{config.port}")
     try:
         secret = load_secret(config.secret_file)
-        model = load_model(config)
-        return asyncio.run(_serve(config, model, secret, make_edge))
+        starting = start_up(since=begun, json_lines=config.log_json)
+        model = load_model(config, starting)
+        starting.phase("service")
+        return asyncio.run(_serve(config, model, secret, make_edge, starting))
     except SetupError as error:
         log.error("cannot start: %s", error.message)
         return EXIT_CANNOT_START
@@ -38,7 +43,7 @@ def run_worker(role: str, argv: Sequence[str] | None, make_edge: Callable[[EdgeP
         return 130
 
 
-async def _serve(config: WorkerConfig, model: ServedModel, secret: bytes, make_edge: Callable[[EdgeParts], Edge]) -> int:
+async def _serve(config: WorkerConfig, model: ServedModel, secret: bytes, make_edge: Callable[[EdgeParts], Edge], start: StartUp) -> int:
     stop = stop_event(config.drain_timeout)
     worker = Worker(config, model, secret, make_edge)
     starting = asyncio.create_task(worker.start())
@@ -51,6 +56,7 @@ async def _serve(config: WorkerConfig, model: ServedModel, secret: bytes, make_e
             await asyncio.wait({starting})
             return EXIT_OK
         starting.result()
+        log.info(start.finish())
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
         await worker.stop(config.drain_timeout if stopping.done() else 0.0)
     finally:

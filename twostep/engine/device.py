@@ -1,0 +1,27 @@
+"""Which device a worker runs on when nobody says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import torch
+
+from twostep.errors import SetupError
+
+
+def choose_device(name: str) -> tuple[str, str]:
+    """The device that `name` means, and why. auto: a GPU where torch finds one and triton is installed, else the CPU. auto:N: among
+    several GPUs the N-th, counted round and round. Anything else is taken as it is."""
+    match = re.fullmatch(r"auto(?::(\d+))?", name)
+    if match is None:
+        if name.startswith("auto"):
+            raise SetupError(f"device {name!r} is not understood; use auto, auto:N, cpu, cuda or cuda:N")
+        return name, "as asked for"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return "cpu", f"torch {torch.__version__} finds no GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "cpu", "there is a GPU, but the package triton, which its kernels need, is not installed"
+    index = int(match[1] or 0) % count
+    return f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, number {index} of {count}"
