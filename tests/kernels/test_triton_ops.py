@@ -15,7 +15,7 @@ from twostep.engine.kv_cache import KvCache
 from twostep.engine.model_runner import ModelRunner, kv_shape
 from twostep.kernels.triton_ops import TritonOps
 from twostep.models.config import parse_config
-from twostep.models.llama import Llama
+from twostep.models.decoder import Decoder
 from twostep.models.registry import build_model, load_weights
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
@@ -24,7 +24,7 @@ from forward_helpers import make_batch, save_model, scattered_sequences
 NUM_BLOCKS, BLOCK_SIZE = 40, 16
 
 
-def on_triton(directory: Path) -> tuple[Llama, KvCache]:
+def on_triton(directory: Path) -> tuple[Decoder, KvCache]:
     config = parse_config(directory)
     model = build_model(config, torch.float32, TritonOps(DEVICE), DEVICE)
     load_weights(model, directory)
@@ -73,7 +73,7 @@ def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
     ops = model._ops
     assert isinstance(ops, TritonOps)
     with torch.inference_mode():
-        plan = ops.plan_decode(inputs, tables, cache, num_heads=model.config.num_heads, rope=model.rope_tables)
+        plan = ops.plan_decode(inputs, tables, cache, num_heads=model.config.num_heads, rope=model.rope_tables, windows=model.config.windows)
         prompts = make_batch([(s, len(s.tokens) - 2) for s in sequences], BLOCK_SIZE)
         torch.testing.assert_close(model.forward(prompts, cache).cpu(), runner.forward(prompts), rtol=0, atol=1e-4)
         for sequence in sequences:

@@ -18,7 +18,7 @@ import torch
 from twostep.engine.batch import Batch
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels.triton_ops import TritonOps
-from twostep.models.llama import Llama
+from twostep.models.decoder import Decoder
 
 _WARM_UPS = 2
 
@@ -32,7 +32,7 @@ def ladder(largest: int) -> list[int]:
 class DecodeGraphs:
     """Of one model and pool, on the current device."""
 
-    def __init__(self, model: Llama, cache: KvCache, ops: TritonOps, sizes: Sequence[int]) -> None:
+    def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, sizes: Sequence[int]) -> None:
         """Captures one graph per size: takes some tenths of a second each, and memory for the largest step once."""
         assert cache.shape.num_blocks * cache.shape.block_size < 2**31
         self._sizes = sorted(sizes)
@@ -66,13 +66,14 @@ class DecodeGraphs:
 class _Captured:
     """One graph. inputs  int32 [4, size]: token ids, positions, slots, lengths"""
 
-    def __init__(self, model: Llama, cache: KvCache, ops: TritonOps, tables: torch.Tensor, pool: Any) -> None:
+    def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, tables: torch.Tensor, pool: Any) -> None:
         device = tables.device
         self.size = len(tables)
         self.inputs = torch.zeros(4, self.size, dtype=torch.int32, device=device)
         self.inputs[2], self.inputs[3] = -1, 1
         # Kept: the graph reads and writes its buffers at every replay, and they are not of the graph's own memory.
-        self._plan = plan = ops.plan_decode(self.inputs, tables, cache, num_heads=model.config.num_heads, rope=model.rope_tables)
+        c = model.config
+        self._plan = plan = ops.plan_decode(self.inputs, tables, cache, num_heads=c.num_heads, rope=model.rope_tables, windows=c.windows)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

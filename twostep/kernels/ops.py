@@ -6,7 +6,7 @@ Sizes: T tokens of a step, N heads of whatever kind, D head_dim. All tensors sha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -27,19 +27,26 @@ class AttentionPlan(Protocol):
         ...
 
     @property
+    def positions(self) -> torch.Tensor:
+        """int64 or int32 [T] on the device."""
+        ...
+
+    @property
     def sample_rows(self) -> torch.Tensor | None:
         """int64 [R] on the device, the batch's; None: all T rows, in order."""
         ...
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
-        """Applies RoPE to the query and key heads of `qkv` in place, and writes keys and values to the step's slots.
+        """Applies RoPE (if the model has it) to the query and key heads of `qkv` in place, and writes keys and values to the step's
+        slots.
 
         qkv  [T, (num_heads + 2 * num_kv_heads) * D], contiguous: query heads, then key heads, then value heads
         """
         ...
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Causal attention of each token over its sequence's blocks, its own slot included (rotate_and_write came before).
+        """Causal attention of each token over its sequence's blocks, its own slot included (rotate_and_write came before), and not
+        past the layer's window.
 
         qkv  as left by rotate_and_write; only the query heads are read
         Returns [T, num_heads * D].
@@ -63,10 +70,24 @@ class Ops(Protocol):
         """Adds x to `residual` in place and returns rms_norm(residual)."""
         ...
 
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. x [..., N], weight and bias [N]."""
+        ...
+
+    def relu(self, x: torch.Tensor) -> torch.Tensor:
+        """max(x, 0). May overwrite x."""
+        ...
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for gate_up [T, 2 * N] (gate first). May overwrite gate_up. Returns [T, N]."""
         ...
 
-    def plan_attention(self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> AttentionPlan:
-        """Plans a step. cos and sin are the RoPE tables, float32 [max_model_len, D / 2]."""
+    def plan_attention(
+        self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor, windows: Sequence[int]
+    ) -> AttentionPlan:
+        """Plans a step.
+
+        cos, sin  the RoPE tables, float32 [max_model_len, D / 2], or [max_model_len, 0]: nothing is rotated
+        windows   of each layer: keys that a query sees, its own included; 0: all
+        """
         ...

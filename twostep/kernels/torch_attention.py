@@ -1,7 +1,8 @@
 """Attention over the block pool in torch: rows of the pool are gathered per group of tiles, then torch's fused attention runs.
 
 A *tile* is up to 128 consecutive tokens of one sequence (a decode token is a tile of one) and the keys up to its last token, so
-that the early part of a long chunk does not attend to its late part. Tiles alike in both lengths are padded and run as one group.
+that the early part of a long chunk does not attend to its late part. In a layer with a window its keys begin with the block of the
+first one that its first token sees: blocks behind that are not read. Tiles alike in both lengths are padded and run as one group.
 
     slots   the layer as rows of [head_dim]                what a token writes
     blocks  the layer as rows of [block_size * head_dim]   what a tile reads      (see KvCache)
@@ -13,6 +14,7 @@ share a KV head are laid beside each other as rows, so K and V are never repeate
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,20 +53,24 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tiles:
-    """Columns of all tiles of a step: their sequence, first row of T, number of queries, number of keys."""
+    """Columns of all tiles of a step: their sequence, first row of T, number of queries, first block and number of keys."""
 
     seq: Ints
     start: Ints
     num_queries: Ints
+    first_block: Ints
     num_keys: Ints
 
 
 class TorchAttentionPlan:
     """One step's AttentionPlan (see twostep/kernels/ops.py)."""
 
-    def __init__(self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def __init__(
+        self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor, windows: Sequence[int]
+    ) -> None:
         shape = cache.shape
         self.token_ids = torch.from_numpy(batch.token_ids)
+        self.positions = torch.from_numpy(batch.positions)
         self.sample_rows: torch.Tensor | None = torch.from_numpy(batch.sample_rows)
         self._cache = cache
         self._num_heads = num_heads
@@ -73,8 +79,7 @@ class TorchAttentionPlan:
         dtype = cache.tensor.dtype
 
         # rotated = x * [cos cos] + [x2 x1] * [-sin sin], with x = [x1 x2]
-        positions = torch.from_numpy(batch.positions)
-        c, s = cos.index_select(0, positions), sin.index_select(0, positions)
+        c, s = cos.index_select(0, self.positions), sin.index_select(0, self.positions)
         self._cos = torch.cat((c, c), -1).to(dtype).unsqueeze(1)
         self._sin = torch.cat((-s, s), -1).to(dtype).unsqueeze(1)
 
@@ -82,22 +87,26 @@ class TorchAttentionPlan:
         kv_heads = np.arange(2 * shape.num_kv_heads)
         slot_rows = (_block_rows(shape, block)[:, None] + kv_heads) * shape.block_size + slot[:, None]
         self._write_index = torch.from_numpy(slot_rows.reshape(-1))
-        self._groups = _plan_groups(batch, shape, num_heads // shape.num_kv_heads, dtype)
+        self._windows = windows
+        share = num_heads // shape.num_kv_heads
+        self._groups = {window: _plan_groups(batch, shape, share, dtype, window) for window in dict.fromkeys(windows)}
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         d, half = self._head_dim, self._head_dim // 2
         heads = qkv.view(qkv.shape[0], -1, d)
-        rotated = heads[:, : self._num_heads + self._num_kv_heads]
-        swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
-        rotated.mul_(self._cos).addcmul_(swapped, self._sin)
+        if self._cos.numel():
+            rotated = heads[:, : self._num_heads + self._num_kv_heads]
+            swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
+            rotated.mul_(self._cos).addcmul_(swapped, self._sin)
         self._cache.slot_rows(layer).index_copy_(0, self._write_index, heads[:, self._num_heads :].reshape(-1, d))
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         query = qkv[:, : self._num_heads * self._head_dim]
-        if len(self._groups) == 1 and self._groups[0].rows is None:
-            return self._attend_group(self._groups[0], layer, query)
+        groups = self._groups[self._windows[layer]]
+        if len(groups) == 1 and groups[0].rows is None:
+            return self._attend_group(groups[0], layer, query)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for group in self._groups:
+        for group in groups:
             assert group.rows is not None
             result, rows = self._attend_group(group, layer, query.index_select(0, group.rows)), group.rows
             if group.valid is not None:
@@ -116,19 +125,19 @@ class TorchAttentionPlan:
         return out.view(n, heads, q, share, d).transpose(1, 2).reshape(n * q, self._num_heads * d)
 
 
-def _plan_groups(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype) -> list[_Group]:
+def _plan_groups(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, window: int) -> list[_Group]:
     """Tiles grouped so that padding at most doubles the queries, and the keys of decode tokens (or up to the small context), and
     adds at most a tile's length to the keys of a prompt's tiles."""
-    tiles = _cut(batch)
+    tiles = _cut(batch, shape.block_size, window)
     decode = tiles.num_queries == 1
     kv_kind = np.where(decode, np.ceil(np.log2(np.maximum(tiles.num_keys, _SMALL_CONTEXT))), -(-tiles.num_keys // _TILE))
     q_kind = np.ceil(np.log2(tiles.num_queries))
     kinds, member = np.unique(np.stack((q_kind, kv_kind), axis=1), axis=0, return_inverse=True)
     member = member.reshape(-1)
-    return [_plan_group(batch, shape, share, dtype, tiles, np.flatnonzero(member == kind)) for kind in range(len(kinds))]
+    return [_plan_group(batch, shape, share, dtype, window, tiles, np.flatnonzero(member == kind)) for kind in range(len(kinds))]
 
 
-def _cut(batch: Batch) -> _Tiles:
+def _cut(batch: Batch, block_size: int, window: int) -> _Tiles:
     starts = batch.query_start[:-1].astype(np.int64)
     num_queries = np.diff(batch.query_start).astype(np.int64)
     num_tiles = -(-num_queries // _TILE)
@@ -136,14 +145,24 @@ def _cut(batch: Batch) -> _Tiles:
     # Which tile of its sequence each is.
     nth = np.arange(len(seq)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
     length = np.minimum(num_queries[seq] - nth * _TILE, _TILE)
-    context = batch.seq_lens.astype(np.int64) - num_queries
-    return _Tiles(seq=seq, start=starts[seq] + nth * _TILE, num_queries=length, num_keys=context[seq] + nth * _TILE + length)
+    # The position of a tile's first query.
+    first = (batch.seq_lens.astype(np.int64) - num_queries)[seq] + nth * _TILE
+    first_block = np.maximum(first - window + 1, 0) // block_size if window else np.zeros_like(first)
+    return _Tiles(
+        seq=seq,
+        start=starts[seq] + nth * _TILE,
+        num_queries=length,
+        first_block=first_block,
+        num_keys=first + length - first_block * block_size,
+    )
 
 
-def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, tiles: _Tiles, members: Ints) -> _Group:
-    num_queries, num_keys = tiles.num_queries[members], tiles.num_keys[members]
+def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, window: int, tiles: _Tiles, members: Ints) -> _Group:
+    num_queries, num_keys, first_block = tiles.num_queries[members], tiles.num_keys[members], tiles.first_block[members]
     n, q, c = len(members), int(num_queries.max()), int(num_keys.max())
-    tables = batch.block_tables[tiles.seq[members], : -(-c // shape.block_size)].astype(np.int64)
+    # Padding repeats a table's last column.
+    columns = np.minimum(first_block[:, None] + np.arange(-(-c // shape.block_size)), batch.block_tables.shape[1] - 1)
+    tables = batch.block_tables[tiles.seq[members, None], columns].astype(np.int64)
     kv = np.arange(2)[:, None, None, None] * shape.num_kv_heads
     head = np.arange(shape.num_kv_heads)[:, None]
     index = _block_rows(shape, tables)[:, None, :] + kv + head
@@ -152,6 +171,9 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, ti
     rows = (tiles.start[members, None] + np.minimum(np.arange(q), num_queries[:, None] - 1)).reshape(-1)
     everything = len(rows) == len(batch.token_ids) and bool((rows == np.arange(len(rows))).all())
     valid = None if bool((num_queries == q).all()) else torch.from_numpy(np.flatnonzero(np.arange(q) < num_queries[:, None]))
+    # Places of the queries among their tile's keys.
+    places = batch.positions[rows].reshape(n, q) - first_block[:, None] * shape.block_size
+    visible = q == 1 and bool((num_keys == c).all()) and not (window and bool((places >= window).any()))
     return _Group(
         num_tiles=n,
         num_queries=q,
@@ -159,7 +181,7 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, ti
         rows=None if everything else torch.from_numpy(rows),
         valid=valid,
         index=torch.from_numpy(index.reshape(-1)),
-        mask=None if q == 1 and bool((num_keys == c).all()) else _mask(batch.positions[rows].reshape(n, q), c, share, dtype),
+        mask=None if visible else _mask(places, c, share, dtype, window),
     )
 
 
@@ -168,8 +190,11 @@ def _block_rows(shape: KvShape, blocks: Ints) -> Ints:
     return blocks * (shape.num_layers * 2 * shape.num_kv_heads)
 
 
-def _mask(positions: Ints, num_keys: int, share: int, dtype: torch.dtype) -> torch.Tensor:
-    """[N, 1, Q * share, C] (one row where Q is 1): 0 up to each query's position, -inf after it."""
-    hidden = torch.arange(num_keys) > torch.from_numpy(positions)[:, None, :, None]
+def _mask(places: Ints, num_keys: int, share: int, dtype: torch.dtype, window: int) -> torch.Tensor:
+    """[N, 1, Q * share, C] (one row where Q is 1): 0 up to each query's place and within its window, -inf elsewhere."""
+    own, keys = torch.from_numpy(places)[:, None, :, None], torch.arange(num_keys)
+    hidden = keys > own
+    if window:
+        hidden |= keys <= own - window
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    return mask.repeat_interleave(share, 2) if positions.shape[1] > 1 else mask
+    return mask.repeat_interleave(share, 2) if places.shape[1] > 1 else mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +29,20 @@ class TorchOps:
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(residual.add_(x), weight.shape, weight, eps)
 
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def relu(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu_()
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def plan_attention(self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> AttentionPlan:
-        return TorchAttentionPlan(batch, cache, num_heads=num_heads, cos=cos, sin=sin)
+    def plan_attention(
+        self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor, windows: Sequence[int]
+    ) -> AttentionPlan:
+        return TorchAttentionPlan(batch, cache, num_heads=num_heads, cos=cos, sin=sin, windows=windows)
 
 
 def _packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

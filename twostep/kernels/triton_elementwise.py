@@ -64,7 +64,7 @@ def rotate_and_write(
     qkv       [T, (num_heads + 2 * num_kv_heads) * D], dense
     positions integer [T]: rows of the tables
     slots     int64 [T]: block * block_size + slot in block; a negative one writes nothing (padding of a captured step)
-    cos, sin  float32 [max_model_len, R / 2], R <= D even: the first R of a head's D numbers turn in pairs (i, i + R / 2)
+    cos, sin  float32 [max_model_len, R / 2], R <= D even (or 0): the first R of a head's D numbers turn in pairs (i, i + R / 2)
     """
     shape, pool = cache.shape, cache.tensor
     total_heads = num_heads + 2 * shape.num_kv_heads
@@ -93,7 +93,7 @@ def rotate_and_write(
         HEAD_DIM=shape.head_dim,
         BLOCK_SIZE=shape.block_size,
         HALF=half,
-        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
         TAIL=tail,
         BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)),
         HEADS=_HEADS_PER_PROGRAM,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,10 +34,18 @@ class TritonOps:
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return triton_elementwise.add_rms_norm(x, residual, weight, eps)
 
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def relu(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu_()
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return triton_elementwise.silu_mul(gate_up)
 
-    def plan_attention(self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> TritonAttentionPlan:
+    def plan_attention(
+        self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor, windows: Sequence[int]
+    ) -> TritonAttentionPlan:
         num_queries = np.diff(batch.query_start).astype(np.int64)
         share = num_heads // cache.shape.num_kv_heads
         shape = triton_prefill.tile_shape(cache.tensor.dtype, cache.shape.head_dim, share, int(num_queries.max()))
@@ -53,10 +62,17 @@ class TritonOps:
                 tiles,
             )
         )
-        return TritonAttentionPlan(StepTensors(*sent), cache, num_heads=num_heads, cos=cos, sin=sin, tile_shape=shape)
+        return TritonAttentionPlan(StepTensors(*sent), cache, num_heads=num_heads, cos=cos, sin=sin, windows=windows, tile_shape=shape)
 
     def plan_decode(
-        self, inputs: torch.Tensor, block_tables: torch.Tensor, cache: KvCache, *, num_heads: int, rope: tuple[torch.Tensor, torch.Tensor]
+        self,
+        inputs: torch.Tensor,
+        block_tables: torch.Tensor,
+        cache: KvCache,
+        *,
+        num_heads: int,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        windows: Sequence[int],
     ) -> TritonAttentionPlan:
         """A step of one token for each of S sequences, all sampled, whose inputs are on the device and may change between runs.
 
@@ -76,11 +92,19 @@ class TritonOps:
             tiles=torch.stack((count[:-1], torch.zeros_like(count[:-1])), 1),
         )
         shape = triton_prefill.tile_shape(cache.tensor.dtype, cache.shape.head_dim, num_heads // cache.shape.num_kv_heads, 1)
-        plan = TritonAttentionPlan(step, cache, num_heads=num_heads, cos=rope[0], sin=rope[1], tile_shape=shape)
+        plan = TritonAttentionPlan(step, cache, num_heads=num_heads, cos=rope[0], sin=rope[1], windows=windows, tile_shape=shape)
         if cache.shape.block_size % 16 == 0:
-            plan.decode = DecodePlan(
-                cache.shape, num_heads=num_heads, num_seqs=num_seqs, device=inputs.device, workspace=self.decode_workspace
-            )
+            plan.decode = {
+                window: DecodePlan(
+                    cache.shape,
+                    num_heads=num_heads,
+                    num_seqs=num_seqs,
+                    device=inputs.device,
+                    workspace=self.decode_workspace,
+                    window=window,
+                )
+                for window in dict.fromkeys(windows)
+            }
         return plan
 
 
@@ -109,29 +133,33 @@ class TritonAttentionPlan:
         num_heads: int,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        windows: Sequence[int],
         tile_shape: triton_prefill.TileShape,
     ) -> None:
         self.token_ids = step.token_ids
+        self.positions = step.positions
         self.sample_rows = step.sample_rows
         self._step = step
         self._cache = cache
         self._num_heads = num_heads
         self._cos = cos
         self._sin = sin
+        self._windows = windows
         self._tile_shape = tile_shape
-        # Set where every sequence has one token: the decode kernel then serves all of them.
-        self.decode: DecodePlan | None = None
+        # By window. Set where every sequence has one token: the decode kernel then serves all of them.
+        self.decode: dict[int, DecodePlan] = {}
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         step = self._step
-        if layer == 0 and self.decode is not None:
-            self.decode.refresh(step.seq_lens)
+        if layer == 0:
+            for plan in self.decode.values():
+                plan.refresh(step.seq_lens)
         triton_elementwise.rotate_and_write(qkv, step.positions, step.slots, self._cos, self._sin, self._cache, layer, self._num_heads)
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         out = qkv.new_empty(len(qkv), self._num_heads * self._cache.shape.head_dim)
         step = self._step
-        if self.decode is not None:
+        if self.decode:
             heads = qkv.view(len(qkv), -1, self._cache.shape.head_dim)
             decode_attention(
                 heads[:, : self._num_heads],
@@ -139,7 +167,7 @@ class TritonAttentionPlan:
                 layer,
                 step.block_tables,
                 step.seq_lens,
-                plan=self.decode,
+                plan=self.decode[self._windows[layer]],
                 out=out.view(len(qkv), self._num_heads, -1),
             )
             return out

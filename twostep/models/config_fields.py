@@ -11,14 +11,14 @@ from twostep.errors import SetupError
 # Bookkeeping, training, and generation settings: no forward pass depends on them. Everything else must be understood.
 # fmt: off
 _HARMLESS = frozenset({
-    "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_name_or_path", "attention_dropout", "bos_token_id",
-    "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping",
-    "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "id2label", "initializer_range", "is_llama_config", "label2id",
-    "length_penalty", "max_length", "max_window_layers", "min_length", "model_name", "no_repeat_ngram_size", "num_beam_groups",
-    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "pretraining_tp",
-    "problem_type", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "task_specific_params",
-    "temperature", "tokenizer_class", "top_k", "top_p", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
-    "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
+    "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_name_or_path", "activation_dropout", "attention_dropout",
+    "bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "dropout", "early_stopping",
+    "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "id2label", "init_std", "initializer_range", "is_llama_config",
+    "label2id", "layerdrop", "length_penalty", "max_length", "max_window_layers", "min_length", "model_name", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "pad_token_id", "prefix",
+    "pretraining_tp", "problem_type", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id",
+    "task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
 })
 # fmt: on
 
@@ -60,6 +60,10 @@ class Fields:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
             self.refuse(key, value, "it must be a positive number")
         return float(value)
+
+    def optional_float(self, key: str) -> float | None:
+        """None where the key is missing or null."""
+        return self.positive_float(key) if self.peek(key) is not None else self.take(key, None)
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.take(key, default)

@@ -5,22 +5,37 @@ from __future__ import annotations
 import torch
 
 from twostep.kernels.ops import AttentionPlan
-from twostep.models.llama import Llama, _Layer
+from twostep.models.config import ModelConfig
+from twostep.models.llama import Llama, LlamaLayer
+from twostep.models.modules import Maker, Places
 
 
 class Qwen2(Llama):
     """Differs from Llama by `qkv_bias` alone, which the config carries."""
 
 
-class Qwen3(Llama):
-    def _attend(self, index: int, layer: _Layer, plan: AttentionPlan, normed: torch.Tensor) -> torch.Tensor:
+class _Qwen3Layer(LlamaLayer):
+    def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
+        super().__init__(index, config, make)
+        self._q_norm = make.rms_norm(config.head_dim)
+        self._k_norm = make.rms_norm(config.head_dim)
+
+    def place(self, places: Places, prefix: str) -> None:
+        super().place(places, prefix)
+        self._q_norm.place(places, f"{prefix}.self_attn.q_norm")
+        self._k_norm.place(places, f"{prefix}.self_attn.k_norm")
+
+    def attend(self, plan: AttentionPlan, normed: torch.Tensor) -> torch.Tensor:
         c = self.config
-        assert layer.q_norm is not None
-        assert layer.k_norm is not None
-        qkv = layer.qkv(normed)
+        qkv = self.qkv(normed)
         heads = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         query, key = heads[:, : c.num_heads], heads[:, c.num_heads : c.num_heads + c.num_kv_heads]
-        query.copy_(self._ops.rms_norm(query, layer.q_norm, c.rms_norm_eps))
-        key.copy_(self._ops.rms_norm(key, layer.k_norm, c.rms_norm_eps))
-        plan.rotate_and_write(index, qkv)
-        return plan.attend(index, qkv)
+        query.copy_(self._q_norm(query))
+        key.copy_(self._k_norm(key))
+        plan.rotate_and_write(self.index, qkv)
+        return plan.attend(self.index, qkv)
+
+
+class Qwen3(Llama):
+    def _layer(self, index: int) -> _Qwen3Layer:
+        return _Qwen3Layer(index, self.config, self._make)

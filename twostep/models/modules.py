@@ -1,0 +1,122 @@
+"""What decoders are made of: linear layers and norms that own their weights, and where a checkpoint's tensors go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from twostep.kernels.ops import Linear, Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor of a checkpoint goes. `tensor`, dense, is a view of its final (fused) buffer; it takes the part of the
+    checkpoint's tensor of that `shape` that begins at `start` and is as large as `tensor`."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+    @staticmethod
+    def whole(tensor: torch.Tensor) -> Place:
+        return Place(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+Places = dict[str, Place]  # by the checkpoint's (Hugging Face) names
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes modules of one dtype on one device. Weights are uninitialized until they are loaded."""
+
+    ops: Ops
+    dtype: torch.dtype
+    device: str
+    norm_eps: float
+
+    def empty(self, *sizes: int) -> torch.Tensor:
+        return torch.empty(*sizes, dtype=self.dtype, device=self.device)
+
+    def linear(self, rows: int, cols: int, *, bias: bool) -> LinearLayer:
+        return LinearLayer(self.empty(rows, cols), self.empty(rows) if bias else None)
+
+    def rms_norm(self, size: int) -> RmsNorm:
+        return RmsNorm(self.ops, self.empty(size), self.norm_eps)
+
+    def layer_norm(self, size: int) -> LayerNorm:
+        return LayerNorm(self.ops, self.empty(size), self.empty(size), self.norm_eps)
+
+
+class LinearLayer:
+    """x @ weight.T + bias: dense while it is being loaded, whatever the device likes best after that. Its rows may be those of
+    several layers of the checkpoint, one after the other."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight [rows, cols], bias [rows]"""
+        self.weight: torch.Tensor | None = weight
+        self.bias = bias
+        self._run: Linear
+
+    def place(self, places: Places, name: str, start: int, rows: int) -> None:
+        """Registers rows [start, start + rows) under a checkpoint name."""
+        assert self.weight is not None
+        places[f"{name}.weight"] = Place.whole(self.weight[start : start + rows])
+        if self.bias is not None:
+            places[f"{name}.bias"] = Place.whole(self.bias[start : start + rows])
+
+    def finish_loading(self, ops: Ops) -> None:
+        """Places given out are dead after it."""
+        assert self.weight is not None
+        weight, self.weight = self.weight, None
+        self._run = ops.prepare_linear(weight, self.bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x)
+
+
+class Norm(Protocol):
+    def place(self, places: Places, name: str) -> None: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Norms over the last dimension."""
+        ...
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Adds x to `residual` in place and norms that."""
+        ...
+
+
+class RmsNorm:
+    def __init__(self, ops: Ops, weight: torch.Tensor, eps: float) -> None:
+        self.weight = weight
+        self._ops = ops
+        self._eps = eps
+
+    def place(self, places: Places, name: str) -> None:
+        places[f"{name}.weight"] = Place.whole(self.weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ops.rms_norm(x, self.weight, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
+
+
+class LayerNorm:
+    def __init__(self, ops: Ops, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._ops = ops
+        self._eps = eps
+
+    def place(self, places: Places, name: str) -> None:
+        places[f"{name}.weight"] = Place.whole(self.weight)
+        places[f"{name}.bias"] = Place.whole(self.bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ops.layer_norm(x, self.weight, self.bias, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._ops.layer_norm(residual.add_(x), self.weight, self.bias, self._eps)
