@@ -118,6 +118,14 @@ def _system(command: FlagParser) -> None:
     command.flag("--served-model-name", default="", metavar="NAME", help="name clients ask for; the directory's name if not given")
     dtypes = ["auto", "float32", "bfloat16", "float16"]
     command.flag("--dtype", default="auto", choices=dtypes, help="of the model and its KV cache; auto: that of the weights")
+    command.flag("--device", default="auto", help="cpu, cuda, or auto: the GPUs there are, dealt to the workers in turn, else the CPU")
+    command.flag(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="X",
+        help="share of a GPU that each worker may take; 0.9 if not given, divided among those that share one",
+    )
+    command.flag("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="size of each worker's KV cache, instead of what is free")
     command.flag("--kv-transfer", default="auto", choices=["auto", "ray"], help="how KV caches travel")
     command.flag("--runner", default="model", choices=["model", "fake"], help="fake: invented tokens, no weights")
     command.flag("--block-size", type=int, metavar="N", help="tokens of one KV block")

@@ -27,6 +27,9 @@ class LocalOptions:
     kv_transfer: str = ""
     runner: str = "model"
     dtype: str = ""
+    device: str = ""
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
     block_size: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

@@ -16,13 +16,14 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.client import AsyncClient
 from twostep.errors import SetupError, TwostepError
 from twostep.local import redis_server
+from twostep.local.gpus import GpuShare, count_gpus, describe, share_gpus
 from twostep.local.options import LocalOptions
 from twostep.local.ports import check_free, check_reachable, free_ports
 from twostep.local.probes import Probes, ray_up
@@ -45,6 +46,7 @@ class LocalWorker:
     module: str
     port: int
     health_port: int
+    gpu: GpuShare | None = None
 
     @property
     def address(self) -> str:
@@ -85,9 +87,11 @@ def plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callabl
     ports = iter(free_ports(4 + 2 * num_workers))
     port = options.port or next(ports)
     roles = [("prefill", i) for i in range(options.num_prefill)] + [("decode", i) for i in range(options.num_decode)]
+    names = [f"{role}-{index}" for role, index in roles]
+    gpus = _deal_gpus(options, names, environ, progress)
     workers = tuple(
-        LocalWorker(worker_id=f"{role}-{index}", module=f"{role}_worker", port=next(ports), health_port=next(ports))
-        for role, index in roles
+        LocalWorker(worker_id=name, module=f"{role}_worker", port=next(ports), health_port=next(ports), gpu=gpu)
+        for name, (role, _), gpu in zip(names, roles, gpus, strict=True)
     )
     ray_port = next(ports)
     run_dir = _make_run_dir()
@@ -105,6 +109,18 @@ def plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callabl
         own_ray=not options.ray_address,
         workers=workers,
     )
+
+
+def _deal_gpus(
+    options: LocalOptions, names: Sequence[str], environ: Mapping[str, str], progress: Callable[[str], None]
+) -> Sequence[GpuShare | None]:
+    """Each worker's GPU; None where it is not for us to choose."""
+    num_gpus = count_gpus(environ) if options.runner == "model" and options.device in ("", "auto", "cuda") else 0
+    shares = share_gpus(len(names), num_gpus, utilization=options.gpu_memory_utilization)
+    if not shares:
+        return [None] * len(names)
+    progress(describe(names, shares))
+    return shares
 
 
 def _check_model(directory: Path) -> None:
@@ -279,6 +295,9 @@ class LocalSystem:
         for flag, value in (
             ("--kv-transfer", options.kv_transfer),
             ("--dtype", options.dtype),
+            ("--device", options.device if worker.gpu is None else f"{options.device or 'auto'}:{worker.gpu.index}"),
+            ("--gpu-memory-utilization", options.gpu_memory_utilization if worker.gpu is None else worker.gpu.utilization),
+            ("--kv-cache-memory-bytes", options.kv_cache_memory_bytes),
             ("--block-size", options.block_size),
             ("--max-num-seqs", options.max_num_seqs),
             ("--max-num-batched-tokens", options.max_num_batched_tokens),
