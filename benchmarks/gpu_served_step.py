@@ -1,0 +1,390 @@
+"""What serving adds to a decode step: the engine alone, then the same engine behind its edge, with hand-overs arriving all the time.
+
+    PYTHONPATH=. python benchmarks/gpu_served_step.py                         # Llama-3.1-8B's shape, 256 streams, one GPU
+    PYTHONPATH=. python benchmarks/gpu_served_step.py --tiny --streams 8      # a dry run on the CPU
+
+Served: a decode worker (engine, gRPC edge, registration) and a prefill worker whose runner computes nothing but holds KV in host memory, in
+one process, joined by the `local` transport; a process of its own plays the router and keeps `--streams` requests going, each with a prompt
+of 1024 tokens and up to 300 new ones. Every prompt's KV (134 MB for this shape) is copied out, checked, and written to the GPU while the
+others decode. Alone: the same number of sequences with the same contexts, replaced without any KV, stepped by EngineLoop.
+
+Steps are compared as the host sees them: the time between the outputs of consecutive steps, at the engine and, served, at the router.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from decode_worker.edge import DecodeEdge
+from kv_transfer.local import LocalHub, LocalTransport
+from prefill_worker.edge import PrefillEdge
+from twostep.engine.batch import Batch, InFlight, KvShape, Runner, Sampled
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.model_runner import ModelRunner
+from twostep.engine.types import EngineRequest, StepOutput
+from twostep.local.redis_server import server_argv, server_binary, socket_path
+from twostep.rpc.channel import open_channel
+from twostep.rpc.convert import sampling_to_proto
+from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
+from twostep.sampling_params import SamplingParams
+from twostep.worker.config import WorkerConfig
+from twostep.worker.edge import EdgeParts
+from twostep.worker.engine_loop import EngineLoop
+from twostep.worker.model import ServedModel, layout_of
+from twostep.worker.worker import Worker
+
+SECRET = b"sixteen bytes or more"
+BLOCK_SIZE = 16
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+        "torch_dtype": "float32",
+    },
+}
+COMMON = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`streams` requests at once, each of `prompt` tokens and `least` to `most` new ones."""
+
+    streams: int
+    prompt: int
+    most: int
+    seconds: float
+    seed: int = 0
+
+    def lengths(self) -> Any:
+        """New tokens of one request after another; the first ones are short, so that the ends are spread."""
+        rng = random.Random(self.seed)
+        first = (rng.randint(2, self.most) for _ in range(self.streams))
+        return itertools.chain(first, itertools.repeat(self.most))
+
+
+class BlankRunner:
+    """A prefill worker's runner that computes nothing: its blocks hold small numbers in host memory, its tokens are all 1."""
+
+    overlaps = False
+
+    def __init__(self, shape: KvShape, vocab_size: int, max_model_len: int) -> None:
+        self.kv_shape, self.vocab_size, self.max_model_len = shape, vocab_size, max_model_len
+        # 0.0078 to 0.03 as bfloat16, and as float32: attention over it stays finite.
+        rng = np.random.default_rng(0)
+        words = rng.integers(0x3C00, 0x3CFF, (shape.num_blocks, shape.block_bytes // 2), dtype=np.uint16)
+        self._blocks: npt.NDArray[np.uint8] = words.view(np.uint8)
+
+    def launch(self, batch: Batch) -> InFlight:
+        return Done(len(batch.sample_rows))
+
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        np.take(self._blocks, np.asarray(block_ids), axis=0, out=out)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        self._blocks[np.asarray(block_ids)] = data
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._blocks[target] = self._blocks[source]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    num_rows: int
+
+    def result(self) -> Sampled:
+        return Sampled(token_ids=[1] * self.num_rows, logprobs=[None] * self.num_rows, top_logprobs=[()] * self.num_rows)
+
+
+@dataclass
+class Clock:
+    """When the outputs of full steps came."""
+
+    least_tokens: int
+    times: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def tick(self, num_tokens: int) -> None:
+        now = time.perf_counter()
+        if num_tokens < self.least_tokens:
+            self.times.clear()  # filling up, or emptying
+            return
+        if self.times:
+            self.gaps.append(now - self.times[-1])
+            self.counts.append(num_tokens)
+        self.times.append(now)
+
+    def report(self) -> dict[str, float]:
+        gaps = sorted(self.gaps)
+        if len(gaps) < 20:
+            return {"steps": len(gaps), "p50_ms": float("nan"), "p99_ms": float("nan"), "max_ms": float("nan"), "tokens": 0.0}
+        return {
+            "steps": len(gaps),
+            "p50_ms": statistics.median(gaps) * 1e3,
+            "p99_ms": gaps[int(len(gaps) * 0.99)] * 1e3,
+            "max_ms": gaps[-1] * 1e3,
+            "tokens": statistics.fmean(self.counts),
+        }
+
+
+# ---- alone ----------------------------------------------------------------------------------------------------------------------
+
+
+async def alone(runner: Runner, load: Load, config: EngineConfig) -> dict[str, float]:
+    """Sequences of the same contexts, replaced as they end, no edge and no KV."""
+    engine = Engine(runner, config)
+    clock = Clock(int(load.streams * 0.9))
+    lengths, names = load.lengths(), itertools.count()
+    rng = np.random.default_rng(load.seed)
+
+    def begin() -> None:
+        name = f"alone-{next(names)}"
+        prompt = rng.integers(0, runner.vocab_size, load.prompt).tolist()
+        params = SamplingParams(max_tokens=next(lengths) + 1, temperature=0.0, ignore_eos=True)
+        engine.reserve(EngineRequest(seq_id=name, token_ids=prompt, num_prompt_tokens=load.prompt, sampling=params))
+        engine.commit(name, [1])
+
+    def on_step(output: StepOutput) -> None:
+        clock.tick(len(output.tokens))
+        for token in output.tokens:
+            if token.finish_reason is not None:
+                begin()
+
+    failures: list[Exception] = []
+    loop = EngineLoop(engine, on_step, failures.append)
+    for _ in range(load.streams):
+        begin()
+    loop.start()
+    await asyncio.sleep(load.seconds)
+    await loop.stop()
+    if failures:
+        raise failures[0]
+    return clock.report()
+
+
+# ---- served ---------------------------------------------------------------------------------------------------------------------
+
+
+async def served(runner: Runner, load: Load, arguments: argparse.Namespace) -> dict[str, Any]:
+    clock = Clock(int(load.streams * 0.9))
+    hub = LocalHub()
+    per_prompt = -(-load.prompt // BLOCK_SIZE)
+    shape = runner.kv_shape
+    blank_shape = KvShape(
+        num_blocks=per_prompt * 16,
+        block_size=shape.block_size,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+    )
+    blank = BlankRunner(blank_shape, runner.vocab_size, runner.max_model_len)
+
+    class TimedEdge(DecodeEdge):
+        def on_step(self, output: StepOutput) -> None:
+            clock.tick(len(output.tokens))
+            super().on_step(output)
+
+    def transport(parts: EdgeParts) -> LocalTransport:
+        store = parts.model.runner
+        budget = blank_shape.num_blocks * shape.block_bytes
+        return LocalTransport(store, shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=budget)
+
+    with tempfile.TemporaryDirectory(prefix="ts-") as name:
+        directory = Path(name)
+        redis = subprocess.Popen(server_argv(server_binary(), directory), stdout=subprocess.DEVNULL)
+        try:
+            url = f"unix://{socket_path(directory)}"
+            prefill = _worker("prefill", url, blank, load, lambda parts: PrefillEdge(parts, transport(parts)))
+            decode = _worker("decode", url, runner, load, lambda parts: TimedEdge(parts, [transport(parts)]))
+            await prefill.start()
+            await decode.start()
+            result = directory / "router.json"
+            words = [sys.executable, __file__, "--play-router", prefill.address, decode.address, str(result)]
+            words += [
+                "--streams",
+                str(load.streams),
+                "--prompt",
+                str(load.prompt),
+                "--most",
+                str(load.most),
+                "--seconds",
+                str(load.seconds),
+            ]
+            words += ["--vocab", str(runner.vocab_size)]
+            player = await asyncio.create_subprocess_exec(*words)
+            await asyncio.wait_for(player.wait(), load.seconds + 60)
+            router = json.loads(result.read_text())
+            await asyncio.gather(prefill.stop(1.0), decode.stop(1.0))
+        finally:
+            redis.kill()
+            redis.wait()
+    return {"engine": clock.report(), **router}
+
+
+def _worker(role: str, url: str, runner: Runner, load: Load, make_edge: Any) -> Worker:
+    config = WorkerConfig(
+        role=role,
+        worker_id=role,
+        redis_url=url,
+        max_num_seqs=load.streams,
+        max_num_batched_tokens=max(load.prompt * 4, load.streams),
+        max_waiting=2 * load.streams,
+    )
+    model = ServedModel(name="m", runner=runner, layout=layout_of(runner.kv_shape, "benchmark"), eos_token_ids=frozenset())
+    return Worker(config, model, SECRET, make_edge)
+
+
+class Player:
+    """The router's part: one stream from decode, `streams` requests at once."""
+
+    def __init__(self, prefill: str, decode: str, load: Load, vocab: int) -> None:
+        self._load, self._vocab = load, vocab
+        self._addresses = prefill, decode
+        self._clock = Clock(int(load.streams * 0.9))
+        self._ended: dict[str, asyncio.Future[None]] = {}
+        self._lengths, self._names = load.lengths(), itertools.count()
+        self._rng = np.random.default_rng(load.seed)
+        self._hand_overs = self._bytes = self._failed = 0
+
+    async def play(self) -> dict[str, Any]:
+        async with open_channel(self._addresses[0]) as to_prefill, open_channel(self._addresses[1]) as to_decode:
+            self._prefill, self._decode = prefill_pb2_grpc.PrefillStub(to_prefill), decode_pb2_grpc.DecodeStub(to_decode)
+            stream = self._decode.Stream(decode_pb2.StreamRequest(router_id="r"))
+            await stream.initial_metadata()
+            reader = asyncio.create_task(self._read(stream))
+            started = time.perf_counter()
+            tasks = [asyncio.create_task(self._keep_one()) for _ in range(self._load.streams)]
+            await asyncio.sleep(self._load.seconds)
+            for task in (*tasks, reader):
+                task.cancel()
+            await asyncio.gather(*tasks, reader, return_exceptions=True)
+            seconds = time.perf_counter() - started
+        return {
+            "router": self._clock.report(),
+            "hand_overs_per_s": self._hand_overs / seconds,
+            "gb_per_s": self._bytes / seconds / 1e9,
+            "failed": self._failed,
+        }
+
+    async def _keep_one(self) -> None:
+        while True:
+            await self._one(f"q{next(self._names)}")
+
+    async def _one(self, name: str) -> None:
+        prompt = self._rng.integers(0, self._vocab, self._load.prompt).tolist()
+        params = SamplingParams(max_tokens=next(self._lengths) + 1, temperature=0.0, ignore_eos=True)
+        request = {
+            "request_id": name,
+            "attempt": 1,
+            "token_ids": prompt,
+            "num_prompt_tokens": len(prompt),
+            "sampling": sampling_to_proto(params),
+            "tenant": "t",
+        }
+        ended = self._ended[name] = asyncio.get_running_loop().create_future()
+        await self._decode.Reserve(decode_pb2.ReserveRequest(router_id="r", **request), timeout=60)
+        async for event in self._prefill.Run(prefill_pb2.PrefillRequest(**request), timeout=600):
+            if event.HasField("accepted"):
+                await self._decode.Attach(decode_pb2.AttachRequest(request_id=name, attempt=1, ticket=event.accepted.ticket), timeout=60)
+        await ended
+
+    async def _read(self, stream: Any) -> None:
+        async for message in stream:
+            num_tokens = 0
+            for event in message.events:
+                if event.HasField("token"):
+                    num_tokens += 1
+                    if event.token.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED:
+                        self._ended.pop(event.request_id).set_result(None)
+                elif event.HasField("committed"):
+                    self._hand_overs += 1
+                    self._bytes += event.committed.bytes
+                else:
+                    self._failed += 1
+                    print(event.failed.message, file=sys.stderr)
+                    self._ended.pop(event.request_id).set_result(None)
+            if num_tokens:
+                self._clock.tick(num_tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--most", type=int, default=300, help="new tokens of a request")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each part")
+    parser.add_argument("--rounds", type=int, default=2, help="alone and served, in turns")
+    parser.add_argument("--play-router", nargs=3, metavar=("PREFILL", "DECODE", "RESULT"), help=argparse.SUPPRESS)
+    parser.add_argument("--vocab", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    load = Load(args.streams, args.prompt, args.most, args.seconds)
+    if args.play_router:
+        prefill, decode, result = args.play_router
+        Path(result).write_text(json.dumps(asyncio.run(Player(prefill, decode, load, args.vocab).play())))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(COMMON | SHAPES["tiny" if args.tiny else "8b"]))
+        runner = ModelRunner(
+            name,
+            num_blocks=(load.streams + 8) * -(-(load.prompt + load.most + 2) // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            device="cpu" if args.tiny else "cuda",
+            load_format="dummy",
+            max_num_seqs=load.streams,
+        )
+    config = EngineConfig(max_num_batched_tokens=max(2048, load.streams), max_num_seqs=load.streams)
+    for _ in range(args.rounds):
+        print("alone ", _line(asyncio.run(alone(runner, load, config))), flush=True)
+        got = asyncio.run(served(runner, load, args))
+        print("served", _line(got["engine"]), flush=True)
+        print("router", _line(got["router"]), flush=True)
+        print(f"        {got['hand_overs_per_s']:.1f} hand-overs/s, {got['gb_per_s']:.2f} GB/s, {got['failed']} failed", flush=True)
+
+
+def _line(r: dict[str, float]) -> str:
+    return (
+        f"{r['steps']:6.0f} steps of {r['tokens']:.0f} tokens: p50 {r['p50_ms']:.2f} ms, p99 {r['p99_ms']:.2f} ms, "
+        f"p99 - p50 {r['p99_ms'] - r['p50_ms']:.2f} ms, longest {r['max_ms']:.2f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()
