@@ -87,13 +87,16 @@ class KvShape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype: str  # "float32" | "bfloat16" | "float16": the model's, whatever its KV is stored as
+    quantization: str = "none"  # "none" | "fp8" | "int8" (twostep/engine/kv_quantization.py)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, K and V."""
-        item = 4 if self.dtype == "float32" else 2
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * item
+        """Bytes of one block over all layers, K and V, scales included."""
+        vectors = self.num_layers * 2 * self.num_kv_heads * self.block_size
+        if self.quantization != "none":
+            return vectors * (self.head_dim + 2)
+        return vectors * self.head_dim * (4 if self.dtype == "float32" else 2)
 
 
 class InFlight(Protocol):
