@@ -22,6 +22,7 @@ import triton.language as tl
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels.triton_decode_merge import merge_kernel, merge_parts, part_row, worker_of
 from twostep.kernels.triton_decode_plan import WORK_COLUMNS, DecodePlan, first_tile, last_tile
+from twostep.kernels.triton_launch import follow, overlaps
 
 # Numbers of parts that a warp of the merge has on their way at once.
 _MERGE_NUMBERS = 2048
@@ -66,6 +67,7 @@ def decode_attention(
     )
     share = plan.num_heads // shape.num_kv_heads
     share_wide, wide = triton.next_power_of_2(share), max(16, triton.next_power_of_2(shape.head_dim))
+    pdl = overlaps(pool.device)
     _decode_kernel[(plan.num_groups, plan.num_workers)](
         q,
         out,
@@ -99,8 +101,10 @@ def decode_attention(
         FUSED=plan.merges_itself,
         # The interpreter multiplies bfloat16 wrongly.
         IN_FLOAT32=not pool.is_cuda,
+        PDL=pdl,
         num_warps=layout.num_warps,
         num_stages=layout.num_stages,
+        launch_pdl=pdl,
     )
     if not plan.merges_itself:
         merge_kernel[(plan.num_heads, plan.num_seqs)](
@@ -116,7 +120,9 @@ def decode_attention(
             HEAD_DIM=shape.head_dim,
             BLOCK_D=wide,
             MERGE_PARTS=64,
+            PDL=pdl,
             num_warps=4,
+            launch_pdl=pdl,
         )
     return out
 
@@ -154,7 +160,10 @@ def _decode_kernel(
     MERGE_PARTS: tl.constexpr,
     FUSED: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        follow()
     TILE: tl.constexpr = LANES * KEYS
     group = tl.program_id(0)
     worker = tl.program_id(1)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from twostep.kernels.triton_decode_plan import WORK_COLUMNS
+from twostep.kernels.triton_launch import follow
 
 
 @triton.jit
@@ -68,8 +69,11 @@ def merge_parts(
 def merge_kernel(
     out_ptr, work_ptr, starts_ptr, parts_ptr, scales_ptr, stride_out, num_workers,
     GROUPS: tl.constexpr, PART_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes one row of one sequence, if it has parts."""
+    if PDL:
+        follow()
     head = tl.program_id(0)
     seq = tl.program_id(1)
     active = tl.load(work_ptr + num_workers * WORK_COLUMNS)

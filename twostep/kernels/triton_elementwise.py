@@ -11,11 +11,15 @@ import triton
 import triton.language as tl
 
 from twostep.engine.kv_cache import KvCache
+from twostep.kernels.triton_launch import follow, overlaps
 
 # Elements of a program's tile: enough independent loads per thread to keep memory busy, few enough to fill the chip with rows.
 _TILE = 4096
+_NORM_WARPS = 8
 _HEADS_PER_PROGRAM = 8
+_ROTATE_WARPS = 4
 _SILU_TILE = 1024
+_SILU_WARPS = 4
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -29,9 +33,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds x to `residual` in place, rounded to its dtype, and returns rms_norm(residual). x, residual [T, N], dense; weight [N]."""
+    """Adds x to `residual` in place, rounded to its dtype, and returns rms_norm(residual). x, residual [T, N], dense; weight [N].
+    x may also be float32 [parts, T, N]: their sum is added."""
     assert residual.is_contiguous()
-    assert x.shape == residual.shape
+    assert x.shape[-2:] == residual.shape[-2:]
+    assert x.shape == residual.shape or (x.dim() == 3 and x.dtype == torch.float32)
     x = x.contiguous()
     out = torch.empty_like(residual)
     _launch_norm(x, residual, weight, out, eps, has_residual=True)
@@ -45,7 +51,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     if out.numel():
         rows = out.numel() // width
-        _silu_mul_kernel[(rows, triton.cdiv(width, _SILU_TILE))](gate_up, out, width, BLOCK=_SILU_TILE, num_warps=4)
+        pdl = overlaps(out.device)
+        _silu_mul_kernel[(rows, triton.cdiv(width, _SILU_TILE))](
+            gate_up, out, width, BLOCK=_SILU_TILE, PDL=pdl, num_warps=_SILU_WARPS, launch_pdl=pdl
+        )
     return out
 
 
@@ -58,10 +67,10 @@ def rotate_and_write(
     cache: KvCache,
     layer: int,
     num_heads: int,
-) -> None:
-    """Rotates the query and key heads of `qkv` in place, and writes the rotated keys and the values to the pool.
+) -> torch.Tensor:
+    """Rotates the query and key heads of `qkv` in place, writes the rotated keys and the values to the pool, and returns qkv.
 
-    qkv       [T, (num_heads + 2 * num_kv_heads) * D], dense
+    qkv       [T, (num_heads + 2 * num_kv_heads) * D], dense; or float32 [parts, T, ...]: their sum is rotated, and returned anew
     positions integer [T]: rows of the tables
     slots     int64 [T]: block * block_size + slot in block; a negative one writes nothing (padding of a captured step)
     cos, sin  float32 [max_model_len, R / 2], R <= D even (or 0): the first R of a head's D numbers turn in pairs (i, i + R / 2)
@@ -70,15 +79,19 @@ def rotate_and_write(
     total_heads = num_heads + 2 * shape.num_kv_heads
     half = cos.shape[1]
     assert qkv.is_contiguous()
-    assert qkv.shape[1] == total_heads * shape.head_dim
+    assert qkv.shape[-1] == total_heads * shape.head_dim
     assert pool.stride(-1) == 1
     assert cos.is_contiguous()
     assert sin.is_contiguous()
-    if not len(qkv):
-        return
+    parts = len(qkv) if qkv.dim() == 3 else 1
+    out = qkv if qkv.dim() == 2 else torch.empty(qkv.shape[1:], dtype=pool.dtype, device=qkv.device)
+    if not len(out):
+        return out
     tail = shape.head_dim - 2 * half
-    _rotate_and_write_kernel[(len(qkv), triton.cdiv(total_heads, _HEADS_PER_PROGRAM))](
+    pdl = overlaps(qkv.device)
+    _rotate_and_write_kernel[(len(out), triton.cdiv(total_heads, _HEADS_PER_PROGRAM))](
         qkv,
+        out,
         positions,
         slots,
         cos,
@@ -88,6 +101,8 @@ def rotate_and_write(
         pool.stride(2),
         pool.stride(3),
         pool.stride(4),
+        out.numel(),
+        PARTS=parts,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=shape.num_kv_heads,
         HEAD_DIM=shape.head_dim,
@@ -97,8 +112,11 @@ def rotate_and_write(
         TAIL=tail,
         BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)),
         HEADS=_HEADS_PER_PROGRAM,
-        num_warps=4,
+        PDL=pdl,
+        num_warps=_ROTATE_WARPS,
+        launch_pdl=pdl,
     )
+    return out
 
 
 def _launch_norm(
@@ -109,11 +127,14 @@ def _launch_norm(
     assert weight.is_contiguous()
     if not x.numel():
         return
-    rows = x.numel() // width
+    rows = out.numel() // width
+    parts = x.numel() // out.numel()
     # Row r starts at (r // inner) * stride_outer + (r % inner) * stride_inner: heads of a fused projection need no copy.
-    inner = x.shape[1] if x.dim() == 3 else 1
+    heads = x.dim() == 3 and parts == 1
+    inner = x.shape[1] if heads else 1
     block = triton.next_power_of_2(width)
     rows_at_once = max(1, min(_TILE // block, triton.next_power_of_2(rows)))
+    pdl = overlaps(x.device)
     _norm_kernel[(triton.cdiv(rows, rows_at_once),)](
         x,
         residual,
@@ -121,14 +142,18 @@ def _launch_norm(
         out,
         rows,
         inner,
-        x.stride(0) if x.dim() > 1 else 0,
-        x.stride(1) if x.dim() == 3 else 0,
+        x.stride(0 if heads else -2) if x.dim() > 1 else 0,
+        x.stride(1) if heads else 0,
         eps,
+        out.numel(),
+        PARTS=parts,
         WIDTH=width,
         BLOCK=block,
         ROWS=rows_at_once,
         HAS_RESIDUAL=has_residual,
-        num_warps=8 if block >= 4096 else 4,
+        PDL=pdl,
+        num_warps=_NORM_WARPS if block >= 4096 else 4,
+        launch_pdl=pdl,
     )
 
 
@@ -143,28 +168,35 @@ def _norm_kernel(
     stride_outer,
     stride_inner,
     eps,
+    numel,
+    PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (col < WIDTH)
     dense = row * WIDTH + col
     start = (row // inner) * stride_outer + (row % inner) * stride_inner
-    x = tl.load(x_ptr + start + col, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + col, mask=col < WIDTH, other=0.0)
+    if PDL:
+        follow()
+    x = _sum_parts(x_ptr + start + col, mask, numel, PARTS)
     if HAS_RESIDUAL:
         total = (x + tl.load(residual_ptr + dense, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + dense, total, mask=mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
-    weight = tl.load(weight_ptr + col, mask=col < WIDTH, other=0.0).to(tl.float32)
-    tl.store(out_ptr + dense, (x * scale[:, None] * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + dense, (x * scale[:, None] * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        follow()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < width
@@ -176,6 +208,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
 @triton.jit
 def _rotate_and_write_kernel(
     qkv_ptr,
+    out_ptr,
     positions_ptr,
     slots_ptr,
     cos_ptr,
@@ -185,6 +218,8 @@ def _rotate_and_write_kernel(
     stride_kv,
     stride_head,
     stride_slot,
+    numel,
+    PARTS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -194,7 +229,10 @@ def _rotate_and_write_kernel(
     TAIL: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        follow()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
@@ -212,15 +250,28 @@ def _rotate_and_write_kernel(
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + i, mask=i < HALF, other=0.0)
-    low = tl.load(qkv_ptr + row + i, mask=mask, other=0.0)
-    high = tl.load(qkv_ptr + row + HALF + i, mask=mask, other=0.0)
-    turned_low = (low.to(tl.float32) * cos - high.to(tl.float32) * sin).to(low.dtype)
-    turned_high = (high.to(tl.float32) * cos + low.to(tl.float32) * sin).to(low.dtype)
-    tl.store(qkv_ptr + row + i, turned_low, mask=mask & turns)
-    tl.store(qkv_ptr + row + HALF + i, turned_high, mask=mask & turns)
-    tl.store(pool_ptr + to_pool + i, tl.where(turns, turned_low, low), mask=mask & kept)
-    tl.store(pool_ptr + to_pool + HALF + i, tl.where(turns, turned_high, high), mask=mask & kept)
+    low = _sum_parts(qkv_ptr + row + i, mask, numel, PARTS)
+    high = _sum_parts(qkv_ptr + row + HALF + i, mask, numel, PARTS)
+    turned_low = tl.where(turns, low * cos - high * sin, low).to(out_ptr.dtype.element_ty)
+    turned_high = tl.where(turns, high * cos + low * sin, high).to(out_ptr.dtype.element_ty)
+    # What is not turned is there already, but where it was in parts.
+    stored = turns | (PARTS > 1)
+    tl.store(out_ptr + row + i, turned_low, mask=mask & stored)
+    tl.store(out_ptr + row + HALF + i, turned_high, mask=mask & stored)
+    tl.store(pool_ptr + to_pool + i, turned_low, mask=mask & kept)
+    tl.store(pool_ptr + to_pool + HALF + i, turned_high, mask=mask & kept)
     if TAIL > 0:
         j = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
-        rest = tl.load(qkv_ptr + row + j, mask=exists & (j < HEAD_DIM), other=0.0)
+        mask = exists & (j < HEAD_DIM)
+        rest = _sum_parts(qkv_ptr + row + j, mask, numel, PARTS).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row + j, rest, mask=mask & (PARTS > 1))
         tl.store(pool_ptr + to_pool + j, rest, mask=kept & (j < HEAD_DIM))
+
+
+@triton.jit
+def _sum_parts(at, mask, numel, PARTS: tl.constexpr):
+    """Float32 sum of what lies at `at` in each of the parts, in order."""
+    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(at + part * numel.to(tl.int64), mask=mask, other=0.0)
+    return total
