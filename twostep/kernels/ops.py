@@ -74,6 +74,12 @@ class Ops(Protocol):
         """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. x [..., N], weight and bias [N]."""
         ...
 
+    def add_layer_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds x to `residual` in place and returns layer_norm(residual)."""
+        ...
+
     def relu(self, x: torch.Tensor) -> torch.Tensor:
         """max(x, 0). May overwrite x."""
         ...

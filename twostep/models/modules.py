@@ -119,4 +119,4 @@ class LayerNorm:
         return self._ops.layer_norm(x, self.weight, self.bias, self._eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._ops.layer_norm(residual.add_(x), self.weight, self.bias, self._eps)
+        return self._ops.add_layer_norm(x, residual, self.weight, self.bias, self._eps)
