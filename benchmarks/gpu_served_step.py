@@ -228,7 +228,7 @@ async def served(runner: Runner, load: Load, arguments: argparse.Namespace) -> d
 
     with tempfile.TemporaryDirectory(prefix="ts-") as name:
         directory = Path(name)
-        redis = subprocess.Popen(server_argv(server_binary(), directory), stdout=subprocess.DEVNULL)
+        redis = await asyncio.create_subprocess_exec(*server_argv(server_binary(), directory), stdout=subprocess.DEVNULL)
         try:
             url = f"unix://{socket_path(directory)}"
             prefill = _worker("prefill", url, blank, load, lambda parts: PrefillEdge(parts, transport(parts)))
@@ -254,7 +254,7 @@ async def served(runner: Runner, load: Load, arguments: argparse.Namespace) -> d
             await asyncio.gather(prefill.stop(1.0), decode.stop(1.0))
         finally:
             redis.kill()
-            redis.wait()
+            await redis.wait()
     return {"engine": clock.report(), **router}
 
 
