@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from twostep.errors import SetupError
@@ -50,8 +49,8 @@ def num_blocks_within(profile: MemoryProfile, utilization: float, *, block_bytes
     if room >= least:
         return room // block_bytes
     needed = profile.own + profile.step + profile.graphs + least
-    # Rounded up to hundredths, as people give it.
-    enough = math.ceil(100 * needed / profile.total) / 100
+    # In hundredths, as people give it, and with a byte for rounding.
+    enough = -(-100 * (needed + 1) // profile.total) / 100
     parts = (
         f"weights and libraries {_gib(profile.own)}, the largest step {_gib(profile.step)}, graphs {_gib(profile.graphs)}, "
         f"at least {_gib(least)} of KV ({least_blocks} blocks)"

@@ -1,0 +1,96 @@
+"""How large a pool fits, and what is said when none does."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from twostep.engine.memory import GIB, MemoryProfile, num_blocks_within, shortage_at_start
+from twostep.engine.pool_sizing import widest_batch
+from twostep.errors import SetupError
+
+MIB = 1 << 20
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> MemoryProfile:
+    total = draw(st.integers(GIB, 200 * GIB))
+
+    def part(low: int, high: int) -> int:
+        return total * draw(st.integers(low, high)) // 100 + draw(st.integers(0, 1000))
+
+    at_start = total - part(0, 40)
+    # Others may have left since: then there is more.
+    free = min(total, max(0, at_start - part(-2, 60)))
+    return MemoryProfile(total=total, free_at_start=at_start, free=free, step=part(0, 20), graphs=part(0, 5))
+
+
+@given(profiles(), st.floats(0.01, 1.0), st.integers(1, 64 * MIB), st.integers(1, 300))
+def test_a_pool_fits_its_share_and_what_is_free_and_wastes_less_than_a_block(
+    profile: MemoryProfile, utilization: float, block_bytes: int, least: int
+) -> None:
+    try:
+        num_blocks = num_blocks_within(profile, utilization, block_bytes=block_bytes, least_blocks=least, device="cuda:0")
+    except SetupError:
+        assert profile.pool_bytes(utilization) < least * block_bytes
+        return
+    assert num_blocks >= least
+    taken = num_blocks * block_bytes + profile.step + profile.graphs
+    assert taken <= profile.free
+    assert taken + profile.own <= profile.total * utilization
+    more = taken + block_bytes
+    assert more > profile.free or more + profile.own > int(profile.total * utilization)
+
+
+@given(profiles(), st.floats(0.01, 1.0), st.integers(1, 64 * MIB), st.integers(1, 300))
+@example(MemoryProfile(total=100, free_at_start=100, free=50, step=3, graphs=0), 0.5, 1, 1)
+def test_following_the_advice_helps(profile: MemoryProfile, utilization: float, block_bytes: int, least: int) -> None:
+    try:
+        num_blocks_within(profile, utilization, block_bytes=block_bytes, least_blocks=least, device="cuda:0")
+    except SetupError as error:
+        advised = re.search(r"give --gpu-memory-utilization ([\d.]+) or more", error.message)
+        if advised is None:
+            return
+        assert utilization < float(advised[1]) <= 1.0
+        num_blocks_within(profile, float(advised[1]), block_bytes=block_bytes, least_blocks=least, device="cuda:0")
+
+
+def test_what_is_missing_is_said() -> None:
+    small = MemoryProfile(total=24 * GIB, free_at_start=23 * GIB, free=8 * GIB, step=1 * GIB, graphs=0)
+    # 12 GiB allowed; 15 + 1 + 0.5 wanted.
+    with pytest.raises(SetupError, match=r"4\.50 GiB of memory are missing on cuda:1.*give --gpu-memory-utilization 0\.69 or more"):
+        num_blocks_within(small, 0.5, block_bytes=MIB, least_blocks=512, device="cuda:1")
+    crowded = MemoryProfile(total=24 * GIB, free_at_start=16 * GIB, free=1 * GIB, step=1 * GIB, graphs=0)
+    with pytest.raises(SetupError, match=r"other processes hold 8\.00 GiB"):
+        num_blocks_within(crowded, 0.9, block_bytes=MIB, least_blocks=512, device="cuda:1")
+    large = MemoryProfile(total=24 * GIB, free_at_start=24 * GIB, free=1 * GIB, step=2 * GIB, graphs=0)
+    with pytest.raises(SetupError, match=r"; lower --max-num-batched-tokens"):
+        num_blocks_within(large, 0.9, block_bytes=MIB, least_blocks=512, device="cuda:1")
+
+
+def test_a_process_that_was_there_first_is_noticed() -> None:
+    assert shortage_at_start(total=80 * GIB, free=79 * GIB, utilization=0.9, device="cuda:0") == ""
+    said = shortage_at_start(total=80 * GIB, free=20 * GIB, utilization=0.9, device="cuda:0")
+    assert "60.00 GiB of the 80.00 GiB" in said
+    assert "72.00 GiB" in said
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 64), st.sampled_from([1, 4, 16]), st.integers(1, 5))
+def test_the_widest_step_is_a_sound_batch(num_tokens: int, num_seqs: int, longest: int, block_size: int, num_blocks: int) -> None:
+    batch = widest_batch(num_tokens, num_seqs, vocab_size=50, max_model_len=longest, block_size=block_size, num_blocks=num_blocks)
+    counts = np.diff(batch.query_start)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    assert len(batch.token_ids) == len(batch.positions) == len(batch.slots) == min(num_tokens, sum(counts))
+    assert len(counts) == len(batch.sampling) == min(num_seqs, num_tokens)
+    assert (counts >= 1).all()
+    assert counts.max() <= longest
+    assert counts.sum() == num_tokens or counts.max() == longest
+    assert np.array_equal(batch.seq_lens, counts)
+    assert np.array_equal(batch.positions[batch.sample_rows] + 1, batch.seq_lens)
+    assert batch.token_ids.max() < 50
+    assert batch.block_tables.max() < num_blocks
+    assert np.array_equal(batch.block_tables[rows, batch.positions // block_size], batch.slots // block_size)
