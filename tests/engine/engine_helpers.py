@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from twostep.engine.batch import Batch, Sampled
+from twostep.engine.batch import Batch, InFlight, Sampled
 from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.engine.types import EngineRequest, FinishReason, StepOutput, TokenOutput
@@ -55,10 +55,16 @@ def expected_answer(request: EngineRequest, *, vocab_size: int, max_model_len: i
 
 
 class HookedRunner(FakeRunner):
-    """A fake device that calls `during` in the middle of every run, after the KV was written, and keeps the batches it saw."""
+    """A fake device that calls `during` in the middle of every run, after the KV was written, and `launching` at every launch."""
 
     during: Callable[[Batch], object] | None = None
+    launching: Callable[[Batch], object] | None = None
     copies = 0
+
+    def launch(self, batch: Batch) -> InFlight:
+        if self.launching is not None:
+            self.launching(batch)
+        return super().launch(batch)
 
     def run(self, batch: Batch) -> Sampled:
         sampled = super().run(batch)

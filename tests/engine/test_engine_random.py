@@ -1,5 +1,5 @@
 """Two engines, everything at once, at random: prompts that share prefixes, chunks, splits, hand-overs as bytes, resumes, cancels at any
-moment, failing steps. Every token equals the one worked out by hand, and nothing is left behind."""
+moment, failing steps, with look-ahead and without. Every token equals the one worked out by hand, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class World:
         self.bases = [[rng.randrange(self.vocab) for _ in range(rng.randrange(2 * self.block_size, 50))] for _ in range(3)]
         self.attempts: dict[str, Attempt] = {}
         self.mirrors: dict[Engine, set[bytes]] = {self.prefill: set(), self.decode: set()}
-        self.fail_next = False
+        self.fail_next = self.refuse_next = False
         self.count = 0
-        self.num_failed = self.num_cancelled = self.num_moved = self.num_reused = 0
+        self.num_failed = self.num_cancelled = self.num_moved = self.num_reused = self.num_carried = 0
 
     def make_engine(self) -> Engine:
         rng = self.rng
@@ -57,6 +57,7 @@ class World:
             num_layers=2,
         )
         runner.during = self.during
+        runner.launching = self.launching
         self.runners.append(runner)
         config = EngineConfig(
             max_num_batched_tokens=rng.choice([1, 7, 32, 200]),
@@ -64,6 +65,7 @@ class World:
             max_waiting=rng.choice([2, 20]),
             enable_prefix_caching=rng.random() < 0.85,
             hash_unit=self.unit,
+            look_ahead=rng.random() < 0.6,
         )
         return Engine(runner, config)
 
@@ -151,6 +153,13 @@ class World:
             self.fail_next = False
             raise RuntimeError("the fake device fails as it was told to")
 
+    def launching(self, batch: Batch) -> None:
+        if batch.carried is not None:
+            self.num_carried += 1
+        if self.refuse_next:
+            self.refuse_next = False
+            raise RuntimeError("the fake device refuses as it was told to")
+
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, engine: Engine) -> bool:
@@ -213,8 +222,9 @@ class World:
         for _ in range(steps):
             self.chaos()
             self.fail_next = self.rng.random() < 0.02
+            self.refuse_next = self.rng.random() < 0.02
             self.step(self.rng.choice([self.prefill, self.decode]))
-        self.fail_next = False
+        self.fail_next = self.refuse_next = False
         for runner in self.runners:
             runner.during = None
         while any([self.step(self.prefill), self.step(self.decode)]):
@@ -236,7 +246,7 @@ def test_every_token_is_right_and_nothing_is_left(seed: int) -> None:
 
 def test_the_random_worlds_visit_what_they_should() -> None:
     """Over a few worlds: enough finishes, cancels, failures, moved and reused blocks, copies and evictions."""
-    finished = cancelled = failed = moved = reused = copies = 0
+    finished = cancelled = failed = moved = reused = copies = carried = 0
     for seed in range(100, 106):
         world = World(seed)
         world.run(250)
@@ -246,13 +256,16 @@ def test_the_random_worlds_visit_what_they_should() -> None:
         moved += world.num_moved
         reused += world.num_reused
         copies += sum(runner.copies for runner in world.runners)
-    assert min(finished, cancelled, failed, moved, reused, copies) >= 10, (finished, cancelled, failed, moved, reused, copies)
+        carried += world.num_carried
+    counts = (finished, cancelled, failed, moved, reused, copies, carried)
+    assert min(counts) >= 10, counts
 
 
-def test_a_stepping_thread_among_submitting_and_cancelling_ones() -> None:
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_a_stepping_thread_among_submitting_and_cancelling_ones(look_ahead: bool) -> None:
     """Real threads on one engine; who wins a race is open, what comes out is not."""
     runner = HookedRunner(num_blocks=60, block_size=4, vocab_size=1000, max_model_len=120)
-    engine = Engine(runner, EngineConfig(max_num_batched_tokens=40, max_num_seqs=8, hash_unit=8))
+    engine = Engine(runner, EngineConfig(max_num_batched_tokens=40, max_num_seqs=8, hash_unit=8, look_ahead=look_ahead))
     stop = threading.Event()
     got: dict[str, list[int]] = {}
     requests: dict[str, EngineRequest] = {}

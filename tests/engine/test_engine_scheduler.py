@@ -13,7 +13,7 @@ LENGTHS = st.lists(st.integers(1, 50), max_size=8)
 
 
 def named(plan: StepPlan[str]) -> list[tuple[str, int]]:
-    return [(chunk.item, chunk.num_tokens) for chunk in [*plan.decodes, *plan.prompts]]
+    return [*((item, 1) for item in plan.decodes), *((chunk.item, chunk.num_tokens) for chunk in plan.prompts)]
 
 
 def test_decodes_first_then_prompts_in_order_split_and_fused() -> None:
@@ -67,7 +67,7 @@ def test_invariants(num_decodes: int, prompts: list[int], waiting: list[tuple[in
     total = sum(count for _, count in chunks)
     assert total <= budget
     assert len({item for item, _ in chunks}) == len(chunks)
-    assert [chunk.item for chunk in plan.decodes] == [f"d{i}" for i in range(min(num_decodes, budget))]
+    assert list(plan.decodes) == [f"d{i}" for i in range(min(num_decodes, budget))]
     # First in, first out: prompts served are a prefix of all, and only the last of them may be cut short.
     sizes = {f"p{i}": n for i, n in enumerate(prompts)} | {f"w{i}": n for i, (n, _) in enumerate(waiting)}
     served = chunks[len(plan.decodes) :]
@@ -112,8 +112,8 @@ def test_every_prompt_ends_and_in_order(requests: list[tuple[int, int]], max_num
         assert len(plan.decodes) == len(decodes), "no decode misses a step"
         if prompts or (waiting and len(decodes) < max_num_seqs):
             assert plan.prompts, "prompts make progress in every step"
-        for chunk in plan.decodes:
-            decodes[chunk.item] -= 1
+        for item in plan.decodes:
+            decodes[item] -= 1
         for chunk in plan.prompts:
             if chunk.item in waiting:
                 prompts[chunk.item] = waiting.pop(chunk.item)[0]

@@ -108,6 +108,16 @@ class InFlight(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """An InFlight of a runner that computes in `launch`."""
+
+    sampled: Sampled
+
+    def result(self) -> Sampled:
+        return self.sampled
+
+
 class Runner(Protocol):
     """Executes batches on one device, in the order launched. Not thread-safe but for read_blocks and write_blocks, which any thread may
     call for blocks that no launched step uses."""

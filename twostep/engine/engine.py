@@ -2,14 +2,20 @@
 the oracle that the distributed system is compared with.
 
 Thread rules: every method may be called from any thread and returns at once (a lock guards the bookkeeping and is never held
-while the runner runs), but `step` is called by one thread only and blocks for one step of the device.
+while the runner works), but `step` and `settle_launched` are called by one thread only and block for one step of the device.
 
 A step:
 
   1. plan     under the lock: running decodes and prompts, then waiting prompts; those admitted take all their blocks for life
-  2. copy     blocks that are shared and will be written to
-  3. run      the batch, without the lock: others submit, reserve, commit and cancel meanwhile
+  2. launch   without the lock: blocks that are shared and will be written to are copied, the batch is queued on the device
+  3. result   without the lock: others submit, reserve, commit and cancel meanwhile
   4. settle   under the lock: count what was computed, make full blocks findable, append and report tokens, free what ended
+
+With look-ahead, step n+1 is planned and launched before the result of step n is waited for, so that the device goes from one to the
+next without the host:
+
+    device   ──── n ────────────┬──── n+1 ──────────┬──── n+2 ───
+    host     plan, launch n+1   │ settle n, deliver, plan, launch n+2     what n samples is carried to n+1 on the device
 """
 
 from __future__ import annotations
@@ -17,10 +23,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twostep.engine.batch import Runner, Sampled
+from twostep.engine.batch import InFlight, Runner, Sampled
 from twostep.engine.batch_builder import build_batch
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.ledger import SequenceLedger, StepWork
@@ -43,8 +50,29 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_waiting: int = 256
     enable_prefix_caching: bool = True
+    # Whether to launch a step while the one before it is in flight; None: where the runner gains by it.
+    look_ahead: bool | None = None
     # Hash unit of the deployment (tokens), a multiple of the block size: boundaries at which cached prefixes are announced.
     hash_unit: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launched:
+    """A step on its way. `failed`: it was never launched, and its result says why."""
+
+    step: int
+    work: StepWork
+    in_flight: InFlight
+    since: float
+    failed: bool
+
+
+class _NotLaunched:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> Sampled:
+        raise self._error
 
 
 class Engine:
@@ -68,7 +96,9 @@ class Engine:
         # The one lock, over pool and ledger; notified when there is work.
         self._changed = threading.Condition()
         self._steps = 0
-        self._stepping = False
+        self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
+        self._launched: deque[_Launched] = deque()
+        self._settled_at = 0.0
         # Since when there is work without a finished step; None: idle.
         self._busy_since: float | None = None
 
@@ -125,7 +155,7 @@ class Engine:
             self._note_work()
 
     def cancel(self, seq_id: str) -> bool:
-        """Ends a sequence in whatever state, and frees its blocks (after the running step, if it is in it). No output of it is
+        """Ends a sequence in whatever state, and frees its blocks (after the launched steps that it is in). No output of it is
         reported after this returns. Idempotent; False: not here."""
         with self._changed:
             sequence = self._ledger.live(seq_id)
@@ -139,37 +169,71 @@ class Engine:
             return self._changed.wait_for(lambda: self._ledger.has_work, timeout_s)
 
     def step(self) -> StepOutput:
-        """Plans and runs one step. Without work, returns an empty output. If the runner raises, the step's sequences end as `failures`
-        and the engine goes on; the error is logged."""
-        started = time.monotonic()
+        """Launches what can be and settles the oldest launched step. Without work, returns an empty output. If the runner raises, the
+        step's sequences end as `failures` and the engine goes on; the error is logged."""
+        # After a launch that failed nothing is carried from it: it is settled first.
+        while len(self._launched) < self._depth and not (self._launched and self._launched[-1].failed):
+            if not self._launch():
+                break
+        return self._settle() if self._launched else StepOutput(step=self._steps)
+
+    def settle_launched(self) -> list[StepOutput]:
+        """Settles what is launched and launches nothing more."""
+        outputs = []
+        while self._launched:
+            outputs.append(self._settle())
+        return outputs
+
+    def _launch(self) -> bool:
+        """False: there is nothing to plan now."""
+        since = time.monotonic()
         with self._changed:
             work = self._ledger.plan()
-            self._stepping = work is not None
             self._note_work()
             if work is None:
-                return StepOutput(step=self._steps)
+                return False
             self._steps += 1
             step = self._steps
+        try:
+            # Nobody else changes sequences and blocks of a planned step.
+            batch = build_batch(work, block_size=self._runner.kv_shape.block_size)
+            for copy in work.copies:
+                self._runner.copy_block(copy.source, copy.target)
+            in_flight, failed = self._runner.launch(batch), False
+        except Exception as error:  # noqa: BLE001 - its result raises it
+            in_flight, failed = _NotLaunched(error), True
+        self._launched.append(_Launched(step=step, work=work, in_flight=in_flight, since=since, failed=failed))
+        return True
+
+    def _settle(self) -> StepOutput:
+        launched = self._launched[0]
+        work = launched.work
+        sampled: Sampled | None = None
         message = ""
         try:
-            sampled = self._run(work)
+            sampled = launched.in_flight.result()
+            num_rows = sum(work.sampled)
+            if not len(sampled.token_ids) == len(sampled.logprobs) == len(sampled.top_logprobs) == num_rows:
+                raise InternalError(f"the runner returned {len(sampled.token_ids)} tokens for {num_rows} rows")
         except Exception as error:
-            logger.exception("step %d failed: its %d sequences are given up", step, len(work.chunks))
+            logger.exception("step %d failed: its %d sequences are given up", launched.step, len(work.sequences))
             sampled = None
             message = f"the device failed in this step: {type(error).__name__}: {error}"
+        self._launched.popleft()
         with self._changed:
             result = self._ledger.fail(work, message) if sampled is None else self._ledger.settle(work, sampled)
-            self._stepping = False
             self._busy_since = None
             self._note_work()
+        since = max(launched.since, self._settled_at)
+        self._settled_at = time.monotonic()
         return StepOutput(
-            step=step,
+            step=launched.step,
             tokens=result.tokens,
             progress=result.progress,
             failures=result.failures,
-            num_prefill_tokens=sum(chunk.num_tokens for chunk in work.chunks[work.num_decodes :]),
+            num_prefill_tokens=work.num_prefill_tokens,
             num_decode_tokens=work.num_decodes,
-            duration_s=time.monotonic() - started,
+            duration_s=self._settled_at - since,
         )
 
     # ---- looking in -------------------------------------------------------------------------------------------------
@@ -208,7 +272,7 @@ class Engine:
         """Raises InternalError if the pool's counts, lists and owners do not add up: each block is free, cached or owned by
         exactly the sequences that list it. From any thread, at any time."""
         with self._changed:
-            self._ledger.check_integrity(stepping=self._stepping)
+            self._ledger.check_integrity()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -224,21 +288,6 @@ class Engine:
             prefix_caching=self._config.enable_prefix_caching,
         )
 
-    def _run(self, work: StepWork) -> Sampled:
-        """Without the lock: nobody else changes sequences and blocks of a planned step."""
-        batch = build_batch(
-            [chunk.item for chunk in work.chunks],
-            [chunk.num_tokens for chunk in work.chunks],
-            block_size=self._runner.kv_shape.block_size,
-        )
-        for copy in work.copies:
-            self._runner.copy_block(copy.source, copy.target)
-        sampled = self._runner.run(batch)
-        num_rows = len(batch.sample_rows)
-        if not len(sampled.token_ids) == len(sampled.logprobs) == len(sampled.top_logprobs) == num_rows:
-            raise InternalError(f"the runner returned {len(sampled.token_ids)} tokens for {num_rows} rows")
-        return sampled
-
     def _end(self, sequence: EngineSequence) -> bool:
         self._ledger.end(sequence)
         self._note_work()
@@ -246,7 +295,7 @@ class Engine:
 
     def _note_work(self) -> None:
         """After every change, under the lock: starts or stops the stall clock, and wakes the engine's thread."""
-        if not self._stepping and not self._ledger.has_work:
+        if not self._ledger.has_work:
             self._busy_since = None
             return
         if self._busy_since is None:

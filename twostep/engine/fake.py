@@ -15,12 +15,13 @@ tokens from the first of these planes and positions from the last, so that a hal
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import Batch, KvShape, Sampled, SamplingRow
+from twostep.engine.batch import Batch, InFlight, KvShape, Sampled, SamplingRow
 from twostep.engine.types import TopLogprob
 from twostep.errors import InvalidRequest
 
@@ -65,6 +66,7 @@ class FakeRunner:
         self._max_model_len = max_model_len
         self.step_s = step_s
         self.per_token_s = per_token_s
+        self._last_token_ids: Sequence[int] = ()
         # uint8 [block, block_bytes], and the same bytes as int32 [block, layer, K/V, kv_head, slot, word].
         self._bytes = np.zeros((num_blocks, self._shape.block_bytes), np.uint8)
         self._words = self._bytes.view(np.int32).reshape(num_blocks, num_layers, 2, num_kv_heads, block_size, -1)
@@ -83,7 +85,24 @@ class FakeRunner:
     def max_model_len(self) -> int:
         return self._max_model_len
 
+    @property
+    def overlaps(self) -> bool:
+        return False
+
+    def launch(self, batch: Batch) -> InFlight:
+        """The step runs when its result is asked for: as late as any device may."""
+        return _FakeStep(partial(self._step, batch))
+
+    def _step(self, batch: Batch) -> Sampled:
+        batch = batch.with_carried(self._last_token_ids)
+        # What a step that fails would have sampled is carried by nobody who is not over.
+        self._last_token_ids = [0] * len(batch.sample_rows)
+        sampled = self.run(batch)
+        self._last_token_ids = sampled.token_ids
+        return sampled
+
     def run(self, batch: Batch) -> Sampled:
+        """One step of the device, now. Nothing is carried."""
         start = time.monotonic()
         self._write(batch)
         token_ids = self._next_tokens(batch)
@@ -140,3 +159,11 @@ class FakeRunner:
 
     def _top(self, token: int, row: SamplingRow) -> tuple[TopLogprob, ...]:
         return tuple(TopLogprob((token + k) % self._vocab_size, -float(k)) for k in range(row.params.logprobs or 0))
+
+
+class _FakeStep:
+    def __init__(self, step: Callable[[], Sampled]) -> None:
+        self._step = step
+
+    def result(self) -> Sampled:
+        return self._step()

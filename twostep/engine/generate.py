@@ -38,4 +38,5 @@ def generate(engine: Engine, requests: Sequence[EngineRequest]) -> list[list[Tok
     finally:
         for seq_id in unfinished:
             engine.cancel(seq_id)
+        engine.settle_launched()
     return [outputs[request.seq_id] for request in requests]

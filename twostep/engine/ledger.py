@@ -2,21 +2,28 @@
 
     submit ──▶ WAITING ──plan──▶ RUNNING ──settle──▶ gone, or HELD (submitted with `hold`) ──end──▶ gone
     reserve ─▶ RESERVED ─commit─▶ RUNNING
-                      end, from any state ──▶ gone, or ENDED until the step it is in is settled
+                      end, from any state ──▶ gone, or ENDED until the last step it is in is settled
 
-No lock, no clock, no device: the engine adds those.
+A step may be planned while the one before it is in flight. What a sequence samples there is then not known yet:
+
+    step n     … sample a: row 0    sample b: row 1      sample c: row 2
+    step n+1   a: carries row 0     b: carries row 1     c is not planned: its last token by length, or submitted with `hold`
+    settle n   a goes on            b sampled a stop id: it ends, and what n+1 makes of it is dropped
+
+Whatever a planned step may read or write keeps an owner until that step is settled. No lock, no clock, no device: the engine adds those.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from twostep.engine.batch import Sampled
 from twostep.engine.block_pool import BlockCopy, BlockPool
-from twostep.engine.scheduler import Chunk, Running, Waiting, plan_step
+from twostep.engine.scheduler import Running, Waiting, plan_step
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.types import PrefillProgress, Reservation, SequenceFailure, TokenOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
@@ -24,11 +31,28 @@ from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """One planned step: its first `num_decodes` chunks are decodes, then come prompts. `copies` are made before it runs."""
+    """One planned step: one chunk of each of S sequences, its first `num_decodes` decodes, then prompts. `copies` are made before it
+    runs.
 
-    chunks: Sequence[Chunk[EngineSequence]]
+    starts      first token of each chunk
+    num_tokens  at least 1 each
+    carried     row of the step planned before that samples the chunk's only token, or -1: the tokens are known
+    sampled     whether a token is sampled after the chunk: rows count through these, in order
+    """
+
+    sequences: Sequence[EngineSequence]
+    starts: Sequence[int]
+    num_tokens: Sequence[int]
+    carried: Sequence[int]
+    sampled: Sequence[bool]
     num_decodes: int
     copies: Sequence[BlockCopy]
+    # Blocks that the step reads and whose sequence has taken others in exchange since: owned until it is settled.
+    exchanged: list[int] = field(default_factory=list)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(self.num_tokens[self.num_decodes :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +63,8 @@ class StepResult:
 
 
 class SequenceLedger:
-    """Not thread-safe: the engine's lock guards it. At most one step is planned and not yet settled or failed."""
+    """Not thread-safe: the engine's lock guards it. At most two steps are planned and not yet settled or failed, which happens in the
+    order they were planned."""
 
     def __init__(self, pool: BlockPool, *, block_size: int, budget: int, max_num_seqs: int, max_waiting: int) -> None:
         """`budget`: tokens of a step. At most `max_num_seqs` sequences run or are reserved, and never more than the budget."""
@@ -56,8 +81,7 @@ class SequenceLedger:
         self.num_held = 0
         # The first waiting prompt did not fit, and nothing was freed since.
         self._blocked = False
-        # Sources of the planned step's copies: owned until they are made.
-        self._copying: list[int] = []
+        self._planned: deque[StepWork] = deque()
 
     @property
     def num_running(self) -> int:
@@ -69,8 +93,8 @@ class SequenceLedger:
 
     @property
     def has_work(self) -> bool:
-        """Whether `plan` may find something to do."""
-        return bool(self._running) or (bool(self._waiting) and not self._blocked)
+        """Whether `plan` may find something to do, or a planned step is to be settled."""
+        return bool(self._running or self._planned) or (bool(self._waiting) and not self._blocked)
 
     def live(self, seq_id: str) -> EngineSequence | None:
         """The sequence, unless it has ended."""
@@ -114,7 +138,7 @@ class SequenceLedger:
             raise InvalidRequest(f"output_ids of {seq_id} are empty; commit with the first sampled token at least")
         if any(sequence.finish_reason(token, sequence.position + i) for i, token in enumerate(output_ids)):
             raise InvalidRequest(f"output_ids end {seq_id}: nothing is left to decode, cancel the reservation")
-        sequence.num_computed = len(sequence.tokens)
+        sequence.num_computed = sequence.num_planned = len(sequence.tokens)
         self._register(sequence)
         sequence.tokens.extend(output_ids)
         self.num_reserved -= 1
@@ -122,30 +146,29 @@ class SequenceLedger:
         self._running[seq_id] = sequence
 
     def end(self, sequence: EngineSequence) -> None:
-        """Takes a live sequence off its list and frees its blocks, now or after the step it is in."""
+        """Takes a live sequence off its list and frees its blocks, now or after the steps it is in."""
         if sequence.state is SequenceState.RESERVED:
             self.num_reserved -= 1
         elif sequence.state is SequenceState.HELD:
             self.num_held -= 1
         self._waiting.pop(sequence.seq_id, None)
-        self._running.pop(sequence.seq_id, None)
-        sequence.state = SequenceState.ENDED
         self._blocked = False
-        if not sequence.in_step:
-            self._forget(sequence)
+        self._leave(sequence)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepWork | None:
-        """The next step, or None if nothing can be computed now. Its sequences stay untouched until it is settled or failed."""
+        """The next step, or None if nothing can be computed now. What it reads and writes stays untouched until it is settled or failed."""
+        assert len(self._planned) < 2
         decodes: list[EngineSequence] = []
         prompts: list[Running[EngineSequence]] = []
         for sequence in self._running.values():
-            remaining = sequence.num_remaining
-            if remaining == 1 and len(sequence.tokens) > len(sequence.given):
-                decodes.append(sequence)
+            num_tokens = len(sequence.tokens) + sequence.num_pending
+            if num_tokens - sequence.num_planned == 1 and num_tokens > len(sequence.given):
+                if not (sequence.num_pending and sequence.ends_in_flight):
+                    decodes.append(sequence)
             else:
-                prompts.append(Running(sequence, remaining))
+                prompts.append(Running(sequence, num_tokens - sequence.num_planned))
         plan = plan_step(
             decodes=decodes,
             prompts=prompts,
@@ -155,28 +178,30 @@ class SequenceLedger:
             num_free_blocks=self._pool.num_available,
         )
         copies = self._admit([candidate.item for candidate in plan.admitted])
-        chunks = [*plan.decodes, *plan.prompts]
-        for chunk in chunks:
-            chunk.item.in_step = True
-        self._blocked = not chunks
-        return StepWork(chunks=chunks, num_decodes=len(plan.decodes), copies=copies) if chunks else None
+        sequences = [*plan.decodes, *(chunk.item for chunk in plan.prompts)]
+        self._blocked = not sequences
+        if not sequences:
+            return None
+        work = _plan_chunks(sequences, [chunk.num_tokens for chunk in plan.prompts], copies)
+        self._planned.append(work)
+        return work
 
     def settle(self, work: StepWork, sampled: Sampled) -> StepResult:
-        """The planned step ran: counts what was computed, makes full blocks findable, appends tokens, frees what ended."""
-        self._free_copied()
+        """The step planned first ran: counts what was computed, makes full blocks findable, appends tokens, frees what ended."""
+        self._take_off(work)
         tokens: list[TokenOutput] = []
         progress: list[PrefillProgress] = []
         row = -1
-        for chunk in work.chunks:
-            sequence = chunk.item
-            sequence.in_step = False
-            is_prompt = sequence.num_computed < len(sequence.given)
-            sequence.num_computed += chunk.num_tokens
-            complete = sequence.num_remaining == 0
+        for sequence, count, complete in zip(work.sequences, work.num_tokens, work.sampled, strict=True):
             row += complete
+            sequence.num_steps -= 1
+            sequence.num_pending -= complete
             if sequence.state is SequenceState.ENDED:
-                self._forget(sequence)
+                if not sequence.num_steps:
+                    self._forget(sequence)
                 continue
+            is_prompt = sequence.num_computed < len(sequence.given)
+            sequence.num_computed += count
             self._register(sequence)
             if is_prompt:
                 progress.append(
@@ -193,17 +218,24 @@ class SequenceLedger:
         return StepResult(tokens=tokens, progress=progress)
 
     def fail(self, work: StepWork, message: str) -> StepResult:
-        """The planned step did not run to its end: all its sequences are over."""
-        self._free_copied()
+        """The step planned first did not run to its end: all its sequences are over."""
+        self._take_off(work)
         failures = []
-        for chunk in work.chunks:
-            sequence = chunk.item
-            sequence.in_step = False
+        for sequence in work.sequences:
+            sequence.num_steps -= 1
             if sequence.state is not SequenceState.ENDED:
                 failures.append(SequenceFailure(seq_id=sequence.seq_id, message=message))
-                del self._running[sequence.seq_id]
-            self._forget(sequence)
+                self._leave(sequence)
+            elif not sequence.num_steps:
+                self._forget(sequence)
         return StepResult(failures=failures)
+
+    def _take_off(self, work: StepWork) -> None:
+        assert self._planned[0] is work
+        self._planned.popleft()
+        self._pool.free([copy.source for copy in work.copies])
+        self._pool.free(work.exchanged)
+        self._blocked = False
 
     def _candidates(self) -> Iterator[Waiting[EngineSequence]]:
         """Waiting prompts with what is cached of them now. One token at least is computed, for its logits: if all blocks are cached, the
@@ -230,13 +262,12 @@ class SequenceLedger:
         copies: list[BlockCopy] = []
         for sequence in admitted:
             blocks = sequence.matched
-            sequence.num_computed = sequence.num_cached
+            sequence.num_computed = sequence.num_planned = sequence.num_cached
             sequence.num_registered = sequence.num_cached // self._block_size
             if sequence.num_registered < len(blocks):
                 copy = self._pool.copy_on_write(blocks[-1])
                 assert copy is not None, "a cached block is never written to"
                 copies.append(copy)
-                self._copying.append(copy.source)
                 blocks[-1] = copy.target
             blocks.extend(self._pool.allocate(self._blocks_for(sequence) - len(blocks)))
             sequence.blocks = np.array(blocks, np.int32)
@@ -253,7 +284,15 @@ class SequenceLedger:
             return
         hashes = sequence.block_hashes()
         for i in range(sequence.num_registered, num_full):
-            sequence.blocks[i] = self._pool.register(int(sequence.blocks[i]), hashes[i], i)
+            block = int(sequence.blocks[i])
+            if sequence.num_steps:
+                self._pool.share((block,))  # a launched step reads it, whatever the sequence owns from now on
+            found = self._pool.register(block, hashes[i], i)
+            if sequence.num_steps and found == block:
+                self._pool.free((block,))
+            elif sequence.num_steps:
+                self._planned[-1].exchanged.append(block)
+            sequence.blocks[i] = found
         sequence.num_registered = num_full
 
     def _append(self, sequence: EngineSequence, sampled: Sampled, row: int) -> TokenOutput:
@@ -266,8 +305,7 @@ class SequenceLedger:
             sequence.state = SequenceState.HELD
             self.num_held += 1
         elif reason is not None:
-            del self._running[sequence.seq_id]
-            self._forget(sequence)
+            self._leave(sequence)
         return TokenOutput(
             seq_id=sequence.seq_id,
             token_id=token_id,
@@ -277,9 +315,12 @@ class SequenceLedger:
             finish_reason=reason,
         )
 
-    def _free_copied(self) -> None:
-        self._pool.free(self._copying)
-        self._copying = []
+    def _leave(self, sequence: EngineSequence) -> None:
+        """It is over: its blocks are free now, or after the last step it is in."""
+        self._running.pop(sequence.seq_id, None)
+        sequence.state = SequenceState.ENDED
+        if not sequence.num_steps:
+            self._forget(sequence)
 
     def _forget(self, sequence: EngineSequence) -> None:
         self._pool.free(sequence.blocks.tolist())
@@ -299,12 +340,18 @@ class SequenceLedger:
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 
-    def check_integrity(self, *, stepping: bool) -> None:
-        """Raises InternalError if pool, lists and counts disagree. `stepping`: a planned step is not settled yet."""
-        self._pool.check_integrity([*(sequence.blocks for sequence in self._sequences.values()), self._copying])
+    def check_integrity(self) -> None:
+        """Raises InternalError if pool, lists and counts disagree."""
+        used = [[*(copy.source for copy in work.copies), *work.exchanged] for work in self._planned]
+        self._pool.check_integrity([*(sequence.blocks for sequence in self._sequences.values()), *used])
         counted = dict.fromkeys(SequenceState, 0)
         for sequence in self._sequences.values():
             counted[sequence.state] += 1
+            planned = [work for work in self._planned if sequence in work.sequences]
+            if sequence.num_steps != len(planned):
+                raise InternalError(f"{sequence.seq_id} counts {sequence.num_steps} steps and is in {len(planned)}")
+            if sequence.state is SequenceState.ENDED and not planned:
+                raise InternalError(f"{sequence.seq_id} has ended, is in no step and still owns blocks")
         listed = {
             SequenceState.WAITING: len(self._waiting),
             SequenceState.RESERVED: self.num_reserved,
@@ -314,5 +361,32 @@ class SequenceLedger:
         for state, count in listed.items():
             if counted[state] != count:
                 raise InternalError(f"{counted[state]} sequences are {state.value} and {count} are listed so")
-        if not stepping and (counted[SequenceState.ENDED] or self._copying):
-            raise InternalError("an ended sequence or a copied block is still owned between steps")
+
+
+def _plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int], copies: Sequence[BlockCopy]) -> StepWork:
+    """The step of these sequences, decodes first; the last ones compute `prompt_tokens`. Counts what is planned."""
+    num_decodes = len(sequences) - len(prompt_tokens)
+    num_tokens = [1] * num_decodes + list(prompt_tokens)
+    starts, carried, sampled = [], [], []
+    row = 0
+    for sequence, count in zip(sequences, num_tokens, strict=True):
+        start = sequence.num_planned
+        starts.append(start)
+        carried.append(sequence.pending_row if sequence.num_pending else -1)
+        sequence.num_planned = start + count
+        sequence.num_steps += 1
+        complete = start + count == len(sequence.tokens) + sequence.num_pending
+        sampled.append(complete)
+        if complete:
+            sequence.num_pending += 1
+            sequence.pending_row = row
+            row += 1
+    return StepWork(
+        sequences=sequences,
+        starts=starts,
+        num_tokens=num_tokens,
+        carried=carried,
+        sampled=sampled,
+        num_decodes=num_decodes,
+        copies=copies,
+    )

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostep.engine.batch import Batch, KvShape, Sampled
+from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, Sampled
 from twostep.engine.kv_cache import DTYPES, KvCache
 from twostep.engine.pool_sizing import PoolSizing, free_memory, graph_bytes, measured_blocks
 from twostep.engine.sampler import sample
@@ -28,7 +28,7 @@ from twostep.errors import SetupError
 from twostep.kernels.ops import Ops
 from twostep.kernels.torch_ops import TorchOps
 from twostep.models.config import ModelConfig, parse_config
-from twostep.models.llama import Llama
+from twostep.models.decoder import Decoder
 from twostep.models.registry import build_model, fill_random, load_weights
 from twostep.startup import NoProgress, Progress
 
@@ -71,6 +71,7 @@ class ModelRunner:
             raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
         self._config = config
         self._graphs: DecodeGraphs | None = None
+        self._last_token_ids: Sequence[int] = ()
         progress = progress or NoProgress()
         progress.phase("device")
         with self._on_device():
@@ -118,13 +119,23 @@ class ModelRunner:
         with torch.inference_mode(), self._on_device():
             return self._logits(batch)
 
-    def run(self, batch: Batch) -> Sampled:
+    @property
+    def overlaps(self) -> bool:
+        return False
+
+    def launch(self, batch: Batch) -> InFlight:
         with torch.inference_mode(), self._on_device():
+            batch = batch.with_carried(self._last_token_ids)
             sampled = sample(self._logits(batch), batch.sampling)
             if self._device.type == "cuda" and not batch.sampling:
                 # Fetched tokens are waited for anyway; without any, the step's KV must be there too when this returns.
                 torch.cuda.current_stream().synchronize()
-            return sampled
+            self._last_token_ids = sampled.token_ids
+            return FinishedStep(sampled)
+
+    def run(self, batch: Batch) -> Sampled:
+        """Launches a step that carries nothing, and waits for it."""
+        return self.launch(batch).result()
 
     def _logits(self, batch: Batch) -> torch.Tensor:
         logits = None if self._graphs is None else self._graphs.logits(batch)
@@ -185,7 +196,7 @@ def _gpu_ops(device: torch.device) -> Ops:
     return TritonOps(device)
 
 
-def _capture(model: Llama, cache: KvCache, ops: Ops, max_num_seqs: int) -> DecodeGraphs:
+def _capture(model: Decoder, cache: KvCache, ops: Ops, max_num_seqs: int) -> DecodeGraphs:
     from twostep.engine.decode_graphs import DecodeGraphs, ladder  # noqa: PLC0415
     from twostep.kernels.triton_ops import TritonOps  # noqa: PLC0415
 

@@ -46,9 +46,9 @@ class Chunk(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan(Generic[T]):
-    """`decodes` and `prompts` are this step's work; `admitted`, the waiting prompts among `prompts`, in order."""
+    """`decodes` (one token each) and `prompts` are this step's work; `admitted`, the waiting prompts among `prompts`, in order."""
 
-    decodes: Sequence[Chunk[T]]
+    decodes: Sequence[T]
     prompts: Sequence[Chunk[T]]
     admitted: Sequence[Waiting[T]]
 
@@ -70,8 +70,8 @@ def plan_step(
     num_seats         sequences that may still be admitted (max_num_seqs less the running and the reserved)
     num_free_blocks   blocks that may still be given out; the first prompt that does not fit ends admission
     """
-    decode_chunks = [Chunk(item, 1) for item in decodes[:budget]]
-    left = budget - len(decode_chunks)
+    taken = decodes[:budget]
+    left = budget - len(taken)
     prompt_chunks: list[Chunk[T]] = []
     for prompt in prompts:
         if left == 0:
@@ -91,4 +91,4 @@ def plan_step(
         admitted.append(candidate)
         prompt_chunks.append(Chunk(candidate.item, count))
         left -= count
-    return StepPlan(decodes=decode_chunks, prompts=prompt_chunks, admitted=admitted)
+    return StepPlan(decodes=taken, prompts=prompt_chunks, admitted=admitted)

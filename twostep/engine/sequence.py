@@ -18,13 +18,19 @@ class SequenceState(Enum):
     RESERVED = "reserved"  # owns its blocks, whose content comes from elsewhere
     RUNNING = "running"  # owns its blocks, in the batch
     HELD = "held"  # prompt computed, owns its blocks, out of the batch
-    ENDED = "ended"  # cancelled; owns its blocks until the running step ends
+    ENDED = "ended"  # over; owns its blocks until the last step it is in is settled
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineSequence:
-    """Tokens [0, num_computed) have their KV in the pool; the rest of `tokens` is to be computed. A decoding sequence has exactly
-    one token to compute: the one it sampled last."""
+    """Tokens [0, num_computed) have their KV in the pool, those up to num_planned will have it once the launched steps are settled, and
+    the rest is to be computed. A decoding sequence has exactly one token to compute: the one it sampled last, which may be in flight.
+
+        given ───────────── sampled ─────  in flight
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13    14           len(tokens) = 14, num_pending = 1
+        ───── num_computed = 13 ──── │
+        ──────── num_planned = 14 ───── │
+    """
 
     request: EngineRequest
     hold: bool
@@ -41,10 +47,15 @@ class EngineSequence:
     # While waiting: the cached blocks found for it when it was last considered. They are not owned.
     matched: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_planned: int = 0
+    # Tokens that launched steps will sample; the last of them is row `pending_row` of the step planned last that it is in.
+    num_pending: int = 0
+    pending_row: int = -1
     num_cached: int = 0
     num_registered: int = 0  # blocks
     scheduled: bool = False
-    in_step: bool = False
+    # Steps planned and not yet settled or failed that it is in.
+    num_steps: int = 0
 
     @property
     def seq_id(self) -> str:
@@ -52,8 +63,13 @@ class EngineSequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to compute before the next one can be sampled."""
-        return len(self.tokens) - self.num_computed
+        """Tokens to plan before the next one can be sampled."""
+        return len(self.tokens) + self.num_pending - self.num_planned
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether the token in flight is the last one here, whatever it is."""
+        return self.num_pending > 0 and (self.hold or len(self.tokens) + self.num_pending >= self.max_len)
 
     @property
     def position(self) -> int:

@@ -45,7 +45,7 @@ class EngineLoop:
         self._thread.start()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """Lets the running step finish. Idempotent; a step longer than `timeout_s` is left behind and said so."""
+        """Lets the launched steps finish. Idempotent; a step longer than `timeout_s` is left behind and said so."""
         self._stop.set()
         if self._thread.ident is None:
             return
@@ -67,16 +67,19 @@ class EngineLoop:
                     continue
                 output = self._engine.step()
                 num_failed = num_failed + 1 if output.failures else 0
-                if output.tokens or output.progress or output.failures:
-                    self._hand_over(output)
+                self._hand_over(output)
                 if num_failed >= _MAX_FAILED_STEPS:
                     raise InternalError(f"{num_failed} steps in a row failed; see the log above, and restart the worker")
+            for output in self._engine.settle_launched():
+                self._hand_over(output)
         except Exception as error:
             log.exception("the engine stopped")
             self.failure = error
             self._call(self._on_failure, error)
 
     def _hand_over(self, output: StepOutput) -> None:
+        if not (output.tokens or output.progress or output.failures):
+            return
         while not self._room.acquire(timeout=_POLL_S):
             if self._stop.is_set():
                 return

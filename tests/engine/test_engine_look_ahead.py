@@ -1,0 +1,279 @@
+"""Launching step n+1 while step n is in flight changes nothing but when the host works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_helpers import HookedRunner, assert_idle, drain, expected_answer, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import save_tiny_model
+
+from twostep.engine.batch import Batch, InFlight, Sampled
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
+from twostep.engine.model_runner import ModelRunner
+from twostep.engine.types import EngineRequest, FinishReason, TokenOutput
+from twostep.sampling_params import SamplingParams
+
+VOCAB, CONTEXT = 1000, 128
+
+
+def make_engine(*, look_ahead: bool = True, num_blocks: int = 64, block_size: int = 4, **config: Any) -> Engine:
+    runner = HookedRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB, max_model_len=CONTEXT)
+    return Engine(runner, EngineConfig(**({"hash_unit": 4, "look_ahead": look_ahead} | config)))
+
+
+def hooked(engine: Engine) -> HookedRunner:
+    assert isinstance(engine.runner, HookedRunner)
+    return engine.runner
+
+
+def answer_of(request: EngineRequest) -> list[int]:
+    return expected_answer(request, vocab_size=VOCAB, max_model_len=CONTEXT)[0]
+
+
+def ids_of(tokens: Sequence[TokenOutput]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
+def owned(engine: Engine) -> int:
+    stats = engine.stats()
+    return stats.num_blocks - stats.num_available_blocks
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[EngineRequest]:
+    shared = draw(st.lists(st.integers(0, 9), min_size=1, max_size=20))
+    made = []
+    for i in range(draw(st.integers(1, 6))):
+        tokens = shared[: draw(st.integers(1, len(shared)))] + draw(st.lists(st.integers(0, 9), max_size=12))
+        made.append(
+            make_request(
+                f"r{i}",
+                tokens,
+                max_tokens=draw(st.integers(1, 20)),
+                # Small sums modulo 1000: an end after any token is likely.
+                eos=frozenset(range(0, 1000, draw(st.sampled_from([3, 10, 1000])))),
+                min_tokens=draw(st.integers(0, 1)),
+                logprobs=draw(st.sampled_from([None, 2])),
+            )
+        )
+    return made
+
+
+@settings(max_examples=80, deadline=None)
+@given(work=requests(), budget=st.integers(1, 40), num_seqs=st.integers(1, 6), num_blocks=st.integers(14, 60))
+def test_streams_are_the_same(work: list[EngineRequest], budget: int, num_seqs: int, num_blocks: int) -> None:
+    bounds = {"max_num_batched_tokens": budget, "max_num_seqs": num_seqs, "num_blocks": num_blocks}
+    ahead, behind = (make_engine(look_ahead=on, **bounds) for on in (True, False))
+    got = generate(ahead, work)
+    assert got == generate(behind, work)
+    assert [ids_of(tokens) for tokens in got] == [answer_of(request) for request in work]
+    assert_idle(ahead)
+
+
+class Journal(HookedRunner):
+    """Notes launches and results in the order they come."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.events: list[str] = []
+        self.count = 0
+
+    def launch(self, batch: Batch) -> InFlight:
+        self.count += 1
+        number, step = self.count, super().launch(batch)
+        self.events.append(f"launch {number}")
+        journal = self.events
+
+        class Step:
+            def result(self) -> Sampled:
+                journal.append(f"result {number}")
+                return step.result()
+
+        return Step()
+
+
+def test_a_step_is_launched_before_the_result_of_the_last_is_waited_for() -> None:
+    runner = Journal(num_blocks=8, block_size=4, vocab_size=VOCAB, max_model_len=CONTEXT)
+    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
+    engine.submit(make_request("a", [5, 7, 2], max_tokens=3))
+    outputs = [engine.step() for _ in range(3)]
+    assert runner.events == ["launch 1", "launch 2", "result 1", "launch 3", "result 2", "result 3"]
+    assert [output.step for output in outputs] == [1, 2, 3]
+    assert [len(output.tokens) for output in outputs] == [1, 1, 1], "a step's tokens are out as soon as its result is"
+    assert_idle(engine)
+
+
+def test_look_ahead_is_the_runner_s_choice_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for overlaps in (False, True):
+        monkeypatch.setattr(Journal, "overlaps", overlaps)
+        runner = Journal(num_blocks=8, block_size=4)
+        engine = Engine(runner, EngineConfig(hash_unit=4))
+        generate(engine, [make_request("a", [5], max_tokens=2)])
+        assert (runner.events[1] == "launch 2") is overlaps
+
+
+def test_what_a_stop_id_ends_is_computed_once_more_and_dropped() -> None:
+    request = make_request("a", [5, 7, 2], max_tokens=50)
+    stop = answer_of(request)[2]
+    engine = make_engine()
+    engine.submit(make_request("a", [5, 7, 2], max_tokens=50, stop_token_ids=(stop,)))
+    for _ in range(2):
+        assert engine.step().tokens[0].finish_reason is None
+    last = engine.step()
+    assert (last.tokens[0].token_id, last.tokens[0].finish_reason) == (stop, FinishReason.STOP)
+    engine.check_integrity()
+    assert owned(engine) == 13, "3 + 50 tokens: the device may still write there"
+    assert engine.wait_for_work(0.0), "the launched step is to be settled"
+    assert engine.stats().num_running == 0
+    dropped = engine.step()
+    assert (list(dropped.tokens), dropped.num_decode_tokens) == ([], 1)
+    assert_idle(engine)
+    assert not engine.wait_for_work(0.0)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_what_certainly_ends_is_not_computed_again(hold: bool) -> None:
+    engine = make_engine()
+    batches: list[Batch] = []
+    hooked(engine).launching = batches.append
+    engine.submit(make_request("a", [5, 7, 2], max_tokens=50 if hold else 1), hold=hold)
+    tokens, _ = drain(engine)
+    assert len(tokens["a"]) == len(batches) == 1
+    assert engine.cancel("a") is hold
+    assert_idle(engine)
+
+
+def test_a_cancelled_sequence_keeps_its_blocks_until_its_last_step_is_settled() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", [5, 7, 2], max_tokens=6))
+    engine.step()
+    taken: list[int] = []
+
+    def during(batch: Batch) -> None:
+        if not taken:
+            assert engine.cancel("a")
+        taken.append(owned(engine))
+        engine.check_integrity()
+
+    hooked(engine).during = during
+    outputs = [engine.step(), engine.step()]
+    assert taken == [2, 2], "owned during both steps it was in"
+    assert not any(output.tokens for output in outputs)
+    assert_idle(engine)
+
+
+def test_a_block_given_in_exchange_stays_until_the_launched_step_has_read_it() -> None:
+    """b computes the same prefix beside a; when both are registered b takes a's block, while its next step still reads its own."""
+    engine = make_engine(max_num_batched_tokens=4, num_blocks=16)
+    a = make_request("a", [1, 2, 3, 4, 5, 6], max_tokens=4)
+    b = make_request("b", [1, 2, 3, 4, 5, 6], max_tokens=4)
+    engine.submit(a)
+    engine.submit(b)
+    tokens: dict[str, list[TokenOutput]] = {"a": [], "b": []}
+    for i in range(20):
+        for token in engine.step().tokens:
+            tokens[token.seq_id].append(token)
+        # Whoever finds free blocks scribbles over them at once.
+        if free := engine.stats().num_free_blocks:
+            blocks = engine.reserve(make_request(f"thief{i}", [9], max_tokens=4 * free, key=b"")).block_ids
+            assert len(blocks) == free
+            engine.runner.write_blocks(blocks, np.full((free, engine.runner.kv_shape.block_bytes), 7, np.uint8))
+            engine.cancel(f"thief{i}")
+    assert ids_of(tokens["a"]) == answer_of(a)
+    assert ids_of(tokens["b"]) == answer_of(b)
+    assert_idle(engine)
+
+
+def test_a_failed_result_ends_its_sequences_and_not_those_launched_after_it() -> None:
+    engine = make_engine(max_num_batched_tokens=4, max_num_seqs=4)
+    engine.submit(make_request("a", [1, 2, 3]))
+    assert engine.step().tokens
+
+    def during(batch: Batch) -> None:
+        hooked(engine).during = None
+        engine.submit(b)  # not in the step launched already
+        raise RuntimeError("out of memory")
+
+    b = make_request("b", [4, 5, 6, 7, 8])
+    hooked(engine).during = during
+    output = engine.step()
+    assert [failure.seq_id for failure in output.failures] == ["a"]
+    engine.check_integrity()
+    tokens, _ = drain(engine)
+    assert list(tokens) == ["b"]
+    assert ids_of(tokens["b"]) == answer_of(b)
+    assert_idle(engine)
+
+
+def test_a_refused_launch_is_reported_after_the_step_before_it() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", [1, 2, 3]))
+
+    def refuse(batch: Batch) -> None:
+        if batch.carried is not None:
+            raise RuntimeError("no room")
+
+    hooked(engine).launching = refuse
+    first, second = engine.step(), engine.step()
+    assert (len(first.tokens), list(first.failures)) == (1, [])
+    assert [failure.seq_id for failure in second.failures] == ["a"]
+    assert "no room" in second.failures[0].message
+    assert_idle(engine)
+
+
+def test_settle_launched_leaves_nothing_in_flight() -> None:
+    engine = make_engine()
+    request = make_request("a", [1, 2, 3])
+    engine.submit(request)
+    tokens = [*engine.step().tokens, *(token for output in engine.settle_launched() for token in output.tokens)]
+    assert engine.settle_launched() == []
+    rest, _ = drain(engine)
+    assert ids_of([*tokens, *rest["a"]]) == answer_of(request)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny_model(directory)
+    return directory
+
+
+def test_a_model_samples_the_same_tokens(model_dir: Path) -> None:
+    """Greedy, drawn and penalized rows, whose noise, counts and held-back stop ids all follow positions."""
+    rng = np.random.default_rng(3)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.9, "seed": 11},
+        {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "min_tokens": 4, "logprobs": 2},
+        {"temperature": 1.2, "presence_penalty": 1.0, "seed": -5},
+    ]
+    work = [
+        EngineRequest(
+            seq_id=f"r{i}",
+            token_ids=rng.integers(3, 400, 5 + 7 * i).tolist(),
+            num_prompt_tokens=5 + 7 * i,
+            sampling=SamplingParams(max_tokens=12, **kind),
+            eos_token_ids=frozenset(range(0, 400, 9)),
+            prefix_key=b"k",
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    streams = []
+    for look_ahead in (True, False):
+        runner = ModelRunner(model_dir, num_blocks=64, block_size=4, dtype="float32")
+        engine = Engine(runner, EngineConfig(max_num_batched_tokens=16, hash_unit=4, look_ahead=look_ahead))
+        streams.append(generate(engine, work))
+        assert_idle(engine)
+    ahead, behind = ([[(t.token_id, t.position, t.finish_reason) for t in tokens] for tokens in stream] for stream in streams)
+    assert ahead == behind
+    # Another batch mix rounds otherwise.
+    for left, right in zip(streams[0][2], streams[1][2], strict=True):
+        assert left.logprob == pytest.approx(right.logprob, abs=1e-4)
+    assert any(tokens[-1].finish_reason is FinishReason.STOP for tokens in streams[0]), "some ended where look-ahead could not know"
