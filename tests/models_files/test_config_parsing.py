@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, OPTConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from twostep.errors import SetupError
-from twostep.models.config import Llama3RopeScaling, ModelConfig, parse_config
+from twostep.models.config import ModelConfig, parse_config
+from twostep.models.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,
@@ -21,6 +22,9 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 128, "intermediate_size": ..., "num_key_value_heads": ...}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -48,9 +52,10 @@ def test_llama_as_transformers_saves_it(tmp_path: Path) -> None:
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
+        norm_eps=1e-5,
+        rope=Rope(theta=10000.0),
+        num_positions=0,
+        windows=(0, 0),
         max_model_len=2048,
         tie_word_embeddings=False,
         qkv_bias=False,
@@ -68,28 +73,110 @@ def test_llama_options(tmp_path: Path) -> None:
 
 def test_llama3_scaling_of_transformers_5(tmp_path: Path) -> None:
     config = saved(tmp_path, LlamaConfig(**SHAPE, rope_parameters=LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0}))
-    assert config.rope_theta == 500000.0
-    assert config.rope_scaling == Llama3RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256
-    )
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256)
+    assert config.rope == Rope(theta=500000.0, scaling=scaling)
 
 
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
 def test_llama3_scaling_of_transformers_4(tmp_path: Path, type_key: str) -> None:
     config = parse_config(written(tmp_path, rope_theta=500000, rope_scaling=LLAMA3 | {type_key: "llama3"}))
-    assert config.rope_theta == 500000.0
-    assert config.rope_scaling is not None
-    assert config.rope_scaling.original_max_position_embeddings == 256
+    assert config.rope is not None
+    assert config.rope.theta == 500000.0
+    assert isinstance(config.rope.scaling, Llama3Scaling)
+    assert config.rope.scaling.original_max_position_embeddings == 256
     assert config.dtype == "bfloat16"
 
 
-def test_mistral_without_window(tmp_path: Path) -> None:
+def test_linear_scaling(tmp_path: Path) -> None:
+    config = parse_config(written(tmp_path, rope_scaling={"type": "linear", "factor": 2}))
+    assert config.rope == Rope(theta=10000.0, scaling=LinearScaling(factor=2.0))
+    assert config.max_model_len == 2048
+
+
+def test_yarn_scaling_and_the_context_it_makes(tmp_path: Path) -> None:
+    full = {"factor": 4, "original_max_position_embeddings": 1024, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5}
+    full |= {"mscale": 0.7, "mscale_all_dim": 0.8, "truncate": False}
+    config = saved(tmp_path, LlamaConfig(**SHAPE, rope_parameters=full | {"rope_type": "yarn", "rope_theta": 1e6}))
+    assert config.rope == Rope(theta=1e6, scaling=YarnScaling(**full))
+    assert config.max_model_len == 4096
+    # As Qwen2.5's makers write it: max_position_embeddings stays at the original one. Null means absent.
+    short = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "beta_fast": None, "mscale": None, "truncate": None}
+    config = parse_config(written(tmp_path, rope_scaling=short))
+    assert config.rope is not None
+    assert config.rope.scaling == YarnScaling(factor=4.0, original_max_position_embeddings=2048)
+    assert config.max_model_len == 8192
+    config = parse_config(written(tmp_path, rope_scaling=short | {"factor": None, "original_max_position_embeddings": 512}))
+    assert config.rope is not None
+    assert config.rope.scaling == YarnScaling(factor=4.0, original_max_position_embeddings=512)
+    assert config.max_model_len == 2048
+
+
+def test_parameters_of_a_scaling_that_is_off_are_nothing(tmp_path: Path) -> None:
+    config = parse_config(written(tmp_path, rope_scaling={"rope_type": "default", "factor": 4.0, "beta_fast": 32, "mscale": 1.0}))
+    assert config.rope == Rope(theta=10000.0)
+
+
+def test_mistrals_window_holds_for_all_layers(tmp_path: Path) -> None:
     config = saved(tmp_path, MistralConfig(**SHAPE, head_dim=24, sliding_window=None))
     assert (config.architecture, config.head_dim, config.qkv_bias, config.qk_norm) == ("mistral", 24, False, False)
+    assert config.windows == (0, 0)
+    assert saved(tmp_path, MistralConfig(**SHAPE, sliding_window=128)).windows == (128, 128)
+    assert parse_config(written(tmp_path, **MISTRAL, sliding_window=128, layer_types=["sliding_attention"] * 2)).windows == (128, 128)
+    # Without the key transformers uses a window of 4096.
+    assert parse_config(written(tmp_path, **MISTRAL, max_position_embeddings=8192)).windows == (4096, 4096)
 
 
 def test_a_window_longer_than_the_context_is_none(tmp_path: Path) -> None:
-    assert saved(tmp_path, MistralConfig(**SHAPE, sliding_window=2048)).architecture == "mistral"
+    assert saved(tmp_path, MistralConfig(**SHAPE, sliding_window=2048)).windows == (0, 0)
+    assert parse_config(written(tmp_path, sliding_window=2048)).windows == (0, 0)
+
+
+@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}, (0, 0)),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, (0, 64)),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, (64, 64)),
+        ({"use_sliding_window": True, "sliding_window": 64}, (0, 0)),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, (0, 0)),
+        ({"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}, (64, 0)),
+    ],
+)
+def test_qwens_windows_are_transformers(
+    tmp_path: Path, config_class: type[PretrainedConfig], keys: dict[str, Any], windows: tuple[int, ...]
+) -> None:
+    theirs = config_class(**SHAPE, **keys)
+    assert [theirs.sliding_window if kind == "sliding_attention" else 0 for kind in theirs.layer_types] == list(windows)
+    assert saved(tmp_path, theirs).windows == windows
+    # As an older release writes it: without layer_types, unless they were given.
+    name = config_class.__name__.removesuffix("Config")
+    assert parse_config(written(tmp_path, architectures=[f"{name}ForCausalLM"], model_type=name.lower(), **keys)).windows == windows
+
+
+def test_opt(tmp_path: Path) -> None:
+    keys = {"vocab_size": 512, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    assert saved(tmp_path, OPTConfig(**keys, max_position_embeddings=96)) == ModelConfig(
+        architecture="opt",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        norm_eps=1e-5,
+        rope=None,
+        num_positions=96,
+        windows=(0, 0),
+        max_model_len=96,
+        tie_word_embeddings=True,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        dtype="float32",
+    )
 
 
 def test_qwen2_has_bias_on_qkv_only(tmp_path: Path) -> None:
@@ -109,8 +196,8 @@ def test_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
     config = parse_config(written(tmp_path, num_key_value_heads=..., architectures=...))
     defaults = LlamaConfig(**{key: value for key, value in SHAPE.items() if key != "num_key_value_heads"})
     assert config.num_kv_heads == defaults.num_key_value_heads == 4
-    assert config.rms_norm_eps == defaults.rms_norm_eps
-    assert config.rope_theta == defaults.rope_parameters["rope_theta"]
+    assert config.norm_eps == defaults.rms_norm_eps
+    assert config.rope == Rope(theta=defaults.rope_parameters["rope_theta"])
     assert config.tie_word_embeddings == defaults.tie_word_embeddings
 
 
@@ -141,8 +228,18 @@ def test_bookkeeping_and_unknown_keys_that_are_off_are_accepted(tmp_path: Path) 
         ({"model_type": "mistral"}, ["model_type", "mistral"]),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq", "unquantized"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type", "yarn", "llama3"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["rope_scaling.rope_type", "dynamic", "linear, yarn and llama3"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["rope_scaling.rope_type", "longrope"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor"]),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, ["rope_scaling.factor", "0"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "truncate": True}}, ["rope_scaling.truncate"]),
+        ({"rope_scaling": {"type": "yarn"}}, ["rope_scaling.factor"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, ["rope_scaling.factor", "0.5"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "rope_theta": 0.5}}, ["rope_scaling.rope_theta", "0.5"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}}, ["beta_fast", "beta_slow"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "apply_yarn": True}}, ["rope_scaling.apply_yarn"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, ["rope_scaling.truncate"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0}}, ["rope_scaling.mscale", "0"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["rope_scaling.low_freq_factor"]),
         ({"rope_scaling": LLAMA3 | {"rope_type": "llama3", "mscale": 2.0}}, ["rope_scaling.mscale"]),
         ({"rope_scaling": LLAMA3 | {"rope_type": "llama3", "high_freq_factor": 1.0}}, ["high_freq_factor", "low_freq_factor"]),
@@ -150,8 +247,25 @@ def test_bookkeeping_and_unknown_keys_that_are_off_are_accepted(tmp_path: Path) 
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": 3}, ["rope_parameters"]),
         ({"sliding_window": 128}, ["sliding_window", "128"]),
+        ({"sliding_window": 0}, ["sliding_window", "0"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, ["layer_types", "chunked_attention"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "num_hidden_layers", "2"]),
         ({"layer_types": "sliding_attention"}, ["layer_types"]),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": "64"}, ["sliding_window", "'64'"]),
+        (QWEN2 | {"max_window_layers": -1}, ["max_window_layers", "-1"]),
+        (QWEN2 | {"use_sliding_window": "on"}, ["use_sliding_window", "on"]),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, ["layer_types", "sliding_window"]),
+        (MISTRAL | {"sliding_window": 64, "layer_types": ["full_attention"] * 2}, ["layer_types", "sliding_window", "mistral"]),
+        (MISTRAL | {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "mistral"]),
+        (OPT | {"activation_function": "gelu"}, ["activation_function", "gelu", "relu"]),
+        (OPT | {"do_layer_norm_before": False}, ["do_layer_norm_before", "False"]),
+        (OPT | {"word_embed_proj_dim": 32}, ["word_embed_proj_dim", "32", "64"]),
+        (OPT | {"layer_norm_elementwise_affine": False}, ["layer_norm_elementwise_affine"]),
+        (OPT | {"_remove_final_layer_norm": True}, ["_remove_final_layer_norm"]),
+        (OPT | {"num_attention_heads": 5}, ["hidden_size", "64", "num_attention_heads"]),
+        (OPT | {"ffn_dim": ...}, ["ffn_dim"]),
+        (OPT | {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling"]),
         ({"attention_multiplier": 0.5}, ["attention_multiplier", "0.5"]),
         ({"num_local_experts": 8}, ["num_local_experts"]),
         ({"hidden_size": ...}, ["hidden_size"]),
@@ -173,18 +287,6 @@ def test_refused_by_name(tmp_path: Path, keys: dict[str, Any], words: list[str])
     assert str(tmp_path / "config.json") in caught.value.message
     for word in words:
         assert word in caught.value.message
-
-
-def test_windows_in_use_are_refused(tmp_path: Path) -> None:
-    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    with pytest.raises(SetupError, match=r"sliding_window is 128;"):
-        parse_config(written(tmp_path, **mistral, sliding_window=128))
-    # Without the key transformers uses a window of 4096.
-    with pytest.raises(SetupError, match=r"sliding_window is 4096;"):
-        parse_config(written(tmp_path, **mistral, max_position_embeddings=8192))
-    qwen2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    with pytest.raises(SetupError, match=r"sliding_window is 512;"):
-        parse_config(written(tmp_path, **qwen2, use_sliding_window=True, sliding_window=512))
 
 
 def test_biases_where_the_architecture_has_none_are_refused(tmp_path: Path) -> None:

@@ -28,6 +28,15 @@ _SMALL = {
     "initializer_range": 0.2,
     "rms_norm_eps": 1e-5,
 }
+# What OPT has no use for is left out.
+_SMALL_OPT = {
+    "intermediate_size": ...,
+    "num_key_value_heads": ...,
+    "initializer_range": ...,
+    "rms_norm_eps": ...,
+    "ffn_dim": 80,
+    "init_std": 0.2,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -36,6 +45,10 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_YARN_FULL = _YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.5, "mscale_all_dim": 0.7, "truncate": False}
 
 # name: (config class, extra fields)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,13 +59,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 16, "num_key_value_heads": 3}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": False, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 12, "tie_word_embeddings": False}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 21}),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1}),
+    "qwen3-windows": (
+        "Qwen3Config",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "linear-rope": ("LlamaConfig", {"rope_parameters": _LINEAR}),
+    "yarn-rope": ("LlamaConfig", {"rope_parameters": _YARN, "head_dim": 24}),
+    "yarn-rope-full": ("Qwen2Config", {"rope_parameters": _YARN_FULL}),
+    "opt": ("OPTConfig", _SMALL_OPT | {"word_embed_proj_dim": 48}),
+    "opt-untied": ("OPTConfig", _SMALL_OPT | {"enable_bias": False, "tie_word_embeddings": False}),
 }
 
 
 def save_model(family: str, directory: Path) -> transformers.PreTrainedModel:
     """A random float32 model of a family, saved to `directory` and returned as transformers' own."""
     config_class, extra = FAMILIES[family]
-    config = getattr(transformers, config_class)(**(_SMALL | extra))
+    config = getattr(transformers, config_class)(**{key: value for key, value in (_SMALL | extra).items() if value is not ...})
     torch.manual_seed(len(family))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
