@@ -4,6 +4,8 @@ tensor [block, layer, K/V, kv_head, slot, head_dim]
          │      │     │      │       │
          │      └─────┴──────┴───────┴── block_bytes, moved as a whole
          └── block id of the block pool
+
+Of quantized KV (twostep/engine/kv_quantization.py) it is uint8 [block, layer, bytes of a layer]: a block is one region all the same.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from twostep.engine.batch import KvShape
+from twostep.engine.kv_quantization import QuantizedRows, check_shape
 from twostep.engine.kv_staging import PinnedStaging
 from twostep.errors import SetupError
 
@@ -27,10 +30,15 @@ class KvCache:
     def __init__(self, shape: KvShape, device: str = "cpu") -> None:
         """Raises SetupError if the memory is not there."""
         self.shape = shape
-        sizes = (shape.num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        sizes: tuple[int, ...] = (shape.num_blocks, shape.num_layers)
+        if shape.quantization == "none":
+            sizes += (2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        else:
+            check_shape(shape)
+            sizes += (shape.block_bytes // shape.num_layers,)
         try:
             # Zeros, not empty: padding of a gathered group may read slots never written, and 0 * NaN is NaN.
-            self.tensor = torch.zeros(sizes, dtype=DTYPES[shape.dtype], device=device)
+            self.tensor = torch.zeros(sizes, dtype=DTYPES[shape.dtype] if shape.quantization == "none" else torch.uint8, device=device)
         except RuntimeError as error:
             gib = shape.num_blocks * shape.block_bytes / 2**30
             raise SetupError(f"no memory for a KV cache of {gib:.1f} GiB on {device}; give fewer blocks") from error
@@ -38,19 +46,57 @@ class KvCache:
         self._staging = PinnedStaging(self._bytes) if self.tensor.is_cuda else None
         if self.tensor.is_cuda:
             torch.cuda.synchronize(self.tensor.device)  # transfers run on another stream than the zeros
-        flat = self.tensor.view(-1)
-        per_layer = 2 * shape.num_kv_heads * shape.block_size * shape.head_dim
-        layers = [flat[layer * per_layer :] for layer in range(shape.num_layers)]
-        self._slot_rows = [x.view(-1, shape.head_dim) for x in layers]
-        self._block_rows = [x.view(-1, shape.block_size * shape.head_dim) for x in layers]
+        # Of quantized KV; else rows of numbers.
+        self.quantized = QuantizedRows(shape, self.tensor) if shape.quantization != "none" else None
+        self._slot_rows: list[torch.Tensor] = []
+        self._block_rows: list[torch.Tensor] = []
+        if self.quantized is None:
+            flat = self.tensor.view(-1)
+            per_layer = 2 * shape.num_kv_heads * shape.block_size * shape.head_dim
+            layers = [flat[layer * per_layer :] for layer in range(shape.num_layers)]
+            self._slot_rows = [x.view(-1, shape.head_dim) for x in layers]
+            self._block_rows = [x.view(-1, shape.block_size * shape.head_dim) for x in layers]
 
-    def slot_rows(self, layer: int) -> torch.Tensor:
-        """[rows, head_dim], row ((block * num_layers * 2 + kv) * num_kv_heads + head) * block_size + slot, from the layer on."""
-        return self._slot_rows[layer]
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are before they are stored, and queries."""
+        return DTYPES[self.shape.dtype]
 
-    def block_rows(self, layer: int) -> torch.Tensor:
-        """[rows, block_size * head_dim], row (block * num_layers * 2 + kv) * num_kv_heads + head, from the layer on."""
-        return self._block_rows[layer]
+    def write_rows(self, layer: int, index: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Writes T tokens' keys and values, quantized where the pool is.
+
+        index    int64 [T * 2 * num_kv_heads], token by token, the same for every layer:
+                 ((block * num_layers * 2 + kv) * num_kv_heads + head) * block_size + slot
+        vectors  [T * 2 * num_kv_heads, head_dim]
+        """
+        shape = self.shape
+        if self.quantized is None:
+            self._slot_rows[layer].index_copy_(0, index, vectors)
+            return
+        heads = 2 * shape.num_kv_heads
+        first = index.view(-1, heads)[:, 0]
+        block, slot = first // (shape.num_layers * heads * shape.block_size), first % shape.block_size
+        self.quantized.write(layer, block, slot, vectors.view(-1, heads, shape.head_dim))
+
+    def read_rows(self, layer: int, index: torch.Tensor) -> torch.Tensor:
+        """Keys, then values, of whole blocks: [2 * R, block_size * head_dim].
+
+        index    int64 [2 * R], the same for every layer: (block * num_layers * 2 + kv) * num_kv_heads + head; first R with kv 0, then the
+                 same with kv 1
+        """
+        shape = self.shape
+        if self.quantized is None:
+            return self._block_rows[layer].index_select(0, index)
+        of_keys, per_block = index[: len(index) // 2], shape.num_layers * 2 * shape.num_kv_heads
+        kv = self.quantized.read(layer, of_keys // per_block, of_keys % per_block)
+        return kv.view(len(index), -1).to(self.dtype)
+
+    def numbers(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Keys and values [B, 2, num_kv_heads, block_size, head_dim] of the blocks, int64 [B]; float32 of quantized KV."""
+        if self.quantized is None:
+            return self.tensor[blocks, layer]
+        heads = torch.arange(self.shape.num_kv_heads, device=blocks.device).expand(len(blocks), -1)
+        return self.quantized.read(layer, blocks[:, None].expand_as(heads), heads).transpose(0, 1)
 
     def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
         """Copies whole blocks into `out`, uint8 [len(block_ids), block_bytes], contiguous. Raises ValueError if it is not that."""

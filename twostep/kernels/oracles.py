@@ -22,7 +22,7 @@ def paged_attention(
     if not length:
         return query.double() * 0
     shape = cache.shape
-    blocks = cache.tensor[block_table[: -(-length // shape.block_size)].long(), layer]
+    blocks = cache.numbers(layer, block_table[: -(-length // shape.block_size)].long())
     kv = blocks.permute(1, 2, 0, 3, 4).reshape(2, shape.num_kv_heads, -1, head_dim)[:, :, :length]
     # A token's rows in order: [kv_head, head of its group].
     rows = query.double().view(num_tokens, shape.num_kv_heads, -1, head_dim)

@@ -76,7 +76,7 @@ class TorchAttentionPlan:
         self._num_heads = num_heads
         self._num_kv_heads = shape.num_kv_heads
         self._head_dim = shape.head_dim
-        dtype = cache.tensor.dtype
+        dtype = cache.dtype
 
         # rotated = x * [cos cos] + [x2 x1] * [-sin sin], with x = [x1 x2]
         c, s = cos.index_select(0, self.positions), sin.index_select(0, self.positions)
@@ -98,7 +98,7 @@ class TorchAttentionPlan:
             rotated = heads[:, : self._num_heads + self._num_kv_heads]
             swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
             rotated.mul_(self._cos).addcmul_(swapped, self._sin)
-        self._cache.slot_rows(layer).index_copy_(0, self._write_index, heads[:, self._num_heads :].reshape(-1, d))
+        self._cache.write_rows(layer, self._write_index, heads[:, self._num_heads :].reshape(-1, d))
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         query = qkv[:, : self._num_heads * self._head_dim]
@@ -118,7 +118,7 @@ class TorchAttentionPlan:
         """[N * Q, num_heads * D] from the group's queries of that shape."""
         n, q, heads, d = group.num_tiles, group.num_queries, self._num_kv_heads, self._head_dim
         share = self._num_heads // heads
-        kv = self._cache.block_rows(layer).index_select(0, group.index).view(2, n, heads, -1, d)[:, :, :, : group.num_keys]
+        kv = self._cache.read_rows(layer, group.index).view(2, n, heads, -1, d)[:, :, :, : group.num_keys]
         # A query and its G heads become Q * G rows of one KV head, and back.
         rows = query.view(n, q, heads, share, d).transpose(1, 2).reshape(n, heads, q * share, d)
         out = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=group.mask)

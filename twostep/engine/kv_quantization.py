@@ -1,0 +1,91 @@
+"""Keys and values in a byte each, with a scale for every token and head: how a block of a quantized pool is laid out, in torch.
+
+A block stays one contiguous region, so that copies, hand-overs and checksums move scales with what they scale, bit for bit:
+
+    block    layer 0 │ layer 1 │ …
+    layer    K of all heads │ V of all heads │ scales of all heads      2 · H · S · D bytes, then H · S · 4
+    K        [head, slot, D]
+    V        [head, slot / 4, D, 4]      four slots of one dimension beside each other: a tensor core takes its second product's
+                                         left operand in runs of keys, and bytes cannot be turned on their way to it
+    scales   [head, slot, 2]             bfloat16, of K and of V: one aligned word a token
+
+    fp8      float8_e4m3fn               number = byte as such · scale       scale = largest magnitude / 448
+    int8     128 + integer (uint8)       number = (byte - 128) · scale       scale = largest magnitude / 127
+
+A scale per token and head needs no calibration and is never changed after it was written. It is rounded up to a bfloat16 before it
+is divided by, so that its rounding costs no accuracy: two bytes in 130 where float32 would take four. A vector with a NaN or an
+infinity has it in its scale; bytes are always finite, whatever they are multiplied with.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from twostep.engine.batch import KvShape
+from twostep.errors import SetupError
+
+LIMITS = {"fp8": 448.0, "int8": 127.0}
+# Vectors smaller than this times a limit become zeros: a decode kernel's sums of weights divided by scales stay finite.
+LEAST_SCALE = 2.0**-60
+SLOTS_TOGETHER = 4
+
+
+def check_shape(shape: KvShape) -> None:
+    """Raises SetupError for a shape that cannot be stored quantized."""
+    if shape.quantization not in LIMITS:
+        raise SetupError(f"the KV cache cannot be stored as {shape.quantization!r}; give --kv-cache-dtype auto, fp8 or int8")
+    if shape.block_size % SLOTS_TOGETHER:
+        raise SetupError(
+            f"quantized KV is stored {SLOTS_TOGETHER} tokens together, and block size {shape.block_size} is no multiple of that; "
+            "give --block-size 16, 32 or 64, or --kv-cache-dtype auto"
+        )
+
+
+def quantize(x: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., D] of any float dtype. Returns bytes uint8 [..., D] and scales bfloat16 [...]."""
+    limit = LIMITS[quantization]
+    x = x.float()
+    bits = (x.abs().amax(-1) / limit).clamp_min(LEAST_SCALE).view(torch.int32)
+    scale = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
+    scaled = x / scale.unsqueeze(-1)
+    scaled = scaled.masked_fill(scaled.isnan(), 0.0).clamp(-limit, limit)
+    if quantization == "fp8":
+        return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale.to(torch.bfloat16)
+    return (scaled.round() + 128.0).to(torch.uint8), scale.to(torch.bfloat16)
+
+
+def dequantize(values: torch.Tensor, scales: torch.Tensor, quantization: str) -> torch.Tensor:
+    """The inverse of quantize, float32 and exact: bytes uint8 [..., D], scales bfloat16 [...]."""
+    numbers = values.view(torch.float8_e4m3fn).float() if quantization == "fp8" else values.float() - 128.0
+    return numbers * scales.float().unsqueeze(-1)
+
+
+class QuantizedRows:
+    """Vectors of one pool by layer, block, head and slot, on any device; kernels have ways of their own."""
+
+    def __init__(self, shape: KvShape, tensor: torch.Tensor) -> None:
+        """tensor  uint8 [num_blocks, num_layers, bytes of a layer], the pool's"""
+        check_shape(shape)
+        self._shape = shape
+        blocks, layers, heads = shape.num_blocks, shape.num_layers, shape.num_kv_heads
+        size = heads * shape.block_size * shape.head_dim
+        self._k = tensor[:, :, :size].view(blocks, layers, heads, shape.block_size, shape.head_dim)
+        together = (shape.block_size // SLOTS_TOGETHER, shape.head_dim, SLOTS_TOGETHER)
+        self._v = tensor[:, :, size : 2 * size].view(blocks, layers, heads, *together).transpose(-1, -2)
+        # [block, layer, head, slot, K/V]
+        self.scales = tensor[:, :, 2 * size :].view(torch.bfloat16).view(blocks, layers, heads, shape.block_size, 2)
+
+    def write(self, layer: int, block: torch.Tensor, slot: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Quantizes vectors [T, 2 * num_kv_heads, D], keys then values, into slots of blocks, int64 [T] each."""
+        heads = self._shape.num_kv_heads
+        values, scales = quantize(vectors, self._shape.quantization)
+        self._k[:, layer][block, :, slot] = values[:, :heads]
+        self._v[:, layer][block, :, slot // SLOTS_TOGETHER, slot % SLOTS_TOGETHER] = values[:, heads:]
+        self.scales[:, layer][block, :, slot] = scales.view(-1, 2, heads).transpose(1, 2)
+
+    def read(self, layer: int, block: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        """float32 [2, ..., block_size, D], keys and values of heads of blocks, int64 [...] each."""
+        k = self._k[:, layer][block, head]
+        v = self._v[:, layer][block, head].reshape(k.shape)
+        scales = self.scales[:, layer][block, head]
+        return dequantize(torch.stack((k, v)), scales.movedim(-1, 0), self._shape.quantization)
