@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from twostep.models import store
+
+# The same cases for everybody, however busy the machine is.
+hypothesis.settings.register_profile(
+    "twostep", derandomize=True, deadline=None, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("twostep")
+
+# A shell without job control starts what it runs in the background with Ctrl-C ignored, and so would be the processes tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ def single(low: float, high: float) -> st.SearchStrategy[float]:
 
 params = st.builds(
     SamplingParams,
-    max_tokens=st.integers(10, 1 << 31),
+    max_tokens=st.integers(10, (1 << 31) - 1),
     temperature=single(0.0, 100.0),
     top_k=st.integers(0, 1 << 31),
     top_p=single(0.0078125, 1.0),
