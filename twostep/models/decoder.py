@@ -19,6 +19,7 @@ from twostep.kernels.ops import AttentionPlan, Ops
 from twostep.models.config import ModelConfig
 from twostep.models.modules import LinearLayer, Maker, Norm, Place, Places
 from twostep.models.rope import rope_tables
+from twostep.models.sharding import ModelPart
 
 
 class DecoderLayer(ABC):
@@ -66,15 +67,17 @@ class Decoder(ABC):
     layers_name: str
     norm_name: str
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu") -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu", part: ModelPart | None = None) -> None:
+        """With a `part`, `config` is that rank's, and norms add up the ranks' partial sums (see `parallel_ops.py`)."""
         self.config = config
         self.dtype = dtype
         self._ops = ops
+        self._part = part
         self._make = make = Maker(ops, dtype, device, config.norm_eps)
         self._embed_weight = make.empty(config.vocab_size, config.hidden_size)
         self._layers = [self._layer(i) for i in range(config.num_layers)]
         self._norm = self._last_norm()
-        self._head = LinearLayer(self._embed_weight, None) if config.tie_word_embeddings else self._untied_head()
+        self._head = LinearLayer(self._embed_weight[self._head_rows], None) if config.tie_word_embeddings else self._untied_head()
         self._cos, self._sin = rope_tables(config.rope, config.head_dim, config.max_model_len, device)
 
     @abstractmethod
@@ -83,18 +86,24 @@ class Decoder(ABC):
     @abstractmethod
     def _last_norm(self) -> Norm: ...
 
+    @property
+    def _head_rows(self) -> slice:
+        """The part of the vocabulary that the output layer is for."""
+        return slice(0, self.config.vocab_size) if self._part is None else self._part.shard.vocabulary.slice
+
     def _untied_head(self) -> LinearLayer:
-        return self._make.linear(self.config.vocab_size, self.config.hidden_size, bias=False)
+        rows = self._head_rows
+        return self._make.linear(rows.stop - rows.start, self.config.hidden_size, bias=False)
 
     def places(self) -> Places:
         """Where each tensor of the checkpoint goes."""
         places = {f"{self.embed_name}.weight": Place.whole(self._embed_weight)}
         self._norm.place(places, self.norm_name)
         if not self.config.tie_word_embeddings:
-            self._head.place(places, "lm_head", 0, self.config.vocab_size)
+            self._head.place(places, "lm_head", 0, self._head_rows.stop - self._head_rows.start)
         for layer in self._layers:
             layer.place(places, f"{self.layers_name}.{layer.index}")
-        return places
+        return places if self._part is None else self._part.shard.places(places)
 
     def finish_loading(self) -> None:
         """Hands the linear weights to the device, layer by layer. What `places` gave out is dead after it."""
@@ -129,7 +138,8 @@ class Decoder(ABC):
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
             normed = layer.post_norm.add(layer.o(attended), residual)
             normed = next_norm.add(layer.mlp(normed), residual)
-        return self._head(normed)
+        logits = self._head(normed)
+        return logits if self._part is None else self._part.gather(logits)
 
     def _embed(self, plan: AttentionPlan) -> torch.Tensor:
         return F.embedding(plan.token_ids, self._embed_weight)

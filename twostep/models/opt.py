@@ -9,6 +9,7 @@ from twostep.kernels.ops import AttentionPlan, Ops
 from twostep.models.config import ModelConfig
 from twostep.models.decoder import Decoder, DecoderLayer
 from twostep.models.modules import LinearLayer, Maker, Norm, Place, Places
+from twostep.models.sharding import ModelPart
 
 # The first rows of a checkpoint's position table stand for padding: position p is row p + 2.
 _POSITION_OFFSET = 2
@@ -43,8 +44,8 @@ class Opt(Decoder):
     layers_name = "model.decoder.layers"
     norm_name = "model.decoder.final_layer_norm"
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu") -> None:
-        super().__init__(config, dtype, ops, device)
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu", part: ModelPart | None = None) -> None:
+        super().__init__(config, dtype, ops, device, part)
         self._positions = self._make.empty(config.num_positions + _POSITION_OFFSET, config.hidden_size)
 
     def places(self) -> Places:
