@@ -13,16 +13,18 @@ of a block lie beside each other in the pool, so a tile of many heads is one lon
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twostep.engine.kv_cache import KvCache
+from twostep.kernels.shared_prefix import OWN_COLUMNS
 from twostep.kernels.triton_decode_merge import merge_kernel, merge_parts, part_row, worker_of
 from twostep.kernels.triton_decode_plan import WORK_COLUMNS, DecodePlan, first_tile, last_tile
+from twostep.kernels.triton_decode_quantized import attend_quantized
 from twostep.kernels.triton_launch import follow, overlaps
+from twostep.kernels.triton_shared_prefix import fold_states, log2_scale
 
 # Numbers of parts that a warp of the merge has on their way at once.
 _MERGE_NUMBERS = 2048
@@ -53,10 +55,12 @@ def decode_attention(
     if out is None:
         out = q.new_empty(q.shape)
     assert q.shape == out.shape == (plan.num_seqs, plan.num_heads, shape.head_dim)
-    assert q.dtype == out.dtype == pool.dtype
+    assert q.dtype == out.dtype == cache.dtype
     for rows in (q, out):
         assert rows.stride()[1:] == (shape.head_dim, 1)
     assert pool.stride(-1) == 1
+    quantized = cache.quantized
+    assert quantized is None or plan.shared is None, "a shared prefix of quantized KV is read by each sequence"
     assert (block_tables.dtype, seq_lens.dtype) == (torch.int32, torch.int32)
     assert block_tables.shape[0] == plan.num_seqs
     assert block_tables.stride(1) == 1
@@ -68,6 +72,9 @@ def decode_attention(
     share = plan.num_heads // shape.num_kv_heads
     share_wide, wide = triton.next_power_of_2(share), max(16, triton.next_power_of_2(shape.head_dim))
     pdl = overlaps(pool.device)
+    scale_log2, shared = log2_scale(shape.head_dim, scale), plan.shared
+    if shared is not None:
+        shared.attend(q, cache, layer, block_tables, scale_log2=scale_log2)
     _decode_kernel[(plan.num_groups, plan.num_workers)](
         q,
         out,
@@ -78,17 +85,20 @@ def decode_attention(
         plan.parts,
         plan.scales,
         plan.counters,
-        math.log2(math.e) * (shape.head_dim**-0.5 if scale is None else scale),
+        plan.work if shared is None else shared.listed,
+        plan.parts if shared is None else shared.parts,
+        plan.scales if shared is None else shared.scales,
+        scale_log2,
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
         pool.stride(0),
-        pool.stride(2),
-        pool.stride(3),
-        pool.stride(4),
+        *(pool.stride()[2:5] if quantized is None else quantized.strides),
+        None if quantized is None else quantized.words[:, layer],
+        0 if quantized is None else quantized.words.stride(0),
         GROUPS=plan.num_groups,
         SHARE=share,
-        ROWS=max(16, share_wide),
+        ROWS=max(16 if quantized is None else 8, share_wide),
         HEADS=layout.num_heads,
         LANES=layout.num_lanes,
         KEYS=layout.num_keys,
@@ -96,9 +106,12 @@ def decode_attention(
         BLOCK_D=wide,
         BLOCK_SIZE=shape.block_size,
         WINDOW=plan.window,
+        QUANTIZATION=shape.quantization,
         MERGE_SHARE=share_wide,
         MERGE_PARTS=max(2, min(16, _MERGE_NUMBERS * layout.num_warps // (layout.num_heads * share_wide * wide))),
         FUSED=plan.merges_itself,
+        SHARED=0 if shared is None else OWN_COLUMNS,
+        SHARED_ROWS=1 if shared is None else shared.tile.num_rows,
         # The interpreter multiplies bfloat16 wrongly.
         IN_FLOAT32=not pool.is_cuda,
         PDL=pdl,
@@ -138,6 +151,9 @@ def _decode_kernel(
     parts_ptr,
     scales_ptr,
     counters_ptr,
+    own_ptr,
+    shared_parts_ptr,
+    shared_scales_ptr,
     scale_log2,
     stride_q,
     stride_out,
@@ -146,6 +162,8 @@ def _decode_kernel(
     stride_kv,
     stride_head,
     stride_slot,
+    words_ptr,
+    stride_words,
     GROUPS: tl.constexpr,
     SHARE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -156,14 +174,20 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    QUANTIZATION: tl.constexpr,
     MERGE_SHARE: tl.constexpr,
     MERGE_PARTS: tl.constexpr,
     FUSED: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
-        follow()
+        if SHARED > 0:
+            gdc_launch_dependents()
+        else:
+            follow()
     TILE: tl.constexpr = LANES * KEYS
     group = tl.program_id(0)
     worker = tl.program_id(1)
@@ -172,6 +196,10 @@ def _decode_kernel(
     position, end = tl.load(work), tl.load(work + 1)
     seq, tile = tl.load(work + 2), tl.load(work + 3)
     length, next_length = tl.load(work + 4), tl.load(work + 5)
+    num_shared = position * 0
+    next_shared = num_shared
+    if SHARED > 0:
+        num_shared, next_shared = tl.load(work + 6), tl.load(work + 7)
     active = tl.load(work_ptr + num_workers * WORK_COLUMNS)
     all_tiles = tl.load(work_ptr + num_workers * WORK_COLUMNS + 1)
     block = _load_blocks(tables_ptr, stride_table, seq, tile, length, position < end, HEADS, LANES, KEYS, BLOCK_SIZE, WINDOW)
@@ -181,16 +209,37 @@ def _decode_kernel(
         # What the next sequence begins with is on its way while this one's keys stream by.
         more = position + num_tiles < end
         last_length = tl.load(lens_ptr + seq + 2, mask=position + num_tiles + 1 < end, other=0)
-        next_tile = first_tile(next_length, TILE, WINDOW)
+        last_shared = num_shared * 0
+        if SHARED > 0:
+            last_shared = tl.load(own_ptr + (seq + 2) * SHARED, mask=position + num_tiles + 1 < end, other=0)
+            first_item, num_items = tl.load(own_ptr + seq * SHARED + 1), tl.load(own_ptr + seq * SHARED + 2)
+            place = tl.load(own_ptr + seq * SHARED + 3)
+        next_tile = first_tile(next_length, next_shared, TILE, WINDOW)
         next_block = _load_blocks(tables_ptr, stride_table, seq + 1, next_tile, next_length, more, HEADS, LANES, KEYS, BLOCK_SIZE, WINDOW)
         next_q = _load_queries(q_ptr, stride_q, seq + 1, group, more, SHARE, ROWS, HEADS, LANES, HEAD_DIM, BLOCK_D)
-        best, total, acc = _attend(
-            q, pool_ptr, tables_ptr, stride_table, seq, block, group * HEADS, length, tile, num_tiles,
-            scale_log2, stride_block, stride_kv, stride_head, stride_slot,
-            SHARE, ROWS, HEADS, LANES, KEYS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, IN_FLOAT32,
-        )  # fmt: skip
+        if QUANTIZATION == "none":
+            best, total, acc = _attend(
+                q, pool_ptr, tables_ptr, stride_table, seq, block, group * HEADS, length, tile, num_tiles,
+                scale_log2, stride_block, stride_kv, stride_head, stride_slot,
+                SHARE, ROWS, HEADS, LANES, KEYS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, IN_FLOAT32,
+            )  # fmt: skip
+        else:
+            best, total, acc = attend_quantized(
+                q, pool_ptr, words_ptr, tables_ptr, stride_table, seq, block, group * HEADS, length, tile, num_tiles,
+                scale_log2, stride_block, stride_kv, stride_head, stride_words, _load_blocks, _sum_first,
+                QUANTIZATION == "fp8", ROWS, HEADS, LANES, KEYS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, IN_FLOAT32,
+            )  # fmt: skip
         # Where the sequence's tiles begin and end, counted over all sequences, says which workers have a part of it.
-        start = first_tile(length, TILE, WINDOW)
+        start = first_tile(length, num_shared, TILE, WINDOW)
+        if SHARED > 0:
+            begins = (num_items > 0) & (tile == start)
+            if begins:
+                if PDL:
+                    gdc_wait()
+                best, total, acc = fold_states(
+                    best, total, acc, shared_parts_ptr, shared_scales_ptr, first_item, num_items, place, group * HEADS, GROUPS * HEADS,
+                    SHARE, SHARED_ROWS, HEAD_DIM, 4,
+                )  # fmt: skip
         seq_start = position - (tile - start)
         seq_end = seq_start + last_tile(length, TILE) - start
         out = out_ptr + seq.to(tl.int64) * stride_out + group * (HEADS * SHARE * HEAD_DIM)
@@ -224,8 +273,12 @@ def _decode_kernel(
         tile = next_tile
         length = next_length
         next_length = last_length
+        num_shared = next_shared
+        next_shared = last_shared
         block = next_block
         q = next_q
+    if SHARED > 0 and PDL:
+        gdc_wait()
 
 
 @triton.jit

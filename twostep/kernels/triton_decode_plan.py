@@ -11,6 +11,7 @@ device only, so a captured step may be replayed with others (after "Stream-K", O
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,8 +19,12 @@ import triton.language as tl
 
 from twostep.engine.batch import KvShape
 from twostep.errors import SetupError
+from twostep.kernels.shared_prefix import OWN_COLUMNS
 
-WORK_COLUMNS = tl.constexpr(6)
+if TYPE_CHECKING:
+    from twostep.kernels.triton_shared_prefix import SharedPrefix
+
+WORK_COLUMNS = tl.constexpr(8)
 _WORKERS_PER_PROGRAM = 16
 _FEW_SEQS = 16
 
@@ -52,6 +57,9 @@ def decode_layout(shape: KvShape, *, num_heads: int, num_seqs: int) -> DecodeLay
     ends a sequence. Fewer of wide accumulators, which have to stay in registers. One KV head always: more read no faster, and leave
     a long sequence among short ones with several times as much to merge.
     """
+    if shape.quantization != "none":
+        # Half the bytes and half the registers: more programs share a multiprocessor's conversions.
+        return DecodeLayout(num_heads=1, num_lanes=4, num_keys=16, num_warps=4, num_stages=3, programs_per_sm=3)
     wide = max(16, triton.next_power_of_2(shape.head_dim))
     rows = max(16, triton.next_power_of_2(num_heads // shape.num_kv_heads))
     if shape.dtype == "float32" or wide > 128 or rows > 32:
@@ -88,6 +96,7 @@ class DecodePlan:
     """How steps of `num_seqs` sequences are shared out. Made once; `refresh` per step, on the stream and in the graph of its layers.
 
     window  keys a query sees, its own included; 0: all
+    shared  the pass over shared prefixes: what its list says is shared is left to it
     """
 
     def __init__(
@@ -101,6 +110,7 @@ class DecodePlan:
         workspace: DecodeWorkspace | None = None,
         layout: DecodeLayout | None = None,
         num_sms: int | None = None,
+        shared: SharedPrefix | None = None,
     ) -> None:
         """`num_sms` is read off the device where it is not given. Raises SetupError for a shape that no layout serves."""
         if num_seqs < 1 or window < 0 or num_heads % shape.num_kv_heads:
@@ -114,17 +124,20 @@ class DecodePlan:
         self.num_heads = num_heads
         self.num_seqs = num_seqs
         self.window = window
+        assert shared is None or (not window and shared.layout.num_seqs == num_seqs)
+        self.shared = shared
         self.layout = layout or decode_layout(shape, num_heads=num_heads, num_seqs=num_seqs)
         assert shape.num_kv_heads % self.layout.num_heads == 0
         assert shape.block_size % self.layout.num_keys == 0
         self.num_groups = shape.num_kv_heads // self.layout.num_heads
-        sms = num_sms or _num_sms(torch.device(device))
+        sms = num_sms or num_sms_of(torch.device(device))
         self.num_workers = max(1, sms * self.layout.programs_per_sm // self.num_groups)
         self.workspace = workspace or DecodeWorkspace(device)
         self.workspace.reserve(num_parts=2 * self.num_workers * num_heads, head_dim=shape.head_dim, num_counters=num_seqs * self.num_groups)
         self.parts, self.scales, self.counters = self.workspace.parts, self.workspace.scales, self.workspace.counters
         # Row w: the worker's first tile and one past its last, counted over all sequences; its first sequence, the tile to begin with
-        # there, that sequence's length and the next one's. After them: workers that have work, and all tiles.
+        # there, that sequence's length and the next one's; the keys that the two share. After them: workers that have work, and all
+        # tiles.
         self.work = torch.zeros(self.num_workers * WORK_COLUMNS + 2, dtype=torch.int32, device=device)
         # First tile of each sequence, counted over all, and the end.
         self.starts = torch.zeros(num_seqs + 1, dtype=torch.int32, device=device)
@@ -140,30 +153,32 @@ class DecodePlan:
         assert seq_lens.is_contiguous()
         _plan_kernel[(triton.cdiv(self.num_workers, _WORKERS_PER_PROGRAM),)](
             seq_lens,
+            seq_lens if self.shared is None else self.shared.listed,
             self.work,
             self.starts,
             self.num_seqs,
             self.num_workers,
             TILE=self.layout.tile_keys,
             WINDOW=self.window,
+            SHARED=0 if self.shared is None else OWN_COLUMNS,
             SEQS=triton.next_power_of_2(self.num_seqs),
             WORKERS=_WORKERS_PER_PROGRAM,
             num_warps=4,
         )
 
 
-def _num_sms(device: torch.device) -> int:
+def num_sms_of(device: torch.device) -> int:
     # The interpreter runs programs one by one: a few show all that many would.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit
-def first_tile(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """The first tile that a sequence's query sees."""
+def first_tile(length, num_shared, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first tile that a sequence's query sees, of those behind its shared keys."""
     if WINDOW > 0:
         return tl.maximum(length - WINDOW, 0) // TILE
     else:
-        return length * 0
+        return num_shared // TILE
 
 
 @triton.jit
@@ -174,12 +189,15 @@ def last_tile(length, TILE: tl.constexpr):
 
 @triton.jit
 def _plan_kernel(
-    lens_ptr, work_ptr, starts_ptr, num_seqs, num_workers,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, SEQS: tl.constexpr, WORKERS: tl.constexpr,
+    lens_ptr, own_ptr, work_ptr, starts_ptr, num_seqs, num_workers,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, SEQS: tl.constexpr, WORKERS: tl.constexpr,
 ):  # fmt: skip
     seq = tl.arange(0, SEQS)
     length = tl.load(lens_ptr + seq, mask=seq < num_seqs, other=0)
-    first = first_tile(length, TILE, WINDOW)
+    num_shared = tl.zeros_like(length)
+    if SHARED > 0:
+        num_shared = tl.load(own_ptr + seq * SHARED, mask=seq < num_seqs, other=0)
+    first = first_tile(length, num_shared, TILE, WINDOW)
     count = tl.where(seq < num_seqs, last_tile(length, TILE) - first, 0)
     ends = tl.cumsum(count)
     total = tl.sum(count)
@@ -201,6 +219,9 @@ def _plan_kernel(
     tl.store(row + 3, tile, mask=there)
     tl.store(row + 4, tl.sum(tl.where(here, length[None, :], 0), 1), mask=there)
     tl.store(row + 5, tl.load(lens_ptr + mine + 1, mask=there & (mine + 1 < num_seqs), other=0), mask=there)
+    if SHARED > 0:
+        tl.store(row + 6, tl.sum(tl.where(here, num_shared[None, :], 0), 1), mask=there)
+        tl.store(row + 7, tl.load(own_ptr + (mine + 1) * SHARED, mask=there & (mine + 1 < num_seqs), other=0), mask=there)
     if tl.program_id(0) == 0:
         tl.store(work_ptr + num_workers * WORK_COLUMNS, active)
         tl.store(work_ptr + num_workers * WORK_COLUMNS + 1, total)

@@ -1,0 +1,195 @@
+"""Decode attention where sequences share prefixes, against float64; on the CPU through Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
+
+from twostep.engine.kv_cache import KvCache
+from twostep.kernels.oracles import paged_attention
+from twostep.kernels.shared_prefix import PrefixGroup, pack
+from twostep.kernels.triton_decode import decode_attention
+from twostep.kernels.triton_decode_plan import DecodePlan
+from twostep.kernels.triton_shared_prefix import SharedPrefix, SharedTile
+
+LAYER = 1
+NO_BLOCK = 2**31 - 1
+# Rows of the batch, and the keys that they share.
+Groups = Sequence[tuple[Sequence[int], int]]
+
+
+def tile(rows: int, keys: int = 32) -> SharedTile:
+    return SharedTile(num_rows=rows, num_keys=keys, num_warps=4, num_stages=2, programs_per_sm=1)
+
+
+class Step:
+    """A batch whose sequences have `own` keys each behind what they share. All else in the pool is NaN."""
+
+    def __init__(self, cache: KvCache, groups: Groups, own: Sequence[int], *, columns: int, rng: random.Random) -> None:
+        size = cache.shape.block_size
+        free = rng.sample(range(cache.shape.num_blocks), cache.shape.num_blocks)
+        cache.tensor.fill_(torch.nan)
+        self.groups = [PrefixGroup(np.array(rows), num_keys) for rows, num_keys in groups]
+        self.lengths = list(own)
+        self.tables = torch.full((len(own), columns), NO_BLOCK, dtype=torch.int32)
+        for group in self.groups:
+            for s in group.members:
+                self.lengths[s] += group.num_keys
+            for i in range(group.num_keys // size):
+                self.tables[torch.from_numpy(group.members), i] = block = free.pop()
+                cache.tensor[block] = torch.randn(cache.tensor[block].shape)
+        # What kernels get: of a shared stretch only one row's blocks.
+        self.given = self.tables.clone()
+        for group in self.groups:
+            self.given[torch.from_numpy(group.members[1:]), : group.num_keys // size] = NO_BLOCK
+        for s, (length, more) in enumerate(zip(self.lengths, own, strict=True)):
+            for i in range((length - more) // size, -(-length // size)):
+                self.tables[s, i] = self.given[s, i] = block = free.pop()
+                part = cache.tensor[block, :, :, :, : min(size, length - i * size)]
+                part.copy_(torch.randn(part.shape))
+
+
+def assert_right(out: torch.Tensor, q: torch.Tensor, cache: KvCache, step: Step) -> None:
+    for s, length in enumerate(step.lengths):
+        table = step.tables[s].clamp(max=cache.shape.num_blocks - 1).to(DEVICE)
+        want = paged_attention(q[s : s + 1], cache, LAYER, table, length)[0]
+        torch.testing.assert_close(out[s].double(), want, **tolerance(out.dtype))
+
+
+def check(
+    groups: Groups,
+    own: Sequence[int],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int = 32,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    program: SharedTile | None = None,
+    merges_itself: bool = True,
+) -> None:
+    rng = random.Random(sum(own))
+    keys = sum(own) + sum(num_keys for _, num_keys in groups)
+    cache = poisoned_pool(
+        dtype,
+        num_blocks=keys // block_size + len(own) + 3,
+        num_layers=2,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_dim=head_dim,
+    )
+    step = Step(cache, groups, own, columns=60, rng=rng)
+    q = torch.randn(len(own), num_heads, head_dim, device=DEVICE).to(dtype)
+    shared = SharedPrefix(cache.shape, num_heads=num_heads, num_seqs=len(own), device=DEVICE, tile=program, num_sms=3 * num_kv_heads)
+    shared.listed.copy_(torch.from_numpy(pack(step.groups, shared.layout)))
+    plan = DecodePlan(cache.shape, num_heads=num_heads, num_seqs=len(own), device=DEVICE, num_sms=6, shared=shared)
+    plan.merges_itself = merges_itself
+    for memory in (plan.parts, plan.scales, shared.parts, shared.scales):
+        memory.fill_(torch.nan)
+    seq_lens = torch.tensor(step.lengths, dtype=torch.int32, device=DEVICE)
+    plan.refresh(seq_lens)
+    out = torch.full(q.shape, torch.nan, dtype=dtype, device=DEVICE)
+    decode_attention(q, cache, LAYER, step.given.to(DEVICE), seq_lens, plan=plan, out=out)
+    assert_right(out, q, cache, step)
+    assert not plan.counters.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ragged_remainders_behind_a_shared_prefix(dtype: torch.dtype) -> None:
+    """Rows 1 and 4 share nothing; row 6 has nothing of its own but the newest token, row 4 nothing at all."""
+    check([((0, 2, 3, 5, 6), 256)], [17, 150, 1, 129, 0, 40, 1], num_heads=6, num_kv_heads=2, dtype=dtype, program=tile(16))
+
+
+def test_several_groups() -> None:
+    check([((4, 0), 128), ((1, 5, 2), 384), ((6, 7), 128)], [30, 9, 1, 70, 16, 2, 33, 5], num_heads=4, num_kv_heads=1, program=tile(16))
+
+
+def test_parts_merged_by_a_second_launch() -> None:
+    check([((0, 1, 3), 384)], [300, 9, 1, 200], num_heads=4, num_kv_heads=2, head_dim=80, dtype=torch.float16, merges_itself=False)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (7, 1), (12, 1), (20, 1)], ids=str)
+def test_query_heads_to_a_kv_head(num_heads: int, num_kv_heads: int) -> None:
+    check([((0, 1, 2), 128)], [5, 33, 64], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=16)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(80, 32), (128, 64), (256, 16)])
+def test_head_sizes_and_block_sizes(head_dim: int, block_size: int) -> None:
+    check([((2, 0), 256)], [100, 3, 65], num_heads=4, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16)
+
+
+def test_random_groups() -> None:
+    rng = random.Random(11)
+    for _ in range(8):
+        num_seqs, num_kv_heads = rng.randrange(2, 12), rng.choice([1, 2, 3])
+        rows = rng.sample(range(num_seqs), num_seqs)
+        groups = []
+        while len(rows) > 1 and len(groups) < 3:
+            size = rng.randrange(2, len(rows) + 1)
+            groups.append((rows[:size], 128 * rng.randrange(1, 5)))
+            rows = rows[size:]
+        check(
+            groups,
+            [rng.choice([1, 16, rng.randrange(1, 20), rng.randrange(1, 200)]) for _ in range(num_seqs)],
+            num_heads=num_kv_heads * rng.choice([1, 2, 3, 8]),
+            num_kv_heads=num_kv_heads,
+            head_dim=rng.choice([16, 24, 64]),
+            block_size=rng.choice([16, 32]),
+            dtype=rng.choice(DTYPES),
+            program=tile(rng.choice([16, 32, 64]), rng.choice([16, 32, 128])),
+        )
+
+
+def test_large_scores_do_not_overflow() -> None:
+    cache = poisoned_pool(torch.float32, num_blocks=20, num_layers=2, num_kv_heads=1, block_size=16, head_dim=16)
+    step = Step(cache, [((0, 1), 128)], [40, 20], columns=12, rng=random.Random(3))
+    q = torch.randn(2, 2, 16, device=DEVICE) * 1000
+    shared = SharedPrefix(cache.shape, num_heads=2, num_seqs=2, device=DEVICE, num_sms=3)
+    shared.listed.copy_(torch.from_numpy(pack(step.groups, shared.layout)))
+    plan = DecodePlan(cache.shape, num_heads=2, num_seqs=2, device=DEVICE, num_sms=6, shared=shared)
+    seq_lens = torch.tensor(step.lengths, dtype=torch.int32, device=DEVICE)
+    plan.refresh(seq_lens)
+    assert_right(decode_attention(q, cache, LAYER, step.given.to(DEVICE), seq_lens, plan=plan), q, cache, step)
+
+
+def test_a_captured_step_serves_other_groups_in_the_same_tensors() -> None:
+    """As it is replayed: plan, list, tables and queries keep their addresses; nothing shared is a list like any other."""
+    steps: list[tuple[Groups, list[int]]] = [
+        ([((0, 1, 2), 256)], [40, 1, 100, 30]),
+        ([], [0, 170, 5, 16]),
+        ([((3, 1), 128), ((0, 2), 384)], [16, 16, 16, 16]),
+        ([((3, 2, 1, 0), 128)], [1, 130, 2, 60]),
+    ]
+    cache = poisoned_pool(torch.float32, num_blocks=60, num_layers=2, num_kv_heads=2, block_size=16, head_dim=16)
+    shared = SharedPrefix(cache.shape, num_heads=4, num_seqs=4, device=DEVICE, num_sms=6, tile=tile(16))
+    plan = DecodePlan(cache.shape, num_heads=4, num_seqs=4, device=DEVICE, num_sms=6, shared=shared)
+    tables = torch.zeros(4, 30, dtype=torch.int32, device=DEVICE)
+    seq_lens = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(4, 4, 16, device=DEVICE)
+    out = torch.empty(4, 4, 16, device=DEVICE)
+
+    def attend() -> None:
+        plan.refresh(seq_lens)
+        decode_attention(q, cache, LAYER, tables, seq_lens, plan=plan, out=out)
+
+    run = attend
+    if DEVICE == "cuda":
+        attend()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attend()
+        run = graph.replay
+    for groups, own in steps:
+        step = Step(cache, groups, own, columns=30, rng=random.Random(len(groups)))
+        tables.copy_(step.given)
+        seq_lens.copy_(torch.tensor(step.lengths))
+        shared.listed.copy_(torch.from_numpy(pack(step.groups, shared.layout)))
+        q.copy_(torch.randn(q.shape))
+        out.fill_(torch.nan)
+        run()
+        assert_right(out, q, cache, step)

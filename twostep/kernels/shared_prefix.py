@@ -1,0 +1,173 @@
+"""Which sequences of a decode batch begin with the same blocks, whether to read those once for all of them, and the device's list of it.
+
+    sequence 0   A B C D │ e f            group {0, 1, 3}: A B C D once for three sequences,
+    sequence 1   A B C D │ g h i          then each its own remainder
+    sequence 2   x y
+    sequence 3   A B C D │ k
+
+Prefix reuse gives equal prefixes equal block ids, so that tables say all there is to know (Juravsky et al., "Hydragen", 2024). Everything
+here is a pure function of tables and lengths on the host; kernels are in triton_shared_prefix.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+# Shared keys come in multiples of this: of any decode tile and of any tile of the shared pass.
+GRANULE = 128
+# Columns of a sequence in the list: key at which its own part begins, first item with its state, number of them, its place in each.
+OWN_COLUMNS = 4
+# Columns of an item: first member in the list, number of members, row of the block table to read, first key, end key; three unused.
+ITEM_COLUMNS = 8
+_MAX_GROUPS = 16
+_MAX_NODES = 64
+
+# What an item's tile costs beside one sequence's read of the same keys: its rows are padded, its products not free.
+_TILE_READS = 1.5
+# Keys' worth of bytes that a sequence's states of the shared pass take to write and to read again.
+_STATE_KEYS = 96
+# Keys' worth that a step's second launch takes, for 8 KV heads of 128 in 2 bytes; others in proportion.
+_LAUNCH_BYTES = 24e6
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Rows of a batch whose first `num_keys` keys lie in the same blocks."""
+
+    members: npt.NDArray[np.int64]
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedLayout:
+    """The shared pass of steps of `num_seqs` sequences.
+
+    seqs_per_tile  sequences whose queries are rows of one tile
+    num_splits     items at least that the card wants to be busy
+    max_items      room in the list
+    key_bytes      K and V of one key, all heads of a layer
+    """
+
+    num_seqs: int
+    seqs_per_tile: int
+    num_splits: int
+    max_items: int
+    key_bytes: int
+
+    @property
+    def list_size(self) -> int:
+        """int32 numbers of a list: OWN_COLUMNS a sequence, ITEM_COLUMNS an item, members one after another."""
+        return self.num_seqs * OWN_COLUMNS + self.max_items * ITEM_COLUMNS + self.num_seqs
+
+
+def room_for_items(num_seqs: int, seqs_per_tile: int, num_splits: int) -> int:
+    """Items that a list of SharedLayout must have room for (see _split)."""
+    return num_splits + -(-num_seqs // seqs_per_tile) + min(_MAX_GROUPS, num_seqs // 2)
+
+
+def saved_keys(num_members: int, num_keys: int, layout: SharedLayout) -> float:
+    """What a group saves: keys of one sequence that need not be read; negative where it costs."""
+    tiles = -(-num_members // layout.seqs_per_tile)
+    return (num_members - _TILE_READS * tiles) * num_keys - _STATE_KEYS * num_members
+
+
+def find_groups(
+    block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], *, block_size: int, layout: SharedLayout
+) -> list[PrefixGroup]:
+    """The groups that together save most, each sequence in one at most; none where they save less than the second launch costs.
+
+    Prefixes form a tree; a node is worth what saved_keys says, or what its branches are worth where that is more. Costs one sort of
+    the first column where nothing is shared, and a comparison of the shared columns where something is.
+
+    block_tables  [S, B]; seq_lens [S], the new token counted: its block is never shared
+    """
+    found = _Tree(block_tables, (seq_lens - 1) // block_size, block_size, layout).best_groups()
+    if len(found) > _MAX_GROUPS:
+        found = sorted(found, key=lambda group: -saved_keys(len(group.members), group.num_keys, layout))[:_MAX_GROUPS]
+    saved = sum(saved_keys(len(group.members), group.num_keys, layout) for group in found)
+    return found if saved * layout.key_bytes > _LAUNCH_BYTES else []
+
+
+def pack(groups: Sequence[PrefixGroup], layout: SharedLayout) -> npt.NDArray[np.int32]:
+    """The list that kernels read, int32 [layout.list_size]; all zeros where nothing is shared."""
+    packed = np.zeros(layout.list_size, np.int32)
+    own_end = layout.num_seqs * OWN_COLUMNS
+    own = packed[:own_end].reshape(-1, OWN_COLUMNS)
+    items = packed[own_end : own_end + layout.max_items * ITEM_COLUMNS].reshape(-1, ITEM_COLUMNS)
+    members = packed[own_end + items.size :]
+    num_items = num_members = 0
+    for group, num_splits in zip(groups, _split(groups, layout), strict=True):
+        units = group.num_keys // GRANULE
+        edges = np.arange(num_splits + 1) * units // num_splits * GRANULE
+        for first in range(0, len(group.members), layout.seqs_per_tile):
+            tile = group.members[first : first + layout.seqs_per_tile]
+            members[num_members : num_members + len(tile)] = tile
+            own[tile] = group.num_keys, num_items, num_splits, 0
+            own[tile, 3] = np.arange(len(tile))
+            rows = items[num_items : num_items + num_splits]
+            rows[:, :3] = num_members, len(tile), group.members[0]
+            rows[:, 3], rows[:, 4] = edges[:-1], edges[1:]
+            num_items += num_splits
+            num_members += len(tile)
+    return packed
+
+
+def _split(groups: Sequence[PrefixGroup], layout: SharedLayout) -> list[int]:
+    """Items for each tile of each group: about equal numbers of keys, `num_splits` items together, or one more for a tile at most."""
+    tiles = [-(-len(group.members) // layout.seqs_per_tile) for group in groups]
+    units = [group.num_keys // GRANULE for group in groups]
+    each = max(1, -(-sum(t * u for t, u in zip(tiles, units, strict=True)) // layout.num_splits))
+    return [-(-u // each) for u in units]
+
+
+class _Tree:
+    """The tree of shared prefixes, walked from its root."""
+
+    def __init__(
+        self, block_tables: npt.NDArray[np.int32], num_full: npt.NDArray[np.integer], block_size: int, layout: SharedLayout
+    ) -> None:
+        self._tables = block_tables
+        self._num_full = num_full
+        self._block_size = block_size
+        self._layout = layout
+        self._nodes_left = _MAX_NODES
+
+    def best_groups(self) -> list[PrefixGroup]:
+        there = np.flatnonzero(self._num_full > 0)
+        return [group for rows in self._branches(there, 0) for group in self._best(rows, 1)[1]]
+
+    def _branches(self, rows: npt.NDArray[np.int64], depth: int) -> list[npt.NDArray[np.int64]]:
+        """Rows with equal blocks at `depth`, where they are more than one."""
+        blocks = self._tables[rows, depth]
+        order = np.argsort(blocks, kind="stable")
+        starts = np.flatnonzero(np.diff(blocks[order], prepend=-1, append=-1))
+        counts = np.diff(starts)
+        return [rows[order[starts[i] : starts[i] + counts[i]]] for i in np.flatnonzero(counts > 1)]
+
+    def _best(self, rows: npt.NDArray[np.int64], depth: int) -> tuple[float, list[PrefixGroup]]:
+        """Saved keys and groups of rows that are equal before `depth`."""
+        self._nodes_left -= 1
+        reach = self._num_full[rows]
+        depth = self._first_difference(rows, depth, int(reach.min()))
+        num_keys = depth * self._block_size // GRANULE * GRANULE
+        saved = saved_keys(len(rows), num_keys, self._layout)
+        branches = [self._best(branch, depth + 1) for branch in self._branches(rows[reach > depth], depth) if self._nodes_left > 0]
+        if sum(value for value, _ in branches) > max(saved, 0.0):
+            return sum(value for value, _ in branches), [group for _, found in branches for group in found]
+        return (saved, [PrefixGroup(rows, num_keys)]) if saved > 0 else (0.0, [])
+
+    def _first_difference(self, rows: npt.NDArray[np.int64], start: int, end: int) -> int:
+        """The first column from `start` on in which the rows differ, or `end`. Looks further the longer they agree."""
+        width = 32
+        while start < end:
+            window = self._tables[:, start : min(end, start + width)][rows]
+            same = (window == window[0]).all(axis=0)
+            if not same.all():
+                return start + int(same.argmin())
+            start += window.shape[1]
+            width *= 4
+        return end
