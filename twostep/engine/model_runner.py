@@ -34,6 +34,7 @@ from twostep.startup import NoProgress, Progress
 
 if TYPE_CHECKING:
     from twostep.engine.decode_graphs import DecodeGraphs
+    from twostep.engine.parallel_member import Member
 
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -54,11 +55,13 @@ class ModelRunner:
         load_format: str = "auto",
         max_num_seqs: int = 0,
         progress: Progress | None = None,
+        member: Member | None = None,
     ) -> None:
         """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
         weights. `device` is cpu, cuda or cuda:N. `load_format` dummy: random weights, only config.json is read. `max_num_seqs`: decode
-        steps of up to so many sequences are captured as CUDA graphs (0: none). `num_threads` sets torch's, for the whole process. Raises
-        SetupError with what to change."""
+        steps of up to so many sequences are captured as CUDA graphs (0: none). `num_threads` sets torch's, for the whole process. `member`:
+        this is one of several ranks (ParallelRunner makes them), and holds its part of the model and of every block. Raises SetupError
+        with what to change."""
         self._device = _device(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -70,6 +73,9 @@ class ModelRunner:
         if load_format not in LOAD_FORMATS:
             raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
         self._config = config
+        self._member = member
+        part = None if member is None else member.part(config)
+        local = config if part is None else part.shard.local
         self._graphs: DecodeGraphs | None = None
         self._last_token_ids: Sequence[int] = ()
         progress = progress or NoProgress()
@@ -77,21 +83,25 @@ class ModelRunner:
         with self._on_device():
             sizing = num_blocks if isinstance(num_blocks, PoolSizing) else None
             free_at_start = 0 if sizing is None else free_memory(self._device, sizing)
-            ops: Ops = TorchOps() if self._device.type == "cpu" else _gpu_ops(self._device)
+            ops = _ops(self._device) if member is None else member.ops(local, DTYPES[chosen], self._device)
             progress.phase("weights")
             try:
-                self._model = build_model(config, DTYPES[chosen], ops, str(self._device))
+                self._model = build_model(local, DTYPES[chosen], ops, str(self._device), part)
                 if load_format == "dummy":
                     fill_random(self._model)
                 else:
                     load_weights(self._model, model_dir)
             except torch.OutOfMemoryError as error:
                 raise SetupError(f"the weights do not fit the memory of {self._device}: {error}") from error
+            if member is not None:
+                member.meeting.exchange(b"loaded")
             if isinstance(num_blocks, PoolSizing):
-                self._cache = KvCache(kv_shape(config, chosen, 1, block_size), str(self._device))
+                self._cache = KvCache(kv_shape(local, chosen, 1, block_size), str(self._device))
                 num_blocks = self._measured_blocks(num_blocks, free_at_start, max_num_seqs, progress)
+            if member is not None:
+                num_blocks = member.meeting.least(num_blocks)
             progress.phase("pool")
-            self._cache = KvCache(kv_shape(config, chosen, num_blocks, block_size), str(self._device))
+            self._cache = KvCache(kv_shape(local, chosen, num_blocks, block_size), str(self._device))
             if self._device.type == "cuda" and max_num_seqs:
                 progress.phase("graphs")
                 with torch.inference_mode():
@@ -126,7 +136,9 @@ class ModelRunner:
     def launch(self, batch: Batch) -> InFlight:
         with torch.inference_mode(), self._on_device():
             batch = batch.with_carried(self._last_token_ids)
-            sampled = sample(self._logits(batch), batch.sampling)
+            logits = self._logits(batch)
+            # Rank 0 of several picks the tokens; the others' batches have nothing to sample.
+            sampled = sample(logits, batch.sampling)
             if self._device.type == "cuda" and not batch.sampling:
                 # Fetched tokens are waited for anyway; without any, the step's KV must be there too when this returns.
                 torch.cuda.current_stream().synchronize()
@@ -189,7 +201,9 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _gpu_ops(device: torch.device) -> Ops:
+def _ops(device: torch.device) -> Ops:
+    if device.type == "cpu":
+        return TorchOps()
     # Only a GPU needs triton, and importing it takes a second.
     from twostep.kernels.triton_ops import TritonOps  # noqa: PLC0415
 

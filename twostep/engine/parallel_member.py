@@ -1,0 +1,40 @@
+"""What makes a ModelRunner one of several ranks: its part of the model, and operations that exchange with the others."""
+
+from __future__ import annotations
+
+import torch
+
+from twostep.engine.parallel_group import BackendGroup, TensorGroup
+from twostep.engine.parallel_meeting import Meeting
+from twostep.kernels.ops import Ops
+from twostep.kernels.parallel_ops import ParallelTorchOps
+from twostep.models.config import ModelConfig
+from twostep.models.sharding import ModelPart, shard_of
+
+
+class Member:
+    """Of rank `meeting.rank`. Belongs to one ModelRunner."""
+
+    def __init__(self, meeting: Meeting, device: torch.device, *, timeout_s: float) -> None:
+        """Waits for all ranks. `timeout_s`: how long a rank may keep the others waiting in a step. Raises SetupError."""
+        meeting.exchange(b"here")
+        self.meeting = meeting
+        self.group: TensorGroup = BackendGroup(meeting, device, timeout_s=timeout_s)
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank picks the tokens; the others only compute."""
+        return self.meeting.rank == 0
+
+    def part(self, config: ModelConfig) -> ModelPart:
+        """Raises SetupError if the model cannot be cut into so many parts."""
+        shard = shard_of(config, self.meeting.rank, self.meeting.size)
+        return ModelPart(shard=shard, gather=lambda logits: self.group.gather_columns(logits, config.vocab_size))
+
+    def ops(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:
+        if device.type == "cpu":
+            return ParallelTorchOps(self.group)
+        # Only a GPU needs triton, and importing it takes a second.
+        from twostep.kernels.triton_parallel_ops import parallel_triton_ops  # noqa: PLC0415
+
+        return parallel_triton_ops(self.group, config, dtype, device)

@@ -1,0 +1,199 @@
+"""A rank other than 0 of a tensor-parallel worker: its own process, for its own device.
+
+    python -P -m twostep.engine.parallel_rank FD …        (started by parallel_runner.py, with the files and sockets it inherits)
+
+1. the first message says who it is and what to load; it loads its part of the model while the others load theirs
+2. one thread carries out commands (steps, block copies) in order, one moves KV blocks
+3. it ends with rank 0: told to, or because the life line broke, or by the kernel when the process that started it is gone
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from twostep.engine.model_runner import ModelRunner
+from twostep.engine.parallel_channel import BlockMemory, Command, Kind, StepMemory, Transfer, receive
+from twostep.engine.parallel_meeting import Meeting
+from twostep.engine.parallel_member import Member
+from twostep.engine.pool_sizing import PoolSizing
+from twostep.errors import TwostepError
+from twostep.log import setup_logging
+
+log = logging.getLogger(__name__)
+
+DONE = b"done"
+# Larger than any description of a runner.
+MAX_HELLO = 1 << 16
+_PR_SET_PDEATHSIG = 1
+_NUM_EVENTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Rank 0's first message. `options` are ModelRunner's, all but those below."""
+
+    rank: int
+    size: int
+    parent: int
+    directory: str
+    model_dir: str
+    device: str
+    timeout_s: float
+    log_level: str
+    options: dict[str, Any]
+
+    def pack(self) -> bytes:
+        options = dict(self.options)
+        if isinstance(options.get("num_blocks"), PoolSizing):
+            options["num_blocks"] = asdict(options["num_blocks"])
+        return json.dumps(asdict(self) | {"options": options}).encode()
+
+    @staticmethod
+    def unpack(message: bytes) -> Hello:
+        hello = Hello(**json.loads(message))
+        if isinstance(hello.options.get("num_blocks"), dict):
+            hello.options["num_blocks"] = PoolSizing(**hello.options["num_blocks"])
+        return hello
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    life_line, steps_fd, blocks_fd, step_memory, block_memory = map(int, argv)
+    # A terminal's Ctrl-C and a service manager's signals are rank 0's to handle: it drains first.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(life_line,), name="life line", daemon=True).start()
+    steps, blocks = socket.socket(fileno=steps_fd), socket.socket(fileno=blocks_fd)
+    hello = Hello.unpack(steps.recv(MAX_HELLO))
+    _die_with(hello.parent)
+    setup_logging(level=hello.log_level, process=f"rank-{hello.rank}")
+    meeting = Meeting(Path(hello.directory), hello.rank, hello.size)
+    try:
+        device = torch.device(hello.device)
+        member = Member(meeting, device, timeout_s=hello.timeout_s)
+        runner = ModelRunner(hello.model_dir, device=hello.device, member=member, **hello.options)
+        meeting.exchange(b"ready")
+        rank = _Rank(runner, device, StepMemory(step_memory, hello.size), BlockMemory(block_memory, hello.size), hello.rank)
+        threading.Thread(target=_guarded, args=(rank.serve_blocks, blocks), name="blocks", daemon=True).start()
+        rank.serve_steps(steps)
+    except TwostepError as error:
+        log.error("%s", error.message)
+        meeting.fail(error.message)
+        _exit(2)
+    except Exception as error:
+        log.exception("rank %d failed", hello.rank)
+        meeting.fail(f"tensor-parallel rank {hello.rank} failed: {type(error).__name__}: {error}")
+        _exit(1)
+    _exit(0)
+
+
+class _Rank:
+    def __init__(self, runner: ModelRunner, device: torch.device, steps: StepMemory, blocks: BlockMemory, rank: int) -> None:
+        self._runner = runner
+        self._device = device
+        self._steps = steps
+        self._blocks = blocks
+        self._rank = rank
+        self._clock = _StepClock(device)
+
+    def serve_steps(self, channel: socket.socket) -> None:
+        """Until told to end, or nobody is there any more."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while message := receive(channel):
+            command = Command.unpack(message)
+            if command.kind == Kind.END:
+                return
+            if command.kind == Kind.COPY:
+                self._runner.copy_block(*command.sizes[:2])
+            else:
+                self._runner.launch(self._steps.get(command)).result()
+            self._clock.note(command.number)
+            self._steps.set_done(self._rank, command.number)
+
+    def serve_blocks(self, channel: socket.socket) -> None:
+        block_bytes = self._runner.kv_shape.block_bytes
+        while message := receive(channel):
+            transfer = Transfer.unpack(message)
+            ids = self._blocks.ids(transfer.count).tolist()
+            part = self._blocks.part(self._rank, transfer.count, block_bytes)
+            self._clock.wait(transfer.after)
+            if transfer.kind == Kind.READ:
+                self._runner.read_blocks(ids, part)
+            else:
+                self._runner.write_blocks(ids, part)
+            channel.send(DONE)
+
+
+class _StepClock:
+    """Which steps this rank's device has done. Rank 0 may be ahead of it by the end of one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._changed = threading.Condition()
+        self._launched = 0
+        self._events: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_NUM_EVENTS)
+
+    def note(self, number: int) -> None:
+        """Command `number` was given to the device, on the current stream."""
+        with self._changed:
+            if self._cuda:
+                event = torch.cuda.Event()
+                event.record()
+                self._events.append((number, event))
+            self._launched = number
+            self._changed.notify_all()
+
+    def wait(self, number: int) -> None:
+        """Returns once the device has done it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._launched >= number)
+            event = next((event for launched, event in self._events if launched >= number), None)
+        if event is not None:
+            event.synchronize()
+
+
+def _guarded(serve: Any, channel: socket.socket) -> None:
+    """A thread whose failure is the process's."""
+    try:
+        serve(channel)
+    except Exception:
+        log.exception("moving KV blocks failed")
+        _exit(1)
+
+
+def _end_with(life_line: int) -> None:
+    """The life line carries nothing: it ends when rank 0 does."""
+    os.read(life_line, 1)
+    _exit(1)
+
+
+def _die_with(parent: int) -> None:
+    """Also if nothing of Python can run here any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
+    """At once: libraries that wait for other ranks as they are unloaded would wait for ever."""
+    logging.shutdown()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
