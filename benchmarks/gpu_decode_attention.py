@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_decode_attention.py            the nine shapes, and ragged lengths
     python benchmarks/gpu_decode_attention.py --sweep    every layout of a program at each shape, to choose them anew for another GPU
+    python benchmarks/gpu_decode_attention.py --kv-cache-dtype fp8 int8     quantized KV beside bf16 (with --sweep: its layouts)
 
 Llama-3.1-8B's heads (32 query, 8 KV, 128 wide), bf16, blocks of 16 in random order. A time is the median of CUDA graph replays of one
 call, plan excluded as the peer's is: it is made once a step, not per layer. "pool" is one layer of the engine's pool (blocks of 32
@@ -71,7 +72,7 @@ def read_rate() -> float:
 class Case:
     """One batch over a pool of `num_layers` layers, of which one holds random numbers."""
 
-    def __init__(self, lengths: list[int], num_layers: int) -> None:
+    def __init__(self, lengths: list[int], num_layers: int, quantization: str = "none") -> None:
         blocks = [-(-n // BLOCK_SIZE) for n in lengths]
         self.shape = KvShape(
             num_blocks=sum(blocks),
@@ -80,11 +81,17 @@ class Case:
             num_kv_heads=NUM_KV_HEADS,
             head_dim=HEAD_DIM,
             dtype="bfloat16",
+            quantization=quantization,
         )
         self.cache = KvCache(self.shape, "cuda")
         self.layer = num_layers // 2
         for part in self.cache.tensor[:, self.layer].split(4096):
-            part.normal_()
+            if self.cache.quantized is None:
+                part.normal_()
+            else:
+                part.random_(0, 0x7F)  # a byte each, of which none is a NaN
+        if self.cache.quantized is not None:
+            self.cache.quantized.scales[:, self.layer].uniform_(0.001, 0.01)
         order = torch.randperm(sum(blocks), dtype=torch.int32)
         self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
         for s, ids in enumerate(order.split(blocks)):
@@ -130,6 +137,45 @@ def candidates() -> list[DecodeLayout]:
     return found
 
 
+def quantized_candidates() -> list[DecodeLayout]:
+    kinds = [(4, 2, 4), (4, 3, 2), (4, 3, 3), (4, 3, 4), (4, 3, 5), (4, 4, 2), (4, 4, 3), (8, 3, 1), (8, 3, 2), (8, 4, 1), (2, 3, 6)]
+    return [
+        DecodeLayout(num_heads=1, num_lanes=lanes, num_keys=16, num_warps=lanes, num_stages=stages, programs_per_sm=per_sm)
+        for lanes, stages, per_sm in kinds
+    ]
+
+
+def sweep_quantized(quantization: str, shapes: Sequence[tuple[int, int]] = SHAPES) -> None:
+    layouts = quantized_candidates()
+    print(f"{quantization}: " + "; ".join(f"{x.num_lanes} lanes, {x.num_stages} stages, {x.programs_per_sm} programs" for x in layouts))
+    for batch, length in shapes:
+        case = Case([length] * batch, layers_that_fit(batch * length), quantization)
+        times = medians_us([case.call(layout) for layout in layouts], rounds=3)
+        print(f"{batch:>4} x {length:>6} " + " ".join(f"{us:6.1f}" for us in times), flush=True)
+        del case
+
+
+def compare(quantizations: Sequence[str], rate: float) -> list[dict[str, object]]:
+    """Quantized pools beside bf16's, in turns: times, shares of the read rate (scales counted), how many times bf16's rate."""
+    print("batch x context      |   bf16 us  of read rate | " + " | ".join(f"{q:>7} us  of read rate  x bf16" for q in quantizations))
+    rows: list[dict[str, object]] = []
+    for batch, length in SHAPES:
+        tokens = batch * length
+        layers = layers_that_fit(3 * tokens)
+        calls = [Case([length] * batch, layers, q).call() for q in ("none", *quantizations)]
+        exact, *others = medians_us(calls)
+        del calls
+        row: dict[str, object] = {"shape": f"{batch} x {length}", "bfloat16_us": exact, "layers": layers}
+        line = f"{row['shape']:<21}| {exact:9.1f}  {tokens * TOKEN_BYTES / exact * 1e6 / rate:12.3f}"
+        for name, us in zip(quantizations, others, strict=True):
+            num_bytes = tokens * NUM_KV_HEADS * 2 * (HEAD_DIM + 2)
+            row |= {f"{name}_us": us, f"{name}_share": num_bytes / us * 1e6 / rate}
+            line += f" | {us:10.1f}  {row[f'{name}_share']:12.3f} {exact / us:7.3f}"
+        print(line, flush=True)
+        rows.append(row)
+    return rows
+
+
 def sweep() -> None:
     layouts = candidates()
     for i, layout in enumerate(layouts):
@@ -146,10 +192,18 @@ def sweep() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time every layout at each shape")
+    parser.add_argument("--kv-cache-dtype", nargs="+", choices=["fp8", "int8"], default=[], help="quantized KV beside bf16")
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args()
     rate = read_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read rate {rate / 1e12:.2f} TB/s")
+    if args.kv_cache_dtype and args.sweep:
+        for quantization in args.kv_cache_dtype:
+            sweep_quantized(quantization)
+        return
+    if args.kv_cache_dtype:
+        write(args.json, rate, compare(args.kv_cache_dtype, rate))
+        return
     if args.sweep:
         sweep()
         return
@@ -173,8 +227,12 @@ def main() -> None:
     nine = rows[: len(SHAPES)]
     for what, key in [("pool / FlashInfer", "flashinfer_us"), ("pool / layer pool", "layer_pool_us")]:
         print(f"{what}, geometric mean of the nine: {math.prod(r['us'] / r[key] for r in nine) ** (1 / len(nine)):.3f}")
-    if args.json:
-        with open(args.json, "w") as file:
+    write(args.json, rate, rows)
+
+
+def write(path: str | None, rate: float, rows: list[dict[str, object]]) -> None:
+    if path:
+        with open(path, "w") as file:
             json.dump({"device": torch.cuda.get_device_name(), "read_bytes_per_s": rate, "rows": rows}, file, indent=1)
 
 

@@ -74,6 +74,15 @@ class QuantizedRows:
         self._v = tensor[:, :, size : 2 * size].view(blocks, layers, heads, *together).transpose(-1, -2)
         # [block, layer, head, slot, K/V]
         self.scales = tensor[:, :, 2 * size :].view(torch.bfloat16).view(blocks, layers, heads, shape.block_size, 2)
+        # Both of a slot as one int32 [block, layer, head, slot], that of K in the low half.
+        self.words = tensor[:, :, 2 * size :].view(torch.int32).view(blocks, layers, heads, shape.block_size)
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Bytes from K to V, from head to head, and from slot to slot of K."""
+        shape = self._shape
+        per_head = shape.block_size * shape.head_dim
+        return shape.num_kv_heads * per_head, per_head, shape.head_dim
 
     def write(self, layer: int, block: torch.Tensor, slot: torch.Tensor, vectors: torch.Tensor) -> None:
         """Quantizes vectors [T, 2 * num_kv_heads, D], keys then values, into slots of blocks, int64 [T] each."""

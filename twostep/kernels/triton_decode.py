@@ -26,8 +26,11 @@ from twostep.kernels.triton_decode_quantized import attend_quantized
 from twostep.kernels.triton_launch import follow, overlaps
 from twostep.kernels.triton_shared_prefix import fold_states, log2_scale
 
-# Numbers of parts that a warp of the merge has on their way at once.
+# Numbers of parts that a warp of the merge has on their way at once; fewer where registers are to leave room for more programs.
 _MERGE_NUMBERS = 2048
+_MERGE_NUMBERS_QUANTIZED = 1024
+# Of a multiprocessor, for 32 threads.
+_REGISTERS = 2048
 
 
 def decode_attention(
@@ -60,6 +63,7 @@ def decode_attention(
         assert rows.stride()[1:] == (shape.head_dim, 1)
     assert pool.stride(-1) == 1
     quantized = cache.quantized
+    merge_numbers = _MERGE_NUMBERS if quantized is None else _MERGE_NUMBERS_QUANTIZED
     assert quantized is None or plan.shared is None, "a shared prefix of quantized KV is read by each sequence"
     assert (block_tables.dtype, seq_lens.dtype) == (torch.int32, torch.int32)
     assert block_tables.shape[0] == plan.num_seqs
@@ -108,7 +112,7 @@ def decode_attention(
         WINDOW=plan.window,
         QUANTIZATION=shape.quantization,
         MERGE_SHARE=share_wide,
-        MERGE_PARTS=max(2, min(16, _MERGE_NUMBERS * layout.num_warps // (layout.num_heads * share_wide * wide))),
+        MERGE_PARTS=max(2, min(16, merge_numbers * layout.num_warps // (layout.num_heads * share_wide * wide))),
         FUSED=plan.merges_itself,
         SHARED=0 if shared is None else OWN_COLUMNS,
         SHARED_ROWS=1 if shared is None else shared.tile.num_rows,
@@ -117,6 +121,7 @@ def decode_attention(
         PDL=pdl,
         num_warps=layout.num_warps,
         num_stages=layout.num_stages,
+        maxnreg=None if quantized is None else min(255, _REGISTERS // (layout.num_warps * layout.programs_per_sm) // 8 * 8),
         launch_pdl=pdl,
     )
     if not plan.merges_itself:

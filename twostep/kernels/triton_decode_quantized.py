@@ -4,7 +4,8 @@ Queries stand in columns: scores [keys, queries] = K @ q', values [head_dim, que
 of both products, whose 16 rows they fill, where few queries would leave rows of padding: half the products and half the
 accumulators. Bytes become float16, which holds all of either format; nothing else is done to a tile, since
 
-    scores   take the keys' scales, and the queries', which are brought to 1 at most before they become float16
+    scores   take the keys' scales, and the queries', which are brought below 2 by a power of 2 before they become float16: nothing is
+             lost of a bfloat16's digits
     weights  take the values' scales before they become float16: the running maximum is that of score + exponent of the value's scale,
              so that they are below 2, whatever the scales. Sum and values shrink by the same maximum, so parts merge as elsewhere
 """
@@ -38,7 +39,7 @@ def attend_quantized(
     # Four keys of one dimension beside each other.
     quad_d = tl.arange(0, 4 * BLOCK_D)[None, None, :]
     v_inside = tl.arange(0, KEYS // 4)[None, :, None] * (4 * HEAD_DIM) + quad_d
-    peak = tl.max(tl.abs(q.to(tl.float32)), 2)
+    peak = (tl.max(tl.abs(q.to(tl.float32)), 2).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     peak = tl.where(peak > 0, peak, 1.0)
     columns = tl.permute((q.to(tl.float32) / peak[:, :, None]).to(tl.float16), (0, 2, 1))
     if IN_FLOAT32:
