@@ -1,0 +1,215 @@
+"""Matrix products of a decode step on one GPU: this project's kernels beside cuBLAS, against the weights' bytes.
+
+    PYTHONPATH=. python benchmarks/gpu_linear.py            the table of Llama-3.1-8B's products, as the engine chooses kernels
+    PYTHONPATH=. python benchmarks/gpu_linear.py --sweep    every layout of a program, to choose them anew for another GPU
+
+A time is that of one product in a CUDA graph of many, each with a weight of its own, so that weights come from memory (2 GB of them at
+least; the second-level cache has 50 MB); the median of replays in turns. Kernels of this project overlap their neighbours, as in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from twostep.kernels import triton_elementwise
+from twostep.kernels.triton_linear_rows import RowTile, linear_rows
+from twostep.kernels.triton_linear_tiles import LinearTile, linear_tiles
+
+ROW_COUNTS = [1, 2, 4, 8, 16, 32, 64]
+BYTES = 2e9
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Product:
+    name: str
+    num_out: int  # rows of the weight
+    width: int
+    gated: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.num_out * self.width * 2
+
+
+PRODUCTS = [
+    Product("qkv", 6144, 4096),
+    Product("o", 4096, 4096),
+    Product("gate_up", 28672, 4096, gated=True),
+    Product("down", 4096, 14336),
+    Product("head", 128256, 4096),
+]
+
+
+def row_tiles(product: Product) -> list[RowTile]:
+    short = product.width <= 8192
+    pairs = [(1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8)] if short else [(1, 2), (1, 4), (1, 8), (2, 4), (2, 8)]
+    return [RowTile(rows=rows, num_warps=warps) for rows, warps in pairs if not (product.gated and rows == 8)]
+
+
+def linear_tiles_for(product: Product, tokens: int) -> list[LinearTile]:
+    """Layouts worth a try: (cols, depth, warps, stages, turned, bulk), each with the numbers of parts that fill the chip once or twice."""
+    if tokens <= 16:
+        shapes = [
+            (128, 128, 4, 5, True, True),
+            (128, 128, 8, 5, True, True),
+            (128, 64, 4, 5, True, True),
+            (64, 256, 4, 4, True, True),
+            (128, 64, 4, 6, True, False),
+            (64, 128, 4, 5, False, False),
+            (64, 64, 4, 8, False, False),
+            (32, 128, 4, 6, False, False),
+        ]
+    else:
+        shapes = [
+            (128, 128, 4, 4, True, True),
+            (128, 128, 8, 4, True, True),
+            (128, 64, 4, 4, True, True),
+            (128, 64, 4, 4, True, False),
+            (256, 64, 8, 4, True, True),
+            (64, 128, 4, 3, False, False),
+        ]
+    found = []
+    for cols, depth, warps, stages, turned, bulk in shapes:
+        if product.gated and turned and cols < 128:
+            continue
+        columns = -(-product.num_out // cols)
+        counts = {1, 2, 4, 8} if not product.gated else {1}
+        parts = [p for p in counts if 96 <= columns * p <= 400 or (p == 1 and columns > 400)] or [max(counts)]
+        for p in sorted(parts):
+            options = {"cols": cols, "depth": depth, "parts": p, "num_warps": warps, "num_stages": stages, "turned": turned, "bulk": bulk}
+            found.append(LinearTile(**options, ahead=0))
+    return found
+
+
+def describe(tile: RowTile | LinearTile | None) -> str:
+    if tile is None:
+        return "cuBLAS"
+    if isinstance(tile, RowTile):
+        return f"rows {tile.rows}/w{tile.num_warps}"
+    kind = ("bulk" if tile.bulk else "ptr") + ("-turned" if tile.turned else "")
+    return f"{kind} {tile.cols}x{tile.depth} p{tile.parts} w{tile.num_warps} s{tile.num_stages} a{tile.ahead}"
+
+
+def call(product: Product, tile: RowTile | LinearTile | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if tile is None:
+        out = F.linear(x, weight)
+        return triton_elementwise.silu_mul(out) if product.gated else out
+    if isinstance(tile, RowTile):
+        return linear_rows(x, weight, tile=tile, gated=product.gated)
+    return linear_tiles(x, weight, tile=tile, gated=product.gated)
+
+
+def graph_us(work: Callable[[], None], *, repeats: int = 7) -> float:
+    """Median time of a graph of `work`, already run once."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times[2:])
+
+
+def read_rate() -> float:
+    """Bytes per second of a reduction over 4 GiB."""
+    words = torch.empty(1 << 30, dtype=torch.int32, device="cuda").random_()
+    torch.amax(words)
+    return words.numel() * 4 / graph_us(lambda: torch.amax(words)) * 1e6
+
+
+def candidates(product: Product, tokens: int) -> list[RowTile | LinearTile | None]:
+    rows: list[RowTile | LinearTile | None] = list(row_tiles(product)) if tokens <= 4 else []
+    tiles: list[RowTile | LinearTile | None] = list(linear_tiles_for(product, tokens)) if tokens in (1, 8, 16, 32, 64) else []
+    return [None, *rows, *tiles]
+
+
+def compile_all(jobs: list[tuple[Product, int, RowTile | LinearTile]]) -> None:
+    """Compiles in a process of its own, into Triton's cache on disk, on a weight of few rows."""
+    for product, tokens, tile in jobs:
+        x = torch.randn(tokens, product.width, dtype=torch.bfloat16, device="cuda")
+        weight = torch.randn(1024, product.width, dtype=torch.bfloat16, device="cuda")
+        try:
+            call(product, tile, x, weight)
+        except Exception as error:  # noqa: BLE001 - a layout that does not fit this card is no reason to stop
+            print(f"{product.name} {describe(tile)}: {type(error).__name__} {str(error)[:100]}", flush=True)
+
+
+def sweep(counts: list[int], rate: float, processes: int) -> None:
+    jobs = [(p, t, c) for p in PRODUCTS for t in counts for c in candidates(p, t) if c is not None]
+    started = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=compile_all, args=(jobs[i::processes],)) for i in range(processes)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    print(f"{len(jobs)} layouts compiled in {time.perf_counter() - started:.0f} s", flush=True)
+    for product in PRODUCTS:
+        weights = [
+            torch.randn(product.num_out, product.width, dtype=torch.bfloat16, device="cuda") * product.width**-0.5
+            for _ in range(max(2, int(BYTES / product.bytes)))
+        ]
+        floor = product.bytes / rate * 1e6
+        print(
+            f"{product.name} {product.num_out} x {product.width}: {product.bytes / 1e6:.1f} MB, {floor:.1f} us at the read rate", flush=True
+        )
+        for tokens in counts:
+            x = torch.randn(tokens, product.width, dtype=torch.bfloat16, device="cuda")
+            want = call(product, None, x.double(), weights[0].double()) if not product.gated else gated_oracle(x, weights[0])
+            found = []
+            for tile in candidates(product, tokens):
+                try:
+                    got = call(product, tile, x, weights[0]).double()
+                except Exception:  # noqa: BLE001 - said by compile_all
+                    continue
+                got = got.sum(0) if got.dim() == 3 else got
+                error = float((got - want).norm() / want.norm())
+                if not error < 1e-2:
+                    print(f"  WRONG {tokens} {describe(tile)}: {error:.1e}", flush=True)
+                    continue
+
+                def work(tile: RowTile | LinearTile | None = tile, x: torch.Tensor = x) -> None:
+                    for weight in weights:
+                        call(product, tile, x, weight)
+
+                found.append((graph_us(work) / len(weights), describe(tile)))
+            peer = next(us for us, name in found if name == "cuBLAS")
+            best = sorted(f for f in found if f[1] != "cuBLAS")[:SHOWN]
+            print(f" {tokens:2} cuBLAS {peer:.1f} | " + " | ".join(f"{us:.1f} {name}" for us, name in best), flush=True)
+            with open("gpu_linear_sweep.txt", "a") as log:
+                log.writelines(f"{product.name} {tokens} {us:.2f} {name}\n" for us, name in sorted(found))
+
+
+def gated_oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(x.float(), weight.float()).double().chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="+", default=ROW_COUNTS)
+    parser.add_argument("--processes", type=int, default=12, help="that compile")
+    args = parser.parse_args()
+    rate = read_rate()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; read {rate / 1e12:.2f} TB/s", flush=True)
+    sweep(args.tokens, rate, args.processes)
+
+
+if __name__ == "__main__":
+    main()
