@@ -90,7 +90,7 @@ class ModelRunner:
                 if load_format == "dummy":
                     fill_random(self._model)
                 else:
-                    load_weights(self._model, model_dir)
+                    load_weights(self._model, model_dir, lambda done, total: progress.advance(done, total, "B"))
             except torch.OutOfMemoryError as error:
                 raise SetupError(f"the weights do not fit the memory of {self._device}: {error}") from error
             if member is not None:
