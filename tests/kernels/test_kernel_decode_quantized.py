@@ -68,6 +68,7 @@ def check(
     program: DecodeLayout | None = None,
     spread: float = 0.0,
     merges_itself: bool = True,
+    num_sms: int | None = 3,
 ) -> None:
     cache = poisoned(
         quantization,
@@ -80,7 +81,9 @@ def check(
     tables = fill(cache, lengths, window=window, spread=spread)
     q = queries(len(lengths), num_heads, num_kv_heads, head_dim, dtype)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan = DecodePlan(cache.shape, num_heads=num_heads, num_seqs=len(lengths), device=DEVICE, window=window, layout=program, num_sms=3)
+    plan = DecodePlan(
+        cache.shape, num_heads=num_heads, num_seqs=len(lengths), device=DEVICE, window=window, layout=program, num_sms=num_sms
+    )
     plan.merges_itself = merges_itself
     plan.parts.fill_(torch.nan)
     plan.scales.fill_(torch.nan)
