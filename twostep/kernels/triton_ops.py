@@ -9,10 +9,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from twostep.engine.batch import Batch
+from twostep.engine.batch import Batch, KvShape
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels import triton_elementwise, triton_prefill
 from twostep.kernels.ops import Linear
+from twostep.kernels.prefill_choice import HOPPER_ROWS, num_leading_decodes, uses_hopper
 from twostep.kernels.step_upload import StepUpload
 from twostep.kernels.triton_decode import decode_attention
 from twostep.kernels.triton_decode_plan import DecodePlan, DecodeWorkspace
@@ -22,8 +23,11 @@ class TritonOps:
     """Of one device, for one thread."""
 
     def __init__(self, device: torch.device | str) -> None:
-        self.upload = StepUpload(torch.device(device))
+        self._device = torch.device(device)
+        self._capability = torch.cuda.get_device_capability(self._device) if self._device.type == "cuda" else None
+        self.upload = StepUpload(self._device)
         self.decode_workspace = DecodeWorkspace(device)
+        self._decode_plans: dict[tuple[KvShape, int, int, int], DecodePlan] = {}
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return lambda x: F.linear(x, weight, bias)
@@ -37,9 +41,7 @@ class TritonOps:
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
-    def add_layer_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def add_layer_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return self.layer_norm(residual.add_(x), weight, bias, eps)
 
     def relu(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,10 +53,15 @@ class TritonOps:
     def plan_attention(
         self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor, windows: Sequence[int]
     ) -> TritonAttentionPlan:
+        """Sequences of one token that come first are decoded; the rest attend as chunks of a prompt, in the same step."""
+        kv, share = cache.shape, num_heads // cache.shape.num_kv_heads
         num_queries = np.diff(batch.query_start).astype(np.int64)
-        share = num_heads // cache.shape.num_kv_heads
-        shape = triton_prefill.tile_shape(cache.tensor.dtype, cache.shape.head_dim, share, int(num_queries.max()))
-        tiles = triton_prefill.plan_tiles(num_queries, batch.seq_lens.astype(np.int64), shape.num_rows // share)
+        num_decodes = num_leading_decodes(num_queries.tolist(), kv.block_size)
+        num_queries[:num_decodes] = 0
+        max_queries = int(num_queries.max())
+        hopper = uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability)
+        shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries))
+        rows = HOPPER_ROWS if hopper else shape.num_rows
         sent = self.upload.send(
             (
                 batch.token_ids,
@@ -64,10 +71,25 @@ class TritonOps:
                 batch.query_start,
                 batch.seq_lens,
                 batch.block_tables,
-                tiles,
+                triton_prefill.plan_tiles(num_queries, batch.seq_lens.astype(np.int64), rows // share),
             )
         )
-        return TritonAttentionPlan(StepTensors(*sent), cache, num_heads=num_heads, cos=cos, sin=sin, windows=windows, tile_shape=shape)
+        plan = TritonAttentionPlan(
+            StepTensors(*sent), cache, num_heads=num_heads, cos=cos, sin=sin, windows=windows, tile_shape=None if hopper else shape
+        )
+        if num_decodes:
+            plan.decode = {window: self._decode_plan(kv, num_heads, num_decodes, window) for window in dict.fromkeys(windows)}
+            plan.num_decodes = num_decodes
+        return plan
+
+    def _decode_plan(self, kv: KvShape, num_heads: int, num_seqs: int, window: int) -> DecodePlan:
+        """Made once: steps of this stream refresh it one after the other."""
+        key = (kv, num_heads, num_seqs, window)
+        if key not in self._decode_plans:
+            self._decode_plans[key] = DecodePlan(
+                kv, num_heads=num_heads, num_seqs=num_seqs, device=self._device, workspace=self.decode_workspace, window=window
+            )
+        return self._decode_plans[key]
 
     def plan_decode(
         self,
@@ -96,7 +118,7 @@ class TritonOps:
             block_tables=block_tables,
             tiles=torch.stack((count[:-1], torch.zeros_like(count[:-1])), 1),
         )
-        shape = triton_prefill.tile_shape(cache.tensor.dtype, cache.shape.head_dim, num_heads // cache.shape.num_kv_heads, 1)
+        shape = triton_prefill.tile_shape(cache.dtype, cache.shape.head_dim, num_heads // cache.shape.num_kv_heads, 1)
         plan = TritonAttentionPlan(step, cache, num_heads=num_heads, cos=rope[0], sin=rope[1], windows=windows, tile_shape=shape)
         if cache.shape.block_size % 16 == 0:
             plan.decode = {
@@ -110,6 +132,7 @@ class TritonOps:
                 )
                 for window in dict.fromkeys(windows)
             }
+            plan.num_decodes = num_seqs
         return plan
 
 
@@ -139,8 +162,9 @@ class TritonAttentionPlan:
         cos: torch.Tensor,
         sin: torch.Tensor,
         windows: Sequence[int],
-        tile_shape: triton_prefill.TileShape,
+        tile_shape: triton_prefill.TileShape | None,
     ) -> None:
+        """`tile_shape` None: the tiles are the Hopper kernel's."""
         self.token_ids = step.token_ids
         self.positions = step.positions
         self.sample_rows = step.sample_rows
@@ -151,32 +175,58 @@ class TritonAttentionPlan:
         self._sin = sin
         self._windows = windows
         self._tile_shape = tile_shape
-        # By window. Set where every sequence has one token: the decode kernel then serves all of them.
+        # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
+        self.num_decodes = 0
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         step = self._step
         if layer == 0:
             for plan in self.decode.values():
-                plan.refresh(step.seq_lens)
+                plan.refresh(step.seq_lens[: self.num_decodes])
+            if self._tile_shape is None:
+                triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
         triton_elementwise.rotate_and_write(qkv, step.positions, step.slots, self._cos, self._sin, self._cache, layer, self._num_heads)
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         out = qkv.new_empty(len(qkv), self._num_heads * self._cache.shape.head_dim)
         step = self._step
         if self.decode:
-            heads = qkv.view(len(qkv), -1, self._cache.shape.head_dim)
+            some = slice(0, self.num_decodes)
             decode_attention(
-                heads[:, : self._num_heads],
+                qkv.view(len(qkv), -1, self._cache.shape.head_dim)[some, : self._num_heads],
                 self._cache,
                 layer,
-                step.block_tables,
-                step.seq_lens,
+                step.block_tables[some],
+                step.seq_lens[some],
                 plan=self.decode[self._windows[layer]],
-                out=out.view(len(qkv), self._num_heads, -1),
+                out=out.view(len(qkv), self._num_heads, -1)[some],
             )
-            return out
-        triton_prefill.prefill_attention(
+        if self.num_decodes < len(step.seq_lens):
+            self._attend_chunks(layer, qkv, out)
+        return out
+
+    def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        step = self._step
+        if self._tile_shape is not None:
+            triton_prefill.prefill_attention(
+                qkv,
+                out,
+                self._cache,
+                layer,
+                num_heads=self._num_heads,
+                tiles=step.tiles,
+                query_start=step.query_start,
+                seq_lens=step.seq_lens,
+                block_tables=step.block_tables,
+                shape=self._tile_shape,
+                window=self._windows[layer],
+            )
+            return
+        # Gluon is there, and needed, on Hopper only.
+        from twostep.kernels.hopper_prefill import hopper_attention  # noqa: PLC0415
+
+        hopper_attention(
             qkv,
             out,
             self._cache,
@@ -186,6 +236,6 @@ class TritonAttentionPlan:
             query_start=step.query_start,
             seq_lens=step.seq_lens,
             block_tables=step.block_tables,
-            shape=self._tile_shape,
+            num_programs=torch.cuda.get_device_properties(qkv.device).multi_processor_count,
+            window=self._windows[layer],
         )
-        return out

@@ -22,6 +22,8 @@ import triton.language as tl
 
 from twostep.engine.kv_cache import KvCache
 
+_CLEAR_TILE = 8192
+
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
@@ -47,7 +49,8 @@ def tile_shape(dtype: torch.dtype, head_dim: int, share: int, max_queries: int) 
 
 
 def plan_tiles(num_queries: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], tokens_per_tile: int) -> npt.NDArray[np.int32]:
-    """int32 [tiles, 2]: sequence, and its tile's first query, counted in the chunk. Heaviest (most keys) first."""
+    """int32 [tiles, 2]: sequence, and its tile's first query, counted in the chunk. Heaviest (most keys) first. A sequence without
+    queries has no tile."""
     counts = -(-num_queries // tokens_per_tile)
     seq = np.repeat(np.arange(len(counts)), counts)
     first = (np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens_per_tile
@@ -68,6 +71,7 @@ def prefill_attention(
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
     shape: TileShape,
+    window: int = 0,
 ) -> None:
     """Causal attention of chunks whose own keys and values are in the pool already. Writes the rows of `out` that tiles cover.
 
@@ -76,7 +80,8 @@ def prefill_attention(
     tiles         int32 [tiles, 2], by plan_tiles with `shape.num_rows // share` tokens a tile
     query_start   int32 [S + 1], rows of qkv of each sequence
     seq_lens      int32 [S], keys of each sequence, its chunk included
-    block_tables  int32 [S, B]
+    block_tables  int32 [S, B]; entries wholly before every window are not read
+    window        keys that a query sees, its own included; 0: all
     """
     pool, kv = cache.tensor, cache.shape
     assert qkv.stride(1) == 1
@@ -110,6 +115,7 @@ def prefill_attention(
         BLOCK_M=shape.num_rows,
         BLOCK_N=shape.num_keys,
         TOKENS=shape.num_rows // share,
+        WINDOW=window,
         # The interpreter multiplies bfloat16 wrongly.
         IN_FLOAT32=not pool.is_cuda,
         num_warps=shape.num_warps,
@@ -117,7 +123,39 @@ def prefill_attention(
     )
 
 
-@triton.jit
+def clear_tails(cache: KvCache, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> None:
+    """Zeros the slots past each sequence's end in its last block, in all layers: for a kernel that reads blocks as a whole and must not
+    meet what is no number (0 * NaN is NaN). The block is the sequence's own: it writes its last token there in this step.
+
+    seq_lens int32 [S], block_tables int32 [S, B]
+    """
+    kv, pool = cache.shape, cache.tensor
+    assert pool.is_contiguous()
+    assert block_tables.stride(1) == 1
+    numbers = kv.num_layers * 2 * kv.num_kv_heads * kv.block_size * kv.head_dim
+    if len(seq_lens) and kv.block_size > 1:
+        _clear_kernel[(len(seq_lens), triton.cdiv(numbers, _CLEAR_TILE))](
+            pool, seq_lens, block_tables, block_tables.stride(0), numbers,
+            HEAD_DIM=kv.head_dim, BLOCK_SIZE=kv.block_size, TILE=_CLEAR_TILE, num_warps=4,
+        )  # fmt: skip
+
+
+# Of all sequences but some first ones: addresses of any alignment.
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["seq_lens_ptr", "tables_ptr"])
+def _clear_kernel(
+    pool_ptr, seq_lens_ptr, tables_ptr, stride_table, numbers, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    seq = tl.program_id(0).to(tl.int64)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    used = seq_len % BLOCK_SIZE
+    if used > 0:
+        block = tl.load(tables_ptr + seq * stride_table + seq_len // BLOCK_SIZE).to(tl.int64)
+        number = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        unwritten = (number < numbers) & (number // HEAD_DIM % BLOCK_SIZE >= used)
+        tl.store(pool_ptr + block * numbers + number, tl.zeros([TILE], pool_ptr.dtype.element_ty), mask=unwritten)
+
+
+@triton.jit(do_not_specialize=["stride_table"])
 def _prefill_kernel(
     q_ptr,
     out_ptr,
@@ -142,6 +180,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
     tile = tl.program_id(0) // NUM_KV_HEADS
@@ -172,16 +211,26 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    # Every row sees all keys up to the first token's own.
+    # Every row sees all keys up to the first token's own, and all from where the last token's window begins.
     seen_by_all = (context + first + 1) // BLOCK_N * BLOCK_N
     end = tl.minimum(context + first + TOKENS, seq_len)
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(context + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        in_all_windows = tl.maximum(end - WINDOW + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+        in_all_windows = tl.minimum(in_all_windows, seen_by_all)
+        best, total, acc = _attend_keys(
+            best, total, acc, q, position, k_ptr, v_ptr, table_ptr, start, in_all_windows, end, d, d_mask, stride_block, stride_slot,
+            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, IN_FLOAT32, True,
+        )  # fmt: skip
+        start = in_all_windows
     best, total, acc = _attend_keys(
-        best, total, acc, q, position, k_ptr, v_ptr, table_ptr, 0, seen_by_all, end, d, d_mask, stride_block, stride_slot, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, IN_FLOAT32, False,
+        best, total, acc, q, position, k_ptr, v_ptr, table_ptr, start, seen_by_all, end, d, d_mask, stride_block, stride_slot, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, IN_FLOAT32, False,
     )  # fmt: skip
     best, total, acc = _attend_keys(
         best, total, acc, q, position, k_ptr, v_ptr, table_ptr, seen_by_all, end, end, d, d_mask, stride_block, stride_slot, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, IN_FLOAT32, True,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, IN_FLOAT32, True,
     )  # fmt: skip
     acc = acc / total[:, None]
     out = out_ptr + token_row[:, None] * stride_out + head_col[:, None] + d[None, :]
@@ -191,8 +240,8 @@ def _prefill_kernel(
 @triton.jit
 def _attend_keys(
     best, total, acc, q, position, k_ptr, v_ptr, table_ptr, start, stop, end, d, d_mask, stride_block, stride_slot, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, IN_FLOAT32: tl.constexpr,
-    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    IN_FLOAT32: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Folds keys [start, stop) into the running maximum, sum and weighted values of each row."""
     for key_start in tl.range(start, stop, BLOCK_N):
@@ -218,10 +267,17 @@ def _attend_keys(
             v = v.to(tl.float32)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if MASKED:
-            score = tl.where(key[None, :] <= position[:, None], score, float("-inf"))
+            seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            score = tl.where(seen, score, float("-inf"))
         new_best = tl.maximum(best, tl.max(score, 1))
-        weight = tl.exp2(score - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
+        base = new_best
+        if MASKED and WINDOW > 0:
+            # A row whose window begins later has no maximum to subtract yet.
+            base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(best - base)
         total = total * shrink + tl.sum(weight, 1)
         acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         best = new_best
