@@ -58,7 +58,36 @@ def parser() -> FlagParser:
     _system(demo)
     demo.add_argument("--prompt", default="What is the capital of France?", help="the question")
     demo.add_argument("--max-tokens", type=int, default=64, help="tokens to generate at most")
+
+    bench = commands.add_parser("bench", help="measure", description="Measures on this machine, beside the machine's own limits.")
+    kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=FlagParser)
+    engine = kinds.add_parser(
+        "engine",
+        help="one engine: tokens/s, TTFT, TPOT, MFU, MBU, energy",
+        description="One engine without any network: prefill and decode of a batch of random prompts, how near they come to what this "
+        "device reaches in the same run, and which limit binds. docs/benchmarking.md has the definitions.",
+    )
+    _bench_engine(engine)
     return top
+
+
+def _bench_engine(command: FlagParser) -> None:
+    command.flag("--model", default="smollm2-135m-instruct", metavar="DIR|NAME", help="a Hugging Face model directory, or a known name")
+    command.add_argument("--shape", default="", choices=["", "llama-3.1-8b", "llama-3.1-70b"], help="random weights of this shape instead")
+    command.flag("--load-format", default="auto", choices=["auto", "dummy"], help="dummy: random weights, only config.json is read")
+    command.flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: that of the weights")
+    command.flag("--device", default="auto", help="cpu, cuda, cuda:N, or auto: the GPU if there is one")
+    command.add_argument(
+        "--batch-size", type=int, nargs="+", default=[1, 8], metavar="B", help="sequences at once; several are run in turn"
+    )
+    command.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="length of each prompt")
+    command.add_argument("--output-tokens", type=int, default=64, metavar="N", help="tokens generated after each")
+    command.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
+    command.flag("--block-size", type=int, default=16, metavar="N", help="tokens of one KV block")
+    command.flag("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="token budget of one step")
+    command.flag("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="size of the KV cache, instead of what is free")
+    command.flag("--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="share of the GPU to take")
+    command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def _connection(command: FlagParser, *, with_model: bool = True) -> None:

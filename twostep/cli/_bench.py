@@ -1,0 +1,151 @@
+"""`twostep bench engine`: what one engine does on this machine, beside what the machine could do."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twostep.cli._extras import require_worker_extra
+from twostep.errors import SetupError
+
+if TYPE_CHECKING:
+    from twostep.bench.engine import PhaseResult, ScenarioResult
+
+# Shapes to measure without any weights at hand; --load-format dummy fills them with random ones.
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+    "vocab_size": 128256,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "llama-3.1-70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    require_worker_extra("twostep bench engine")
+    if min([*args.batch_size, args.prompt_tokens, args.output_tokens - 2, args.max_num_batched_tokens]) < 1:
+        raise SetupError("--batch-size, --prompt-tokens and --max-num-batched-tokens start at 1, --output-tokens at 3")
+    with tempfile.TemporaryDirectory() as directory:
+        if args.shape:
+            (Path(directory) / "config.json").write_text(json.dumps(_LLAMA | SHAPES[args.shape]))
+            args.model, args.load_format = directory, "dummy"
+        return _bench(args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    # torch is loaded here, and not for --help.
+    import torch  # noqa: PLC0415
+
+    bench: Any = importlib.import_module("twostep.bench.engine")
+    measure_limits = importlib.import_module("twostep.bench.limits").measure_limits
+    roofline: Any = importlib.import_module("twostep.bench.roofline")
+    config_of = importlib.import_module("twostep.models.config").parse_config
+    resolve = importlib.import_module("twostep.models.store").resolve
+    worker_config = importlib.import_module("twostep.worker.config").WorkerConfig
+    choose_device = importlib.import_module("twostep.engine.device").choose_device
+
+    name, why = choose_device(args.device)
+    device = torch.device(name)
+    model_dir = resolve(args.model, progress=print)
+    model = config_of(model_dir)
+    dtype = model.dtype if args.dtype == "auto" else args.dtype
+    limits = measure_limits(device, getattr(torch, dtype))
+    if not args.json:
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        print(f"{kind} ({why}), torch {torch.__version__}", flush=True)
+        print(
+            f"limits here: read {limits.bytes_per_s / 1e9:,.0f} GB/s, {dtype} product {limits.flops_per_s / 1e12:,.1f} TFLOP/s", flush=True
+        )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    config = worker_config(
+        role="decode",
+        model=str(model_dir),
+        dtype=args.dtype,
+        device=name,
+        load_format=args.load_format,
+        block_size=args.block_size,
+        max_model_len=min(model.max_model_len, args.prompt_tokens + args.output_tokens),
+        max_num_seqs=max(args.batch_size),
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes or 0,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+    )
+    runner = importlib.import_module("twostep.worker.model").load_model(config).runner
+    shape = roofline.ModelShape.of(model, runner.kv_shape, dtype)
+    results = []
+    for batch in args.batch_size:
+        scenario = bench.Scenario(
+            batch=batch, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens, temperature=args.temperature
+        )
+        result = bench.run_scenario(runner, shape, limits, device, scenario, args.max_num_batched_tokens)
+        results.append(result)
+        if not args.json:
+            _show(result)
+    if args.json:
+        print(json.dumps({"device": name, "dtype": dtype, "limits": asdict(limits), "results": [_plain(r) for r in results]}, indent=2))
+    return 0
+
+
+def _show(result: ScenarioResult) -> None:
+    s = result.scenario
+    print(f"\nbatch {s.batch}, {s.prompt_tokens} prompt tokens, {s.output_tokens} new ones", flush=True)
+    ttft = sorted(result.ttft_s)
+    tpot = sorted(result.tpot_s)
+    print(f"  prefill {_phase(result.prefill)}")
+    print(f"          TTFT p50 {_ms(_at(ttft, 0.5))}, p99 {_ms(_at(ttft, 0.99))}; least possible for all {_ms(result.prefill.floor_s)}")
+    print(f"  decode  {_phase(result.decode)}")
+    print(
+        f"          TPOT p50 {_ms(_at(tpot, 0.5))}, p99 {_ms(_at(tpot, 0.99))}, longest {_ms(tpot[-1])}; "
+        f"least possible {_ms(result.decode.floor_s)}",
+        flush=True,
+    )
+
+
+def _phase(phase: PhaseResult) -> str:
+    energy = "" if phase.joules_per_token is None else f", {phase.joules_per_token:.3g} J/token"
+    return f"{phase.tokens_per_s:,.0f} tokens/s, MFU {phase.mfu:.2f}, MBU {phase.mbu:.2f}, bound by {phase.bound.value}{energy}"
+
+
+def _plain(result: ScenarioResult) -> dict[str, Any]:
+    phases = {}
+    for name in ("prefill", "decode"):
+        phase: PhaseResult = getattr(result, name)
+        phases[name] = asdict(phase) | {"bound": phase.bound.value, "tokens_per_s": phase.tokens_per_s}
+    times = {"ttft_p50_s": statistics.median(result.ttft_s), "ttft_p99_s": _at(sorted(result.ttft_s), 0.99)}
+    times |= {"tpot_p50_s": statistics.median(result.tpot_s), "tpot_p99_s": _at(sorted(result.tpot_s), 0.99)}
+    return asdict(result.scenario) | times | phases
+
+
+def _at(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms"
