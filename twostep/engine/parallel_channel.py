@@ -11,13 +11,14 @@ longest step may be, but only what was written takes memory.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -25,14 +26,18 @@ import numpy as np
 import numpy.typing as npt
 
 from twostep.engine.batch import Batch
+from twostep.engine.pool_sizing import PoolSizing
 from twostep.errors import InternalError, Unavailable
 
 _NUM_SLOTS = 4
 _SLOT_BYTES = 64 << 20
 _HEAD_BYTES = 4096
 _ALIGNMENT = 64
-_MAX_MESSAGE = 256
 _POLL_S = 20e-6
+
+# Larger than any description of a runner.
+_MAX_MESSAGE = 1 << 16
+DONE = b"done"
 
 # Most blocks of one transfer, and the bytes of a rank's part of it.
 MAX_TRANSFER_BLOCKS = 1024
@@ -40,6 +45,34 @@ TRANSFER_BYTES = 16 << 20
 
 _COMMAND = struct.Struct("<BQ6I")
 _TRANSFER = struct.Struct("<BQI")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Rank 0's first message. `options` are ModelRunner's, all but those below."""
+
+    rank: int
+    size: int
+    parent: int
+    directory: str
+    model_dir: str
+    device: str
+    timeout_s: float
+    log_level: str
+    options: dict[str, Any]
+
+    def pack(self) -> bytes:
+        options = dict(self.options)
+        if isinstance(options.get("num_blocks"), PoolSizing):
+            options["num_blocks"] = asdict(options["num_blocks"])
+        return json.dumps(asdict(self) | {"options": options}).encode()
+
+    @staticmethod
+    def unpack(message: bytes) -> Hello:
+        hello = Hello(**json.loads(message))
+        if isinstance(hello.options.get("num_blocks"), dict):
+            hello.options["num_blocks"] = PoolSizing(**hello.options["num_blocks"])
+        return hello
 
 
 class Kind(IntEnum):
@@ -52,8 +85,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`number` counts commands from 1. `sizes` of a step: tokens, sequences, blocks of a table, sampled rows, whether tokens are carried;
-    of a copy: source and target block."""
+    """`number` counts steps from 1; other commands have that of the step before. `sizes` of a step: tokens, sequences, blocks of a table,
+    sampled rows, whether tokens are carried; of a copy: source and target block."""
 
     kind: Kind
     number: int

@@ -85,14 +85,16 @@ def _finish(work: Any) -> None:
 
 
 def _gloo(meeting: Meeting, timeout_s: float) -> Any:
-    options: Any = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     # The loopback interface only: gloo does not authenticate who connects.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(meeting.store("gloo"), meeting.rank, meeting.size, options)
+    return gloo(meeting.store("gloo"), meeting.rank, meeting.size, options)
 
 
 def _nccl(meeting: Meeting, timeout_s: float) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(meeting.store("nccl"), meeting.rank, meeting.size, options)
+    return nccl(meeting.store("nccl"), meeting.rank, meeting.size, options)

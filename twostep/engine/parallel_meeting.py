@@ -10,7 +10,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from twostep.errors import SetupError
 
@@ -32,11 +32,11 @@ class Meeting:
         self._notes = self.store("notes")
         self._round = 0
 
-    def store(self, name: str) -> dist.Store:
+    def store(self, name: str) -> Store:
         """A store of its own for a process group."""
-        store = dist.FileStore(str(self._path.with_name(name)), self.size)
+        store = FileStore(str(self._path.with_name(name)), self.size)
         store.set_timeout(_STORE_TIMEOUT)
-        return dist.PrefixStore(name, store)
+        return PrefixStore(name, store)
 
     def exchange(self, note: bytes) -> list[bytes]:
         """Every rank's note of this round, in order of rank; all ranks call it the same number of times. Raises SetupError with what

@@ -10,64 +10,33 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from twostep.engine.batch import InFlight
 from twostep.engine.model_runner import ModelRunner
-from twostep.engine.parallel_channel import BlockMemory, Command, Kind, StepMemory, Transfer, receive
+from twostep.engine.parallel_channel import DONE, BlockMemory, Command, Hello, Kind, StepMemory, Transfer, receive
 from twostep.engine.parallel_meeting import Meeting
 from twostep.engine.parallel_member import Member
-from twostep.engine.pool_sizing import PoolSizing
 from twostep.errors import TwostepError
 from twostep.log import setup_logging
 
 log = logging.getLogger(__name__)
 
-DONE = b"done"
-# Larger than any description of a runner.
-MAX_HELLO = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _NUM_EVENTS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """Rank 0's first message. `options` are ModelRunner's, all but those below."""
-
-    rank: int
-    size: int
-    parent: int
-    directory: str
-    model_dir: str
-    device: str
-    timeout_s: float
-    log_level: str
-    options: dict[str, Any]
-
-    def pack(self) -> bytes:
-        options = dict(self.options)
-        if isinstance(options.get("num_blocks"), PoolSizing):
-            options["num_blocks"] = asdict(options["num_blocks"])
-        return json.dumps(asdict(self) | {"options": options}).encode()
-
-    @staticmethod
-    def unpack(message: bytes) -> Hello:
-        hello = Hello(**json.loads(message))
-        if isinstance(hello.options.get("num_blocks"), dict):
-            hello.options["num_blocks"] = PoolSizing(**hello.options["num_blocks"])
-        return hello
+_IDLE_MS = 20
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -77,7 +46,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(life_line,), name="life line", daemon=True).start()
     steps, blocks = socket.socket(fileno=steps_fd), socket.socket(fileno=blocks_fd)
-    hello = Hello.unpack(steps.recv(MAX_HELLO))
+    hello = Hello.unpack(receive(steps))
     _die_with(hello.parent)
     setup_logging(level=hello.log_level, process=f"rank-{hello.rank}")
     meeting = Meeting(Path(hello.directory), hello.rank, hello.size)
@@ -113,16 +82,24 @@ class _Rank:
         """Until told to end, or nobody is there any more."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while message := receive(channel):
-            command = Command.unpack(message)
-            if command.kind == Kind.END:
+        idle = select.poll()
+        idle.register(channel, select.POLLIN)
+        in_flight: deque[tuple[int, InFlight]] = deque()
+        while True:
+            # The last step is collected late, so that the next one is launched while it runs; but not never.
+            while len(in_flight) > 1 or (in_flight and not idle.poll(_IDLE_MS)):
+                number, step = in_flight.popleft()
+                step.result()
+                self._steps.set_done(self._rank, number)
+            message = receive(channel)
+            command = Command.unpack(message) if message else None
+            if command is None or command.kind == Kind.END:
                 return
             if command.kind == Kind.COPY:
                 self._runner.copy_block(*command.sizes[:2])
             else:
-                self._runner.launch(self._steps.get(command)).result()
+                in_flight.append((command.number, self._runner.launch(self._steps.get(command))))
             self._clock.note(command.number)
-            self._steps.set_done(self._rank, command.number)
 
     def serve_blocks(self, channel: socket.socket) -> None:
         block_bytes = self._runner.kv_shape.block_bytes
