@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs: one captured step for each of a ladder of batch sizes, replayed with other inputs.
 
     batch of 13 ─pad→ 16 rows ─one copy→ inputs ─replay→ logits [16, V] ─cut→ [13, V]
+                                     tokens of the step before ─┘    └─ the largest logit's tokens
 
 A launch costs the host more than most of a decode step's kernels take on the device; a replay launches all of them at once. Inputs
 keep their addresses: lengths, blocks and slots are read on the device. A row of padding decodes token 0 after nothing and writes
@@ -17,7 +18,9 @@ import torch
 
 from twostep.engine.batch import Batch
 from twostep.engine.kv_cache import KvCache
+from twostep.kernels.ops import AttentionPlan
 from twostep.kernels.triton_ops import TritonOps
+from twostep.kernels.triton_tokens import carry_tokens, pick_greedy
 from twostep.models.decoder import Decoder
 
 _WARM_UPS = 2
@@ -47,15 +50,17 @@ class DecodeGraphs:
             self._graphs[size] = captured
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
-        """Logits [S, vocab_size] of a batch of S sequences with one token each, all sampled in order; valid until the next call.
-        None: no graph serves this batch."""
+        """Logits [S, vocab_size] of a batch of S sequences with one token each, all sampled in order; valid until the next call. The
+        greedy choice of each row is in TritonOps.tokens then. None: no graph serves this batch."""
         num_seqs = len(batch.seq_lens)
         if num_seqs != len(batch.token_ids) or num_seqs != len(batch.sample_rows) or num_seqs > self._sizes[-1]:
             return None
         captured = self._graphs[next(size for size in self._sizes if size >= num_seqs)]
-        rows = np.zeros((4, captured.size), np.int32)
-        rows[2], rows[3] = -1, 1
-        rows[:, :num_seqs] = batch.token_ids, batch.positions, batch.slots, batch.seq_lens
+        rows = np.zeros((5, captured.size), np.int32)
+        rows[2], rows[3], rows[4] = -1, 1, -1
+        rows[:4, :num_seqs] = batch.token_ids, batch.positions, batch.slots, batch.seq_lens
+        if batch.carried is not None:
+            rows[4, :num_seqs] = batch.carried
         inputs, tables = self._ops.upload.send((rows, batch.block_tables))
         captured.inputs.copy_(inputs)
         self._tables[:num_seqs, : tables.shape[1]].copy_(tables)
@@ -64,22 +69,30 @@ class DecodeGraphs:
 
 
 class _Captured:
-    """One graph. inputs  int32 [4, size]: token ids, positions, slots, lengths"""
+    """One graph. inputs  int32 [5, size]: token ids, positions, slots, lengths, rows that token ids are carried from (or -1)"""
 
     def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, tables: torch.Tensor, pool: Any) -> None:
         device = tables.device
         self.size = len(tables)
-        self.inputs = torch.zeros(4, self.size, dtype=torch.int32, device=device)
-        self.inputs[2], self.inputs[3] = -1, 1
+        self.inputs = torch.zeros(5, self.size, dtype=torch.int32, device=device)
+        self.inputs[2], self.inputs[3], self.inputs[4] = -1, 1, -1
         # Kept: the graph reads and writes its buffers at every replay, and they are not of the graph's own memory.
         c = model.config
-        self._plan = plan = ops.plan_decode(self.inputs, tables, cache, num_heads=c.num_heads, rope=model.rope_tables, windows=c.windows)
+        self._plan = plan = ops.plan_decode(
+            self.inputs[:4], tables, cache, num_heads=c.num_heads, rope=model.rope_tables, windows=c.windows
+        )
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):  # compiles kernels and makes the libraries' workspaces, which a capture must not
-                model.compute(plan)
+                self._step(model, plan, ops.tokens)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
-            self.logits = model.compute(plan)
+            self.logits = self._step(model, plan, ops.tokens)
+
+    def _step(self, model: Decoder, plan: AttentionPlan, tokens: torch.Tensor) -> torch.Tensor:
+        carry_tokens(self.inputs[0], self.inputs[4], tokens)
+        logits = model.compute(plan)
+        pick_greedy(logits, tokens[: self.size])
+        return logits

@@ -1,9 +1,11 @@
 """Runs batches of one model on one device.
 
 1. Engine.step plans a Batch                       twostep/engine/batch.py
-2. ModelRunner.run → model.forward                 twostep/models/llama.py
+2. ModelRunner.launch → model.forward              twostep/models/decoder.py
 3. Ops and the step's AttentionPlan read and write KvCache   twostep/kernels/
-4. sample turns the rows' logits into tokens       twostep/engine/sampler.py
+4. the rows' logits become tokens                  twostep/engine/sampler.py, on a GPU device_sampler.py
+
+On a CPU a step is done when it is launched; on a GPU (device_steps.py) the host goes on.
 """
 
 from __future__ import annotations
@@ -28,12 +30,11 @@ from twostep.errors import SetupError
 from twostep.kernels.ops import Ops
 from twostep.kernels.torch_ops import TorchOps
 from twostep.models.config import ModelConfig, parse_config
-from twostep.models.decoder import Decoder
 from twostep.models.registry import build_model, fill_random, load_weights
 from twostep.startup import NoProgress, Progress
 
 if TYPE_CHECKING:
-    from twostep.engine.decode_graphs import DecodeGraphs
+    from twostep.engine.device_steps import DeviceSteps
     from twostep.engine.parallel_member import Member
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -76,7 +77,8 @@ class ModelRunner:
         self._member = member
         part = None if member is None else member.part(config)
         local = config if part is None else part.shard.local
-        self._graphs: DecodeGraphs | None = None
+        # None on a CPU, which computes in `launch`.
+        self._steps: DeviceSteps | None = None
         self._last_token_ids: Sequence[int] = ()
         progress = progress or NoProgress()
         progress.phase("device")
@@ -97,15 +99,15 @@ class ModelRunner:
                 member.meeting.exchange(b"loaded")
             if isinstance(num_blocks, PoolSizing):
                 self._cache = KvCache(kv_shape(local, chosen, 1, block_size), str(self._device))
+                self._steps = self._device_steps(ops, 0)
                 num_blocks = self._measured_blocks(num_blocks, free_at_start, max_num_seqs, progress)
             if member is not None:
                 num_blocks = member.meeting.least(num_blocks)
             progress.phase("pool")
             self._cache = KvCache(kv_shape(local, chosen, num_blocks, block_size), str(self._device))
-            if self._device.type == "cuda" and max_num_seqs:
+            if self._device.type == "cuda":
                 progress.phase("graphs")
-                with torch.inference_mode():
-                    self._graphs = _capture(self._model, self._cache, ops, max_num_seqs)
+                self._steps = self._device_steps(ops, max_num_seqs)
 
     @property
     def config(self) -> ModelConfig:
@@ -131,17 +133,16 @@ class ModelRunner:
 
     @property
     def overlaps(self) -> bool:
-        return False
+        return self._steps is not None
 
     def launch(self, batch: Batch) -> InFlight:
         with torch.inference_mode(), self._on_device():
+            if self._steps is not None:
+                return self._steps.launch(batch)
             batch = batch.with_carried(self._last_token_ids)
             logits = self._logits(batch)
             # Rank 0 of several picks the tokens; the others' batches have nothing to sample.
             sampled = sample(logits, batch.sampling)
-            if self._device.type == "cuda" and not batch.sampling:
-                # Fetched tokens are waited for anyway; without any, the step's KV must be there too when this returns.
-                torch.cuda.current_stream().synchronize()
             self._last_token_ids = sampled.token_ids
             return FinishedStep(sampled)
 
@@ -150,8 +151,19 @@ class ModelRunner:
         return self.launch(batch).result()
 
     def _logits(self, batch: Batch) -> torch.Tensor:
-        logits = None if self._graphs is None else self._graphs.logits(batch)
-        return self._model.forward(batch, self._cache) if logits is None else logits
+        return self._model.forward(batch, self._cache) if self._steps is None else self._steps.forward(batch)
+
+    def _device_steps(self, ops: Ops, max_num_seqs: int) -> DeviceSteps:
+        """For the pool there is now."""
+        # Only a GPU needs triton, and importing it takes a second.
+        from twostep.engine.decode_graphs import DecodeGraphs, ladder  # noqa: PLC0415
+        from twostep.engine.device_steps import DeviceSteps  # noqa: PLC0415
+        from twostep.kernels.triton_ops import TritonOps  # noqa: PLC0415
+
+        assert isinstance(ops, TritonOps)
+        with torch.inference_mode():
+            graphs = DecodeGraphs(self._model, self._cache, ops, ladder(max_num_seqs)) if max_num_seqs else None
+        return DeviceSteps(self._model, self._cache, ops, graphs)
 
     def _measured_blocks(self, sizing: PoolSizing, free_at_start: int, max_num_seqs: int, progress: Progress) -> int:
         from twostep.engine.decode_graphs import ladder  # noqa: PLC0415
@@ -208,14 +220,6 @@ def _ops(device: torch.device) -> Ops:
     from twostep.kernels.triton_ops import TritonOps  # noqa: PLC0415
 
     return TritonOps(device)
-
-
-def _capture(model: Decoder, cache: KvCache, ops: Ops, max_num_seqs: int) -> DecodeGraphs:
-    from twostep.engine.decode_graphs import DecodeGraphs, ladder  # noqa: PLC0415
-    from twostep.kernels.triton_ops import TritonOps  # noqa: PLC0415
-
-    assert isinstance(ops, TritonOps)
-    return DecodeGraphs(model, cache, ops, ladder(max_num_seqs))
 
 
 def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int) -> KvShape:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
-def uniform(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+def uniform(seeds: Sequence[int] | npt.NDArray[np.int64], positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) for each pair, a multiple of 2**-53. Seeds are signed 64-bit, positions count from 0.
 
     The position-th output of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) started

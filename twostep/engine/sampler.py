@@ -21,7 +21,7 @@ from twostep.engine.types import TopLogprob
 from twostep.errors import InternalError
 
 # Below it a temperature changes nothing but overflows.
-_MIN_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 # top-p looks at this many best logits before it sorts a whole row.
 _TOP_P_CANDIDATES = 1024
 # Entries of [rows, vocabulary] drawn from at once: bounds the float64 temporaries to some 100 MB.
@@ -101,7 +101,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 def _scale(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """(logit - the row's largest) / temperature: at most 0, at least float32."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    temperature = wide.new_tensor([max(row.params.temperature, _MIN_TEMPERATURE) for row in rows])
+    temperature = wide.new_tensor([max(row.params.temperature, MIN_TEMPERATURE) for row in rows])
     return (wide - wide.amax(-1, keepdim=True)).div_(temperature[:, None])
 
 

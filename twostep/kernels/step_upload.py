@@ -1,26 +1,36 @@
-"""A step's index arrays on their way to the device: packed into pinned memory, sent in one copy that the host does not wait for."""
+"""A step's arrays on their way to the device: packed into pinned memory, sent in one copy that the host does not wait for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
 # Each array starts at a multiple of this many bytes, for any dtype and for wide loads.
 _ALIGNMENT = 16
+# A step's copies wait on the stream behind the step before it. Sends of two steps and more are under way without the host waiting.
+_NUM_BUFFERS = 16
+
+_TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(slots=True)
+class _Buffer:
+    pinned: torch.Tensor
+    sent: torch.cuda.Event
 
 
 class StepUpload:
-    """Sends arrays to one device, from one thread. Its pinned memory grows to the largest step and is used again by each; on a CPU
-    the arrays are only wrapped."""
+    """Sends arrays to one device, from one thread. Its pinned buffers take turns, and each grows to the largest send; on a CPU the
+    arrays are only copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pinned = torch.empty(0, dtype=torch.uint8)
-        self._sent: torch.cuda.Event | None = None
+        self._buffers: list[_Buffer] = []
+        self._next = 0
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """The arrays on the device in one new tensor, in order of the current stream. They may be changed on return."""
@@ -30,22 +40,29 @@ class StepUpload:
         memory = torch.empty(total, dtype=torch.uint8, device=self._device)
         self._send(arrays, starts, total, memory)
         return [
-            memory[start : start + array.nbytes].view(_torch_dtype(array)).view(array.shape)
+            memory[start : start + array.nbytes].view(_TORCH_DTYPES[array.dtype.name]).view(array.shape)
             for array, start in zip(arrays, starts, strict=True)
         ]
 
     def _send(self, arrays: Sequence[npt.NDArray[Any]], starts: Sequence[int], total: int, target: torch.Tensor) -> None:
-        if self._sent is not None:
-            self._sent.synchronize()  # the last step's copy still reads the pinned memory; seldom true
-        if self._pinned.numel() < total:
-            self._pinned = torch.empty(2 * total, dtype=torch.uint8, pin_memory=True)
-        host = self._pinned.numpy()
+        buffer = self._take(total)
+        host = buffer.pinned.numpy()
         for array, start in zip(arrays, starts, strict=True):
             host[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-        target.copy_(self._pinned[:total], non_blocking=True)
-        if self._sent is None:
-            self._sent = torch.cuda.Event()
-        self._sent.record()
+        target.copy_(buffer.pinned[:total], non_blocking=True)
+        buffer.sent.record()
+
+    def _take(self, num_bytes: int) -> _Buffer:
+        if len(self._buffers) < _NUM_BUFFERS:
+            buffer = _Buffer(torch.empty(0, dtype=torch.uint8), torch.cuda.Event())
+            self._buffers.append(buffer)
+        else:
+            buffer = self._buffers[self._next]
+            self._next = (self._next + 1) % _NUM_BUFFERS
+            buffer.sent.synchronize()  # its last copy still reads the pinned memory; seldom true
+        if buffer.pinned.numel() < num_bytes:
+            buffer.pinned = torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=True)
+        return buffer
 
 
 def _starts(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[int], int]:
@@ -54,7 +71,3 @@ def _starts(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[int], int]:
         starts.append(total)
         total += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     return starts, total
-
-
-def _torch_dtype(array: npt.NDArray[Any]) -> torch.dtype:
-    return torch.int64 if array.dtype == np.int64 else torch.int32

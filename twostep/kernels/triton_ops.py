@@ -17,6 +17,7 @@ from twostep.kernels.prefill_choice import HOPPER_ROWS, num_leading_decodes, use
 from twostep.kernels.step_upload import StepUpload
 from twostep.kernels.triton_decode import decode_attention
 from twostep.kernels.triton_decode_plan import DecodePlan, DecodeWorkspace
+from twostep.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
 
 
 class TritonOps:
@@ -26,6 +27,8 @@ class TritonOps:
         self._device = torch.device(device)
         self._capability = torch.cuda.get_device_capability(self._device) if self._device.type == "cuda" else None
         self.upload = StepUpload(self._device)
+        # What the rows of the last step sampled: the next one may carry it.
+        self.tokens = torch.zeros(MAX_SAMPLED_ROWS, dtype=torch.int64, device=device)
         self.decode_workspace = DecodeWorkspace(device)
         self._decode_plans: dict[tuple[KvShape, int, int, int], DecodePlan] = {}
 
@@ -74,6 +77,9 @@ class TritonOps:
                 triton_prefill.plan_tiles(num_queries, batch.seq_lens.astype(np.int64), rows // share),
             )
         )
+        if batch.carried is not None:
+            (carried,) = self.upload.send((batch.carried,))
+            carry_tokens(sent[0], carried, self.tokens)
         plan = TritonAttentionPlan(
             StepTensors(*sent), cache, num_heads=num_heads, cos=cos, sin=sin, windows=windows, tile_shape=None if hopper else shape
         )

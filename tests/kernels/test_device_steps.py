@@ -1,0 +1,102 @@
+"""An engine over the device's steps and sampler, planning ahead, against the CPU's runner: through Triton's interpreter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kernel_pools import DEVICE
+
+from twostep.engine.batch import Batch, InFlight, KvShape
+from twostep.engine.device_steps import DeviceSteps
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
+from twostep.engine.kv_cache import KvCache
+from twostep.engine.model_runner import ModelRunner, kv_shape
+from twostep.engine.types import EngineRequest, TokenOutput
+from twostep.kernels.triton_ops import TritonOps
+from twostep.models.config import parse_config
+from twostep.models.registry import build_model, load_weights
+from twostep.sampling_params import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
+from forward_helpers import save_model
+
+NUM_BLOCKS, BLOCK_SIZE = 24, 16
+
+
+class DeviceRunner:
+    """The parts of a ModelRunner on a GPU, wherever the kernels run here."""
+
+    overlaps = True
+
+    def __init__(self, directory: Path) -> None:
+        config = parse_config(directory)
+        ops = TritonOps(DEVICE)
+        model = build_model(config, torch.float32, ops, DEVICE)
+        load_weights(model, directory)
+        self.cache = KvCache(kv_shape(config, "float32", NUM_BLOCKS, BLOCK_SIZE), DEVICE)
+        self.steps = DeviceSteps(model, self.cache, ops, None)
+        self.vocab_size, self.max_model_len = config.vocab_size, config.max_model_len
+        self.num_carried = 0
+
+    @property
+    def kv_shape(self) -> KvShape:
+        return self.cache.shape
+
+    def launch(self, batch: Batch) -> InFlight:
+        self.num_carried += batch.carried is not None
+        with torch.inference_mode():
+            return self.steps.launch(batch)
+
+    def read_blocks(self, block_ids: Sequence[int], out: np.ndarray) -> None:
+        raise AssertionError("nothing is moved here")
+
+    write_blocks = read_blocks
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.cache.copy_block(source, target)
+
+
+def requests(seed: int, vocab_size: int) -> list[EngineRequest]:
+    rng = np.random.default_rng(seed)
+    kinds = [
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "seed": 11},
+        {"temperature": 0.7, "repetition_penalty": 1.4, "frequency_penalty": 0.5, "min_tokens": 4, "seed": 3, "logprobs": 0},
+        {"temperature": 0.0, "presence_penalty": 1.0},
+    ]
+    return [
+        EngineRequest(
+            seq_id=f"r{i}",
+            token_ids=rng.integers(3, vocab_size, 3 + 6 * i).tolist(),
+            num_prompt_tokens=3 + 6 * i,
+            sampling=SamplingParams(max_tokens=6, **kind),
+            eos_token_ids=frozenset(range(0, vocab_size, 9)),
+        )
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def stream(tokens: Sequence[TokenOutput]) -> list[tuple[int, int, object]]:
+    return [(token.token_id, token.position, token.finish_reason) for token in tokens]
+
+
+def test_the_engine_s_tokens_are_the_cpu_s(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    device = DeviceRunner(tmp_path)
+    # A budget that splits prompts, so that chunks and decodes mix.
+    bounds = EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, hash_unit=16)
+    work = requests(1, device.vocab_size)
+    got = generate(Engine(device, bounds), work)
+    want = generate(Engine(ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype="float32"), bounds), work)
+    assert [stream(tokens) for tokens in got] == [stream(tokens) for tokens in want]
+    for i in (0, 2):
+        for left, right in zip(got[i], want[i], strict=True):
+            assert left.logprob == pytest.approx(right.logprob, abs=1e-3)
+            assert [top.token_id for top in left.top_logprobs] == [top.token_id for top in right.top_logprobs]
+    assert device.num_carried >= 5

@@ -1,0 +1,167 @@
+"""Sampling on the device against the CPU's sampler, its oracle: the same tokens but for near-ties."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_pools import DEVICE
+
+from twostep.engine.batch import Batch, SamplingRow
+from twostep.engine.device_sampler import DeviceSampler
+from twostep.engine.sampler import sample, sampling_margin
+from twostep.kernels.step_upload import StepUpload
+from twostep.kernels.triton_tokens import NO_TOKEN, carry_tokens, pick_greedy
+from twostep.sampling_params import SamplingParams
+
+INFINITY = float("inf")
+
+
+def row_of(
+    position: int = 0, history: tuple[int, ...] = (), num_prompt: int = 0, stops: Any = frozenset(), seq_id: str = "", **params: Any
+) -> SamplingRow:
+    return SamplingRow(
+        params=SamplingParams(**({"max_tokens": 1000} | params)),
+        position=position,
+        history=history,
+        num_prompt_tokens=num_prompt,
+        stop_ids=frozenset(stops),
+        seq_id=seq_id,
+    )
+
+
+def batch_of(rows: list[SamplingRow], carried: list[int] | None = None) -> Batch:
+    """One decoded token for each row; the sampler looks at no more of it than this."""
+    count, zeros = len(rows), np.zeros(len(rows), np.int32)
+    return Batch(
+        token_ids=zeros.astype(np.int64),
+        positions=zeros.astype(np.int64),
+        query_start=np.arange(count + 1, dtype=np.int32),
+        seq_lens=zeros + 1,
+        block_tables=zeros[:, None],
+        slots=zeros.astype(np.int64),
+        sample_rows=np.arange(count),
+        sampling=rows,
+        carried=None if carried is None else np.array(carried, np.int32),
+    )
+
+
+class Device:
+    def __init__(self, vocab_size: int) -> None:
+        self.tokens = torch.full((64,), -7, dtype=torch.int64, device=DEVICE)
+        self.sampler = DeviceSampler(StepUpload(torch.device(DEVICE)), self.tokens, vocab_size)
+
+    def sample(self, logits: torch.Tensor, rows: list[SamplingRow], carried: list[int] | None = None) -> list[int]:
+        self.logprobs = self.sampler.sample(logits.to(DEVICE, copy=True), batch_of(rows, carried))
+        return self.tokens[: len(rows)].tolist()
+
+
+@st.composite
+def sampling_rows(draw: st.DrawFn, vocab_size: int) -> SamplingRow:
+    history = tuple(draw(st.lists(st.integers(0, vocab_size - 1), max_size=20)))
+    return row_of(
+        position=draw(st.integers(0, 50)),
+        history=history,
+        num_prompt=draw(st.integers(0, len(history))),
+        stops=draw(st.frozensets(st.integers(0, vocab_size + 5), max_size=3)) if draw(st.booleans()) else frozenset(),
+        temperature=draw(st.sampled_from([0.0, 0.1, 0.7, 1.0, 2.5])),
+        top_k=draw(st.sampled_from([0, 0, 1, 2, 10, vocab_size, 10**6])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.5, 1e-6])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.02, 0.3, 1.0])),
+        seed=draw(st.integers(-(1 << 63), (1 << 63) - 1)),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.8])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.4, -1.0])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.6, -0.5])),
+        min_tokens=draw(st.sampled_from([0, 20])),
+        logprobs=draw(st.sampled_from([None, None, 0, 3])),
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), vocab_size=st.sampled_from([97, 4099]), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_rows_equal_the_cpu_s_up_to_near_ties(data: st.DataObject, vocab_size: int, dtype: torch.dtype) -> None:
+    rows = data.draw(st.lists(sampling_rows(vocab_size), min_size=1, max_size=4))
+    spread = data.draw(st.sampled_from([0.3, 3.0]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
+    logits = (torch.randn(len(rows), vocab_size, generator=generator) * spread).to(dtype)
+    device = Device(vocab_size)
+    got, want = device.sample(logits, rows), sample(logits, rows)
+    for i, row in enumerate(rows):
+        assert got[i] == want.token_ids[i] or sampling_margin(logits[i], row) < 1e-5
+    if device.logprobs is not None:
+        for i, values in zip(device.logprobs.rows, device.logprobs.values.tolist(), strict=True):
+            assert values[0] == pytest.approx(float(logits[i].double().log_softmax(-1)[got[i]]), abs=1e-4)
+            best = [top.logprob for top in want.top_logprobs[i]]
+            assert values[1 : 1 + len(best)] == pytest.approx(best, abs=1e-4)
+            assert len(set(values[1 + len(values) // 2 :])) == len(values) // 2
+
+
+def test_equal_logits_at_a_cut_stay_together() -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).repeat(40, 1)
+    for params in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": float(np.exp(-1.0)) * 0.999}):
+        drawn = Device(5).sample(logits, [row_of(i, **params) for i in range(40)])
+        assert set(drawn) == {0, 1, 2, 3}
+
+
+def test_every_token_has_its_share() -> None:
+    """64 draws a row kind of nearly flat logits: what is kept is drawn, what is not never is."""
+    logits = torch.linspace(0.1, 0.0, 16).expand(64, 16)
+    drawn = Device(16).sample(logits, [row_of(i, top_k=8) for i in range(64)])
+    counts = Counter(drawn)
+    assert set(counts) == set(range(8))
+    assert max(counts.values()) < 24
+
+
+def test_broken_logits_give_no_token_and_carry_nothing_wild() -> None:
+    logits = torch.tensor(
+        [[0.0, float("nan"), 1.0], [-INFINITY] * 3, [1.0, INFINITY, 0.0], [-INFINITY, 5.0, 5.0], [0.0, 1.0, float("nan")]]
+    )
+    rows = [row_of(temperature=0.0), row_of(), row_of(temperature=0.0), row_of(temperature=0.0), row_of(seed=4, top_p=0.5)]
+    device = Device(3)
+    assert device.sample(logits, rows) == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 1, NO_TOKEN]
+    token_ids = torch.tensor([9, 9, 9], dtype=torch.int32, device=DEVICE)
+    carry_tokens(token_ids, torch.tensor([0, -1, 3], dtype=torch.int32, device=DEVICE), device.tokens)
+    assert token_ids.tolist() == [0, 9, 1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 5), vocab_size=st.sampled_from([1, 31, 2048, 5000]), seed=st.integers(0, 999), few=st.booleans(), data=st.data())
+def test_greedy_is_the_first_of_the_largest(rows: int, vocab_size: int, seed: int, few: bool, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # Few values: the largest comes many times, as +0.0 and -0.0 too.
+    logits = torch.randn(rows, vocab_size, generator=generator)
+    logits = (logits.clamp(-1, 0).round() if few else logits).to(data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
+    tokens = torch.full((rows,), -7, dtype=torch.int64, device=DEVICE)
+    pick_greedy(logits.to(DEVICE), tokens)
+    best = logits.double().amax(-1, keepdim=True)
+    assert tokens.tolist() == [(row == top).nonzero()[0].item() for row, top in zip(logits.double(), best, strict=True)]
+
+
+def test_counts_follow_sequences_that_come_go_and_return() -> None:
+    """Penalized sequences in steps of a random few, each token carried or known, with more sequences than rows of the table; now and then
+    one loses its last tokens, as one that is computed again."""
+    vocab_size, rng = 61, np.random.default_rng(5)
+    device = Device(vocab_size)
+    params = {"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.4}
+    histories = {f"s{i}": rng.integers(0, vocab_size, 4).tolist() for i in range(7)}
+    last: list[str] = []
+    for step in range(40):
+        logits = torch.from_numpy(rng.normal(size=(3, vocab_size)).astype(np.float32))
+        names = rng.permutation(list(histories))[:3].tolist()
+        if step % 7 == 6 and names[0] not in last:
+            del histories[names[0]][3:]
+        known = [row_of(len(histories[n]) - 3, tuple(histories[n]), 3, seq_id=n, temperature=[0.0, 0.8][step % 2], **params) for n in names]
+        carried = [last.index(n) if n in last and rng.random() < 0.7 else -1 for n in names]
+        given = [replace(row, history=row.history[:-1]) if c >= 0 else row for row, c in zip(known, carried, strict=True)]
+        got, want = device.sample(logits, given, carried), sample(logits, known).token_ids
+        for i, row in enumerate(known):
+            assert got[i] == want[i] or sampling_margin(logits[i], row) < 1e-5
+            histories[names[i]].append(got[i])
+        last = names
+    assert len(device.sampler._counts.table) == 3
