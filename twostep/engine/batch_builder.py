@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from twostep.engine.batch import Batch, SamplingRow
-from twostep.engine.ledger import StepWork
+from twostep.engine.step_work import StepWork
 
 
 def build_batch(work: StepWork, *, block_size: int) -> Batch:

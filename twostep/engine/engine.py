@@ -6,8 +6,9 @@ while the runner works), but `step` and `settle_launched` are called by one thre
 
 A step:
 
-  1. plan     under the lock: running decodes and prompts, then waiting prompts; those admitted take all their blocks for life
-  2. launch   without the lock: blocks that are shared and will be written to are copied, the batch is queued on the device
+  1. plan     under the lock: running decodes and prompts, which take blocks as they grow, then preempted sequences and waiting prompts
+  2. launch   without the lock: blocks that are shared and will be written to are copied, saved ones are copied back, the batch is queued
+              on the device; then the blocks of those that gave way are copied out
   3. result   without the lock: others submit, reserve, commit and cancel meanwhile
   4. settle   under the lock: count what was computed, make full blocks findable, append and report tokens, free what ended
 
@@ -27,11 +28,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from twostep.engine.batch import InFlight, Runner, Sampled
 from twostep.engine.batch_builder import build_batch
 from twostep.engine.block_pool import BlockPool
-from twostep.engine.ledger import SequenceLedger, StepWork
+from twostep.engine.ledger import SequenceLedger
+from twostep.engine.preemption import PreemptionMode
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
+from twostep.engine.step_work import BlockLoad, StepWork
 from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound, SetupError
 
@@ -52,6 +58,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     # Whether to launch a step while the one before it is in flight; None: where the runner gains by it.
     look_ahead: bool | None = None
+    # What becomes of sequences that must give way when the pool runs out, and how much host memory their KV may take.
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    swap_bytes: int = 0
     # Hash unit of the deployment (tokens), a multiple of the block size: boundaries at which cached prefixes are announced.
     hash_unit: int = 64
 
@@ -89,9 +98,12 @@ class Engine:
         self._ledger = SequenceLedger(
             self._pool,
             block_size=shape.block_size,
+            block_bytes=shape.block_bytes,
             budget=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_waiting=config.max_waiting,
+            preemption_mode=config.preemption_mode,
+            swap_bytes=config.swap_bytes,
         )
         # The one lock, over pool and ledger; notified when there is work.
         self._changed = threading.Condition()
@@ -105,9 +117,9 @@ class Engine:
     # ---- work in ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest, *, hold: bool = False) -> None:
-        """Queues a prompt. `hold=False`: prefill and decode here to the end (blocks for prompt + max_tokens are taken when
-        it is first scheduled). `hold=True` (prefill role): only the prompt's blocks are taken; after the first token is
-        sampled the sequence leaves the batch and keeps its blocks until `release`, also if that token ended the request.
+        """Queues a prompt. `hold=False`: prefill and decode here to the end; when the pool runs out it may have to give way to
+        older ones for a while. `hold=True` (prefill role): it never gives way; after the first token is sampled the sequence
+        leaves the batch and keeps its blocks until `release`, also if that token ended the request.
 
         Raises ResourceExhausted (queue full), InvalidRequest (it can never fit the pool or the context; a duplicate seq_id).
         """
@@ -134,8 +146,9 @@ class Engine:
             return sequence is not None and sequence.hold and self._end(sequence)
 
     def reserve(self, request: EngineRequest) -> Reservation:
-        """Decode role: takes blocks for request.token_ids and what is left of max_tokens, now, sharing those that hold a cached prefix.
-        Raises ResourceExhausted (no room now), InvalidRequest (it can never fit; a duplicate seq_id)."""
+        """Decode role: takes blocks for request.token_ids, now, sharing those that hold a cached prefix. Decoding takes more as it goes.
+        Raises ResourceExhausted (no room now beside what others will need), InvalidRequest (with max_tokens it can never fit; a
+        duplicate seq_id)."""
         sequence = self._make(request, hold=False, state=SequenceState.RESERVED)
         with self._changed:
             return self._ledger.reserve(sequence)
@@ -186,24 +199,55 @@ class Engine:
 
     def _launch(self) -> bool:
         """False: there is nothing to plan now."""
+        self._save_preempted()
         since = time.monotonic()
         with self._changed:
             work = self._ledger.plan()
             self._note_work()
-            if work is None:
-                return False
-            self._steps += 1
+            if work is not None:
+                self._steps += 1
             step = self._steps
+        if work is None:
+            # Planning may have made somebody give way, who makes room for others.
+            return self._save_preempted() and self._launch()
         try:
             # Nobody else changes sequences and blocks of a planned step.
             batch = build_batch(work, block_size=self._runner.kv_shape.block_size)
             for copy in work.copies:
                 self._runner.copy_block(copy.source, copy.target)
+            for load in work.loads:
+                self._load(load)
             in_flight, failed = self._runner.launch(batch), False
         except Exception as error:  # noqa: BLE001 - its result raises it
             in_flight, failed = _NotLaunched(error), True
         self._launched.append(_Launched(step=step, work=work, in_flight=in_flight, since=since, failed=failed))
+        self._save_preempted()
         return True
+
+    def _save_preempted(self) -> bool:
+        """Copies out the blocks of those that gave way; steps that wrote them are settled. False: there are none."""
+        with self._changed:
+            saves = self._ledger.preemptor.take_saves()
+        for sequence, blocks in saves:
+            started = time.monotonic()
+            data = np.empty((len(blocks), self._runner.kv_shape.block_bytes), np.uint8)
+            copied: npt.NDArray[np.uint8] | None = data
+            try:
+                self._runner.read_blocks(blocks, data)
+            except Exception:
+                logger.exception("the KV of %s could not be copied out; it is computed again", sequence.seq_id)
+                copied = None
+            with self._changed:
+                self._ledger.saved(sequence, copied, time.monotonic() - started)
+                self._note_work()
+        return bool(saves)
+
+    def _load(self, load: BlockLoad) -> None:
+        started = time.monotonic()
+        data = load.saved.data[load.first :]
+        self._runner.write_blocks(load.blocks, data)
+        with self._changed:
+            self._ledger.preemptor.copied(data.nbytes, time.monotonic() - started)
 
     def _settle(self) -> StepOutput:
         launched = self._launched[0]
@@ -224,8 +268,10 @@ class Engine:
             result = self._ledger.fail(work, message) if sampled is None else self._ledger.settle(work, sampled)
             self._busy_since = None
             self._note_work()
-        since = max(launched.since, self._settled_at)
-        self._settled_at = time.monotonic()
+            since = max(launched.since, self._settled_at)
+            self._settled_at = time.monotonic()
+            if sampled is not None:
+                self._ledger.preemptor.computed(work.num_prefill_tokens, work.num_decodes, self._settled_at - since)
         return StepOutput(
             step=launched.step,
             tokens=result.tokens,
@@ -253,6 +299,8 @@ class Engine:
                 num_blocks=self._pool.num_blocks,
                 num_free_blocks=self._pool.num_free,
                 num_cached_blocks=self._pool.num_cached,
+                num_preemptions=self._ledger.preemptor.num_preemptions,
+                swapped_bytes=self._ledger.preemptor.swapped_bytes,
                 steps=self._steps,
                 stalled_s=0.0 if since is None else time.monotonic() - since,
             )

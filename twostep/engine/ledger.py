@@ -1,8 +1,11 @@
 """Who is where in the engine, and which blocks they own: waiting, reserved, running, held. Plans steps and settles their results.
 
     submit ──▶ WAITING ──plan──▶ RUNNING ──settle──▶ gone, or HELD (submitted with `hold`) ──end──▶ gone
-    reserve ─▶ RESERVED ─commit─▶ RUNNING
+    reserve ─▶ RESERVED ─commit─▶ RUNNING ◀─▶ PREEMPTED (see preemptor.py)
                       end, from any state ──▶ gone, or ENDED until the last step it is in is settled
+
+Blocks are owned for the tokens there are, and one more is taken whenever the last one is full. Admission leaves room for that, the
+watermark; where it does not suffice, who came last gives way.
 
 A step may be planned while the one before it is in flight. What a sequence samples there is then not known yet:
 
@@ -17,57 +20,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
 from twostep.engine.batch import Sampled
 from twostep.engine.block_pool import BlockCopy, BlockPool
+from twostep.engine.preemption import PreemptionMode, SwapSpace, watermark
+from twostep.engine.preemptor import Preemptor
 from twostep.engine.scheduler import Running, Waiting, plan_step
 from twostep.engine.sequence import EngineSequence, SequenceState
+from twostep.engine.step_work import BlockLoad, StepResult, StepWork, plan_chunks
 from twostep.engine.types import PrefillProgress, Reservation, SequenceFailure, TokenOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
-    """One planned step: one chunk of each of S sequences, its first `num_decodes` decodes, then prompts. `copies` are made before it
-    runs.
-
-    starts      first token of each chunk
-    num_tokens  at least 1 each
-    carried     row of the step planned before that samples the chunk's only token, or -1: the tokens are known
-    sampled     whether a token is sampled after the chunk: rows count through these, in order
-    """
-
-    sequences: Sequence[EngineSequence]
-    starts: Sequence[int]
-    num_tokens: Sequence[int]
-    carried: Sequence[int]
-    sampled: Sequence[bool]
-    num_decodes: int
-    copies: Sequence[BlockCopy]
-    # Blocks that the step reads and whose sequence has taken others in exchange since: owned until it is settled.
-    exchanged: list[int] = field(default_factory=list)
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return sum(self.num_tokens[self.num_decodes :])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    tokens: Sequence[TokenOutput] = ()
-    progress: Sequence[PrefillProgress] = ()
-    failures: Sequence[SequenceFailure] = ()
 
 
 class SequenceLedger:
     """Not thread-safe: the engine's lock guards it. At most two steps are planned and not yet settled or failed, which happens in the
     order they were planned."""
 
-    def __init__(self, pool: BlockPool, *, block_size: int, budget: int, max_num_seqs: int, max_waiting: int) -> None:
-        """`budget`: tokens of a step. At most `max_num_seqs` sequences run or are reserved, and never more than the budget."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        block_bytes: int,
+        budget: int,
+        max_num_seqs: int,
+        max_waiting: int,
+        preemption_mode: PreemptionMode = PreemptionMode.AUTO,
+        swap_bytes: int = 0,
+    ) -> None:
+        """`budget`: tokens of a step. At most `max_num_seqs` sequences run or are reserved, and never more than the budget.
+        `swap_bytes`: most that preempted sequences may take on the host."""
         self._pool = pool
         self._block_size = block_size
         self._budget = budget
@@ -79,7 +65,16 @@ class SequenceLedger:
         self._running: dict[str, EngineSequence] = {}
         self.num_reserved = 0
         self.num_held = 0
-        # The first waiting prompt did not fit, and nothing was freed since.
+        self.preemptor = Preemptor(
+            pool,
+            self._running,
+            block_size=block_size,
+            block_bytes=block_bytes,
+            mode=preemption_mode,
+            swap=SwapSpace(swap_bytes),
+        )
+        self._num_arrived = 0
+        # Nothing could be planned, and nothing has changed since.
         self._blocked = False
         self._planned: deque[StepWork] = deque()
 
@@ -89,12 +84,13 @@ class SequenceLedger:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Those preempted included."""
+        return len(self._waiting) + self.preemptor.num_preempted
 
     @property
     def has_work(self) -> bool:
-        """Whether `plan` may find something to do, or a planned step is to be settled."""
-        return bool(self._running or self._planned) or (bool(self._waiting) and not self._blocked)
+        """Whether `plan` may find something to do, a planned step is to be settled, or blocks are to be copied out."""
+        return bool(self._planned or self.preemptor.busy) or (bool(self._running or self.num_waiting) and not self._blocked)
 
     def live(self, seq_id: str) -> EngineSequence | None:
         """The sequence, unless it has ended."""
@@ -108,24 +104,29 @@ class SequenceLedger:
         self._refuse(sequence)
         if len(self._waiting) >= self._max_waiting:
             raise ResourceExhausted(f"{len(self._waiting)} prompts are waiting here already; try another worker, or later")
-        self._sequences[sequence.seq_id] = sequence
+        self._arrive(sequence)
         self._waiting[sequence.seq_id] = sequence
+        self._blocked = False
 
     def reserve(self, sequence: EngineSequence) -> Reservation:
-        """A new RESERVED sequence, with all its blocks. Raises ResourceExhausted, InvalidRequest."""
+        """A new RESERVED sequence, with blocks for its tokens. Raises ResourceExhausted, InvalidRequest."""
         self._refuse(sequence)
         if len(self._running) + self.num_reserved >= self._max_num_seqs:
             raise ResourceExhausted(f"all {self._max_num_seqs} seats are taken; try another worker, or later")
+        if self.preemptor.busy or self.preemptor.waiting:
+            raise ResourceExhausted(
+                f"{self.preemptor.num_preempted or 'some'} sequences wait here for room to go on; try another worker, or later"
+            )
         cached = self._pool.lookup(sequence.block_hashes())
-        num_new = self._blocks_for(sequence) - len(cached)
-        room = self._pool.num_available - self._pool.num_unowned(cached)
-        if num_new > room:
+        num_new = self._num_blocks_now(sequence) - len(cached)
+        room = self._pool.num_available - self._pool.num_unowned(cached) - self._watermark()
+        if num_new + self._grows(sequence) > room:
             raise ResourceExhausted(f"{num_new} KV blocks are needed and {room} are free; try another worker, or later")
         self._pool.share(cached)
         sequence.blocks = np.array(cached + self._pool.allocate(num_new), np.int32)
         sequence.num_registered = len(cached)
         sequence.num_cached = len(cached) * self._block_size
-        self._sequences[sequence.seq_id] = sequence
+        self._arrive(sequence)
         self.num_reserved += 1
         return Reservation(seq_id=sequence.seq_id, block_ids=sequence.blocks.tolist(), num_cached_tokens=sequence.num_cached)
 
@@ -138,12 +139,13 @@ class SequenceLedger:
             raise InvalidRequest(f"output_ids of {seq_id} are empty; commit with the first sampled token at least")
         if any(sequence.finish_reason(token, sequence.position + i) for i, token in enumerate(output_ids)):
             raise InvalidRequest(f"output_ids end {seq_id}: nothing is left to decode, cancel the reservation")
-        sequence.num_computed = sequence.num_planned = len(sequence.tokens)
+        sequence.num_computed = sequence.num_planned = sequence.num_reported = len(sequence.tokens)
         self._register(sequence)
         sequence.tokens.extend(output_ids)
         self.num_reserved -= 1
         sequence.state = SequenceState.RUNNING
         self._running[seq_id] = sequence
+        self._blocked = False
 
     def end(self, sequence: EngineSequence) -> None:
         """Takes a live sequence off its list and frees its blocks, now or after the steps it is in."""
@@ -152,37 +154,50 @@ class SequenceLedger:
         elif sequence.state is SequenceState.HELD:
             self.num_held -= 1
         self._waiting.pop(sequence.seq_id, None)
-        self._blocked = False
         self._leave(sequence)
+
+    def saved(self, sequence: EngineSequence, data: npt.NDArray[np.uint8] | None, seconds: float) -> None:
+        """What Preemptor.take_saves asked for is done in so many seconds; None: it failed."""
+        self.preemptor.saved(sequence, data, seconds)
+        self._blocked = False
+        if sequence.state is SequenceState.ENDED:
+            self._forget(sequence)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepWork | None:
         """The next step, or None if nothing can be computed now. What it reads and writes stays untouched until it is settled or failed."""
         assert len(self._planned) < 2
+        active = [
+            sequence
+            for sequence in self._running.values()
+            if not sequence.gives_way and not (sequence.num_pending and sequence.ends_in_flight)
+        ]
+        ready = self.preemptor.grow(active)
         decodes: list[EngineSequence] = []
         prompts: list[Running[EngineSequence]] = []
-        for sequence in self._running.values():
+        for sequence in ready:
             num_tokens = len(sequence.tokens) + sequence.num_pending
             if num_tokens - sequence.num_planned == 1 and num_tokens > len(sequence.given):
-                if not (sequence.num_pending and sequence.ends_in_flight):
-                    decodes.append(sequence)
+                decodes.append(sequence)
             else:
                 prompts.append(Running(sequence, num_tokens - sequence.num_planned))
+        # What comes free is for those that run already.
+        open_ = len(ready) == len(active) and not self.preemptor.busy and self.num_waiting > 0
         plan = plan_step(
             decodes=decodes,
             prompts=prompts,
-            waiting=self._candidates(),
+            waiting=self._candidates() if open_ else (),
             budget=self._budget,
             num_seats=self._max_num_seqs - len(self._running) - self.num_reserved,
-            num_free_blocks=self._pool.num_available,
+            num_free_blocks=self._pool.num_available - self._watermark() if open_ else 0,
         )
-        copies = self._admit([candidate.item for candidate in plan.admitted])
+        copies, loads = self._admit([candidate.item for candidate in plan.admitted])
         sequences = [*plan.decodes, *(chunk.item for chunk in plan.prompts)]
         self._blocked = not sequences
         if not sequences:
             return None
-        work = _plan_chunks(sequences, [chunk.num_tokens for chunk in plan.prompts], copies)
+        work = plan_chunks(sequences, [chunk.num_tokens for chunk in plan.prompts], copies, loads)
         self._planned.append(work)
         return work
 
@@ -200,21 +215,23 @@ class SequenceLedger:
                 if not sequence.num_steps:
                     self._forget(sequence)
                 continue
-            is_prompt = sequence.num_computed < len(sequence.given)
             sequence.num_computed += count
             self._register(sequence)
-            if is_prompt:
+            # After a preemption, what was reported before is not reported again.
+            if (num_given := min(sequence.num_computed, len(sequence.given))) > sequence.num_reported:
                 progress.append(
                     PrefillProgress(
                         seq_id=sequence.seq_id,
-                        num_computed_tokens=sequence.num_computed,
+                        num_computed_tokens=num_given,
                         num_cached_tokens=sequence.num_cached,
-                        first_scheduled=not sequence.scheduled,
+                        first_scheduled=not sequence.num_reported,
                     )
                 )
-                sequence.scheduled = True
+                sequence.num_reported = num_given
             if complete:
                 tokens.append(self._append(sequence, sampled, row))
+            if sequence.gives_way and not sequence.num_steps:
+                self.preemptor.preempt(sequence)
         return StepResult(tokens=tokens, progress=progress)
 
     def fail(self, work: StepWork, message: str) -> StepResult:
@@ -235,47 +252,69 @@ class SequenceLedger:
         self._planned.popleft()
         self._pool.free([copy.source for copy in work.copies])
         self._pool.free(work.exchanged)
+        for load in work.loads:
+            self.preemptor.loaded(load.saved)
         self._blocked = False
 
     def _candidates(self) -> Iterator[Waiting[EngineSequence]]:
-        """Waiting prompts with what is cached of them now. One token at least is computed, for its logits: if all blocks are cached, the
-        last one is copied to be written to, or left out where there is no room for both."""
+        """Preempted sequences, then waiting prompts, with what is cached or saved of them now. One token at least is computed, for its
+        logits: if all blocks are cached, the last one is copied to be written to, or left out where there is no room for both."""
         size = self._block_size
-        for sequence in self._waiting.values():
-            num_blocks = self._blocks_for(sequence)
+        for sequence in chain(self.preemptor.waiting.values(), self._waiting.values()):
+            num_blocks = self._num_blocks_now(sequence) + self._grows(sequence)
             cached = self._pool.lookup(sequence.block_hashes())
-            num_cached = min(len(cached) * size, len(sequence.tokens) - 1)
-            cost = num_blocks - num_cached // size + self._pool.num_unowned(cached)
-            if num_cached < len(cached) * size and (num_cached % size == 0 or cost > self._pool.num_available):
+            num_matched = min(len(cached) * size, len(sequence.tokens) - 1)
+            if sequence.saved is not None and sequence.saved.num_tokens > num_matched:
+                num_matched = sequence.saved.num_tokens
+            cost = num_blocks - min(num_matched // size, len(cached)) + self._pool.num_unowned(cached)
+            if num_matched < len(cached) * size and (num_matched % size == 0 or cost > self._pool.num_available):
                 cached.pop()
-                num_cached = len(cached) * size
+                num_matched = len(cached) * size
                 cost = num_blocks - len(cached) + self._pool.num_unowned(cached)
             sequence.matched = cached
-            sequence.num_cached = num_cached
-            yield Waiting(sequence, len(sequence.tokens) - num_cached, cost)
+            sequence.num_matched = num_matched
+            yield Waiting(sequence, len(sequence.tokens) - num_matched, cost)
 
-    def _admit(self, admitted: Sequence[EngineSequence]) -> list[BlockCopy]:
-        """Moves waiting prompts to the running ones, with all the blocks they will ever need."""
+    def _admit(self, admitted: Sequence[EngineSequence]) -> tuple[list[BlockCopy], list[BlockLoad]]:
+        """Moves preempted sequences and waiting prompts to the running ones, with blocks for their tokens."""
         # All shares first: no allocation may evict what another one found.
         for sequence in admitted:
             self._pool.share(sequence.matched)
         copies: list[BlockCopy] = []
+        loads: list[BlockLoad] = []
         for sequence in admitted:
             blocks = sequence.matched
-            sequence.num_computed = sequence.num_planned = sequence.num_cached
-            sequence.num_registered = sequence.num_cached // self._block_size
-            if sequence.num_registered < len(blocks):
+            num_found = len(blocks)
+            sequence.num_computed = sequence.num_planned = sequence.num_matched
+            sequence.num_registered = min(sequence.num_matched // self._block_size, num_found)
+            if sequence.num_registered < num_found:
                 copy = self._pool.copy_on_write(blocks[-1])
                 assert copy is not None, "a cached block is never written to"
                 copies.append(copy)
                 blocks[-1] = copy.target
-            blocks.extend(self._pool.allocate(self._blocks_for(sequence) - len(blocks)))
+            blocks.extend(self._pool.allocate(self._num_blocks_now(sequence) - len(blocks)))
             sequence.blocks = np.array(blocks, np.int32)
             sequence.matched = []
+            if sequence.state is SequenceState.PREEMPTED:
+                del self.preemptor.waiting[sequence.seq_id]
+                loads += self._loads(sequence, num_found)
+            else:
+                del self._waiting[sequence.seq_id]
+                sequence.num_cached = sequence.num_matched
             sequence.state = SequenceState.RUNNING
-            del self._waiting[sequence.seq_id]
             self._running[sequence.seq_id] = sequence
-        return copies
+        return copies, loads
+
+    def _loads(self, sequence: EngineSequence, num_found: int) -> list[BlockLoad]:
+        """What is to be copied back of a preempted sequence, whose first `num_found` blocks were found in the pool."""
+        saved, sequence.saved = sequence.saved, None
+        if saved is None:
+            return []
+        num_saved = len(saved.data)
+        if num_found >= num_saved or sequence.num_matched != saved.num_tokens:
+            self.preemptor.loaded(saved)
+            return []
+        return [BlockLoad(saved=saved, first=num_found, blocks=sequence.blocks[num_found:num_saved].tolist())]
 
     def _register(self, sequence: EngineSequence) -> None:
         """Makes blocks that have become full findable."""
@@ -318,7 +357,9 @@ class SequenceLedger:
     def _leave(self, sequence: EngineSequence) -> None:
         """It is over: its blocks are free now, or after the last step it is in."""
         self._running.pop(sequence.seq_id, None)
+        self.preemptor.drop(sequence)
         sequence.state = SequenceState.ENDED
+        self._blocked = False
         if not sequence.num_steps:
             self._forget(sequence)
 
@@ -326,8 +367,30 @@ class SequenceLedger:
         self._pool.free(sequence.blocks.tolist())
         del self._sequences[sequence.seq_id]
 
+    def _arrive(self, sequence: EngineSequence) -> None:
+        self._num_arrived += 1
+        sequence.arrival = self._num_arrived
+        self._sequences[sequence.seq_id] = sequence
+
     def _blocks_for(self, sequence: EngineSequence) -> int:
-        return -(-sequence.num_kv_tokens() // self._block_size)
+        """In the end."""
+        return -(-sequence.num_kv_tokens // self._block_size)
+
+    def _num_blocks_now(self, sequence: EngineSequence) -> int:
+        return -(-len(sequence.tokens) // self._block_size)
+
+    def _grows(self, sequence: EngineSequence) -> bool:
+        """Whether it will need more blocks than for its tokens now: then it is let in with room for one more."""
+        return self._blocks_for(sequence) > self._num_blocks_now(sequence)
+
+    def _watermark(self) -> int:
+        """Blocks left alone by admission."""
+        wanted = [
+            self._blocks_for(sequence) - len(sequence.blocks)
+            for sequence in self._sequences.values()
+            if sequence.state in (SequenceState.RUNNING, SequenceState.RESERVED)
+        ]
+        return watermark(num_blocks=self._pool.num_blocks, num_growing=sum(x > 0 for x in wanted), num_wanted=sum(wanted))
 
     def _refuse(self, sequence: EngineSequence) -> None:
         if sequence.seq_id in self._sequences:
@@ -347,46 +410,18 @@ class SequenceLedger:
         counted = dict.fromkeys(SequenceState, 0)
         for sequence in self._sequences.values():
             counted[sequence.state] += 1
-            planned = [work for work in self._planned if sequence in work.sequences]
-            if sequence.num_steps != len(planned):
-                raise InternalError(f"{sequence.seq_id} counts {sequence.num_steps} steps and is in {len(planned)}")
-            if sequence.state is SequenceState.ENDED and not planned:
+            num_uses = sum(sequence in work.sequences for work in self._planned) + (sequence in self.preemptor.saving)
+            if sequence.num_steps != num_uses:
+                raise InternalError(f"{sequence.seq_id} counts {sequence.num_steps} uses and has {num_uses}")
+            if sequence.state is SequenceState.ENDED and not num_uses:
                 raise InternalError(f"{sequence.seq_id} has ended, is in no step and still owns blocks")
         listed = {
             SequenceState.WAITING: len(self._waiting),
             SequenceState.RESERVED: self.num_reserved,
             SequenceState.RUNNING: len(self._running),
             SequenceState.HELD: self.num_held,
+            SequenceState.PREEMPTED: self.num_waiting - len(self._waiting),
         }
         for state, count in listed.items():
             if counted[state] != count:
                 raise InternalError(f"{counted[state]} sequences are {state.value} and {count} are listed so")
-
-
-def _plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int], copies: Sequence[BlockCopy]) -> StepWork:
-    """The step of these sequences, decodes first; the last ones compute `prompt_tokens`. Counts what is planned."""
-    num_decodes = len(sequences) - len(prompt_tokens)
-    num_tokens = [1] * num_decodes + list(prompt_tokens)
-    starts, carried, sampled = [], [], []
-    row = 0
-    for sequence, count in zip(sequences, num_tokens, strict=True):
-        start = sequence.num_planned
-        starts.append(start)
-        carried.append(sequence.pending_row if sequence.num_pending else -1)
-        sequence.num_planned = start + count
-        sequence.num_steps += 1
-        complete = start + count == len(sequence.tokens) + sequence.num_pending
-        sampled.append(complete)
-        if complete:
-            sequence.num_pending += 1
-            sequence.pending_row = row
-            row += 1
-    return StepWork(
-        sequences=sequences,
-        starts=starts,
-        num_tokens=num_tokens,
-        carried=carried,
-        sampled=sampled,
-        num_decodes=num_decodes,
-        copies=copies,
-    )

@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from twostep.engine.preemption import SavedBlocks
 from twostep.engine.types import EngineRequest, FinishReason
 from twostep.errors import ContextExceeded, InvalidRequest
 from twostep.prefix import PrefixHasher
@@ -17,6 +18,7 @@ class SequenceState(Enum):
     WAITING = "waiting"  # submitted, owns nothing
     RESERVED = "reserved"  # owns its blocks, whose content comes from elsewhere
     RUNNING = "running"  # owns its blocks, in the batch
+    PREEMPTED = "preempted"  # gave way to others; owns nothing, or its blocks until they are copied out
     HELD = "held"  # prompt computed, owns its blocks, out of the batch
     ENDED = "ended"  # over; owns its blocks until the last step it is in is settled
 
@@ -42,19 +44,28 @@ class EngineSequence:
     # Longest the sequence can get, sampled tokens included.
     max_len: int
     hasher: PrefixHasher | None
-    # int32; all the blocks it will ever need, in order.
+    # int32, in order: for all its tokens, more are taken as it grows.
     blocks: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     # While waiting: the cached blocks found for it when it was last considered. They are not owned.
     matched: list[int] = field(default_factory=list)
+    # While waiting: tokens whose KV it would start with, found or saved.
+    num_matched: int = 0
     num_computed: int = 0
     num_planned: int = 0
     # Tokens that launched steps will sample; the last of them is row `pending_row` of the step planned last that it is in.
     num_pending: int = 0
     pending_row: int = -1
+    # Tokens found in the pool when it was first admitted.
     num_cached: int = 0
     num_registered: int = 0  # blocks
-    scheduled: bool = False
-    # Steps planned and not yet settled or failed that it is in.
+    # Given tokens whose KV was reported to be there.
+    num_reported: int = 0
+    # Place in the order of arrival: who came later gives way.
+    arrival: int = 0
+    gives_way: bool = False
+    # While preempted: what was copied out.
+    saved: SavedBlocks | None = None
+    # Steps planned and not yet settled or failed that it is in; one more while its blocks are copied out.
     num_steps: int = 0
 
     @property
@@ -76,8 +87,9 @@ class EngineSequence:
         """Position, among the generated tokens of all attempts, of the token to be sampled next."""
         return len(self.tokens) - self.request.num_prompt_tokens
 
+    @property
     def num_kv_tokens(self) -> int:
-        """Tokens whose KV must fit: all but the last one that can be sampled, and for a held sequence only those given."""
+        """Tokens whose KV must fit in the end: all but the last one that can be sampled, and for a held sequence only those given."""
         return len(self.given) if self.hold else max(len(self.given), self.max_len - 1)
 
     def finish_reason(self, token_id: int, position: int) -> FinishReason | None:

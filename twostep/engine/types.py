@@ -84,7 +84,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Blocks of one sequence, in its own order, for prompt and max_tokens. The first `num_cached_tokens` tokens' KV is there."""
+    """Blocks of one sequence, in its own order, for the tokens it comes with. The first `num_cached_tokens` tokens' KV is there."""
 
     seq_id: str
     block_ids: Sequence[int]
@@ -112,6 +112,9 @@ class EngineStats:
     num_free_blocks: int
     num_cached_blocks: int
     steps: int
+    # Since the start: sequences that gave way for a while, and bytes copied to the host and back for it.
+    num_preemptions: int = 0
+    swapped_bytes: int = 0
     # Seconds since the last finished step while there was work, 0 when idle: what liveness looks at.
     stalled_s: float = field(default=0.0)
 

@@ -1,0 +1,93 @@
+"""Who gives way when the pool runs out, and what becomes of its KV. Policy only: the ledger moves the sequences, the engine the bytes.
+
+Blocks are taken as sequences grow, not for prompt and max_tokens beforehand: most answers end early, so many more run at once. When
+nothing is left, the sequence that arrived last gives way to those before it, in one of two ways:
+
+    recompute   its blocks are freed at once (full ones stay findable, so some may come back for nothing); later all its tokens are
+                computed again, as a prompt
+    swap        its blocks are copied to the host, and back when there is room
+
+as vLLM does (Kwon et al.: Efficient memory management for large language model serving with PagedAttention, 2023, section 4.5). The
+oldest never gives way, so that everybody gets done in turn. Tokens do not depend on any of it: sampling noise is a function of seed and
+position.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+# Until a step and a copy were measured.
+_PREFILL_TOKENS_PER_S = 20_000.0
+_COPY_BYTES_PER_S = 10e9
+# Weight of the latest measurement.
+_LATEST = 0.3
+# Share of the pool that admission leaves for those that run.
+_WATERMARK = 0.01
+
+
+class PreemptionMode(Enum):
+    AUTO = "auto"  # the cheaper one
+    RECOMPUTE = "recompute"
+    SWAP = "swap"  # as long as the host has room
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionRates:
+    """What this device was last seen to do: computing prompts, copying blocks to the host or back."""
+
+    prefill_tokens_per_s: float = _PREFILL_TOKENS_PER_S
+    copy_bytes_per_s: float = _COPY_BYTES_PER_S
+
+    def with_prefill(self, num_tokens: int, seconds: float) -> PreemptionRates:
+        return PreemptionRates(_mixed(self.prefill_tokens_per_s, num_tokens, seconds), self.copy_bytes_per_s)
+
+    def with_copy(self, num_bytes: int, seconds: float) -> PreemptionRates:
+        return PreemptionRates(self.prefill_tokens_per_s, _mixed(self.copy_bytes_per_s, num_bytes, seconds))
+
+
+def cheaper_to_swap(*, num_tokens: int, num_bytes: int, rates: PreemptionRates) -> bool:
+    """Whether copying a sequence's KV out and back takes less time than computing its tokens again. Found prefixes would make
+    computing cheaper, but a pool that has run out soon evicts them."""
+    return 2 * num_bytes / rates.copy_bytes_per_s < num_tokens / rates.prefill_tokens_per_s
+
+
+def watermark(*, num_blocks: int, num_growing: int, num_wanted: int) -> int:
+    """Blocks that admission leaves for the sequences already there: one for each of the `num_growing` that will need more, at least a
+    hundredth of the pool, and never more than the `num_wanted` they can ever ask for. Else each newcomer would push somebody out."""
+    return min(num_wanted, max(num_growing, math.ceil(num_blocks * _WATERMARK)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedBlocks:
+    """The KV of a sequence's first `num_tokens` tokens, on the host: uint8 [blocks, block_bytes], in the sequence's order."""
+
+    data: npt.NDArray[np.uint8]
+    num_tokens: int
+
+
+class SwapSpace:
+    """Counts what saved blocks may take on the host. Not thread-safe: the engine's lock guards it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.used = 0
+
+    def take(self, num_bytes: int) -> bool:
+        """False: there is not so much room, and nothing was taken."""
+        if self.used + num_bytes > self.num_bytes:
+            return False
+        self.used += num_bytes
+        return True
+
+    def give(self, num_bytes: int) -> None:
+        self.used -= num_bytes
+        assert self.used >= 0, "swap space is given back twice"
+
+
+def _mixed(old: float, amount: float, seconds: float) -> float:
+    return old if seconds <= 0 or amount <= 0 else (1 - _LATEST) * old + _LATEST * amount / seconds

@@ -1,0 +1,206 @@
+"""Gives running sequences their next blocks, and makes those that arrived last give way where none is left.
+
+    RUNNING ──give way──▶ in launched steps still ──settle──┬─ recompute ─────────────────────▶ PREEMPTED: waits, oldest first
+                                                            └─ swap: blocks are copied out ───▶     │
+    RUNNING ◀──────────── room for it: admitted before any new prompt ──────────────────────────────┘
+
+The policy is in preemption.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from twostep.engine.block_pool import BlockPool
+from twostep.engine.preemption import PreemptionMode, PreemptionRates, SavedBlocks, SwapSpace, cheaper_to_swap
+from twostep.engine.sequence import EngineSequence, SequenceState
+
+_TELLING_TOKENS = 32
+
+
+class Preemptor:
+    """Part of the ledger: the engine's lock guards it. `waiting` are the preempted sequences that can be admitted again, oldest first."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        running: dict[str, EngineSequence],
+        *,
+        block_size: int,
+        block_bytes: int,
+        mode: PreemptionMode,
+        swap: SwapSpace,
+    ) -> None:
+        """`running` is the ledger's own table: who gives way is taken out of it."""
+        self.waiting: dict[str, EngineSequence] = {}
+        self.rates = PreemptionRates()
+        self.num_preemptions = 0
+        self.swapped_bytes = 0
+        self._pool = pool
+        self._running = running
+        self._block_size = block_size
+        self._block_bytes = block_bytes
+        self._mode = mode
+        self._swap = swap
+        # Told to give way, and in launched steps still.
+        self._yielding: dict[str, EngineSequence] = {}
+        # Their blocks are being copied out: owned, and pinned as if by a step, until `saved`.
+        self._saving: dict[str, EngineSequence] = {}
+        self._to_save: list[EngineSequence] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody is about to give blocks back: nobody new is let in meanwhile."""
+        return bool(self._yielding or self._saving)
+
+    @property
+    def num_preempted(self) -> int:
+        return len(self.waiting) + sum(s.state is SequenceState.PREEMPTED for s in self._saving.values())
+
+    @property
+    def saving(self) -> Sequence[EngineSequence]:
+        """Who counts one use more than it is in steps."""
+        return list(self._saving.values())
+
+    # ---- growing ----------------------------------------------------------------------------------------------------
+
+    def grow(self, sequences: Sequence[EngineSequence]) -> Sequence[EngineSequence]:
+        """Those of the running sequences, in the same order, that own blocks for all their tokens, the one in flight included: they can
+        be planned. The others give way, or wait for the blocks of those that do."""
+        short = [(sequence, need) for sequence in sequences if (need := self._num_missing(sequence)) > 0]
+        if not short:
+            return sequences
+        if sum(need for _, need in short) <= self._pool.num_available:
+            for sequence, need in short:
+                self._extend(sequence, need)
+            return sequences
+        stalled: set[str] = set()
+        coming = sum(self._num_exclusive(sequence) for sequence in (*self._yielding.values(), *self._saving.values()))
+        spoken_for = 0
+        for sequence, need in sorted(short, key=lambda pair: pair[0].arrival):
+            if not self._plannable(sequence):
+                continue
+            while self._pool.num_available + coming - spoken_for < need and (victim := self._last_after(sequence)) is not None:
+                coming += self._give_way(victim)
+            if self._pool.num_available - spoken_for >= need:
+                self._extend(sequence, need)
+            else:
+                spoken_for += need
+                stalled.add(sequence.seq_id)
+        return [sequence for sequence in sequences if self._plannable(sequence) and sequence.seq_id not in stalled]
+
+    def _plannable(self, sequence: EngineSequence) -> bool:
+        return sequence.state is SequenceState.RUNNING and not sequence.gives_way
+
+    def _num_missing(self, sequence: EngineSequence) -> int:
+        return -(-(len(sequence.tokens) + sequence.num_pending) // self._block_size) - len(sequence.blocks)
+
+    def _extend(self, sequence: EngineSequence, count: int) -> None:
+        sequence.blocks = np.append(sequence.blocks, np.array(self._pool.allocate(count), np.int32))
+
+    def _num_exclusive(self, sequence: EngineSequence) -> int:
+        """Blocks that come free with it."""
+        return sum(1 for block in sequence.blocks.tolist() if self._pool.num_owners(block) == 1)
+
+    def _last_after(self, sequence: EngineSequence) -> EngineSequence | None:
+        """Who gives way to `sequence` next: the last to have arrived among those after it, if possible one that frees blocks. Prompts
+        held for a hand-over are being read by others and never give way."""
+        later = [s for s in self._running.values() if s.arrival > sequence.arrival and not s.hold and self._plannable(s)]
+        later.sort(key=lambda s: -s.arrival)
+        return next((s for s in later if self._num_exclusive(s)), later[0] if later else None)
+
+    # ---- giving way -------------------------------------------------------------------------------------------------
+
+    def _give_way(self, sequence: EngineSequence) -> int:
+        """Now, or when the steps it is in are settled. Returns how many blocks come free later than now."""
+        if not sequence.num_steps:
+            return self.preempt(sequence)
+        sequence.gives_way = True
+        self._yielding[sequence.seq_id] = sequence
+        return self._num_exclusive(sequence)
+
+    def preempt(self, sequence: EngineSequence) -> int:
+        """A running sequence that is in no step leaves the batch. Returns how many blocks come free later than now."""
+        assert not sequence.num_steps
+        assert not sequence.num_pending
+        del self._running[sequence.seq_id]
+        self._yielding.pop(sequence.seq_id, None)
+        sequence.gives_way = False
+        sequence.state = SequenceState.PREEMPTED
+        self.num_preemptions += 1
+        if not self._swaps(sequence):
+            self._put_back(sequence)
+            return 0
+        sequence.num_steps += 1
+        self._saving[sequence.seq_id] = sequence
+        self._to_save.append(sequence)
+        return self._num_exclusive(sequence)
+
+    def drop(self, sequence: EngineSequence) -> None:
+        """It has ended: it neither waits nor gives way any more, and what was saved of it is of no use. (If it is being copied out, that
+        goes on.)"""
+        self.waiting.pop(sequence.seq_id, None)
+        self._yielding.pop(sequence.seq_id, None)
+        sequence.gives_way = False
+        if sequence.saved is not None:
+            self.loaded(sequence.saved)
+            sequence.saved = None
+
+    def _swaps(self, sequence: EngineSequence) -> bool:
+        num_bytes = self._num_saved(sequence) * self._block_bytes
+        if self._mode is PreemptionMode.RECOMPUTE or not num_bytes:
+            return False
+        if self._mode is PreemptionMode.AUTO and not cheaper_to_swap(
+            num_tokens=sequence.num_computed, num_bytes=num_bytes, rates=self.rates
+        ):
+            return False
+        return self._swap.take(num_bytes)
+
+    def _num_saved(self, sequence: EngineSequence) -> int:
+        return -(-sequence.num_computed // self._block_size)
+
+    def _put_back(self, sequence: EngineSequence) -> None:
+        """Among those that wait, with no blocks."""
+        self._pool.free(sequence.blocks.tolist())
+        sequence.blocks = np.empty(0, np.int32)
+        sequence.num_computed = sequence.num_planned = sequence.num_registered = 0
+        self.waiting[sequence.seq_id] = sequence
+        self.waiting = dict(sorted(self.waiting.items(), key=lambda item: item[1].arrival))
+
+    # ---- swapping ---------------------------------------------------------------------------------------------------
+
+    def take_saves(self) -> list[tuple[EngineSequence, list[int]]]:
+        """Sequences whose blocks, in that order, are to be copied out now; then comes `saved` for each."""
+        taken = [(sequence, sequence.blocks[: self._num_saved(sequence)].tolist()) for sequence in self._to_save]
+        self._to_save = []
+        return taken
+
+    def saved(self, sequence: EngineSequence, data: npt.NDArray[np.uint8] | None, seconds: float) -> None:
+        """The blocks are copied out to `data`; None: that failed, and they are computed again. An ended sequence is left to the ledger."""
+        del self._saving[sequence.seq_id]
+        sequence.num_steps -= 1
+        if data is None or sequence.state is SequenceState.ENDED:
+            self._swap.give(self._num_saved(sequence) * self._block_bytes)
+        else:
+            sequence.saved = SavedBlocks(data=data, num_tokens=sequence.num_computed)
+        if data is not None:
+            self.copied(data.nbytes, seconds)
+        if sequence.state is not SequenceState.ENDED:
+            self._put_back(sequence)
+
+    def copied(self, num_bytes: int, seconds: float) -> None:
+        """So much went to the host or came back."""
+        self.swapped_bytes += num_bytes
+        self.rates = self.rates.with_copy(num_bytes, seconds)
+
+    def computed(self, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:
+        """A step took so long. Only steps that are prompts for the most part say how fast those are."""
+        if num_prompt_tokens >= _TELLING_TOKENS and num_prompt_tokens >= _TELLING_TOKENS * num_decodes:
+            self.rates = self.rates.with_prefill(num_prompt_tokens, seconds)
+
+    def loaded(self, saved: SavedBlocks) -> None:
+        """Saved blocks were copied back, or nobody wants them any more."""
+        self._swap.give(saved.data.nbytes)
