@@ -62,12 +62,22 @@ class Ops(Protocol):
         drop yours."""
         ...
 
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """silu_mul of such a product; the first half of weight's rows are the gates'."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N]."""
         ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Adds x to `residual` in place and returns rms_norm(residual)."""
+        ...
+
+    def join_rms_norm(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
+    ) -> torch.Tensor:
+        """then(add_rms_norm(linear(x), residual, weight, eps)), in whatever pieces are fastest: what lies between two layers' products."""
         ...
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

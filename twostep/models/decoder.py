@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
 from twostep.engine.kv_cache import KvCache
-from twostep.kernels.ops import AttentionPlan, Ops
+from twostep.kernels.ops import AttentionPlan, Linear, Ops
 from twostep.models.config import ModelConfig
 from twostep.models.modules import LinearLayer, Maker, Norm, Place, Places
 from twostep.models.rope import rope_tables
@@ -38,17 +38,22 @@ class DecoderLayer(ABC):
     def place(self, places: Places, prefix: str) -> None:
         """Registers all weights under the checkpoint's names."""
 
+    @property
     @abstractmethod
-    def mlp(self, normed: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] from the same shape."""
+    def mlp_in(self) -> Linear:
+        """The MLP up to its last product: [T, anything] from [T, hidden_size]."""
+
+    @property
+    @abstractmethod
+    def mlp_out(self) -> Linear:
+        """The MLP's last product."""
 
     @abstractmethod
     def linears(self) -> list[LinearLayer]:
         """All linear layers, in the order of their use."""
 
-    def attend(self, plan: AttentionPlan, normed: torch.Tensor) -> torch.Tensor:
-        """[T, num_heads * head_dim] from [T, hidden_size]; writes the tokens' keys and values."""
-        qkv = self.qkv(normed)
+    def attend(self, plan: AttentionPlan, qkv: torch.Tensor) -> torch.Tensor:
+        """[T, num_heads * head_dim] from what `self.qkv` gave; writes the tokens' keys and values."""
         plan.rotate_and_write(self.index, qkv)
         return plan.attend(self.index, qkv)
 
@@ -127,19 +132,18 @@ class Decoder(ABC):
         """forward of a planned step. All it takes is on the device already: it can be captured."""
         rows = plan.sample_rows
         residual = self._embed(plan)
-        normed = self._layers[0].input_norm(residual)
-        next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._norm]
-        for layer, next_norm in zip(self._layers, next_norms, strict=True):
-            attended = layer.attend(plan, normed)
+        projected = self._layers[0].qkv(self._layers[0].input_norm(residual))
+        following = [(layer.input_norm, layer.qkv) for layer in self._layers[1:]] + [(self._norm, self._head)]
+        for layer, (next_norm, next_linear) in zip(self._layers, following, strict=True):
+            attended = layer.attend(plan, projected)
             if layer is self._layers[-1] and rows is not None:
                 # Past the last attention, only the rows to sample matter.
                 if not len(rows):
                     return residual.new_empty(0, self.config.vocab_size)
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
-            normed = layer.post_norm.add(layer.o(attended), residual)
-            normed = next_norm.add(layer.mlp(normed), residual)
-        logits = self._head(normed)
-        return logits if self._part is None else self._part.gather(logits)
+            entered = layer.post_norm.join(layer.o.run, attended, residual, layer.mlp_in)
+            projected = next_norm.join(layer.mlp_out, entered, residual, next_linear.run)
+        return projected if self._part is None else self._part.gather(projected)
 
     def _embed(self, plan: AttentionPlan) -> torch.Tensor:
         return F.embedding(plan.token_ids, self._embed_weight)

@@ -5,8 +5,7 @@ MLP = down(silu(gate) · up), gate and up one product, their weights in that ord
 
 from __future__ import annotations
 
-import torch
-
+from twostep.kernels.ops import Linear
 from twostep.models.config import ModelConfig
 from twostep.models.decoder import Decoder, DecoderLayer
 from twostep.models.modules import LinearLayer, Maker, Norm, Places
@@ -16,8 +15,7 @@ class LlamaLayer(DecoderLayer):
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
         c = config
         super().__init__(index, c, make, make.rms_norm(c.hidden_size), make.rms_norm(c.hidden_size))
-        self._ops = make.ops
-        self.gate_up = make.linear(2 * c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.gate_up = make.gated_linear(2 * c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
         self.down = make.linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
     def place(self, places: Places, prefix: str) -> None:
@@ -33,8 +31,13 @@ class LlamaLayer(DecoderLayer):
     def linears(self) -> list[LinearLayer]:
         return [self.qkv, self.o, self.gate_up, self.down]
 
-    def mlp(self, normed: torch.Tensor) -> torch.Tensor:
-        return self.down(self._ops.silu_mul(self.gate_up(normed)))
+    @property
+    def mlp_in(self) -> Linear:
+        return self.gate_up.run
+
+    @property
+    def mlp_out(self) -> Linear:
+        return self.down.run
 
 
 class Llama(Decoder):

@@ -42,6 +42,10 @@ class Maker:
     def linear(self, rows: int, cols: int, *, bias: bool) -> LinearLayer:
         return LinearLayer(self.empty(rows, cols), self.empty(rows) if bias else None)
 
+    def gated_linear(self, rows: int, cols: int, *, bias: bool) -> LinearLayer:
+        """silu(gate) * up of a linear layer whose first half of rows are the gates'."""
+        return LinearLayer(self.empty(rows, cols), self.empty(rows) if bias else None, gated=True)
+
     def rms_norm(self, size: int) -> RmsNorm:
         return RmsNorm(self.ops, self.empty(size), self.norm_eps)
 
@@ -53,11 +57,12 @@ class LinearLayer:
     """x @ weight.T + bias: dense while it is being loaded, whatever the device likes best after that. Its rows may be those of
     several layers of the checkpoint, one after the other."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> None:
         """weight [rows, cols], bias [rows]"""
         self.weight: torch.Tensor | None = weight
         self.bias = bias
-        self._run: Linear
+        self.run: Linear  # there when loading has finished
+        self._gated = gated
 
     def place(self, places: Places, name: str, start: int, rows: int) -> None:
         """Registers rows [start, start + rows) under a checkpoint name."""
@@ -70,10 +75,10 @@ class LinearLayer:
         """Places given out are dead after it."""
         assert self.weight is not None
         weight, self.weight = self.weight, None
-        self._run = ops.prepare_linear(weight, self.bias)
+        self.run = (ops.prepare_gated if self._gated else ops.prepare_linear)(weight, self.bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x)
+        return self.run(x)
 
 
 class Norm(Protocol):
@@ -85,6 +90,10 @@ class Norm(Protocol):
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Adds x to `residual` in place and norms that."""
+        ...
+
+    def join(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, then: Linear) -> torch.Tensor:
+        """then(add(linear(x), residual)), in whatever pieces are fastest here."""
         ...
 
 
@@ -103,6 +112,9 @@ class RmsNorm:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
 
+    def join(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, then: Linear) -> torch.Tensor:
+        return self._ops.join_rms_norm(linear, x, residual, self.weight, self._eps, then)
+
 
 class LayerNorm:
     def __init__(self, ops: Ops, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
@@ -120,3 +132,6 @@ class LayerNorm:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return self._ops.add_layer_norm(x, residual, self.weight, self.bias, self._eps)
+
+    def join(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, then: Linear) -> torch.Tensor:
+        return then(self.add(linear(x), residual))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from twostep.kernels.ops import AttentionPlan, Ops
+from twostep.kernels.ops import AttentionPlan, Linear, Ops
 from twostep.models.config import ModelConfig
 from twostep.models.decoder import Decoder, DecoderLayer
 from twostep.models.modules import LinearLayer, Maker, Norm, Place, Places
@@ -35,8 +35,13 @@ class _OptLayer(DecoderLayer):
     def linears(self) -> list[LinearLayer]:
         return [self.qkv, self.o, self.fc1, self.fc2]
 
-    def mlp(self, normed: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self._ops.relu(self.fc1(normed)))
+    @property
+    def mlp_in(self) -> Linear:
+        return lambda normed: self._ops.relu(self.fc1(normed))
+
+    @property
+    def mlp_out(self) -> Linear:
+        return self.fc2.run
 
 
 class Opt(Decoder):

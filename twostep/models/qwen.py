@@ -25,15 +25,13 @@ class _Qwen3Layer(LlamaLayer):
         self._q_norm.place(places, f"{prefix}.self_attn.q_norm")
         self._k_norm.place(places, f"{prefix}.self_attn.k_norm")
 
-    def attend(self, plan: AttentionPlan, normed: torch.Tensor) -> torch.Tensor:
+    def attend(self, plan: AttentionPlan, qkv: torch.Tensor) -> torch.Tensor:
         c = self.config
-        qkv = self.qkv(normed)
         heads = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         query, key = heads[:, : c.num_heads], heads[:, c.num_heads : c.num_heads + c.num_kv_heads]
         query.copy_(self._q_norm(query))
         key.copy_(self._k_norm(key))
-        plan.rotate_and_write(self.index, qkv)
-        return plan.attend(self.index, qkv)
+        return super().attend(plan, qkv)
 
 
 class Qwen3(Llama):
