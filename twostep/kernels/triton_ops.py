@@ -35,11 +35,20 @@ class TritonOps:
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return lambda x: F.linear(x, weight, bias)
 
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        linear = self.prepare_linear(weight, bias)
+        return lambda x: self.silu_mul(linear(x))
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return triton_elementwise.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return triton_elementwise.add_rms_norm(x, residual, weight, eps)
+
+    def join_rms_norm(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
+    ) -> torch.Tensor:
+        return then(self.add_rms_norm(linear(x), residual, weight, eps))
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
