@@ -88,7 +88,8 @@ class _Captured:
                 self._step(model, plan, ops.tokens)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        # Only this thread is kept from calls that a capture forbids: those of libraries (NCCL's watchdog) may go on.
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.logits = self._step(model, plan, ops.tokens)
 
     def _step(self, model: Decoder, plan: AttentionPlan, tokens: torch.Tensor) -> torch.Tensor:

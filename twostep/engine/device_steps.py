@@ -33,6 +33,11 @@ class DeviceSteps:
         self._sampler = DeviceSampler(ops.upload, ops.tokens, model.config.vocab_size)
         self._on_gpu = cache.tensor.is_cuda
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64: what each row of the last step sampled, on the device."""
+        return self._tokens
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, vocab_size] of the batch's sample rows, valid until the next step."""
         logits = None if self._graphs is None else self._graphs.logits(batch)

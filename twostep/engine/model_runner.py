@@ -138,6 +138,8 @@ class ModelRunner:
     def launch(self, batch: Batch) -> InFlight:
         with torch.inference_mode(), self._on_device():
             if self._steps is not None:
+                if self._member is not None and batch.carried is not None:
+                    self._member.group.broadcast(self._steps.tokens[: int(batch.carried.max()) + 1])
                 return self._steps.launch(batch)
             batch = batch.with_carried(self._last_token_ids)
             logits = self._logits(batch)
