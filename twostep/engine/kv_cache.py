@@ -27,24 +27,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class KvCache:
     """Owns the tensor. Reading and writing whole blocks is safe from any thread for blocks that no step writes."""
 
-    def __init__(self, shape: KvShape, device: str = "cpu") -> None:
-        """Raises SetupError if the memory is not there."""
+    def __init__(self, shape: KvShape, device: str = "cpu", *, tensor: torch.Tensor | None = None) -> None:
+        """`tensor`: memory to use instead of own, of the right shape, whose blocks are not moved. Raises SetupError if the memory is not
+        there."""
         self.shape = shape
-        sizes: tuple[int, ...] = (shape.num_blocks, shape.num_layers)
-        if shape.quantization == "none":
-            sizes += (2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        else:
-            check_shape(shape)
-            sizes += (shape.block_bytes // shape.num_layers,)
-        try:
-            # Zeros, not empty: padding of a gathered group may read slots never written, and 0 * NaN is NaN.
-            self.tensor = torch.zeros(sizes, dtype=DTYPES[shape.dtype] if shape.quantization == "none" else torch.uint8, device=device)
-        except RuntimeError as error:
-            gib = shape.num_blocks * shape.block_bytes / 2**30
-            raise SetupError(f"no memory for a KV cache of {gib:.1f} GiB on {device}; give fewer blocks") from error
+        self.tensor = _allocate(shape, device) if tensor is None else tensor
         self._bytes = self.tensor.view(shape.num_blocks, -1).view(torch.uint8)
-        self._staging = PinnedStaging(self._bytes) if self.tensor.is_cuda else None
-        if self.tensor.is_cuda:
+        self._staging = PinnedStaging(self._bytes) if self.tensor.is_cuda and tensor is None else None
+        if self._staging is not None:
             torch.cuda.synchronize(self.tensor.device)  # transfers run on another stream than the zeros
         # Of quantized KV; else rows of numbers.
         self.quantized = QuantizedRows(shape, self.tensor) if shape.quantization != "none" else None
@@ -127,3 +117,18 @@ class KvCache:
         if len(block_ids) and not (int(index.min()) >= 0 and int(index.max()) < self.shape.num_blocks):
             raise ValueError(f"block ids must be from 0 to {self.shape.num_blocks - 1}")
         return index
+
+
+def _allocate(shape: KvShape, device: str) -> torch.Tensor:
+    sizes: tuple[int, ...] = (shape.num_blocks, shape.num_layers)
+    if shape.quantization == "none":
+        sizes += (2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    else:
+        check_shape(shape)
+        sizes += (shape.block_bytes // shape.num_layers,)
+    try:
+        # Zeros, not empty: padding of a gathered group may read slots never written, and 0 * NaN is NaN.
+        return torch.zeros(sizes, dtype=DTYPES[shape.dtype] if shape.quantization == "none" else torch.uint8, device=device)
+    except RuntimeError as error:
+        gib = shape.num_blocks * shape.block_bytes / 2**30
+        raise SetupError(f"no memory for a KV cache of {gib:.1f} GiB on {device}; give fewer blocks") from error

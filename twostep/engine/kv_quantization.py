@@ -49,9 +49,11 @@ def quantize(x: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Te
     scale = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
     scaled = x / scale.unsqueeze(-1)
     scaled = scaled.masked_fill(scaled.isnan(), 0.0).clamp(-limit, limit)
+    # One NaN, whatever its bits were.
+    stored = scale.to(torch.bfloat16).masked_fill(scale.isnan(), torch.nan)
     if quantization == "fp8":
-        return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale.to(torch.bfloat16)
-    return (scaled.round() + 128.0).to(torch.uint8), scale.to(torch.bfloat16)
+        return scaled.to(torch.float8_e4m3fn).view(torch.uint8), stored
+    return (scaled.round() + 128.0).to(torch.uint8), stored
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, quantization: str) -> torch.Tensor:

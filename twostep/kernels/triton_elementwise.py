@@ -12,6 +12,7 @@ import triton.language as tl
 
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels.triton_launch import follow, overlaps
+from twostep.kernels.triton_quantized_kv import peak_of, scale_of, store_bytes, store_scales
 
 # Elements of a program's tile: enough independent loads per thread to keep memory busy, few enough to fill the chip with rows.
 _TILE = 4096
@@ -84,7 +85,7 @@ def rotate_and_write(
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     parts = len(qkv) if qkv.dim() == 3 else 1
-    out = qkv if qkv.dim() == 2 else torch.empty(qkv.shape[1:], dtype=pool.dtype, device=qkv.device)
+    out = qkv if qkv.dim() == 2 else torch.empty(qkv.shape[1:], dtype=cache.dtype, device=qkv.device)
     if not len(out):
         return out
     tail = shape.head_dim - 2 * half
@@ -98,15 +99,14 @@ def rotate_and_write(
         sin,
         pool[:, layer],
         pool.stride(0),
-        pool.stride(2),
-        pool.stride(3),
-        pool.stride(4),
+        *(pool.stride()[2:5] if cache.quantized is None else cache.quantized.strides),
         out.numel(),
         PARTS=parts,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=shape.num_kv_heads,
         HEAD_DIM=shape.head_dim,
         BLOCK_SIZE=shape.block_size,
+        QUANTIZATION=shape.quantization,
         HALF=half,
         BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
         TAIL=tail,
@@ -224,6 +224,7 @@ def _rotate_and_write_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    QUANTIZATION: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     TAIL: tl.constexpr,
@@ -258,14 +259,31 @@ def _rotate_and_write_kernel(
     stored = turns | (PARTS > 1)
     tl.store(out_ptr + row + i, turned_low, mask=mask & stored)
     tl.store(out_ptr + row + HALF + i, turned_high, mask=mask & stored)
-    tl.store(pool_ptr + to_pool + i, turned_low, mask=mask & kept)
-    tl.store(pool_ptr + to_pool + HALF + i, turned_high, mask=mask & kept)
+    if QUANTIZATION == "none":
+        tl.store(pool_ptr + to_pool + i, turned_low, mask=mask & kept)
+        tl.store(pool_ptr + to_pool + HALF + i, turned_high, mask=mask & kept)
+    else:
+        low, high = turned_low.to(tl.float32), turned_high.to(tl.float32)
+        peak = tl.maximum(peak_of(low), peak_of(high), propagate_nan=tl.PropagateNan.ALL)
     if TAIL > 0:
         j = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
         mask = exists & (j < HEAD_DIM)
         rest = _sum_parts(qkv_ptr + row + j, mask, numel, PARTS).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row + j, rest, mask=mask & (PARTS > 1))
-        tl.store(pool_ptr + to_pool + j, rest, mask=kept & (j < HEAD_DIM))
+        if QUANTIZATION == "none":
+            tl.store(pool_ptr + to_pool + j, rest, mask=kept & (j < HEAD_DIM))
+        else:
+            peak = tl.maximum(peak, peak_of(rest.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
+    if QUANTIZATION != "none":
+        FP8: tl.constexpr = QUANTIZATION == "fp8"
+        block_ptr, inside = pool_ptr + (slot // BLOCK_SIZE) * stride_block, slot % BLOCK_SIZE
+        scale = scale_of(peak, FP8)
+        store_scales(block_ptr, scale, kv_head, inside, kept, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+        store_bytes(block_ptr, low, scale, kv_head, inside, i, kept & (i < HALF), NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
+        store_bytes(block_ptr, high, scale, kv_head, inside, HALF + i, kept & (i < HALF), NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
+        if TAIL > 0:
+            rest, mask = rest.to(tl.float32), kept & (j < HEAD_DIM)
+            store_bytes(block_ptr, rest, scale, kv_head, inside, j, mask, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
 
 
 @triton.jit

@@ -1,0 +1,91 @@
+"""Quantized blocks written and read by kernels equal, byte for byte, those of the CPU's code."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from kernel_pools import DEVICE, DTYPES
+
+from twostep.engine.batch import KvShape
+from twostep.engine.kv_cache import KvCache
+from twostep.kernels import triton_elementwise as kernels
+from twostep.kernels.triton_quantized_kv import DenseCopy
+
+LAYER = 1
+
+
+def pool(quantization: str, dtype: torch.dtype, *, num_kv_heads: int, head_dim: int, block_size: int, device: str = DEVICE) -> KvCache:
+    shape = KvShape(
+        num_blocks=7,
+        block_size=block_size,
+        num_layers=3,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=quantization,
+    )
+    cache = KvCache(shape, device)
+    cache.tensor.copy_((torch.arange(cache.tensor.numel()) % 113).view(cache.tensor.shape))
+    return cache
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "rotated", "block_size"),
+    [(9, 3, 64, 64, 16), (7, 1, 80, 80, 4), (3, 3, 96, 24, 32), (4, 2, 12, 0, 8)],
+)
+def test_new_vectors_are_quantized_as_on_the_cpu(
+    num_heads: int, num_kv_heads: int, head_dim: int, rotated: int, block_size: int, dtype: torch.dtype, quantization: str
+) -> None:
+    cache = pool(quantization, dtype, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
+    num_tokens, half = 6, rotated // 2
+    slots = torch.randperm(7 * block_size)[:num_tokens]
+    slots[2] = -1  # padding
+    positions = torch.randint(0, 50, (num_tokens,), device=DEVICE)
+    angle = torch.randn(50, half, device=DEVICE)
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    qkv *= torch.exp(3 * torch.randn(num_tokens, num_heads + 2 * num_kv_heads, 1))
+    qkv[0, num_heads] = 0.0
+    qkv[1, -1, 3] = torch.inf
+    qkv[1, -2, 5] = torch.nan
+    qkv = qkv.view(num_tokens, -1).to(DEVICE).to(dtype)
+
+    got = kernels.rotate_and_write(qkv, positions, slots.to(DEVICE), angle.cos(), angle.sin(), cache, LAYER, num_heads)
+    want = pool(quantization, dtype, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, device="cpu")
+    vectors = got.view(num_tokens, -1, head_dim)[:, num_heads:].cpu()
+    kept = slots >= 0
+    assert want.quantized is not None
+    want.quantized.write(LAYER, slots[kept] // block_size, slots[kept] % block_size, vectors[kept])
+    differ = (cache.tensor.cpu() != want.tensor).nonzero()
+    assert not len(differ), (differ[:8], cache.tensor.cpu()[tuple(differ[:8].T)], want.tensor[tuple(differ[:8].T)])
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (24, 4)])
+def test_a_dense_copy_holds_the_numbers(quantization: str, head_dim: int, block_size: int) -> None:
+    cache = pool(quantization, torch.float32, num_kv_heads=3, head_dim=head_dim, block_size=block_size)
+    assert cache.quantized is not None
+    cache.quantized.scales.copy_(torch.rand(cache.quantized.scales.shape) + 0.1)
+    lengths = [block_size + 3, 1, 0, 3 * block_size]
+    free = random.Random(5).sample(range(7), 7)
+    tables = torch.full((4, 4), 2**31 - 1, dtype=torch.int32)
+    for s, length in enumerate(lengths):
+        for i in range(-(-length // block_size)):
+            tables[s, i] = free.pop()
+    tables[3, 0] = -1  # before a window
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    copy = DenseCopy.reserve(cache, seq_lens, num_blocks=6, num_columns=3)
+    copy.cache.tensor.fill_(torch.nan)
+    copy.fill(cache, LAYER, seq_lens, tables.to(DEVICE))
+    for s, length in enumerate(lengths):
+        for i in range(-(-length // block_size)):
+            if tables[s, i] < 0:
+                continue
+            want = cache.numbers(LAYER, tables[s, i : i + 1].long().to(DEVICE))[0]
+            used = min(block_size, length - i * block_size)
+            got = copy.cache.tensor[copy.block_tables[s, i], 0]
+            assert torch.equal(got[:, :, :used], want[:, :, :used])
+            assert not got[:, :, used:].any()
