@@ -80,8 +80,8 @@ def find_groups(
 ) -> list[PrefixGroup]:
     """The groups that together save most, each sequence in one at most; none where they save less than the second launch costs.
 
-    Prefixes form a tree; a node is worth what saved_keys says, or what its branches are worth where that is more. Costs one sort of
-    the first column where nothing is shared, and a comparison of the shared columns where something is.
+    Prefixes form a tree; a node is worth what saved_keys says, or what its branches and the rest of it are worth where that is more.
+    Costs one sort of the first column where nothing is shared, and a comparison of the shared columns where something is.
 
     block_tables  [S, B]; seq_lens [S], the new token counted: its block is never shared
     """
@@ -156,9 +156,15 @@ class _Tree:
         num_keys = depth * self._block_size // GRANULE * GRANULE
         saved = saved_keys(len(rows), num_keys, self._layout)
         branches = [self._best(branch, depth + 1) for branch in self._branches(rows[reach > depth], depth) if self._nodes_left > 0]
-        if sum(value for value, _ in branches) > max(saved, 0.0):
-            return sum(value for value, _ in branches), [group for _, found in branches for group in found]
-        return (saved, [PrefixGroup(rows, num_keys)]) if saved > 0 else (0.0, [])
+        apart, groups = sum(value for value, _ in branches), [group for _, found in branches for group in found]
+        if groups:
+            rest = np.setdiff1d(rows, np.concatenate([group.members for group in groups]))
+            saved_by_rest = saved_keys(len(rest), num_keys, self._layout)
+            if saved_by_rest > 0:
+                apart, groups = apart + saved_by_rest, [*groups, PrefixGroup(rest, num_keys)]
+        if apart >= max(saved, 0.0):
+            return apart, groups
+        return saved, [PrefixGroup(rows, num_keys)]
 
     def _first_difference(self, rows: npt.NDArray[np.int64], start: int, end: int) -> int:
         """The first column from `start` on in which the rows differ, or `end`. Looks further the longer they agree."""
