@@ -1,0 +1,207 @@
+"""Logits of every architecture on one GPU in bfloat16, against transformers in float32 with the same weights.
+
+    PYTHONPATH=. python benchmarks/gpu_models.py                 # all of them
+    PYTHONPATH=. python benchmarks/gpu_models.py opt mistral     # some; --device cpu runs the CPU's path
+
+Small random models, saved by transformers in bfloat16. Sequences of several lengths go through whole prompts, random chunks beside
+single tokens, and decode by CUDA graph, beyond windows and original contexts. The error of the logits of all positions is relative to their
+norm; "peer" is that of transformers in bfloat16 on the same device. The aim is 2e-2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from twostep.engine.batch import Batch, SamplingRow
+from twostep.engine.model_runner import ModelRunner
+from twostep.sampling_params import SamplingParams
+
+AIM = 2e-2
+BLOCK_SIZE, NUM_BLOCKS = 16, 256
+VOCAB = 1031
+LENGTHS = (700, 333, 90, 17)
+NUM_DECODED = 8
+GREEDY = SamplingRow(
+    params=SamplingParams(max_tokens=1, temperature=0.0), position=0, history=(), num_prompt_tokens=0, stop_ids=frozenset()
+)
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+OPT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 512,
+    "ffn_dim": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+    "word_embed_proj_dim": 512,
+}
+ROPE = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", LLAMA | {"tie_word_embeddings": True}),
+    "llama3 rope": (
+        "LlamaConfig",
+        LLAMA | {"rope_parameters": ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    ),
+    "linear rope": ("LlamaConfig", LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}}),
+    "yarn rope": ("LlamaConfig", LLAMA | {"head_dim": 128, "rope_parameters": ROPE | {"rope_type": "yarn"}}),
+    "qwen2": ("Qwen2Config", LLAMA | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", LLAMA | {"head_dim": 128}),
+    "opt": ("OPTConfig", OPT),
+    "opt, head 80": ("OPTConfig", OPT | {"hidden_size": 640, "word_embed_proj_dim": 640}),
+    "qwen2, windows": ("Qwen2Config", LLAMA | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+    "mistral": ("MistralConfig", LLAMA | {"sliding_window": 129, "head_dim": 128}),
+}
+
+
+class Sequence_:
+    """Tokens over blocks, of which the first `num_computed` are in the pool."""
+
+    def __init__(self, tokens: list[int], blocks: list[int]) -> None:
+        self.tokens = tokens
+        self.blocks = blocks
+        self.num_computed = 0
+        self.logits: list[torch.Tensor] = []
+
+
+def make_batch(work: Sequence[tuple[Sequence_, int]]) -> Batch:
+    """The next tokens of each sequence; logits of every row."""
+    positions = [np.arange(s.num_computed, s.num_computed + count) for s, count in work]
+    tables = np.zeros((len(work), max(len(s.blocks) for s, _ in work)), np.int32)
+    for row, (sequence, _) in enumerate(work):
+        tables[row, : len(sequence.blocks)] = sequence.blocks
+    flat = np.concatenate(positions)
+    counts = [count for _, count in work]
+    row_of = np.repeat(np.arange(len(work)), counts)
+    return Batch(
+        token_ids=np.concatenate([np.array(s.tokens)[p] for (s, _), p in zip(work, positions, strict=True)]).astype(np.int64),
+        positions=flat.astype(np.int64),
+        query_start=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        seq_lens=np.array([s.num_computed + count for s, count in work], np.int32),
+        block_tables=tables,
+        slots=tables[row_of, flat // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + flat % BLOCK_SIZE,
+        sample_rows=np.arange(len(flat), dtype=np.int64),
+        sampling=[GREEDY] * len(flat),
+    )
+
+
+def advance(runner: ModelRunner, work: Sequence[tuple[Sequence_, int]]) -> None:
+    logits = runner.forward(make_batch(work)).float().cpu()
+    for (sequence, count), part in zip(work, logits.split([count for _, count in work]), strict=True):
+        sequence.logits.append(part)
+        sequence.num_computed += count
+
+
+def sequences(rng: random.Random) -> list[Sequence_]:
+    free = list(range(NUM_BLOCKS))
+    rng.shuffle(free)
+    made = []
+    for length in LENGTHS:
+        blocks = [free.pop() for _ in range(-(-length // BLOCK_SIZE))]
+        made.append(Sequence_([rng.randrange(VOCAB) for _ in range(length)], blocks))
+    return made
+
+
+def decode(runner: ModelRunner, all_of_them: list[Sequence_]) -> None:
+    for _ in range(NUM_DECODED):
+        advance(runner, [(sequence, 1) for sequence in all_of_them])
+
+
+def whole_prompts(runner: ModelRunner, rng: random.Random) -> list[Sequence_]:
+    made = sequences(rng)
+    advance(runner, [(sequence, len(sequence.tokens) - NUM_DECODED) for sequence in made])
+    decode(runner, made)
+    return made
+
+
+def random_chunks(runner: ModelRunner, rng: random.Random) -> list[Sequence_]:
+    made = sequences(rng)
+    left = {id(s): len(s.tokens) - NUM_DECODED for s in made}
+    while any(left.values()):
+        work = [(s, min(rng.choice([1, 5, 60, 300]), left[id(s)])) for s in made if left[id(s)]]
+        advance(runner, work)
+        for sequence, count in work:
+            left[id(sequence)] -= count
+    decode(runner, made)
+    return made
+
+
+def reference(model: transformers.PreTrainedModel, made: list[Sequence_], device: str) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.cat([model(torch.tensor([s.tokens], device=device)).logits[0].float().cpu() for s in made])
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def check(name: str, device: str) -> bool:
+    config_class, fields = MODELS[name]
+    torch.manual_seed(len(name))
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**fields), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith(("bias", "norm.weight")):  # initialized to 0 and 1, which would hide a mistake
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    with tempfile.TemporaryDirectory() as directory:
+        model.to(torch.bfloat16).save_pretrained(directory)
+        # Read back, as that leaves RoPE's frequencies unrounded.
+        exact, rounded = (
+            transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval().to(device)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        runner = ModelRunner(Path(directory), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=device, max_num_seqs=len(LENGTHS))
+    whole, chunked = whole_prompts(runner, random.Random(1)), random_chunks(runner, random.Random(2))
+    errors = []
+    for made in (whole, chunked):
+        want = reference(exact, made, device)
+        errors.append(relative(torch.cat([torch.cat(s.logits) for s in made]), want))
+        rows = np.cumsum([len(s.tokens) for s in made])
+        last = torch.cat([want[stop - NUM_DECODED : stop] for stop in rows])
+        errors.append(relative(torch.cat([torch.cat(s.logits)[-NUM_DECODED:] for s in made]), last))
+    good = all(error < AIM for error in errors)
+    peer = relative(reference(rounded, chunked, device), want)
+    shown = "  ".join(f"{error:9.2e}" for error in (*errors, peer))
+    print(f"{name:16} {shown}  {'ok' if good else 'FAIL'}", flush=True)
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="*", help=f"any of {', '.join(MODELS)}")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}", flush=True)
+    print(f"{'':16} {'prompts':>9}  {'decode':>9}  {'chunks':>9}  {'decode':>9}  {'peer':>9}")
+    good = True
+    for model in args.model or MODELS:
+        try:
+            good &= check(model, args.device)
+        except Exception:  # noqa: BLE001 - one architecture's failure leaves the others to be looked at
+            print(f"{model:16} FAIL", flush=True)
+            traceback.print_exc(limit=-4, file=sys.stdout)
+            good = False
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
