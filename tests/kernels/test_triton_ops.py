@@ -31,7 +31,7 @@ def on_triton(directory: Path) -> tuple[Decoder, KvCache]:
     return model, KvCache(kv_shape(config, "float32", NUM_BLOCKS, BLOCK_SIZE), DEVICE)
 
 
-@pytest.mark.parametrize("family", ["llama-biases", "llama3-rope", "qwen3"])
+@pytest.mark.parametrize("family", ["llama-biases", "llama3-rope", "qwen3", "qwen3-windows", "opt"])
 def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)
@@ -73,7 +73,9 @@ def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
     ops = model._ops
     assert isinstance(ops, TritonOps)
     with torch.inference_mode():
-        plan = ops.plan_decode(inputs, tables, cache, num_heads=model.config.num_heads, rope=model.rope_tables, windows=model.config.windows)
+        plan = ops.plan_decode(
+            inputs, tables, cache, num_heads=model.config.num_heads, rope=model.rope_tables, windows=model.config.windows
+        )
         prompts = make_batch([(s, len(s.tokens) - 2) for s in sequences], BLOCK_SIZE)
         torch.testing.assert_close(model.forward(prompts, cache).cpu(), runner.forward(prompts), rtol=0, atol=1e-4)
         for sequence in sequences:

@@ -73,7 +73,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear-rope": ("LlamaConfig", {"rope_parameters": _LINEAR}),
     "yarn-rope": ("LlamaConfig", {"rope_parameters": _YARN, "head_dim": 24}),
     "yarn-rope-full": ("Qwen2Config", {"rope_parameters": _YARN_FULL}),
-    "opt": ("OPTConfig", _SMALL_OPT | {"word_embed_proj_dim": 48}),
+    "opt": ("OPTConfig", _SMALL_OPT | {"word_embed_proj_dim": 48, "num_attention_heads": 2}),
     "opt-untied": ("OPTConfig", _SMALL_OPT | {"enable_bias": False, "tie_word_embeddings": False}),
 }
 
