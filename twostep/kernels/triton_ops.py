@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +18,7 @@ from twostep.kernels.prefill_choice import HOPPER_ROWS, num_leading_decodes, use
 from twostep.kernels.step_upload import StepUpload
 from twostep.kernels.triton_decode import decode_attention
 from twostep.kernels.triton_decode_plan import DecodePlan, DecodeWorkspace
+from twostep.kernels.triton_quantized_kv import DenseCopy
 from twostep.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
 
 
@@ -71,7 +73,9 @@ class TritonOps:
         num_decodes = num_leading_decodes(num_queries.tolist(), kv.block_size)
         num_queries[:num_decodes] = 0
         max_queries = int(num_queries.max())
-        hopper = uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability)
+        # Chunks attend to a dense copy of quantized KV.
+        dense = replace(kv, quantization="none")
+        hopper = uses_hopper(dense, num_heads=num_heads, max_queries=max_queries, capability=self._capability)
         shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries))
         rows = HOPPER_ROWS if hopper else shape.num_rows
         sent = self.upload.send(
@@ -95,6 +99,8 @@ class TritonOps:
         if num_decodes:
             plan.decode = {window: self._decode_plan(kv, num_heads, num_decodes, window) for window in dict.fromkeys(windows)}
             plan.num_decodes = num_decodes
+        if cache.quantized is not None and max_queries:
+            plan.reserve_dense(batch.seq_lens[num_decodes:])
         return plan
 
     def _decode_plan(self, kv: KvShape, num_heads: int, num_seqs: int, window: int) -> DecodePlan:
@@ -135,7 +141,7 @@ class TritonOps:
         )
         shape = triton_prefill.tile_shape(cache.dtype, cache.shape.head_dim, num_heads // cache.shape.num_kv_heads, 1)
         plan = TritonAttentionPlan(step, cache, num_heads=num_heads, cos=rope[0], sin=rope[1], windows=windows, tile_shape=shape)
-        if cache.shape.block_size % 16 == 0:
+        if cache.shape.block_size % 16 == 0 or cache.quantized is not None:
             plan.decode = {
                 window: DecodePlan(
                     cache.shape,
@@ -193,13 +199,23 @@ class TritonAttentionPlan:
         # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
         self.num_decodes = 0
+        # What the others' chunks attend to where the pool is quantized, and its lengths: 0 for those that are decoded.
+        self._dense: DenseCopy | None = None
+        self._dense_lens = step.seq_lens
+
+    def reserve_dense(self, seq_lens: npt.NDArray[np.int32]) -> None:
+        """Room for the blocks of the sequences behind the first `num_decodes`, which have these lengths."""
+        num_blocks = -(-seq_lens.astype(np.int64) // self._cache.shape.block_size)
+        self._dense_lens = self._step.seq_lens.clone()
+        self._dense_lens[: self.num_decodes] = 0
+        self._dense = DenseCopy.reserve(self._cache, self._dense_lens, num_blocks=int(num_blocks.sum()), num_columns=int(num_blocks.max()))
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         step = self._step
         if layer == 0:
             for plan in self.decode.values():
                 plan.refresh(step.seq_lens[: self.num_decodes])
-            if self._tile_shape is None:
+            if self._tile_shape is None and self._dense is None:
                 triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
         triton_elementwise.rotate_and_write(qkv, step.positions, step.slots, self._cos, self._sin, self._cache, layer, self._num_heads)
 
@@ -223,17 +239,21 @@ class TritonAttentionPlan:
 
     def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         step = self._step
+        cache, block_tables, at = self._cache, step.block_tables, layer
+        if self._dense is not None:
+            self._dense.fill(cache, layer, self._dense_lens, block_tables)
+            cache, block_tables, at = self._dense.cache, self._dense.block_tables, 0
         if self._tile_shape is not None:
             triton_prefill.prefill_attention(
                 qkv,
                 out,
-                self._cache,
-                layer,
+                cache,
+                at,
                 num_heads=self._num_heads,
                 tiles=step.tiles,
                 query_start=step.query_start,
                 seq_lens=step.seq_lens,
-                block_tables=step.block_tables,
+                block_tables=block_tables,
                 shape=self._tile_shape,
                 window=self._windows[layer],
             )
@@ -244,13 +264,13 @@ class TritonAttentionPlan:
         hopper_attention(
             qkv,
             out,
-            self._cache,
-            layer,
+            cache,
+            at,
             num_heads=self._num_heads,
             tiles=step.tiles,
             query_start=step.query_start,
             seq_lens=step.seq_lens,
-            block_tables=step.block_tables,
+            block_tables=block_tables,
             num_programs=torch.cuda.get_device_properties(qkv.device).multi_processor_count,
             window=self._windows[layer],
         )
