@@ -1,4 +1,5 @@
-"""Prefill attention over a scattered pool against float64, on ragged chunks; on the CPU through Triton's interpreter."""
+"""Prefill attention over a scattered pool against float64, on ragged chunks; on the CPU through Triton's interpreter. The Hopper kernel,
+which that cannot run, is under test on a Hopper GPU only."""
 
 from __future__ import annotations
 
@@ -8,10 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from kernel_pools import DEVICE, DTYPES, poisoned_pool
 
+from twostep.engine.batch import KvShape
 from twostep.engine.kv_cache import KvCache
-from twostep.kernels.triton_prefill import plan_tiles, prefill_attention, tile_shape
+from twostep.kernels.prefill_choice import HOPPER_ROWS, num_leading_decodes, uses_hopper
+from twostep.kernels.triton_prefill import clear_tails, plan_tiles, prefill_attention, tile_shape
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 # (tokens in the pool before, tokens of the chunk)
 Chunks = list[tuple[int, int]]
@@ -32,7 +39,7 @@ def fill(cache: KvCache, lengths: list[int], seed: int) -> np.ndarray:
     return tables
 
 
-def oracle(query: torch.Tensor, cache: KvCache, layer: int, table: np.ndarray, context: int) -> torch.Tensor:
+def oracle(query: torch.Tensor, cache: KvCache, layer: int, table: np.ndarray, context: int, window: int) -> torch.Tensor:
     """float64 [T, H, D] of one sequence's queries [T, H, D] that follow `context` tokens."""
     num_tokens, num_heads, head_dim = query.shape
     length = context + num_tokens
@@ -40,11 +47,24 @@ def oracle(query: torch.Tensor, cache: KvCache, layer: int, table: np.ndarray, c
     kv = blocks.permute(1, 2, 0, 3, 4).reshape(2, cache.shape.num_kv_heads, -1, head_dim)[:, :, :length]
     k, v = kv.repeat_interleave(num_heads // cache.shape.num_kv_heads, 1)
     score = torch.einsum("thd,hkd->htk", query.double(), k) / head_dim**0.5
-    hidden = torch.arange(length, device=query.device) > context + torch.arange(num_tokens, device=query.device)[:, None]
+    key, position = torch.arange(length, device=query.device), context + torch.arange(num_tokens, device=query.device)[:, None]
+    hidden = (key > position) | (key <= position - (window or length))
     return torch.einsum("htk,hkd->thd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def check(chunks: Chunks, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, rows: int = 0) -> None:
+def check(
+    chunks: Chunks,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    rows: int = 0,
+    window: int = 0,
+    num_programs: int = 0,
+) -> None:
+    """`num_programs`: of the Hopper kernel; 0: the portable kernel."""
     lengths = [context + count for context, count in chunks]
     num_blocks = sum(-(-n // block_size) for n in lengths) + 3
     cache = poisoned_pool(dtype, num_blocks=num_blocks, num_layers=2, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim)
@@ -61,21 +81,19 @@ def check(chunks: Chunks, *, num_heads: int, num_kv_heads: int, head_dim: int, b
     def upload(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int32)).to(DEVICE)
 
-    prefill_attention(
-        qkv,
-        out,
-        cache,
-        1,
-        num_heads=num_heads,
-        tiles=upload(plan_tiles(counts, np.array(lengths), shape.num_rows // share)),
-        query_start=upload(starts),
-        seq_lens=upload(np.array(lengths)),
-        block_tables=upload(tables),
-        shape=shape,
-    )
+    inputs = {"query_start": upload(starts), "seq_lens": upload(np.array(lengths)), "block_tables": upload(tables)}
+    if num_programs:
+        from twostep.kernels.hopper_prefill import hopper_attention  # noqa: PLC0415 (of use on a Hopper GPU only)
+
+        tiles = upload(plan_tiles(counts, np.array(lengths), HOPPER_ROWS // share))
+        clear_tails(cache, inputs["seq_lens"], inputs["block_tables"])
+        hopper_attention(qkv, out, cache, 1, num_heads=num_heads, tiles=tiles, window=window, num_programs=num_programs, **inputs)
+    else:
+        tiles = upload(plan_tiles(counts, np.array(lengths), shape.num_rows // share))
+        prefill_attention(qkv, out, cache, 1, num_heads=num_heads, tiles=tiles, shape=shape, window=window, **inputs)
     for s, (context, count) in enumerate(chunks):
         part = slice(int(starts[s]), int(starts[s]) + count)
-        want = oracle(qkv[part, : num_heads * head_dim].view(count, num_heads, head_dim), cache, 1, tables[s], context)
+        want = oracle(qkv[part, : num_heads * head_dim].view(count, num_heads, head_dim), cache, 1, tables[s], context, window)
         got = out[part].double().view(want.shape)
         error = float((got - want).norm() / want.norm())
         assert error < {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype], (s, error)
@@ -107,9 +125,74 @@ def test_one_query_each_is_decode() -> None:
     check([(n, 1) for n in (0, 1, 15, 16, 63, 64, 130)], num_heads=4, num_kv_heads=2, head_dim=32, block_size=16, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("window", [1, 15, 16, 40, 1000])
+def test_windows(window: int) -> None:
+    chunks = [(0, 37), (90, 21), (64, 1), (3, 70)]
+    check(chunks, num_heads=4, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, rows=32, window=window)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "windows"),
+    [
+        (32, 8, 128, 16, torch.bfloat16, (0, 1, 100, 300)),
+        (9, 3, 64, 32, torch.bfloat16, (0, 257)),
+        (2, 2, 128, 64, torch.float16, (0, 30)),
+        (7, 1, 64, 128, torch.float16, (0, 128)),
+        (5, 1, 128, 8, torch.bfloat16, (0,)),
+    ],
+)
+def test_hopper(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, windows: tuple[int, ...]) -> None:
+    chunks = [*RAGGED, (0, 700), (513, 257), (1000, 64), (127, 129), (128, 128)]
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
+    for window in windows:
+        for num_programs in (1, 7, 132):
+            check(chunks, **shape, dtype=dtype, window=window, num_programs=num_programs)
+
+
+def test_tails_are_zeros_and_nothing_else_changes() -> None:
+    lengths, block_size = [1, 16, 17, 40, 79], 16
+    cache = poisoned_pool(torch.bfloat16, num_blocks=14, num_layers=3, num_kv_heads=2, block_size=block_size, head_dim=24)
+    tables = fill(cache, lengths, seed=5)
+    want = cache.tensor.clone()
+    for s, length in enumerate(lengths):
+        if length % block_size:
+            want[int(tables[s, length // block_size]), :, :, :, length % block_size :] = 0
+    clear_tails(cache, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), torch.from_numpy(tables).to(DEVICE))
+    torch.testing.assert_close(cache.tensor, want, rtol=0, atol=0, equal_nan=True)
+
+
+@given(
+    num_queries=st.lists(st.sampled_from([0, 1, 1, 1, 2, 9]), max_size=9),
+    block_size=st.sampled_from([8, 16, 24, 32]),
+)
+def test_flash_decoding_serves_what_comes_first(num_queries: list[int], block_size: int) -> None:
+    count = num_leading_decodes(num_queries, block_size)
+    assert all(n == 1 for n in num_queries[:count])
+    assert count == 0 or block_size % 16 == 0
+    assert block_size % 16 or count == len(num_queries) or num_queries[count] != 1
+
+
+def test_the_hopper_kernel_is_for_what_it_can_hold() -> None:
+    kv = KvShape(num_blocks=9, block_size=16, num_layers=2, num_kv_heads=2, head_dim=128, dtype="bfloat16")
+    good = {"num_heads": 8, "max_queries": 100, "capability": (9, 0)}
+    assert uses_hopper(kv, **good)
+    for change in ({"capability": None}, {"capability": (8, 0)}, {"capability": (10, 0)}, {"max_queries": 1}):
+        assert not uses_hopper(kv, **(good | change)), change
+    for change in (
+        {"dtype": "float32"},
+        {"head_dim": 80},
+        {"head_dim": 256},
+        {"block_size": 5},
+        {"quantization": "fp8"},
+        {"num_blocks": 2**25},
+    ):
+        assert not uses_hopper(replace(kv, **change), **good), change
+
+
 def test_tiles_cover_every_query_once_heaviest_first() -> None:
     rng = np.random.default_rng(0)
-    counts = rng.integers(1, 200, 40)
+    counts = rng.integers(0, 200, 40)
     lengths = counts + rng.integers(0, 500, 40)
     tiles = plan_tiles(counts, lengths, 32)
     assert sorted(map(tuple, tiles.tolist())) == [(s, f) for s in range(40) for f in range(0, int(counts[s]), 32)]

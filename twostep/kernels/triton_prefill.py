@@ -232,7 +232,7 @@ def _prefill_kernel(
         best, total, acc, q, position, k_ptr, v_ptr, table_ptr, seen_by_all, end, end, d, d_mask, stride_block, stride_slot, scale_log2,
         HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, IN_FLOAT32, True,
     )  # fmt: skip
-    acc = acc / total[:, None]
+    acc = acc / tl.where(valid, total, 1.0)[:, None]
     out = out_ptr + token_row[:, None] * stride_out + head_col[:, None] + d[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & d_mask[None, :])
 
