@@ -1,0 +1,241 @@
+"""The whole engine on one GPU: the time between consecutive tokens on the host, with the step loop planning ahead and without.
+
+    PYTHONPATH=. python benchmarks/gpu_step_loop.py                      # Llama-3.1-8B's shape, random weights, bfloat16
+    PYTHONPATH=. python benchmarks/gpu_step_loop.py --device cpu --tiny  # a dry run
+
+Every row submits prompts of 1024 tokens to an Engine and steps it: a step is the wall time from one output with a token of every sequence
+to the next, median over contexts from 1024 on. `launch` and `wait` are the host's share: building and queueing a step, and waiting for one
+in flight. vLLM 0.24.0 and the floor (cuBLAS and KV bytes) are figures of the same kind of machine, an H200.
+
+First, right tokens: a small model in float32 gives the same streams with look-ahead and without, greedy, drawn and penalized; streams are
+compared up to the first difference, which with other batches' rounding must be a near-tie, so few may differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from twostep.engine.batch import Batch, InFlight, KvShape, Sampled, SamplingRow
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
+from twostep.engine.model_runner import ModelRunner
+from twostep.engine.types import EngineRequest
+from twostep.sampling_params import SamplingParams
+
+BLOCK_SIZE = 16
+CONTEXT = 1024
+VLLM = {1: 4.90, 16: 5.55, 64: 7.70, 128: 10.67, 256: 17.09}
+FLOOR = {1: 4.03, 16: 4.63, 64: 6.56, 128: 9.2, 256: 15.4}
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SMALL = LLAMA_8B | {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 5003,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 0.8, "top_p": 0.95, "top_k": 50},
+    "penalized": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "greedy with logprobs": {"temperature": 0.0, "logprobs": 5},
+}
+
+
+class TimedRunner:
+    """Notes how long the host spends in launch and in waiting."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.launches: list[float] = []
+        self.waits: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    @property
+    def kv_shape(self) -> KvShape:
+        return self._runner.kv_shape
+
+    def launch(self, batch: Batch) -> InFlight:
+        start = time.perf_counter()
+        step = self._runner.launch(batch)
+        self.launches.append(time.perf_counter() - start)
+        return _TimedStep(step, self.waits)
+
+
+class _TimedStep:
+    def __init__(self, step: InFlight, waits: list[float]) -> None:
+        self._step = step
+        self._waits = waits
+
+    def result(self) -> Sampled:
+        start = time.perf_counter()
+        sampled = self._step.result()
+        self._waits.append(time.perf_counter() - start)
+        return sampled
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=list(VLLM))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a small model and few tokens")
+    args = parser.parse_args()
+    if args.device != "cpu":
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    check(args.device)
+    if args.tiny:
+        args.batch, args.steps = [1, 4], 6
+    context = 40 if args.tiny else CONTEXT
+    started = time.perf_counter()
+    largest = max(args.batch)
+    num_blocks = largest * (-(-(context + args.steps + 40) // BLOCK_SIZE) + 1) + 64
+    options = {"num_blocks": num_blocks, "max_num_seqs": largest, "max_model_len": 2048, "device": args.device}
+    runner = TimedRunner(make(SMALL if args.tiny else LLAMA_8B, **options))
+    print(f"ready after {time.perf_counter() - started:.1f} s (random weights, kernels compiled, graphs captured)", flush=True)
+    prompts = np.random.default_rng(0).integers(0, 5000, (largest, context)).tolist()
+    short = max(3, args.steps // 4)
+    some = [batch for batch in (256, 64, 1) if batch <= largest]
+    print(f"{'':24}{'batch':>6}{'ms a step':>11}{'p99':>8}{'launch':>8}{'wait':>8}{'vLLM':>8}{'floor':>8}", flush=True)
+    bounds = {"max_num_batched_tokens": 8192, "max_num_seqs": largest, "max_waiting": largest, "hash_unit": BLOCK_SIZE}
+    engine = Engine(runner, EngineConfig(look_ahead=True, **bounds))
+    for batch in sorted(args.batch, reverse=True):  # the largest computes all prompts, which the others find in the pool
+        report("look-ahead", engine, prompts[:batch], args.steps, "greedy")
+    for name in list(SAMPLINGS)[1:]:
+        for batch in some:
+            report(name, engine, prompts[:batch], short, name)
+    engine = Engine(runner, EngineConfig(look_ahead=False, **bounds))
+    for batch in some:
+        report("synchronous", engine, prompts[:batch], short, "greedy")
+    for batch in some:
+        times = bare_steps(runner, batch, short, context)
+        print(f"{'runner alone':24}{batch:6}{statistics.median(times) * 1e3:11.3f}", flush=True)
+
+
+def report(name: str, engine: Engine, prompts: Sequence[Sequence[int]], steps: int, sampling: str) -> None:
+    runner = engine.runner
+    assert isinstance(runner, TimedRunner)
+    runner.launches.clear()
+    runner.waits.clear()
+    times = sorted(engine_steps(engine, name, prompts, steps, SAMPLINGS[sampling]))
+    batch = len(prompts)
+    peer = f"{VLLM[batch]:8.2f}{FLOOR[batch]:8.2f}" if batch in VLLM and name == "look-ahead" else ""
+    launch, wait = (statistics.median(part[-steps:]) * 1e3 for part in (runner.launches, runner.waits))
+    middle, high = statistics.median(times) * 1e3, times[int(len(times) * 0.99)] * 1e3
+    print(f"{name:24}{batch:6}{middle:11.3f}{high:8.2f}{launch:8.3f}{wait:8.3f}{peer}", flush=True)
+
+
+def engine_steps(engine: Engine, name: str, prompts: Sequence[Sequence[int]], steps: int, sampling: dict[str, Any]) -> list[float]:
+    """Seconds between consecutive outputs that hold a token of every sequence."""
+    ids = [f"{name} {len(prompts)} {i}" for i in range(len(prompts))]
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=steps + 36, seed=i, ignore_eos=True, **sampling)
+        engine.submit(
+            EngineRequest(seq_id=ids[i], token_ids=prompt, num_prompt_tokens=len(prompt), sampling=params, prefix_key=b"benchmark")
+        )
+    at: list[float] = []
+    while len(at) <= steps + 4:
+        output = engine.step()
+        assert not output.failures, output.failures
+        if len(output.tokens) == len(prompts) and not output.num_prefill_tokens:
+            at.append(time.perf_counter())
+    for seq_id in ids:
+        engine.cancel(seq_id)
+    engine.settle_launched()
+    return [after - before for before, after in itertools.pairwise(at[4:])]
+
+
+def bare_steps(runner: TimedRunner, batch: int, steps: int, context: int) -> list[float]:
+    """Seconds of ModelRunner.run, one step at a time, over the same contexts."""
+    width = -(-(context + steps + 8) // BLOCK_SIZE)
+    tables = np.random.default_rng(1).permutation(runner.kv_shape.num_blocks)[: batch * width].astype(np.int32).reshape(batch, width)
+    times = []
+    for step in range(steps + 4):
+        work = decode_batch(tables, context + step)
+        start = time.perf_counter()
+        runner.run(work)
+        times.append(time.perf_counter() - start)
+    return times[4:]
+
+
+def decode_batch(tables: np.ndarray, length: int) -> Batch:
+    batch, position = len(tables), length - 1
+    row = SamplingRow(
+        params=SamplingParams(max_tokens=1, temperature=0.0), position=0, history=(), num_prompt_tokens=0, stop_ids=frozenset()
+    )
+    return Batch(
+        token_ids=np.arange(batch, dtype=np.int64),
+        positions=np.full(batch, position, np.int64),
+        query_start=np.arange(batch + 1, dtype=np.int32),
+        seq_lens=np.full(batch, length, np.int32),
+        block_tables=np.ascontiguousarray(tables[:, : -(-length // BLOCK_SIZE)]),
+        slots=tables[:, position // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + position % BLOCK_SIZE,
+        sample_rows=np.arange(batch),
+        sampling=[row] * batch,
+    )
+
+
+def check(device: str) -> None:
+    runner = make(SMALL, num_blocks=512, max_num_seqs=16, device=device)
+    rng = np.random.default_rng(2)
+    work = []
+    for i in range(16):
+        length = int(rng.integers(1, 200))
+        params = SamplingParams(max_tokens=30, seed=i, **list(SAMPLINGS.values())[i % len(SAMPLINGS)])
+        tokens = rng.integers(0, 5003, length).tolist()
+        eos = frozenset(range(0, 5003, 60))
+        work.append(EngineRequest(seq_id=f"{i}", token_ids=tokens, num_prompt_tokens=length, sampling=params, eos_token_ids=eos))
+    bounds = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "hash_unit": BLOCK_SIZE}
+    ahead, again, behind = (
+        [[token.token_id for token in tokens] for tokens in generate(Engine(runner, EngineConfig(look_ahead=on, **bounds)), work)]
+        for on in (True, True, False)
+    )
+    assert ahead == again, "the same steps gave other tokens"
+    differ = [i for i in range(len(work)) if ahead[i] != behind[i]]
+    total = sum(map(len, ahead))
+    print(f"right tokens: {total} tokens, {len(work) - len(differ)} of {len(work)} streams equal with look-ahead and without", flush=True)
+    ended = sum(len(tokens) < 30 for tokens in ahead)
+    print(f"              {ended} streams ended by a stop id; those that differ: {[list(SAMPLINGS)[i % 4] for i in differ]}", flush=True)
+    if len(differ) > 2:
+        sys.exit("more streams differ than near-ties explain")
+
+
+def make(config: dict[str, Any], **options: Any) -> ModelRunner:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        return ModelRunner(directory, **({"block_size": BLOCK_SIZE, "load_format": "dummy"} | options))
+
+
+if __name__ == "__main__":
+    main()
