@@ -19,6 +19,7 @@ from twostep.kernels.step_upload import StepUpload
 from twostep.kernels.triton_decode import decode_attention
 from twostep.kernels.triton_decode_plan import DecodePlan, DecodeWorkspace
 from twostep.kernels.triton_quantized_kv import DenseCopy
+from twostep.kernels.triton_shared_prefix import SharedPrefix, serves_shared
 from twostep.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
 
 
@@ -32,6 +33,7 @@ class TritonOps:
         # What the rows of the last step sampled: the next one may carry it.
         self.tokens = torch.zeros(MAX_SAMPLED_ROWS, dtype=torch.int64, device=device)
         self.decode_workspace = DecodeWorkspace(device)
+        self.shared_workspace = DecodeWorkspace(device)
         self._decode_plans: dict[tuple[KvShape, int, int, int], DecodePlan] = {}
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -121,11 +123,13 @@ class TritonOps:
         num_heads: int,
         rope: tuple[torch.Tensor, torch.Tensor],
         windows: Sequence[int],
+        sharing: bool = False,
     ) -> TritonAttentionPlan:
         """A step of one token for each of S sequences, all sampled, whose inputs are on the device and may change between runs.
 
         inputs        int32 [4, S]: token ids, positions, slots, lengths
         block_tables  int32 [S, B]
+        sharing       layers without a window read what `plan.shared` lists once for all that share it
         """
         num_seqs = inputs.shape[1]
         count = torch.arange(num_seqs + 1, dtype=torch.int32, device=inputs.device)
@@ -142,6 +146,10 @@ class TritonOps:
         shape = triton_prefill.tile_shape(cache.dtype, cache.shape.head_dim, num_heads // cache.shape.num_kv_heads, 1)
         plan = TritonAttentionPlan(step, cache, num_heads=num_heads, cos=rope[0], sin=rope[1], windows=windows, tile_shape=shape)
         if cache.shape.block_size % 16 == 0 or cache.quantized is not None:
+            if sharing and 0 in windows and serves_shared(cache.shape, num_heads=num_heads):
+                plan.shared = SharedPrefix(
+                    cache.shape, num_heads=num_heads, num_seqs=num_seqs, device=inputs.device, workspace=self.shared_workspace
+                )
             plan.decode = {
                 window: DecodePlan(
                     cache.shape,
@@ -150,6 +158,7 @@ class TritonOps:
                     device=inputs.device,
                     workspace=self.decode_workspace,
                     window=window,
+                    shared=None if window else plan.shared,
                 )
                 for window in dict.fromkeys(windows)
             }
@@ -199,6 +208,7 @@ class TritonAttentionPlan:
         # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
         self.num_decodes = 0
+        self.shared: SharedPrefix | None = None
         # What the others' chunks attend to where the pool is quantized, and its lengths: 0 for those that are decoded.
         self._dense: DenseCopy | None = None
         self._dense_lens = step.seq_lens

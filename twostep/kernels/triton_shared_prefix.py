@@ -48,6 +48,11 @@ def shared_tile(shape: KvShape, *, num_heads: int, num_seqs: int) -> SharedTile:
     return SharedTile(num_rows=64, num_keys=64, num_warps=4, num_stages=3, programs_per_sm=2)
 
 
+def serves_shared(shape: KvShape, *, num_heads: int) -> bool:
+    """Whether SharedPrefix can be made for this pool. Quantized blocks are read by each sequence for itself."""
+    return shape.quantization == "none" and shape.block_size % 16 == 0 and num_heads // shape.num_kv_heads <= 128
+
+
 class SharedPrefix:
     """The shared pass of steps of `num_seqs` sequences: its list on the device, which may change between replays of a captured step, and
     the memory for states."""
