@@ -88,6 +88,7 @@ def _bench(args: argparse.Namespace) -> int:
         role="decode",
         model=str(model_dir),
         dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         device=name,
         load_format=args.load_format,
         block_size=args.block_size,

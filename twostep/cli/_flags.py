@@ -76,6 +76,7 @@ def _bench_engine(command: FlagParser) -> None:
     command.add_argument("--shape", default="", choices=["", "llama-3.1-8b", "llama-3.1-70b"], help="random weights of this shape instead")
     command.flag("--load-format", default="auto", choices=["auto", "dummy"], help="dummy: random weights, only config.json is read")
     command.flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: that of the weights")
+    command.flag("--kv-cache-dtype", default="auto", choices=["auto", "fp8", "int8"], help="fp8, int8: a byte a number; auto: the model's")
     command.flag("--device", default="auto", help="cpu, cuda, cuda:N, or auto: the GPU if there is one")
     command.add_argument(
         "--batch-size", type=int, nargs="+", default=[1, 8], metavar="B", help="sequences at once; several are run in turn"
@@ -147,6 +148,9 @@ def _system(command: FlagParser) -> None:
     command.flag("--served-model-name", default="", metavar="NAME", help="name clients ask for; the directory's name if not given")
     dtypes = ["auto", "float32", "bfloat16", "float16"]
     command.flag("--dtype", default="auto", choices=dtypes, help="of the model and its KV cache; auto: that of the weights")
+    command.flag(
+        "--kv-cache-dtype", default="auto", choices=["auto", "fp8", "int8"], help="fp8, int8: a byte a number, lossy; auto: --dtype"
+    )
     command.flag("--device", default="auto", help="cpu, cuda, or auto: the GPUs there are, dealt to the workers in turn, else the CPU")
     command.flag(
         "--gpu-memory-utilization",

@@ -36,6 +36,7 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
         kv_transfer=args.kv_transfer,
         runner=args.runner,
         dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         device=args.device,
         gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,

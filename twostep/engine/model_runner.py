@@ -50,6 +50,7 @@ class ModelRunner:
         num_blocks: int | PoolSizing,
         block_size: int = 16,
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         device: str = "cpu",
         max_model_len: int | None = None,
         num_threads: int | None = None,
@@ -59,10 +60,10 @@ class ModelRunner:
         member: Member | None = None,
     ) -> None:
         """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
-        weights. `device` is cpu, cuda or cuda:N. `load_format` dummy: random weights, only config.json is read. `max_num_seqs`: decode
-        steps of up to so many sequences are captured as CUDA graphs (0: none). `num_threads` sets torch's, for the whole process. `member`:
-        this is one of several ranks (ParallelRunner makes them), and holds its part of the model and of every block. Raises SetupError
-        with what to change."""
+        weights. `kv_cache_dtype` auto: the model's; fp8 or int8: quantized. `device` is cpu, cuda or cuda:N. `load_format` dummy: random
+        weights, only config.json is read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none).
+        `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks (ParallelRunner makes them), and holds
+        its part of the model and of every block. Raises SetupError with what to change."""
         self._device = _device(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -98,13 +99,13 @@ class ModelRunner:
             if member is not None:
                 member.meeting.exchange(b"loaded")
             if isinstance(num_blocks, PoolSizing):
-                self._cache = KvCache(kv_shape(local, chosen, 1, block_size), str(self._device))
+                self._cache = KvCache(kv_shape(local, chosen, 1, block_size, kv_cache_dtype), str(self._device))
                 self._steps = self._device_steps(ops, 0)
                 num_blocks = self._measured_blocks(num_blocks, free_at_start, max_num_seqs, progress)
             if member is not None:
                 num_blocks = member.meeting.least(num_blocks)
             progress.phase("pool")
-            self._cache = KvCache(kv_shape(local, chosen, num_blocks, block_size), str(self._device))
+            self._cache = KvCache(kv_shape(local, chosen, num_blocks, block_size, kv_cache_dtype), str(self._device))
             if self._device.type == "cuda":
                 progress.phase("graphs")
                 self._steps = self._device_steps(ops, max_num_seqs)
@@ -224,8 +225,8 @@ def _ops(device: torch.device) -> Ops:
     return TritonOps(device)
 
 
-def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int) -> KvShape:
-    """The pool's shape for a model; `dtype` is a name, not auto."""
+def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:
+    """The pool's shape for a model; `dtype` is a name, not auto. Raises SetupError."""
     if num_blocks < 1 or block_size < 1:
         raise SetupError(f"the KV cache has {num_blocks} blocks of {block_size} tokens; give at least 1 of each")
     return KvShape(
@@ -235,13 +236,14 @@ def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int) 
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
+        quantization="none" if kv_cache_dtype == "auto" else kv_cache_dtype,
     )
 
 
-def num_blocks_for(config: ModelConfig, dtype: str, block_size: int, memory_bytes: int) -> int:
+def num_blocks_for(config: ModelConfig, dtype: str, block_size: int, memory_bytes: int, kv_cache_dtype: str = "auto") -> int:
     """How many blocks fit a budget. Raises SetupError if none does."""
     chosen = config.dtype if dtype == "auto" else dtype
-    per_block = kv_shape(config, chosen, 1, block_size).block_bytes
+    per_block = kv_shape(config, chosen, 1, block_size, kv_cache_dtype).block_bytes
     if memory_bytes < per_block:
         raise SetupError(f"a KV cache of {memory_bytes} bytes holds no block; one takes {per_block}")
     return memory_bytes // per_block

@@ -27,6 +27,7 @@ class LocalOptions:
     kv_transfer: str = ""
     runner: str = "model"
     dtype: str = ""
+    kv_cache_dtype: str = ""
     device: str = ""
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None

@@ -295,6 +295,7 @@ class LocalSystem:
         for flag, value in (
             ("--kv-transfer", options.kv_transfer),
             ("--dtype", options.dtype),
+            ("--kv-cache-dtype", options.kv_cache_dtype),
             ("--device", options.device if worker.gpu is None else f"{options.device or 'auto'}:{worker.gpu.index}"),
             ("--gpu-memory-utilization", options.gpu_memory_utilization if worker.gpu is None else worker.gpu.utilization),
             ("--kv-cache-memory-bytes", options.kv_cache_memory_bytes),

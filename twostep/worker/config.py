@@ -25,6 +25,7 @@ class WorkerConfig:
     served_model_name: str = ""
     runner: str = "model"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
     block_size: int = 16
@@ -87,6 +88,9 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
     parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")
     parser.flag("--runner", default="model", choices=["model", "fake"], help="fake: hand-computable tokens and settable timing, no weights")
     parser.flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: that of the weights")
+    parser.flag(
+        "--kv-cache-dtype", default="auto", choices=["auto", "fp8", "int8"], help="auto: as --dtype; fp8, int8: a byte a number, lossy"
+    )
     parser.flag(
         "--device",
         default=default.device,

@@ -55,9 +55,10 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
     eos = frozenset[int]() if model_dir is None else ModelCard.load(model_dir).eos_token_ids
     shape = runner.kv_shape
     log.info(
-        "%s loaded: %s, %d KV blocks of %d tokens (%.0f MiB), context %d",
+        "%s loaded: %s, %s%d KV blocks of %d tokens (%.0f MiB), context %d",
         config.served_model_name,
         shape.dtype,
+        "" if shape.quantization == "none" else f"KV as {shape.quantization}, ",
         shape.num_blocks,
         shape.block_size,
         shape.num_blocks * shape.block_bytes / (1 << 20),
@@ -84,6 +85,7 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        quantization=shape.quantization,
     )
 
 
@@ -95,6 +97,7 @@ def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> 
         num_blocks=_pool(config, model_dir),
         block_size=config.block_size,
         dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         device=config.device,
         max_model_len=config.max_model_len or None,
         num_threads=config.cpu_threads or None,
@@ -119,7 +122,7 @@ def _pool(config: WorkerConfig, model_dir: Path) -> int | PoolSizing:
             max_num_seqs=config.max_num_seqs,
         )
     num_bytes = config.kv_cache_memory_bytes or _CPU_CACHE_BYTES
-    return num_blocks_for(parse_config(model_dir), config.dtype, config.block_size, num_bytes)
+    return num_blocks_for(parse_config(model_dir), config.dtype, config.block_size, num_bytes, config.kv_cache_dtype)
 
 
 def _fake_runner(config: WorkerConfig, model_dir: Path | None) -> Runner:
