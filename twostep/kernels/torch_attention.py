@@ -160,9 +160,9 @@ def _cut(batch: Batch, block_size: int, window: int) -> _Tiles:
 def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, window: int, tiles: _Tiles, members: Ints) -> _Group:
     num_queries, num_keys, first_block = tiles.num_queries[members], tiles.num_keys[members], tiles.first_block[members]
     n, q, c = len(members), int(num_queries.max()), int(num_keys.max())
-    # Padding repeats a table's last column.
-    columns = np.minimum(first_block[:, None] + np.arange(-(-c // shape.block_size)), batch.block_tables.shape[1] - 1)
-    tables = batch.block_tables[tiles.seq[members, None], columns].astype(np.int64)
+    # Padding repeats a tile's last block.
+    nth = np.minimum(np.arange(-(-c // shape.block_size)), -(-num_keys[:, None] // shape.block_size) - 1)
+    tables = batch.block_tables[tiles.seq[members, None], first_block[:, None] + nth].astype(np.int64)
     kv = np.arange(2)[:, None, None, None] * shape.num_kv_heads
     head = np.arange(shape.num_kv_heads)[:, None]
     index = _block_rows(shape, tables)[:, None, :] + kv + head
