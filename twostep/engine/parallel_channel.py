@@ -58,6 +58,7 @@ class Hello:
     model_dir: str
     device: str
     timeout_s: float
+    one_shot: bool
     log_level: str
     options: dict[str, Any]
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     meeting = Meeting(Path(hello.directory), hello.rank, hello.size)
     try:
         device = torch.device(hello.device)
-        member = Member(meeting, device, timeout_s=hello.timeout_s)
+        member = Member(meeting, device, timeout_s=hello.timeout_s, one_shot=hello.one_shot)
         runner = ModelRunner(hello.model_dir, device=hello.device, member=member, **hello.options)
         meeting.exchange(b"ready")
         rank = _Rank(runner, device, StepMemory(step_memory, hello.size), BlockMemory(block_memory, hello.size), hello.rank)

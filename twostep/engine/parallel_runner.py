@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostep.engine.batch import Batch, InFlight, KvShape, Sampled
+from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, Sampled
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.parallel_blocks import BlockParts
 from twostep.engine.parallel_channel import DONE, BlockMemory, Command, Hello, Kind, StepMemory, Transfer, blocks_at_once, receive
@@ -51,13 +51,14 @@ class ParallelRunner:
         size: int,
         device: str = "cpu",
         step_timeout_s: float = 120.0,
+        one_shot: bool = True,
         on_failure: Callable[[Exception], None] | None = None,
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
         """`device` cuda:N: ranks take that and the `size - 1` after it. `options` are ModelRunner's. `on_failure` is called once, from
-        another thread, if a rank dies or takes longer than `step_timeout_s` for a step. Raises SetupError with what to change; no rank
-        is left then."""
+        another thread, if a rank dies or takes longer than `step_timeout_s` for a step. `one_shot` False: all sums are NCCL's, for
+        comparison. Raises SetupError with what to change; no rank is left then."""
         devices = _devices(device, size)
         options.setdefault("num_threads", max(1, torch.get_num_threads() // size) if device == "cpu" else None)
         self.failure: Exception | None = None
@@ -83,6 +84,7 @@ class ParallelRunner:
                 model_dir=str(model_dir),
                 device=devices[rank],
                 timeout_s=step_timeout_s,
+                one_shot=one_shot,
                 log_level=logging.getLevelName(log.getEffectiveLevel()).lower(),
                 options=options,
             )
@@ -91,7 +93,7 @@ class ParallelRunner:
         self._meeting = Meeting(Path(self._directory.name), 0, size)
         self._ranks = RankProcesses(hellos, step_file, block_file, self._watch, timeout_s=step_timeout_s)
         try:
-            member = Member(self._meeting, torch.device(devices[0]), timeout_s=step_timeout_s)
+            member = Member(self._meeting, torch.device(devices[0]), timeout_s=step_timeout_s, one_shot=one_shot)
             self._group = member.group
             self._local = ModelRunner(model_dir, device=devices[0], progress=progress, member=member, **options)
             self._parts = BlockParts(self._local.kv_shape, self._local.config, size)
@@ -130,7 +132,9 @@ class ParallelRunner:
         self._ranks.tell(command.pack())
         self._open.append((number, time.monotonic()))
         try:
-            return _InFlight(self, number, self._local.launch(batch))
+            step = _InFlight(self, number, self._local.launch(batch))
+            # Without a device of its own a step is done by now, and the next one may carry its tokens.
+            return step if self.overlaps else FinishedStep(step.result())
         except InternalError:
             # Of sampling, after everything was exchanged: the others are done with the step.
             self._settle(number, ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from twostep.engine.parallel_group import TensorGroup
+from twostep.kernels.ops import Linear
 from twostep.kernels.peer_memory import PeerMemory, all_reach_all
 from twostep.kernels.triton_ops import TritonOps
 from twostep.kernels.triton_reduce import RowExchange, inbox_bytes
@@ -24,6 +25,12 @@ class ParallelTritonOps(TritonOps):
         if self._exchange is not None and len(residual) <= self._exchange.max_rows:
             return self._exchange.add_rms_norm(x, residual, weight, eps)
         return super().add_rms_norm(self._sum(x, residual.dtype), residual, weight, eps)
+
+    def join_rms_norm(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
+    ) -> torch.Tensor:
+        # In one piece with neither product: what the first gives is but a term of what is added.
+        return then(self.add_rms_norm(linear(x), residual, weight, eps))
 
     def add_layer_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return super().add_layer_norm(self._sum(x, residual.dtype), residual, weight, bias, eps)

@@ -156,8 +156,9 @@ def _words(x, BLOCK: tl.constexpr, PER_WORD: tl.constexpr):
     """The bits of x [BLOCK] as int32 [BLOCK / PER_WORD]."""
     if PER_WORD == 1:
         return x.to(tl.int32, bitcast=True)
-    low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), (BLOCK // 2, 2)))
-    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    else:
+        low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), (BLOCK // 2, 2)))
+        return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
 @triton.jit
@@ -165,6 +166,7 @@ def _numbers(words, dtype: tl.constexpr, BLOCK: tl.constexpr, PER_WORD: tl.const
     """The inverse of _words, float32 [BLOCK]."""
     if PER_WORD == 1:
         return words.to(tl.float32, bitcast=True)
-    low = words.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    high = (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    return tl.reshape(tl.join(low, high), (BLOCK,))
+    else:
+        low = words.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        return tl.reshape(tl.join(low, high), (BLOCK,))

@@ -1,0 +1,214 @@
+"""Tensor parallelism: one GPU against several, as whole steps; correctness on a small model, then Llama-3.1-8B's shape in bfloat16.
+
+    PYTHONPATH=. python benchmarks/gpu_parallel.py --size 2
+
+A decode step is the wall time between consecutive tokens on the host, greedy, step n + 1 launched before n is collected, contexts from
+1024 on; a prefill is a batch of prompts in chunks of 8192 tokens. Medians, random weights. "one shot" is this project's kernel for sums
+of few tokens, "NCCL" the library's all-reduce and a norm after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from gpu_engine import BLOCK_SIZE, CONTEXT, LLAMA_8B, SMALL, batch_of, tables_for
+from safetensors.torch import save_file
+
+from twostep.engine.batch import Runner
+from twostep.engine.model_runner import ModelRunner
+from twostep.engine.parallel_runner import ParallelRunner
+from twostep.kernels.torch_ops import TorchOps
+from twostep.models.config import parse_config
+from twostep.models.registry import build_model
+from twostep.startup import NoProgress
+
+AIM = 0.65
+SMALL_EVEN = SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "max_position_embeddings": 4096}
+
+
+class Phases(NoProgress):
+    def __init__(self) -> None:
+        self._begun = self._first = time.perf_counter()
+        self._name = "start"
+        self._told: list[str] = []
+
+    def phase(self, name: str) -> None:
+        now = time.perf_counter()
+        self._told.append(f"{self._name} {now - self._begun:.1f}")
+        self._name, self._begun = name, now
+
+    def done(self) -> str:
+        self.phase("")
+        return f"{time.perf_counter() - self._first:.1f} s ({', '.join(self._told)})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=2)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--device", default="cuda", help="of the check")
+    parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--skip-speed", action="store_true")
+    args = parser.parse_args()
+    if torch.cuda.is_available():
+        print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    if not args.skip_check:
+        check(args.size, args.device)
+    if not args.skip_speed:
+        speed(args.size, args.batch, args.steps)
+
+
+def check(size: int, device: str = "cuda") -> None:
+    """Logits within 1e-4 and equal greedy tokens, float32; blocks read and written whole."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_small(directory)
+        options = {"num_blocks": 256, "block_size": BLOCK_SIZE, "max_num_seqs": 8, "device": device}
+        one = ModelRunner(directory, **options)
+        several = ParallelRunner(directory, size=size, step_timeout_s=30.0, **options)
+    tables = tables_for(one, 3, 600)
+    first = [([0, 0, 0], [300, 17, 1]), ([300, 17, 1], [1, 200, 1])]
+    for i, (starts, counts) in enumerate(first):
+        batch = batch_of(starts, counts, tables, seed=i)
+        want, got = one.launch(batch).result().token_ids, several.launch(batch).result().token_ids
+        assert list(want) == list(got), (want, got)
+    a, b = (np.empty((len(tables.ravel()), one.kv_shape.block_bytes), np.uint8) for _ in range(2))
+    ids = tables.ravel().tolist()
+    one.read_blocks(ids, a)
+    several.read_blocks(ids, b)
+    print(f"check: largest difference of KV {np.abs(a.view(np.float32) - b.view(np.float32)).max():.1e}", flush=True)
+    several.write_blocks(ids, a)
+    several.read_blocks(ids, b)
+    assert np.array_equal(a, b), "blocks written are not the blocks read"
+    tokens = [decode_tokens(runner, tables, [301, 217, 2], 40) for runner in (one, several)]
+    error = max_error(one, several, tables)
+    same = sum(x == y for x, y in zip(*tokens, strict=True))
+    print(f"check: {same} of {len(tokens[0])} carried decode steps have equal tokens; logits differ by {error:.1e}", flush=True)
+    assert same == len(tokens[0])
+    assert error < 1e-4
+    several.close()
+
+
+def write_small(directory: Path) -> None:
+    (directory / "config.json").write_text(json.dumps(SMALL_EVEN))
+    places = build_model(parse_config(directory), torch.float32, TorchOps()).places()
+    generator = torch.Generator().manual_seed(0)
+    save_file(
+        {key: torch.randn(place.shape, generator=generator) * 0.05 + key.endswith("norm.weight") for key, place in places.items()},
+        directory / "model.safetensors",
+    )
+
+
+def decode_tokens(runner: Runner, tables: np.ndarray, starts: list[int], steps: int) -> list[list[int]]:
+    """Greedy tokens of each step, each step launched before the one before it is collected."""
+    tokens, before = [], None
+    for step in range(steps):
+        batch = batch_of([start + step for start in starts], [1] * len(starts), tables)
+        if before is not None:
+            batch = replace(batch, carried=np.arange(len(starts), dtype=np.int32))
+        now = runner.launch(batch)
+        if before is not None:
+            tokens.append(list(before.result().token_ids))
+        before = now
+    tokens.append(list(before.result().token_ids))
+    return tokens
+
+
+def max_error(one: ModelRunner, several: ParallelRunner, tables: np.ndarray) -> float:
+    """Of the logprobs of a decode step and of a prefill, the best 20 of each row."""
+    errors = []
+    for starts, counts in (([341, 257, 42], [1, 1, 1]), ([0, 0, 0], [33, 64, 1])):
+        batch = batch_of(starts, counts, tables)
+        rows = [replace(row, params=replace(row.params, logprobs=20)) for row in batch.sampling]
+        batch = replace(batch, sampling=rows)
+        a, b = one.launch(batch).result(), several.launch(batch).result()
+        for x, y in zip(a.top_logprobs, b.top_logprobs, strict=True):
+            there = {top.token_id: top.logprob for top in y}
+            errors += [abs(top.logprob - there[top.token_id]) for top in x[:15]]
+    return max(errors)
+
+
+def speed(size: int, batches: list[int], steps: int) -> None:
+    num_blocks = max(4 * 128 + 16, max(batches) * (-(-(CONTEXT + steps + 8) // BLOCK_SIZE)))
+    options = {
+        "num_blocks": num_blocks,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": max(batches),
+        "max_model_len": 16384,
+        "device": "cuda",
+        "load_format": "dummy",
+    }
+    makers: dict[str, Callable[[Path, Phases], Runner]] = {
+        "one GPU": lambda path, phases: ModelRunner(path, progress=phases, **options),
+        f"{size} GPUs, one shot": lambda path, phases: ParallelRunner(path, size=size, step_timeout_s=60.0, progress=phases, **options),
+        f"{size} GPUs, NCCL": lambda path, phases: ParallelRunner(
+            path, size=size, step_timeout_s=60.0, progress=phases, one_shot=False, **options
+        ),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(LLAMA_8B))
+        base: dict[int, float] = {}
+        for title, make in makers.items():
+            phases = Phases()
+            runner = make(Path(name), phases)
+            print(f"{title}: ready after {phases.done()}", flush=True)
+            for batch in batches:
+                times = decode_ms(runner, batch, steps)
+                middle = statistics.median(times)
+                base.setdefault(batch, middle)
+                waited = statistics.median(decode_ms(runner, batch, steps // 3, carried=False))
+                print(
+                    f"{title}: decode {batch:4} x {CONTEXT}  {middle:6.3f} ms (p10 {np.percentile(times, 10):.3f})"
+                    f"  {middle / base[batch]:.2f} of one GPU; each step waited for {waited:6.3f} ms",
+                    flush=True,
+                )
+            rate = prefill_rate(runner, 4, 2048)
+            print(f"{title}: prefill 4 x 2048  {rate / 1e3:.1f}k tokens/s", flush=True)
+            if isinstance(runner, ParallelRunner):
+                runner.close()
+
+
+def decode_ms(runner: Runner, batch: int, steps: int, *, carried: bool = True) -> list[float]:
+    tables = tables_for(runner, batch, CONTEXT + steps + 8)
+    work = [batch_of([CONTEXT - 1 + step] * batch, [1] * batch, tables, seed=step) for step in range(steps + 5)]
+    rows = np.arange(batch, dtype=np.int32)
+    times, before, last = [], None, time.perf_counter()
+    for step in work:
+        if before is not None:
+            step = replace(step, carried=rows)
+        now = runner.launch(step)
+        if not carried:
+            now.result()
+        elif before is not None:
+            before.result()
+        before = now if carried else None
+        here = time.perf_counter()
+        times.append((here - last) * 1e3)
+        last = here
+    if before is not None:
+        before.result()
+    return times[5:]
+
+
+def prefill_rate(runner: Runner, count: int, length: int) -> float:
+    tables = tables_for(runner, count, length)
+    rates = []
+    for _ in range(3):
+        start = time.perf_counter()
+        runner.launch(batch_of([0] * count, [length] * count, tables)).result()
+        rates.append(count * length / (time.perf_counter() - start))
+    return statistics.median(rates[1:])
+
+
+if __name__ == "__main__":
+    main()
