@@ -146,7 +146,7 @@ class TritonOps:
         shape = triton_prefill.tile_shape(cache.dtype, cache.shape.head_dim, num_heads // cache.shape.num_kv_heads, 1)
         plan = TritonAttentionPlan(step, cache, num_heads=num_heads, cos=rope[0], sin=rope[1], windows=windows, tile_shape=shape)
         if cache.shape.block_size % 16 == 0 or cache.quantized is not None:
-            if sharing and 0 in windows and serves_shared(cache.shape, num_heads=num_heads):
+            if sharing and serves_shared(cache.shape, num_heads=num_heads, windows=windows):
                 plan.shared = SharedPrefix(
                     cache.shape, num_heads=num_heads, num_seqs=num_seqs, device=inputs.device, workspace=self.shared_workspace
                 )

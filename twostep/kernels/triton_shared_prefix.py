@@ -13,8 +13,11 @@ Softmax over parts of the keys is merged exactly (Juravsky et al., "Hydragen: Hi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twostep.engine.batch import KvShape
 from twostep.engine.kv_cache import KvCache
-from twostep.kernels.shared_prefix import GRANULE, ITEM_COLUMNS, OWN_COLUMNS, SharedLayout, room_for_items
+from twostep.kernels.shared_prefix import GRANULE, ITEM_COLUMNS, OWN_COLUMNS, SharedLayout, find_groups, pack, room_for_items
 from twostep.kernels.triton_decode_plan import DecodeWorkspace, num_sms_of
 from twostep.kernels.triton_launch import overlaps
 
@@ -48,9 +51,10 @@ def shared_tile(shape: KvShape, *, num_heads: int, num_seqs: int) -> SharedTile:
     return SharedTile(num_rows=64, num_keys=64, num_warps=4, num_stages=3, programs_per_sm=2)
 
 
-def serves_shared(shape: KvShape, *, num_heads: int) -> bool:
-    """Whether SharedPrefix can be made for this pool. Quantized blocks are read by each sequence for itself."""
-    return shape.quantization == "none" and shape.block_size % 16 == 0 and num_heads // shape.num_kv_heads <= 128
+def serves_shared(shape: KvShape, *, num_heads: int, windows: Sequence[int]) -> bool:
+    """Whether SharedPrefix serves this pool, and a layer of these windows (0: none). Quantized blocks, and those in a window, are read by
+    each sequence for itself."""
+    return 0 in windows and shape.quantization == "none" and shape.block_size % 16 == 0 and num_heads // shape.num_kv_heads <= 128
 
 
 class SharedPrefix:
@@ -84,13 +88,19 @@ class SharedPrefix:
             max_items=room_for_items(num_seqs, seqs_per_tile, num_splits),
             key_bytes=shape.block_bytes // (shape.num_layers * shape.block_size),
         )
-        # As shared_prefix.pack makes it. All zeros: nothing is shared.
+        # As `listing` makes it. All zeros: nothing is shared.
         self.listed = torch.zeros(self.layout.list_size, dtype=torch.int32, device=device)
         workspace = workspace or DecodeWorkspace(device)
         num_rows = self.layout.max_items * shape.num_kv_heads * self.tile.num_rows
         workspace.reserve(num_parts=num_rows, head_dim=shape.head_dim, num_counters=0)
         # Row (item * num_kv_heads + KV head) * num_rows + place in the item * query heads of a KV head + query head.
         self.parts, self.scales = workspace.parts, workspace.scales
+
+    def listing(self, block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
+        """What a step shares, to be copied to `listed`; None where it is not worth the pass. Of at most `num_seqs` sequences, on the
+        host (see shared_prefix.find_groups)."""
+        groups = find_groups(block_tables, seq_lens, block_size=self.shape.block_size, layout=self.layout)
+        return pack(groups, self.layout) if groups else None
 
     def attend(self, q: torch.Tensor, cache: KvCache, layer: int, block_tables: torch.Tensor, *, scale_log2: float) -> None:
         """Leaves the states of the listed items; arguments as decode_attention has them, `scale_log2` in units of log2."""
