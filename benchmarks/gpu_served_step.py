@@ -5,7 +5,7 @@
 
 Served: a decode worker (engine, gRPC edge, registration) and a prefill worker whose runner computes nothing but holds KV in host memory, in
 one process, joined by the `local` transport; a process of its own plays the router and keeps `--streams` requests going, each with a prompt
-of 1024 tokens and up to 300 new ones. Every prompt's KV (134 MB for this shape) is copied out, checked, and written to the GPU while the
+of 1024 tokens and up to 900 new ones. Every prompt's KV (134 MB for this shape) is copied out, checked, and written to the GPU while the
 others decode. Alone: the same number of sequences with the same contexts, replaced without any KV, stepped by EngineLoop.
 
 Steps are compared as the host sees them: the time between the outputs of consecutive steps, at the engine and, served, at the router.
@@ -191,7 +191,7 @@ async def alone(runner: Runner, load: Load, config: EngineConfig) -> dict[str, f
     for _ in range(load.streams):
         begin()
     loop.start()
-    await asyncio.sleep(load.seconds)
+    await asyncio.sleep(load.seconds / 2)
     await loop.stop()
     if failures:
         raise failures[0]
@@ -349,8 +349,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--most", type=int, default=300, help="new tokens of a request")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each part")
+    parser.add_argument("--most", type=int, default=900, help="new tokens of a request")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the served part; alone, half of it")
     parser.add_argument("--rounds", type=int, default=2, help="alone and served, in turns")
     parser.add_argument("--play-router", nargs=3, metavar=("PREFILL", "DECODE", "RESULT"), help=argparse.SUPPRESS)
     parser.add_argument("--vocab", type=int, default=0, help=argparse.SUPPRESS)
