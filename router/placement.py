@@ -194,7 +194,7 @@ def _too_large_reason(demand: Demand, prefill: Sequence[Candidate], decode: Sequ
 def _no_transport_reason(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
     layouts = {c.record.layout for c in prefill} & {c.record.layout for c in decode}
     if not layouts:
-        return "the KV layouts of prefill and decode workers differ; start both with the same model, --dtype, --kv-cache-dtype and --block-size"
+        return "the KV layouts of prefill and decode workers differ; give both the same model, --dtype, --kv-cache-dtype and --block-size"
     sides = (("prefill", prefill), ("decode", decode))
     names = sorted({t for c in (*prefill, *decode) for t in c.record.transports})
     ids = {role: ", ".join(sorted(c.record.worker_id for c in workers)[:8]) for role, workers in sides}
