@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from forward_helpers import make_batch, save_model, scattered_sequences
+from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
 from safetensors.torch import load_file, save_file
 
 from twostep.engine.model_runner import ModelRunner, num_blocks_for
 from twostep.errors import SetupError
+from twostep.kernels.torch_ops import TorchOps
 from twostep.models.config import parse_config
+from twostep.models.registry import build_model, load_weights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -72,6 +74,28 @@ def test_a_tied_head_in_the_file_is_ignored(tmp_path: Path) -> None:
     save_model("llama-tied", tmp_path)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     load(tmp_path)
+
+
+def test_a_checkpoint_of_the_decoder_alone_has_no_prefix(tmp_path: Path) -> None:
+    """As facebook/opt-125m is stored."""
+    oracle = save_model("opt", tmp_path)
+    edit(tmp_path, lambda tensors: [tensors.update({name.removeprefix("model."): tensors.pop(name)}) for name in list(tensors)])
+    runner = load(tmp_path, num_blocks=8)
+    (sequence,) = scattered_sequences([9], 4, 8, random.Random(0))
+    got = runner.forward(make_batch([(sequence, 9)], 4))
+    torch.testing.assert_close(got, reference_logits(oracle, sequence.tokens), rtol=0, atol=1e-4)
+    edit(tmp_path, lambda tensors: tensors.update({"model.decoder.final_layer_norm.bias": torch.zeros(48)}))
+    with pytest.raises(SetupError, match=r"does not know: (model\.)?decoder\.final_layer_norm\.bias"):
+        load(tmp_path)
+
+
+def test_loading_says_how_far_it_is(directory: Path) -> None:
+    model = build_model(parse_config(directory), torch.bfloat16, TorchOps())
+    seen: list[tuple[int, int]] = []
+    load_weights(model, directory, lambda done, total: seen.append((done, total)))
+    stored = sum(tensor.numel() * 4 for tensor in load_file(directory / "model.safetensors").values())
+    assert seen == sorted(seen)
+    assert seen[-1] == (stored, stored)
 
 
 @pytest.mark.parametrize(
