@@ -57,11 +57,14 @@ def decode_layout(shape: KvShape, *, num_heads: int, num_seqs: int) -> DecodeLay
     ends a sequence. Fewer of wide accumulators, which have to stay in registers. One KV head always: more read no faster, and leave
     a long sequence among short ones with several times as much to merge.
     """
-    if shape.quantization != "none":
-        # Half the bytes and half the registers: more programs share a multiprocessor's conversions.
-        return DecodeLayout(num_heads=1, num_lanes=4, num_keys=16, num_warps=4, num_stages=3, programs_per_sm=3)
     wide = max(16, triton.next_power_of_2(shape.head_dim))
-    rows = max(16, triton.next_power_of_2(num_heads // shape.num_kv_heads))
+    share_wide = triton.next_power_of_2(num_heads // shape.num_kv_heads)
+    rows = max(16, share_wide)
+    if shape.quantization != "none":
+        lanes = 8 if num_seqs <= _FEW_SEQS and wide * share_wide <= 1024 else 4
+        # Half the bytes and half the registers leave room for one more program, among which conversions and waiting are shared.
+        programs = 12 if lanes == 4 and wide * max(8, share_wide) <= 1024 else 8
+        return DecodeLayout(num_heads=1, num_lanes=lanes, num_keys=16, num_warps=lanes, num_stages=3, programs_per_sm=programs // lanes)
     if shape.dtype == "float32" or wide > 128 or rows > 32:
         lanes, warps = (2 if rows <= 32 else 1), 4
     elif rows == 16 and (num_seqs <= _FEW_SEQS or wide != shape.head_dim):
