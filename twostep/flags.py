@@ -13,8 +13,9 @@ from typing import Any
 class FlagParser(argparse.ArgumentParser):
     """ArgumentParser whose every option can also come from a TWOSTEP_ variable, and says so in --help."""
 
-    def flag(self, name: str, **options: Any) -> None:
-        """Like add_argument for one `--name`. A boolean is made with `action="store_true"` (variable: 1, true, yes, on)."""
+    def flag(self, name: str, *shorter: str, **options: Any) -> None:
+        """Like add_argument for one `--name`, which names the variable. A boolean is made with `action="store_true"` (variable: 1,
+        true, yes, on)."""
         variable = "TWOSTEP_" + name.lstrip("-").replace("-", "_").upper()
         value = os.environ.get(variable)
         if value is not None and value != "":
@@ -27,4 +28,4 @@ class FlagParser(argparse.ArgumentParser):
                 options["default"] = value
                 options["required"] = False
         options["help"] = f"{options.get('help', '')} [{variable}]"  # argparse's own format: a percent sign is written %%
-        self.add_argument(name, **options)
+        self.add_argument(name, *shorter, **options)

@@ -152,6 +152,7 @@ def _system(command: FlagParser) -> None:
         "--kv-cache-dtype", default="auto", choices=["auto", "fp8", "int8"], help="fp8, int8: a byte a number, lossy; auto: --dtype"
     )
     command.flag("--device", default="auto", help="cpu, cuda, or auto: the GPUs there are, dealt to the workers in turn, else the CPU")
+    command.flag("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="GPUs that each worker's model is cut over")
     command.flag(
         "--gpu-memory-utilization",
         type=float,

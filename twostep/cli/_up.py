@@ -37,6 +37,7 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
         runner=args.runner,
         dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,
+        tensor_parallel_size=args.tensor_parallel_size,
         device=args.device,
         gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,

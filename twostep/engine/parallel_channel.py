@@ -60,6 +60,7 @@ class Hello:
     timeout_s: float
     one_shot: bool
     log_level: str
+    log_json: bool
     options: dict[str, Any]
 
     def pack(self) -> bytes:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     steps, blocks = socket.socket(fileno=steps_fd), socket.socket(fileno=blocks_fd)
     hello = Hello.unpack(receive(steps))
     _die_with(hello.parent)
-    setup_logging(level=hello.log_level, process=f"rank-{hello.rank}")
+    setup_logging(level=hello.log_level, json_lines=hello.log_json, process=f"rank-{hello.rank}")
     meeting = Meeting(Path(hello.directory), hello.rank, hello.size)
     try:
         device = torch.device(hello.device)

@@ -52,17 +52,18 @@ class ParallelRunner:
         device: str = "cpu",
         step_timeout_s: float = 120.0,
         one_shot: bool = True,
-        on_failure: Callable[[Exception], None] | None = None,
+        log_json: bool = False,
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
-        """`device` cuda:N: ranks take that and the `size - 1` after it. `options` are ModelRunner's. `on_failure` is called once, from
-        another thread, if a rank dies or takes longer than `step_timeout_s` for a step. `one_shot` False: all sums are NCCL's, for
-        comparison. Raises SetupError with what to change; no rank is left then."""
+        """`device` cuda:N: ranks take that and the `size - 1` after it. counted round. `options` are ModelRunner's. The runner fails if a
+        rank dies or takes longer than `step_timeout_s` for a step. `one_shot` False: all sums are NCCL's, for comparison. Raises SetupError
+        with what to change; no rank is left then."""
         devices = _devices(device, size)
         options.setdefault("num_threads", max(1, torch.get_num_threads() // size) if device == "cpu" else None)
         self.failure: Exception | None = None
-        self._on_failure = on_failure
+        self._on_failure: Callable[[Exception], None] | None = None
+        self._failing = threading.Lock()
         self._step_timeout_s = step_timeout_s
         self._size = size
         self._number = 0
@@ -85,6 +86,7 @@ class ParallelRunner:
                 device=devices[rank],
                 timeout_s=step_timeout_s,
                 one_shot=one_shot,
+                log_json=log_json,
                 log_level=logging.getLevelName(log.getEffectiveLevel()).lower(),
                 options=options,
             )
@@ -184,6 +186,14 @@ class ParallelRunner:
                 for rank in others:
                     self._await(rank)
 
+    def watch(self, on_failure: Callable[[Exception], None]) -> None:
+        """`on_failure` is called once, from any thread, when the runner has failed; at once if it has already."""
+        with self._failing:
+            self._on_failure = on_failure
+            failure = self.failure
+        if failure is not None:
+            on_failure(failure)
+
     def close(self) -> None:
         """Ends the other ranks. Idempotent; nothing may be called after it."""
         if self.failure is None:
@@ -232,14 +242,16 @@ class ParallelRunner:
             self._fail(Unavailable(f"a step of the tensor-parallel ranks is not done after {self._step_timeout_s:g} s; restart the worker"))
 
     def _fail(self, error: Exception) -> None:
-        if self.failure is not None:
-            return
-        self.failure = error
+        with self._failing:
+            if self.failure is not None:
+                return
+            self.failure = error
+            on_failure = self._on_failure
         log.error("%s", error)
         self._meeting.fail(str(error))
         self._ranks.kill()
-        if self._on_failure is not None:
-            self._on_failure(error)
+        if on_failure is not None:
+            on_failure(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +277,8 @@ def _devices(device: str, size: int) -> list[str]:
     if not device.startswith("cuda"):
         return [device] * size
     first, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
-    if first + size > count:
+    if size > count:
         raise SetupError(
-            f"--tensor-parallel-size {size} from {device} on needs {first + size} GPUs, and this machine shows {count}; "
-            "lower it, or choose another --device"
+            f"--tensor-parallel-size is {size}, and this machine shows {count} GPUs; lower it, or look at CUDA_VISIBLE_DEVICES"
         )
-    return [f"cuda:{first + rank}" for rank in range(size)]
+    return [f"cuda:{(first + rank) % count}" for rank in range(size)]

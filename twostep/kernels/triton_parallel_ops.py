@@ -43,11 +43,9 @@ class ParallelTritonOps(TritonOps):
 def parallel_triton_ops(
     group: TensorGroup, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, one_shot: bool = True
 ) -> ParallelTritonOps:
-    """All ranks call it together; their devices are numbered one after the other. `one_shot`: whether the kernel for few tokens may be
-    used, where the devices reach each other."""
+    """All ranks call it together. `one_shot`: whether the kernel for few tokens may be used, where the devices reach each other."""
     meeting = group.meeting
-    assert device.index is not None
-    devices = [torch.device("cuda", device.index - meeting.rank + rank) for rank in range(meeting.size)]
+    devices = [torch.device(note.decode()) for note in meeting.exchange(str(device).encode())]
     exchange = None
     width = config.hidden_size
     if one_shot and width * dtype.itemsize % 4 == 0 and all_reach_all(meeting, device, devices):

@@ -29,6 +29,7 @@ class LocalOptions:
     dtype: str = ""
     kv_cache_dtype: str = ""
     device: str = ""
+    tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     block_size: int | None = None

@@ -116,7 +116,7 @@ def _deal_gpus(
 ) -> Sequence[GpuShare | None]:
     """Each worker's GPU; None where it is not for us to choose."""
     num_gpus = count_gpus(environ) if options.runner == "model" and options.device in ("", "auto", "cuda") else 0
-    shares = share_gpus(len(names), num_gpus, utilization=options.gpu_memory_utilization)
+    shares = share_gpus(len(names), num_gpus, per_worker=options.tensor_parallel_size, utilization=options.gpu_memory_utilization)
     if not shares:
         return [None] * len(names)
     progress(describe(names, shares))
@@ -297,6 +297,7 @@ class LocalSystem:
             ("--dtype", options.dtype),
             ("--kv-cache-dtype", options.kv_cache_dtype),
             ("--device", options.device if worker.gpu is None else f"{options.device or 'auto'}:{worker.gpu.index}"),
+            ("--tensor-parallel-size", options.tensor_parallel_size if options.tensor_parallel_size > 1 else None),
             ("--gpu-memory-utilization", options.gpu_memory_utilization if worker.gpu is None else worker.gpu.utilization),
             ("--kv-cache-memory-bytes", options.kv_cache_memory_bytes),
             ("--block-size", options.block_size),

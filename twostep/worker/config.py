@@ -27,6 +27,7 @@ class WorkerConfig:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     device: str = "auto"
+    tensor_parallel_size: int = 1
     load_format: str = "auto"
     block_size: int = 16
     num_blocks: int = 0
@@ -95,6 +96,13 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
         "--device",
         default=default.device,
         help="where the model runs: cpu, cuda, cuda:N, or auto: a GPU if there is one (auto:N: the N-th)",
+    )
+    parser.flag(
+        "--tensor-parallel-size",
+        "-tp",
+        type=number(1, 64),
+        default=default.tensor_parallel_size,
+        help="devices that one model is cut over: --device and those after it, a process each",
     )
     parser.flag(
         "--load-format", default=default.load_format, choices=["auto", "dummy"], help="dummy: random weights, only config.json is read"

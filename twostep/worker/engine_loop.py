@@ -59,6 +59,12 @@ class EngineLoop:
             return False
         return self._stop.is_set() or self._engine.stats().stalled_s < stall_timeout_s
 
+    def fail(self, error: Exception) -> None:
+        """From any thread: the engine can go on no more, whatever its thread waits for."""
+        self._stop.set()
+        self.failure = error
+        self._call(self._on_failure, error)
+
     def _run(self) -> None:
         num_failed = 0
         try:
@@ -74,8 +80,7 @@ class EngineLoop:
                 self._hand_over(output)
         except Exception as error:
             log.exception("the engine stopped")
-            self.failure = error
-            self._call(self._on_failure, error)
+            self.fail(error)
 
     def _hand_over(self, output: StepOutput) -> None:
         if not (output.tokens or output.progress or output.failures):

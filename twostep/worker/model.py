@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import KvShape, Runner
@@ -21,6 +22,7 @@ from twostep.text.model_card import ModelCard
 from twostep.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
+    from twostep.engine.parallel_runner import ParallelRunner
     from twostep.engine.pool_sizing import PoolSizing
 
 log = logging.getLogger(__name__)
@@ -30,17 +32,31 @@ _FAKE_BLOCKS = 4096
 _FAKE_MODEL_LEN = 8192
 
 
+class Ranks(Protocol):
+    """What a runner of several processes can do besides."""
+
+    def watch(self, on_failure: Callable[[Exception], None]) -> None:
+        """`on_failure` is called once, from any thread, when a process has died or hangs: the runner serves nothing any more."""
+        ...
+
+    def close(self) -> None:
+        """Ends the processes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     name: str
     runner: Runner
     layout: LayoutRecord
     eos_token_ids: frozenset[int]
+    ranks: Ranks | None = None  # None: the runner has no process but this one
 
 
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> ServedModel:
     """Blocks until the weights are there and a GPU is warm. Raises SetupError with what to change."""
     model_dir = resolve(config.model, progress=log.info) if config.model else None
+    ranks: Ranks | None = None
     if config.runner == "fake" or model_dir is None:
         runner = _fake_runner(config, model_dir)
     else:
@@ -50,7 +66,10 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         device, why = choose_device(config.device)
         log.info("device %s: %s", device, why)
         config = replace(config, device=device)
-        runner = _model_runner(config, model_dir, progress or NoProgress())
+        if config.tensor_parallel_size > 1:
+            runner = ranks = _parallel_runner(config, model_dir, progress or NoProgress())
+        else:
+            runner = _model_runner(config, model_dir, progress or NoProgress())
     fingerprint = _fingerprint(config, model_dir)
     eos = frozenset[int]() if model_dir is None else ModelCard.load(model_dir).eos_token_ids
     shape = runner.kv_shape
@@ -64,16 +83,17 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         shape.num_blocks * shape.block_bytes / (1 << 20),
         runner.max_model_len,
     )
-    return ServedModel(name=config.served_model_name, runner=runner, layout=layout_of(shape, fingerprint), eos_token_ids=eos)
+    return ServedModel(name=config.served_model_name, runner=runner, layout=layout_of(shape, fingerprint), eos_token_ids=eos, ranks=ranks)
 
 
 def _fingerprint(config: WorkerConfig, model_dir: Path | None) -> str:
     if model_dir is None:
         return "fake"
     if config.load_format == "dummy" and config.runner == "model":
-        # The weights follow from the shape and the kind of device alone.
+        # The weights follow from the shape, the kind of device, and the parts they are made in.
         shape = json.dumps(read_json(model_dir / "config.json"), sort_keys=True)
-        return f"dummy-{config.device.partition(':')[0]}-{hashlib.sha256(shape.encode()).hexdigest()}"
+        kind = f"{config.device.partition(':')[0]}-{config.tensor_parallel_size}"
+        return f"dummy-{kind}-{hashlib.sha256(shape.encode()).hexdigest()}"
     return model_fingerprint(model_dir)
 
 
@@ -92,19 +112,34 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
 def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> Runner:
     from twostep.engine.model_runner import ModelRunner  # noqa: PLC0415
 
-    return ModelRunner(
+    return ModelRunner(model_dir, progress=progress, **_runner_options(config, model_dir))
+
+
+def _parallel_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> ParallelRunner:
+    from twostep.engine.parallel_runner import ParallelRunner  # noqa: PLC0415
+
+    return ParallelRunner(
         model_dir,
-        num_blocks=_pool(config, model_dir),
-        block_size=config.block_size,
-        dtype=config.dtype,
-        kv_cache_dtype=config.kv_cache_dtype,
-        device=config.device,
-        max_model_len=config.max_model_len or None,
-        num_threads=config.cpu_threads or None,
-        load_format=config.load_format,
-        max_num_seqs=config.max_num_seqs,
+        size=config.tensor_parallel_size,
+        step_timeout_s=config.stall_timeout,
+        log_json=config.log_json,
         progress=progress,
+        **_runner_options(config, model_dir),
     )
+
+
+def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
+    return {
+        "num_blocks": _pool(config, model_dir),
+        "block_size": config.block_size,
+        "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "device": config.device,
+        "max_model_len": config.max_model_len or None,
+        "num_threads": config.cpu_threads or None,
+        "load_format": config.load_format,
+        "max_num_seqs": config.max_num_seqs,
+    }
 
 
 def _pool(config: WorkerConfig, model_dir: Path) -> int | PoolSizing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -34,7 +35,14 @@ def run_worker(role: str, argv: Sequence[str] | None, make_edge: Callable[[EdgeP
         starting = start_up(since=begun, json_lines=config.log_json)
         model = load_model(config, starting)
         starting.phase("service")
-        return asyncio.run(_serve(config, model, secret, make_edge, starting))
+        code = asyncio.run(_serve(config, model, secret, make_edge, starting))
+        if model.ranks is not None:
+            model.ranks.close()
+            if code == EXIT_ENGINE_FAILED:
+                # A device that waits for a rank that is gone would keep the interpreter from ending.
+                logging.shutdown()
+                os._exit(code)
+        return code
     except SetupError as error:
         log.error("cannot start: %s", error.message)
         return EXIT_CANNOT_START

@@ -118,6 +118,8 @@ class Worker:
         """Returns when the worker is ready and registered. Raises SetupError with what to change; everything is stopped then."""
         try:
             self._loop.start()
+            if self._model.ranks is not None:
+                self._model.ranks.watch(self._loop.fail)
             await self.edge.start()
             port = await self.server.start()
             self.address = _reachable(self.config, port)
