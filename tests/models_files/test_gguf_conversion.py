@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from twostep.errors import SetupError
 from twostep.models.config import parse_config
 from twostep.models.gguf_import import convert, main
+from twostep.models.rope import Rope
 from twostep.text import ChatTemplate, ModelCard, Tokenizer
 
 TEXTS = ["größer 🙂 日本語", "   1 and 1234", "<|im_start|>user\nhi<|im_end|>\n", " a\n\n  b\t"]
@@ -130,7 +131,7 @@ def test_as_a_program(tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.Captu
 def test_the_default_model_answers(smollm2_dir: Path) -> None:
     config = parse_config(smollm2_dir)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
-    assert (config.tie_word_embeddings, config.dtype, config.rms_norm_eps, config.rope_theta) == (True, "bfloat16", 1e-5, 100000.0)
+    assert (config.tie_word_embeddings, config.dtype, config.norm_eps, config.rope) == (True, "bfloat16", 1e-5, Rope(theta=100000.0))
     tokenizer = Tokenizer.load(smollm2_dir)
     theirs = AutoTokenizer.from_pretrained(smollm2_dir)
     assert [theirs(text)["input_ids"] for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
