@@ -13,6 +13,7 @@ from engine_helpers import HookedRunner, assert_idle, expected_answer, make_requ
 
 from twostep.engine.batch import Batch
 from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, FinishReason, Reservation, StepOutput
 from twostep.errors import InvalidRequest, ResourceExhausted
 
@@ -50,7 +51,7 @@ class World:
         rng = self.rng
         longest = -(-self.context // self.block_size)
         runner = HookedRunner(
-            num_blocks=longest * rng.randrange(1, 6),
+            num_blocks=longest + rng.choice([0, 3, longest, 3 * longest]),
             block_size=self.block_size,
             vocab_size=self.vocab,
             max_model_len=self.context,
@@ -65,6 +66,8 @@ class World:
             max_waiting=rng.choice([2, 20]),
             enable_prefix_caching=rng.random() < 0.85,
             hash_unit=self.unit,
+            preemption_mode=rng.choice(list(PreemptionMode)),
+            swap_bytes=rng.choice([0, 4, 1000]) * runner.kv_shape.block_bytes,
             look_ahead=rng.random() < 0.6,
         )
         return Engine(runner, config)
@@ -245,8 +248,8 @@ def test_every_token_is_right_and_nothing_is_left(seed: int) -> None:
 
 
 def test_the_random_worlds_visit_what_they_should() -> None:
-    """Over a few worlds: enough finishes, cancels, failures, moved and reused blocks, copies and evictions."""
-    finished = cancelled = failed = moved = reused = copies = carried = 0
+    """Over a few worlds: enough finishes, cancels, failures, moved and reused blocks, copies, preemptions."""
+    finished = cancelled = failed = moved = reused = copies = carried = preempted = 0
     for seed in range(100, 106):
         world = World(seed)
         world.run(250)
@@ -257,8 +260,11 @@ def test_the_random_worlds_visit_what_they_should() -> None:
         reused += world.num_reused
         copies += sum(runner.copies for runner in world.runners)
         carried += world.num_carried
+        stats = [engine.stats() for engine in (world.prefill, world.decode)]
+        preempted += sum(stat.num_preemptions for stat in stats)
     counts = (finished, cancelled, failed, moved, reused, copies, carried)
     assert min(counts) >= 10, counts
+    assert preempted
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])

@@ -230,15 +230,15 @@ async def test_a_decode_cache_that_is_no_whole_block_is_refused(redis_url: str) 
 
 async def test_no_room_is_resource_exhausted_and_too_much_is_invalid(redis_url: str) -> None:
     async with started(redis_url, decode_runner=make_runner(num_blocks=16)) as pair, routed(pair) as router:
-        await router.reserve("a", prompt_of(20), 20)
+        await router.reserve("a", prompt_of(36), 20)
         with pytest.raises(grpc.aio.AioRpcError, match="RESOURCE_EXHAUSTED"):
-            await router.reserve("b", prompt_of(20, seed=2), 20)
+            await router.reserve("b", prompt_of(28, seed=2), 20)
         with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
             await router.reserve("c", prompt_of(20, seed=3), 400)
         with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
-            await router.reserve("a", prompt_of(20), 20)  # a duplicate
+            await router.reserve("a", prompt_of(36), 20)  # a duplicate
         assert await router.cancel("a")
-        await router.reserve("b", prompt_of(20, seed=2), 20)
+        await router.reserve("b", prompt_of(28, seed=2), 20)
         await router.cancel("b")
         await pair.settled()
 

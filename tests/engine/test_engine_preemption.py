@@ -1,0 +1,367 @@
+"""Pools too small for everybody: who came last gives way, tokens stay right, and everybody gets done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from engine_helpers import HookedRunner, assert_idle, drain, expected_answer, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.preemption import PreemptionMode, PreemptionRates, SwapSpace, cheaper_to_swap, watermark
+from twostep.engine.sequence import SequenceState
+from twostep.engine.types import EngineRequest, TokenOutput
+from twostep.errors import ResourceExhausted
+from twostep.prefix import PrefixHasher
+
+VOCAB, CONTEXT, BLOCK = 1000, 64, 4
+PLENTY = 1 << 30
+
+
+class SwappingRunner(HookedRunner):
+    """Calls `copying` before blocks are copied out or back."""
+
+    copying: Callable[[str], object] | None = None
+
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        if self.copying is not None:
+            self.copying("out")
+        super().read_blocks(block_ids, out)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        if self.copying is not None:
+            self.copying("back")
+        super().write_blocks(block_ids, data)
+
+
+def make_engine(*, num_blocks: int = 16, **config: Any) -> Engine:
+    runner = SwappingRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, max_model_len=CONTEXT)
+    return Engine(runner, EngineConfig(**({"hash_unit": BLOCK} | config)))
+
+
+def runner_of(engine: Engine) -> SwappingRunner:
+    assert isinstance(engine.runner, SwappingRunner)
+    return engine.runner
+
+
+def answer_of(request: EngineRequest) -> list[int]:
+    return expected_answer(request, vocab_size=VOCAB, max_model_len=CONTEXT)[0]
+
+
+def assert_answered(requests: Sequence[EngineRequest], tokens: dict[str, list[TokenOutput]]) -> None:
+    for request in requests:
+        assert [token.token_id for token in tokens[request.seq_id]] == answer_of(request)
+        assert [token.position for token in tokens[request.seq_id]] == list(range(len(tokens[request.seq_id])))
+
+
+def assert_older_ones_run(engine: Engine) -> None:
+    """Of prompts submitted here, nobody waits preempted while a later one runs."""
+    sequences = engine._ledger._sequences.values()
+    running = [s.arrival for s in sequences if s.state is SequenceState.RUNNING and not s.gives_way]
+    preempted = [s.arrival for s in sequences if s.state is SequenceState.PREEMPTED]
+    assert max(running, default=0) < min(preempted, default=1 << 60)
+
+
+def assert_findable_from_the_start(engine: Engine, request: EngineRequest, answer: Sequence[int]) -> None:
+    """Of a chain of blocks, what is known is a head: nothing is registered that no lookup can reach."""
+    hasher = PrefixHasher(request.prefix_key, BLOCK)
+    hasher.extend([*request.token_ids, *answer])
+    found = engine._pool.lookup(hasher.hashes)
+    assert not any(digest in engine._pool._block_of for digest in hasher.hashes[len(found) :])
+
+
+MODES = st.sampled_from(list(PreemptionMode))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> EngineRequest:
+    shared = draw(st.sampled_from([[], [3] * 9, [1, 2, 3, 4, 5, 6, 7, 8]]))
+    tokens = shared + draw(st.lists(st.integers(0, 99), min_size=1, max_size=10))
+    return make_request(
+        "",
+        tokens,
+        max_tokens=draw(st.sampled_from([1, 5, 20, 40, 40])),
+        eos=frozenset(range(0, VOCAB, draw(st.sampled_from([40, VOCAB])))),
+        key=draw(st.sampled_from([b"", b"one", b"one"])),
+        ignore_eos=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data(), mode=MODES, look_ahead=st.booleans(), swap_blocks=st.sampled_from([0, 5, 1000]))
+def test_tokens_are_those_of_a_large_pool(data: st.DataObject, mode: PreemptionMode, look_ahead: bool, swap_blocks: int) -> None:
+    """Random arrivals and cancels; the fake's tokens come out of the blocks, so that a block lost or mixed up shows."""
+    engine = make_engine(
+        num_blocks=data.draw(st.integers(CONTEXT // BLOCK, 20), "blocks"),
+        max_num_batched_tokens=data.draw(st.sampled_from([3, 16, 64]), "budget"),
+        max_num_seqs=data.draw(st.sampled_from([2, 8, 16]), "seats"),
+        preemption_mode=mode,
+        look_ahead=look_ahead,
+        swap_bytes=swap_blocks * runner_bytes(),
+    )
+    submitted: dict[str, EngineRequest] = {}
+    tokens: dict[str, list[TokenOutput]] = {}
+    cancelled: set[str] = set()
+    arrivals = data.draw(st.lists(st.one_of(requests(), st.integers(0, 20)), min_size=8, max_size=30), "arrivals")
+    for event in arrivals:
+        if isinstance(event, int):
+            if submitted and event < 3:
+                seq_id = sorted(submitted)[event % len(submitted)]
+                if engine.cancel(seq_id):
+                    cancelled.add(seq_id)
+            for token in engine.step().tokens:
+                assert token.seq_id not in cancelled
+                tokens.setdefault(token.seq_id, []).append(token)
+        else:
+            request = make_request(
+                f"r{len(submitted)}",
+                event.token_ids,
+                max_tokens=event.sampling.max_tokens,
+                eos=event.eos_token_ids,
+                key=event.prefix_key,
+                ignore_eos=event.sampling.ignore_eos,
+            )
+            engine.submit(request)
+            submitted[request.seq_id] = request
+        engine.check_integrity()
+        assert_older_ones_run(engine)
+    output = engine.step()
+    while output.num_prefill_tokens + output.num_decode_tokens:
+        for token in output.tokens:
+            tokens.setdefault(token.seq_id, []).append(token)
+        engine.check_integrity()
+        assert_older_ones_run(engine)
+        output = engine.step()
+    for seq_id, request in submitted.items():
+        got = [token.token_id for token in tokens.get(seq_id, [])]
+        assert got == (answer_of(request)[: len(got)] if seq_id in cancelled else answer_of(request))
+        assert_findable_from_the_start(engine, request, got)
+    assert_idle(engine)
+    assert engine._ledger.preemptor._swap.used == 0
+
+
+def runner_bytes() -> int:
+    return SwappingRunner(num_blocks=1, block_size=BLOCK).kv_shape.block_bytes
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_both_ways_are_taken(mode: PreemptionMode, look_ahead: bool) -> None:
+    """Six sequences of up to 44 tokens on 16 blocks of 4: four at most have room at their ends."""
+    engine = make_engine(preemption_mode=mode, swap_bytes=PLENTY, look_ahead=look_ahead, enable_prefix_caching=False)
+    work = [make_request(f"r{i}", [i, 7, 2, 5], max_tokens=40) for i in range(6)]
+    for request in work:
+        engine.submit(request)
+    tokens, _ = drain(engine)
+    assert_answered(work, tokens)
+    assert_idle(engine)
+    stats = engine.stats()
+    assert stats.num_preemptions >= 3
+    assert (stats.swapped_bytes > 0) == (mode is PreemptionMode.SWAP)
+    assert engine._ledger.preemptor._swap.used == 0
+
+
+def test_what_swaps_is_computed_once() -> None:
+    """Copied back bit for bit: no token's KV is computed a second time."""
+    computed = {}
+    for mode in (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP):
+        engine = make_engine(preemption_mode=mode, swap_bytes=PLENTY, enable_prefix_caching=False)
+        for i in range(6):
+            engine.submit(make_request(f"r{i}", [i, 7, 2, 5], max_tokens=40))
+        _, steps = drain(engine)
+        computed[mode] = sum(step.num_prefill_tokens + step.num_decode_tokens for step in steps)
+    assert computed[PreemptionMode.SWAP] == 6 * 43
+    assert computed[PreemptionMode.RECOMPUTE] > 6 * 43
+
+
+def test_what_is_found_again_comes_back_for_nothing() -> None:
+    """Two sequences with one long prompt: the second one's share of it stays owned by the first, and only the rest is copied back."""
+    prompt = list(range(40))
+    engine = make_engine(num_blocks=18, preemption_mode=PreemptionMode.SWAP, swap_bytes=PLENTY)
+    copied: list[int] = []
+    work = [make_request(name, [*prompt, i], max_tokens=20) for i, name in enumerate("ab")]
+    for request in work:
+        engine.submit(request)
+    runner = runner_of(engine)
+    inner = runner.write_blocks
+    runner.write_blocks = lambda ids, data: (copied.append(len(ids)), inner(ids, data))[1]  # type: ignore[method-assign]
+    tokens, _ = drain(engine)
+    assert_answered(work, tokens)
+    assert engine.stats().num_preemptions >= 1
+    assert copied
+    assert max(copied) <= 6, "ten blocks of the prompt are shared"
+
+
+def test_a_copy_that_fails_is_computed_again() -> None:
+    engine = make_engine(preemption_mode=PreemptionMode.SWAP, swap_bytes=PLENTY)
+
+    def copying(where: str) -> None:
+        if where == "out":
+            raise RuntimeError("the host has no memory")
+
+    runner_of(engine).copying = copying
+    work = [make_request(f"r{i}", [i, 7, 2, 5], max_tokens=40) for i in range(6)]
+    for request in work:
+        engine.submit(request)
+    tokens, _ = drain(engine)
+    assert_answered(work, tokens)
+    assert engine.stats().num_preemptions
+    assert_idle(engine)
+    assert engine._ledger.preemptor._swap.used == 0
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_a_copy_back_that_fails_ends_its_step_and_leaves_nothing(look_ahead: bool) -> None:
+    engine = make_engine(preemption_mode=PreemptionMode.SWAP, swap_bytes=PLENTY, look_ahead=look_ahead)
+
+    def copying(where: str) -> None:
+        if where == "back":
+            runner_of(engine).copying = None
+            raise RuntimeError("the bus is gone")
+
+    runner_of(engine).copying = copying
+    work = {f"r{i}": make_request(f"r{i}", [i, 7, 2, 5], max_tokens=40) for i in range(6)}
+    for request in work.values():
+        engine.submit(request)
+    failed: set[str] = set()
+    tokens: dict[str, list[int]] = {name: [] for name in work}
+    for _ in range(500):
+        output = engine.step()
+        engine.check_integrity()
+        failed |= {failure.seq_id for failure in output.failures}
+        for token in output.tokens:
+            tokens[token.seq_id].append(token.token_id)
+    assert failed
+    for name, request in work.items():
+        assert tokens[name] == answer_of(request)[: len(tokens[name])]
+        assert len(tokens[name]) == 40 or name in failed
+    assert_idle(engine)
+    assert engine._ledger.preemptor._swap.used == 0
+
+
+@pytest.mark.parametrize("where", ["out", "back"])
+def test_cancelled_while_being_copied(where: str) -> None:
+    engine = make_engine(preemption_mode=PreemptionMode.SWAP, swap_bytes=PLENTY)
+    work = [make_request(f"r{i}", [i, 7, 2, 5], max_tokens=40) for i in range(6)]
+    cancelled: list[str] = []
+
+    def copying(direction: str) -> None:
+        if direction == where and not cancelled:
+            cancelled.append("r5")
+            assert engine.cancel("r5")
+            engine.check_integrity()
+
+    runner_of(engine).copying = copying
+    for request in work:
+        engine.submit(request)
+    tokens, _ = drain(engine)
+    assert cancelled
+    assert_answered(work[:5], tokens)
+    assert_idle(engine)
+    assert engine._ledger.preemptor._swap.used == 0
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_a_handed_over_sequence_goes_on_by_itself(mode: PreemptionMode) -> None:
+    """Decode role: committed sequences give way and come back without the prefill worker; new reservations are refused meanwhile."""
+    engine = make_engine(preemption_mode=mode, swap_bytes=PLENTY, look_ahead=True, max_num_batched_tokens=8)
+    work = [make_request(f"r{i}", [i, 7, 2, 5, i], max_tokens=40) for i in range(4)]
+    source = make_engine(num_blocks=64)
+    tokens: dict[str, list[int]] = {}
+    for request in work:
+        source.submit(request, hold=True)
+        tokens[request.seq_id] = [source.step().tokens[0].token_id]
+        reservation = engine.reserve(request)
+        assert len(reservation.block_ids) == 2, "blocks for the prompt, no more"
+        held = source.block_ids(request.seq_id)
+        data = np.empty((len(held), runner_bytes()), np.uint8)
+        source.runner.read_blocks(held, data)
+        engine.runner.write_blocks(reservation.block_ids, data)
+        engine.commit(request.seq_id, tokens[request.seq_id])
+    refused = 0
+    for number in range(500):
+        output = engine.step()
+        engine.check_integrity()
+        assert not output.failures
+        assert not output.progress, "the prompt was computed elsewhere"
+        for token in output.tokens:
+            assert token.position == len(tokens[token.seq_id])
+            tokens[token.seq_id].append(token.token_id)
+        if engine.stats().num_waiting:
+            with pytest.raises(ResourceExhausted, match="room to go on"):
+                engine.reserve(make_request(f"late{number}", [1]))
+            refused += 1
+    assert refused
+    assert engine.stats().num_preemptions
+    for request in work:
+        assert tokens[request.seq_id] == answer_of(request)
+    assert_idle(engine)
+
+
+def test_waiting_for_a_reservation_is_no_work() -> None:
+    """All blocks are somebody's who does not give way: the engine's thread sleeps, and goes on when one comes free."""
+    engine = make_engine(num_blocks=17)
+    request = make_request("a", [1, 2, 3], max_tokens=30)
+    engine.submit(request)
+    tokens = [engine.step().tokens[0].token_id]
+    engine.reserve(make_request("b", [5] * 56, max_tokens=1))
+    engine.reserve(make_request("c", [6] * 3, max_tokens=1))
+    while engine.wait_for_work(0.0):
+        tokens += [token.token_id for token in engine.step().tokens]
+        engine.check_integrity()
+    assert engine.stats().num_free_blocks == 0
+    assert engine.stats().stalled_s == 0.0
+    assert len(tokens) < 30
+    engine.cancel("b")
+    assert engine.wait_for_work(0.0)
+    rest, _ = drain(engine)
+    assert tokens + [token.token_id for token in rest["a"]] == answer_of(request)
+    engine.cancel("c")
+    assert_idle(engine)
+
+
+# ---- policy ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**11), st.floats(1, 1e6), st.floats(1, 1e12))
+def test_the_cheaper_way_is_chosen(num_tokens: int, num_bytes: int, prefill: float, copy: float) -> None:
+    rates = PreemptionRates(prefill, copy)
+    swap = cheaper_to_swap(num_tokens=num_tokens, num_bytes=num_bytes, rates=rates)
+    assert swap == (2 * num_bytes * prefill < num_tokens * copy) or 2 * num_bytes / copy == pytest.approx(num_tokens / prefill)
+    if swap:
+        assert cheaper_to_swap(num_tokens=num_tokens + 1, num_bytes=num_bytes, rates=rates), "more to compute makes it no dearer"
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0.001, 10)), max_size=50), st.integers(1, 10**6), st.floats(0.001, 10))
+def test_rates_follow_what_is_measured(before: list[tuple[int, float]], amount: int, seconds: float) -> None:
+    rates = PreemptionRates()
+    for count, time in before:
+        rates = rates.with_prefill(count, time).with_copy(count, time)
+    for _ in range(60):
+        rates = rates.with_prefill(amount, seconds).with_copy(amount, seconds)
+    assert rates.prefill_tokens_per_s == pytest.approx(amount / seconds, rel=1e-2, abs=1.0)
+    assert rates.copy_bytes_per_s == pytest.approx(amount / seconds, rel=1e-2, abs=10.0)
+    assert rates.with_copy(0, 1.0) == rates.with_prefill(5, 0.0) == rates
+
+
+@given(st.integers(1, 10**6), st.integers(0, 500), st.integers(0, 500))
+def test_the_watermark_leaves_room_to_grow_and_no_more(num_blocks: int, num_growing: int, more: int) -> None:
+    wanted = num_growing + (more if num_growing else 0)
+    mark = watermark(num_blocks=num_blocks, num_growing=num_growing, num_wanted=wanted)
+    assert num_growing <= mark <= wanted
+    assert mark <= max(num_growing, num_blocks // 100 + 1)
+
+
+def test_swap_space_is_bounded() -> None:
+    space = SwapSpace(10)
+    assert space.take(6)
+    assert not space.take(5)
+    assert space.take(4)
+    space.give(10)
+    with pytest.raises(AssertionError):
+        space.give(1)
