@@ -1,0 +1,222 @@
+"""Quantized KV: error bounds of a vector, blocks that move with their scales, and what a model's logits and tokens make of it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from forward_helpers import VOCAB, Sequence_, make_batch, scattered_sequences
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostep.engine.batch import KvShape
+from twostep.engine.kv_cache import KvCache
+from twostep.engine.kv_quantization import LEAST_SCALE, dequantize, quantize
+from twostep.engine.model_runner import ModelRunner, num_blocks_for
+from twostep.errors import SetupError
+from twostep.models.config import parse_config
+from twostep.prefix import derive_key
+from twostep.worker.model import layout_of
+
+FORMATS = ["fp8", "int8"]
+NUM_BLOCKS = 40
+# Largest error of a number against its own magnitude, and against the largest of its vector. e4m3: half a step of 8 to a factor of
+# two, half a step of 2**-9 of 448 below the normal numbers. int8: half a step, of a scale that was rounded up by 2**-7 at most.
+BOUNDS = {"fp8": (2**-4, 2**-10 / 448 * 1.01), "int8": (0.0, 0.5 / 127 * 1.01)}
+
+
+@given(
+    quantization=st.sampled_from(FORMATS),
+    size=st.integers(1, 40),
+    exponents=st.tuples(st.floats(-15, 15), st.floats(0, 4)),
+    seed=st.integers(0, 2**16),
+)
+def test_no_number_is_further_off_than_half_a_step(quantization: str, size: int, exponents: tuple[float, float], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(3, size, generator=generator) * exponents[1] + exponents[0]
+    x = torch.randn(3, size, generator=generator) * torch.exp(spread)
+    values, scales = quantize(x, quantization)
+    assert (values.dtype, scales.dtype, scales.shape) == (torch.uint8, torch.bfloat16, (3,))
+    error = (dequantize(values, scales, quantization) - x).abs()
+    own, largest = BOUNDS[quantization]
+    assert bool((error <= own * x.abs() + largest * x.abs().amax(1, keepdim=True) + LEAST_SCALE * 448).all())
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_what_is_no_number_stays_in_its_vector_and_shows(quantization: str) -> None:
+    x = torch.tensor([[1.0, -2.0, 0.5], [1.0, torch.inf, 2.0], [1.0, -torch.nan, 2.0], [0.0, -0.0, 0.0]])
+    values, scales = quantize(x, quantization)
+    assert not dequantize(values, torch.ones(4), quantization).isnan().any()
+    got = dequantize(values, scales, quantization)
+    assert got[0].isfinite().all()
+    assert got[1].isnan().any()
+    assert got[2].isnan().all()
+    assert not got[3].any()
+
+
+def model(directory: Path) -> None:
+    """A llama whose attention is neither flat nor all on one token."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.02,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().save_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    model(made)
+    return made
+
+
+def runner(directory: Path, quantization: str = "auto", *, block_size: int = 16, dtype: str = "float32") -> ModelRunner:
+    return ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=block_size, dtype=dtype, kv_cache_dtype=quantization)
+
+
+def logits(runner: ModelRunner, chunks: list[int], block_size: int) -> torch.Tensor:
+    """Of every position of two sequences; `chunks` cuts the first, the second comes a token at a time beside it, then whole."""
+    sequences = scattered_sequences([sum(chunks), 60], block_size, NUM_BLOCKS, random.Random(1))
+    rows: list[dict[int, torch.Tensor]] = [{}, {}]
+    for step, count in enumerate(chunks):
+        counts = (count, 60 - step if step == len(chunks) - 1 else 1)
+        out = runner.forward(make_batch(list(zip(sequences, counts, strict=True)), block_size))
+        row = 0
+        for sequence, found, number in zip(sequences, rows, counts, strict=True):
+            for _ in range(number):
+                found[sequence.num_computed] = out[row]
+                sequence.num_computed += 1
+                row += 1
+    return torch.stack([found[position] for found in rows for position in sorted(found)]).float()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_logits_stay_near_those_of_exact_kv(directory: Path, quantization: str, dtype: str) -> None:
+    exact = logits(runner(directory), [150], 16)
+    lossy = logits(runner(directory, quantization, dtype=dtype), [150], 16)
+    error = float((lossy - exact).norm() / exact.norm())
+    assert 1e-4 < error < 2e-2, error
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_chunks_change_nothing(directory: Path, quantization: str, block_size: int) -> None:
+    """Beyond a rounding that falls the other way: every token attends to quantized KV, its own chunk's too."""
+    whole = logits(runner(directory, quantization, block_size=block_size), [90], block_size)
+    for chunks in ([33, 1, 40, 16], [1, 89]):
+        cut = logits(runner(directory, quantization, block_size=block_size), chunks, block_size)
+        assert float((cut - whole).norm() / whole.norm()) < 1e-3
+        best, second = whole.topk(2, 1).values.T
+        assert torch.equal(cut.argmax(1)[best - second > 0.01], whole.argmax(1)[best - second > 0.01])
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_moved_blocks_decode_bit_identically(directory: Path, quantization: str) -> None:
+    source, target = runner(directory, quantization), runner(directory, quantization)
+    (sequence,) = scattered_sequences([50], 16, NUM_BLOCKS, random.Random(3))
+    source.run(make_batch([(sequence, 49)], 16))
+    sequence.num_computed = 49
+    data = np.empty((len(sequence.blocks), source.kv_shape.block_bytes), np.uint8)
+    source.read_blocks(sequence.blocks, data)
+    elsewhere = sequence.blocks[::-1]
+    target.write_blocks(elsewhere, data)
+    back = np.empty_like(data)
+    target.read_blocks(elsewhere, back)
+    assert np.array_equal(back, data)
+    want = source.forward(make_batch([(sequence, 1)], 16))
+    moved = Sequence_(sequence.tokens, elsewhere, num_computed=49)
+    assert torch.equal(target.forward(make_batch([(moved, 1)], 16)), want)
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_a_copied_block_has_its_scales(directory: Path, quantization: str) -> None:
+    source = runner(directory, quantization)
+    (sequence,) = scattered_sequences([40], 16, NUM_BLOCKS, random.Random(4))
+    source.run(make_batch([(sequence, 39)], 16))
+    sequence.num_computed = 39
+    want = source.forward(make_batch([(sequence, 1)], 16))
+    spare = next(block for block in range(NUM_BLOCKS) if block not in sequence.blocks)
+    source.copy_block(sequence.blocks[1], spare)
+    copied = Sequence_(sequence.tokens, [sequence.blocks[0], spare, sequence.blocks[2]], num_computed=39)
+    assert torch.equal(source.forward(make_batch([(copied, 1)], 16)), want)
+
+
+@given(
+    quantization=st.sampled_from(FORMATS),
+    heads=st.integers(1, 3),
+    half=st.integers(1, 9),
+    block_size=st.sampled_from([4, 12, 16]),
+    seed=st.integers(0, 2**16),
+)
+def test_slots_hold_what_was_written_and_no_other_byte_changes(
+    quantization: str, heads: int, half: int, block_size: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    shape = KvShape(
+        num_blocks=5,
+        block_size=block_size,
+        num_layers=3,
+        num_kv_heads=heads,
+        head_dim=2 * half,
+        dtype="float32",
+        quantization=quantization,
+    )
+    cache = KvCache(shape)
+    assert cache.tensor[0].numel() == shape.block_bytes
+    cache.tensor.copy_(torch.randint(0, 0x70, cache.tensor.shape, dtype=torch.uint8))
+    before = cache.numbers(1, torch.arange(5)), cache.tensor.clone()
+    slots = torch.randperm(5 * block_size)[:7]
+    block, slot = slots // block_size, slots % block_size
+    index = ((block[:, None] * 3 * 2 * heads + torch.arange(2 * heads)) * block_size + slot[:, None]).reshape(-1)
+    vectors = torch.randn(7, 2, heads, 2 * half)
+    cache.write_rows(1, index, vectors.view(-1, 2 * half))
+    after = cache.numbers(1, torch.arange(5))
+    stored = dequantize(*quantize(vectors, quantization), quantization)
+    assert torch.equal(after[block, :, :, slot], stored)
+    after[block, :, :, slot] = before[0][block, :, :, slot]
+    assert torch.equal(after, before[0])
+    assert torch.equal(cache.tensor[:, [0, 2]], before[1][:, [0, 2]])
+    # As attention reads them: keys of some heads, then values.
+    chosen = torch.tensor([3 * 6 * heads + heads - 1, 0])
+    rows = cache.read_rows(1, torch.cat((chosen, chosen + heads))).view(2, 2, block_size, 2 * half)
+    now = cache.numbers(1, torch.tensor([3, 0]))
+    assert torch.equal(rows[:, 0], now[0, :, heads - 1])
+    assert torch.equal(rows[:, 1], now[1, :, 0])
+
+
+def test_a_quantized_pool_holds_nearly_twice_the_blocks(directory: Path) -> None:
+    config = parse_config(directory)
+    counts = {name: num_blocks_for(config, "bfloat16", 16, 1 << 24, name) for name in ("auto", "fp8", "int8")}
+    # head_dim 16: 32 bytes a vector, or 16 and a scale of 2.
+    assert counts["fp8"] == counts["int8"] == (1 << 24) // (2 * 2 * 2 * 16 * 18)
+    assert counts["auto"] == (1 << 24) // (2 * 2 * 2 * 16 * 32)
+
+
+def test_lossy_kv_shares_neither_prefixes_nor_pairs(directory: Path) -> None:
+    layouts = {name: layout_of(runner(directory, name).kv_shape, "m") for name in ("auto", "fp8", "int8")}
+    assert [layout.quantization for layout in layouts.values()] == ["none", "fp8", "int8"]
+    assert len(set(layouts.values())) == 3
+    keys = {
+        derive_key(b"s", tenant="t", salt="", model_fingerprint="m", dtype=layout.dtype, quantization=layout.quantization)
+        for layout in layouts.values()
+    }
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize(("quantization", "block_size", "say"), [("fp8", 6, "--block-size 16"), ("int4", 16, "auto, fp8 or int8")])
+def test_what_cannot_be_stored_says_what_to_give(directory: Path, quantization: str, block_size: int, say: str) -> None:
+    with pytest.raises(SetupError, match=say):
+        runner(directory, quantization, block_size=block_size)
