@@ -10,7 +10,7 @@ nowhere (slot -1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,16 @@ def ladder(largest: int) -> list[int]:
 class DecodeGraphs:
     """Of one model and pool, on the current device."""
 
-    def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, sizes: Sequence[int]) -> None:
-        """Captures one graph per size: takes some tenths of a second each, and memory for the largest step once."""
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KvCache,
+        ops: TritonOps,
+        sizes: Sequence[int],
+        captured_one: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
+        """Captures one graph per size: takes some tenths of a second each, and memory for the largest step once. `captured_one` is told
+        how many of how many are there."""
         assert cache.shape.num_blocks * cache.shape.block_size < 2**31
         self._sizes = sorted(sizes)
         self._ops = ops
@@ -48,6 +56,7 @@ class DecodeGraphs:
             captured = _Captured(model, cache, ops, self._tables[:size], pool)
             pool = captured.graph.pool()
             self._graphs[size] = captured
+            captured_one(len(self._graphs), len(self._sizes))
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
         """Logits [S, vocab_size] of a batch of S sequences with one token each, all sampled in order; valid until the next call. The

@@ -100,7 +100,7 @@ class ModelRunner:
                 member.meeting.exchange(b"loaded")
             if isinstance(num_blocks, PoolSizing):
                 self._cache = KvCache(kv_shape(local, chosen, 1, block_size, kv_cache_dtype), str(self._device))
-                self._steps = self._device_steps(ops, 0)
+                self._steps = self._device_steps(ops, 0, progress)
                 num_blocks = self._measured_blocks(num_blocks, free_at_start, max_num_seqs, progress)
             if member is not None:
                 num_blocks = member.meeting.least(num_blocks)
@@ -108,7 +108,7 @@ class ModelRunner:
             self._cache = KvCache(kv_shape(local, chosen, num_blocks, block_size, kv_cache_dtype), str(self._device))
             if self._device.type == "cuda":
                 progress.phase("graphs")
-                self._steps = self._device_steps(ops, max_num_seqs)
+                self._steps = self._device_steps(ops, max_num_seqs, progress)
 
     @property
     def config(self) -> ModelConfig:
@@ -156,7 +156,7 @@ class ModelRunner:
     def _logits(self, batch: Batch) -> torch.Tensor:
         return self._model.forward(batch, self._cache) if self._steps is None else self._steps.forward(batch)
 
-    def _device_steps(self, ops: Ops, max_num_seqs: int) -> DeviceSteps:
+    def _device_steps(self, ops: Ops, max_num_seqs: int, progress: Progress) -> DeviceSteps:
         """For the pool there is now."""
         # Only a GPU needs triton, and importing it takes a second.
         from twostep.engine.decode_graphs import DecodeGraphs, ladder  # noqa: PLC0415
@@ -165,7 +165,11 @@ class ModelRunner:
 
         assert isinstance(ops, TritonOps)
         with torch.inference_mode():
-            graphs = DecodeGraphs(self._model, self._cache, ops, ladder(max_num_seqs)) if max_num_seqs else None
+            if not max_num_seqs:
+                return DeviceSteps(self._model, self._cache, ops, None)
+            graphs = DecodeGraphs(
+                self._model, self._cache, ops, ladder(max_num_seqs), lambda done, total: progress.advance(done, total, "graphs")
+            )
         return DeviceSteps(self._model, self._cache, ops, graphs)
 
     def _measured_blocks(self, sizing: PoolSizing, free_at_start: int, max_num_seqs: int, progress: Progress) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from twostep.engine.preemption import PreemptionMode
 from twostep.flags import FlagParser
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
 
@@ -33,6 +34,8 @@ class WorkerConfig:
     num_blocks: int = 0
     kv_cache_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.9
+    swap_space: float = 4.0
+    preemption_mode: str = "auto"
     max_model_len: int = 0
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
@@ -120,6 +123,18 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
         type=_share,
         default=default.gpu_memory_utilization,
         help="share of the whole card that this process may take: weights, steps, graphs, and the rest is KV cache",
+    )
+    parser.flag(
+        "--swap-space",
+        type=_not_negative,
+        default=default.swap_space,
+        help="GiB of host memory for the KV of sequences that give way when the KV cache is full; never more than the KV cache's size",
+    )
+    parser.flag(
+        "--preemption-mode",
+        default=default.preemption_mode,
+        choices=[mode.value for mode in PreemptionMode],
+        help="how they come back: computed again, copied from the host, or what takes less time",
     )
     parser.flag("--max-model-len", type=number(0, 1 << 31), default=0, help="longest context in tokens; 0: the model's")
     parser.flag(

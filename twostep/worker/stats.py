@@ -34,6 +34,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         for name in ("running", "waiting", "reserved", "held", "blocks", "free_blocks", "cached_blocks"):
             setattr(stats, f"num_{name}", getattr(engine, f"num_{name}"))
         stats.steps = engine.steps
+        stats.num_preemptions = engine.num_preemptions
+        stats.swapped_bytes = engine.swapped_bytes
         stats.stalled_s = engine.stalled_s
         await self._fill(stats)
         return stats

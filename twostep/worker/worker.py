@@ -16,6 +16,7 @@ from collections.abc import Callable
 from twostep.cluster.records import WorkerLoad, WorkerRecord
 from twostep.cluster.registration import Registration
 from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.preemption import PreemptionMode
 from twostep.errors import SetupError, Unavailable
 from twostep.prefix import secret_check
 from twostep.rpc.health import READINESS
@@ -42,6 +43,7 @@ class Worker:
         self.epoch = time.time_ns() // 1000
         self.worker_id = config.worker_id or f"{config.role}-{socket.gethostname()}-{config.port or os.getpid()}"
         self.address = ""
+        shape = model.runner.kv_shape
         self.engine = Engine(
             model.runner,
             EngineConfig(
@@ -49,6 +51,8 @@ class Worker:
                 max_num_seqs=config.max_num_seqs,
                 max_waiting=config.max_waiting,
                 hash_unit=config.hash_unit,
+                preemption_mode=PreemptionMode(config.preemption_mode),
+                swap_bytes=min(int(config.swap_space * 2**30), shape.num_blocks * shape.block_bytes),
             ),
         )
         self.engine_failed = asyncio.Event()
