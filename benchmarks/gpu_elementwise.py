@@ -67,10 +67,10 @@ def cases(rows: int) -> dict[str, tuple[float, Callable[[], Callable[[], object]
 
 
 VARIANTS = {
-    "rms_norm": ("_NORM_WARPS", (4, 8, 16)),
-    "add_rms_norm": ("_NORM_WARPS", (4, 8, 16)),
+    "rms_norm": ("_NORM_WARPS _TILE", ((4, 4096), (8, 4096), (8, 8192), (16, 8192), (16, 16384))),
+    "add_rms_norm": ("_NORM_WARPS _TILE", ((4, 4096), (8, 4096), (8, 8192), (16, 8192), (16, 16384))),
     "silu_mul": ("_SILU_TILE _SILU_WARPS", ((1024, 4), (1024, 2), (2048, 4), (2048, 8), (4096, 8))),
-    "rotate_and_write": ("_HEADS_PER_PROGRAM _ROTATE_WARPS", ((8, 2), (8, 4), (16, 4), (16, 8), (32, 8))),
+    "rotate_and_write": ("_HEADS_PER_PROGRAM _ROTATE_WARPS", ((8, 4), (16, 4), (16, 2), (16, 8), (32, 8))),
 }
 
 

@@ -10,11 +10,15 @@ least; the second-level cache has 50 MB); the median of replays in turns. Kernel
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
+import json
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +27,7 @@ from twostep.kernels import triton_elementwise
 from twostep.kernels.triton_linear_rows import RowTile, linear_rows
 from twostep.kernels.triton_linear_tiles import LinearTile, linear_tiles
 
-ROW_COUNTS = [1, 2, 4, 8, 16, 32, 64]
+ROW_COUNTS = [1, 2, 4, 8, 16, 32, 64, 128]
 BYTES = 2e9
 SHOWN = 3
 
@@ -51,42 +55,70 @@ PRODUCTS = [
 
 def row_tiles(product: Product) -> list[RowTile]:
     short = product.width <= 8192
-    pairs = [(1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8)] if short else [(1, 2), (1, 4), (1, 8), (2, 4), (2, 8)]
+    pairs = [(1, 2), (2, 2), (2, 4), (4, 4)] if short else [(1, 2), (1, 8), (2, 4)]
     return [RowTile(rows=rows, num_warps=warps) for rows, warps in pairs if not (product.gated and rows == 8)]
 
 
 def linear_tiles_for(product: Product, tokens: int) -> list[LinearTile]:
-    """Layouts worth a try: (cols, depth, warps, stages, turned, bulk), each with the numbers of parts that fill the chip once or twice."""
-    if tokens <= 16:
+    """Layouts worth a try, each with the numbers of parts that fill the chip once or twice."""
+    # cols, depth, warps, stages, turned, bulk
+    if tokens <= 32:
         shapes = [
-            (128, 128, 4, 5, True, True),
-            (128, 128, 8, 5, True, True),
-            (128, 64, 4, 5, True, True),
-            (64, 256, 4, 4, True, True),
-            (128, 64, 4, 6, True, False),
             (64, 128, 4, 5, False, False),
+            (64, 128, 4, 3, False, False),
             (64, 64, 4, 8, False, False),
             (32, 128, 4, 6, False, False),
+            (32, 256, 4, 4, False, False),
+            (128, 64, 4, 5, False, False),
+            (128, 64, 8, 5, False, False),
+            (128, 128, 4, 5, True, True),
+            (128, 128, 8, 5, True, True),
+            (64, 256, 4, 4, True, True),
+            (128, 64, 4, 5, True, True),
+            (128, 64, 4, 8, True, True),
+            (64, 128, 4, 6, True, True),
+            (256, 64, 8, 5, True, True),
+            (64, 128, 4, 5, False, True),
+            (32, 256, 4, 5, False, True),
+            (64, 128, 4, 5, True, False),
         ]
-    else:
+    elif tokens <= 64:
         shapes = [
             (128, 128, 4, 4, True, True),
             (128, 128, 8, 4, True, True),
             (128, 64, 4, 4, True, True),
-            (128, 64, 4, 4, True, False),
+            (128, 64, 4, 6, True, True),
             (256, 64, 8, 4, True, True),
+            (64, 128, 4, 4, True, True),
             (64, 128, 4, 3, False, False),
+            (64, 64, 4, 5, False, False),
+            (128, 64, 8, 4, False, False),
+            (128, 128, 8, 3, False, True),
+            (64, 128, 4, 3, False, True),
+            (128, 128, 8, 4, False, True),
+        ]
+    else:
+        shapes = [
+            (128, 128, 8, 3, True, True),
+            (128, 64, 4, 4, True, True),
+            (128, 64, 8, 6, True, True),
+            (256, 64, 8, 4, True, True),
+            (64, 128, 4, 3, False, True),
+            (128, 128, 8, 3, False, True),
+            (128, 64, 8, 4, False, True),
+            (256, 64, 8, 4, False, True),
         ]
     found = []
-    for cols, depth, warps, stages, turned, bulk in shapes:
+    for (cols, depth, warps, stages, turned, bulk), held in itertools.product(shapes, (False, True)):
         if product.gated and turned and cols < 128:
             continue
         columns = -(-product.num_out // cols)
-        counts = {1, 2, 4, 8} if not product.gated else {1}
-        parts = [p for p in counts if 96 <= columns * p <= 400 or (p == 1 and columns > 400)] or [max(counts)]
-        for p in sorted(parts):
-            options = {"cols": cols, "depth": depth, "parts": p, "num_warps": warps, "num_stages": stages, "turned": turned, "bulk": bulk}
-            found.append(LinearTile(**options, ahead=0))
+        counts = (1, 2, 3, 4, 6, 8) if not product.gated else (1,)
+        parts = [p for p in counts if 96 <= columns * p <= 288 or (p == 1 and columns > 288)] or [max(counts)]
+        found += [
+            LinearTile(cols=cols, depth=depth, parts=p, num_warps=warps, num_stages=stages, turned=turned, bulk=bulk, held=held)
+            for p in parts
+        ]
     return found
 
 
@@ -96,7 +128,7 @@ def describe(tile: RowTile | LinearTile | None) -> str:
     if isinstance(tile, RowTile):
         return f"rows {tile.rows}/w{tile.num_warps}"
     kind = ("bulk" if tile.bulk else "ptr") + ("-turned" if tile.turned else "")
-    return f"{kind} {tile.cols}x{tile.depth} p{tile.parts} w{tile.num_warps} s{tile.num_stages} a{tile.ahead}"
+    return f"{kind}{'-held' if tile.held else ''} {tile.cols}x{tile.depth} p{tile.parts} w{tile.num_warps} s{tile.num_stages}"
 
 
 def call(product: Product, tile: RowTile | LinearTile | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -108,7 +140,12 @@ def call(product: Product, tile: RowTile | LinearTile | None, x: torch.Tensor, w
     return linear_tiles(x, weight, tile=tile, gated=product.gated)
 
 
-def graph_us(work: Callable[[], None], *, repeats: int = 7) -> float:
+def call_all(product: Product, tile: RowTile | LinearTile | None, x: torch.Tensor, weights: list[torch.Tensor]) -> None:
+    for weight in weights:
+        call(product, tile, x, weight)
+
+
+def graph_us(work: Callable[[], None], *, repeats: int = 5) -> float:
     """Median time of a graph of `work`, already run once."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -133,8 +170,8 @@ def read_rate() -> float:
 
 
 def candidates(product: Product, tokens: int) -> list[RowTile | LinearTile | None]:
-    rows: list[RowTile | LinearTile | None] = list(row_tiles(product)) if tokens <= 4 else []
-    tiles: list[RowTile | LinearTile | None] = list(linear_tiles_for(product, tokens)) if tokens in (1, 8, 16, 32, 64) else []
+    rows: list[RowTile | LinearTile | None] = list(row_tiles(product)) if tokens <= 2 else []
+    tiles: list[RowTile | LinearTile | None] = list(linear_tiles_for(product, tokens)) if tokens > 4 else []
     return [None, *rows, *tiles]
 
 
@@ -149,7 +186,8 @@ def compile_all(jobs: list[tuple[Product, int, RowTile | LinearTile]]) -> None:
             print(f"{product.name} {describe(tile)}: {type(error).__name__} {str(error)[:100]}", flush=True)
 
 
-def sweep(counts: list[int], rate: float, processes: int) -> None:
+def sweep(counts: list[int], rate: float, processes: int, save: Path | None) -> None:
+    results: list[dict[str, object]] = []
     jobs = [(p, t, c) for p in PRODUCTS for t in counts for c in candidates(p, t) if c is not None]
     started = time.perf_counter()
     context = multiprocessing.get_context("spawn")
@@ -171,7 +209,7 @@ def sweep(counts: list[int], rate: float, processes: int) -> None:
         for tokens in counts:
             x = torch.randn(tokens, product.width, dtype=torch.bfloat16, device="cuda")
             want = call(product, None, x.double(), weights[0].double()) if not product.gated else gated_oracle(x, weights[0])
-            found = []
+            found: list[tuple[float, RowTile | LinearTile | None]] = []
             for tile in candidates(product, tokens):
                 try:
                     got = call(product, tile, x, weights[0]).double()
@@ -183,16 +221,17 @@ def sweep(counts: list[int], rate: float, processes: int) -> None:
                     print(f"  WRONG {tokens} {describe(tile)}: {error:.1e}", flush=True)
                     continue
 
-                def work(tile: RowTile | LinearTile | None = tile, x: torch.Tensor = x) -> None:
-                    for weight in weights:
-                        call(product, tile, x, weight)
-
-                found.append((graph_us(work) / len(weights), describe(tile)))
-            peer = next(us for us, name in found if name == "cuBLAS")
-            best = sorted(f for f in found if f[1] != "cuBLAS")[:SHOWN]
-            print(f" {tokens:2} cuBLAS {peer:.1f} | " + " | ".join(f"{us:.1f} {name}" for us, name in best), flush=True)
-            with open("gpu_linear_sweep.txt", "a") as log:
-                log.writelines(f"{product.name} {tokens} {us:.2f} {name}\n" for us, name in sorted(found))
+                run = functools.partial(call_all, product, tile, x, weights)
+                found.append((graph_us(run) / len(weights), tile))
+            found.sort(key=lambda entry: entry[0])
+            peer = next(us for us, tile in found if tile is None)
+            shown = [(us, tile) for us, tile in found if tile is not None][:SHOWN]
+            print(f" {tokens:2} cuBLAS {peer:.1f} | " + " | ".join(f"{us:.1f} {describe(tile)}" for us, tile in shown), flush=True)
+            results += [
+                {"product": product.name, "tokens": tokens, "us": us, "tile": None if tile is None else asdict(tile)} for us, tile in found
+            ]
+    if save is not None:
+        save.write_text(json.dumps(results))
 
 
 def gated_oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -205,10 +244,11 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="+", default=ROW_COUNTS)
     parser.add_argument("--processes", type=int, default=12, help="that compile")
+    parser.add_argument("--save", type=Path, help="where to write all times of a sweep, as JSON")
     args = parser.parse_args()
     rate = read_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; read {rate / 1e12:.2f} TB/s", flush=True)
-    sweep(args.tokens, rate, args.processes)
+    sweep(args.tokens, rate, args.processes, args.save)
 
 
 if __name__ == "__main__":

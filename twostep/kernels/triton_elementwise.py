@@ -17,7 +17,7 @@ from twostep.kernels.triton_quantized_kv import peak_of, scale_of, store_bytes, 
 # Elements of a program's tile: enough independent loads per thread to keep memory busy, few enough to fill the chip with rows.
 _TILE = 4096
 _NORM_WARPS = 8
-_HEADS_PER_PROGRAM = 8
+_HEADS_PER_PROGRAM = 16
 _ROTATE_WARPS = 4
 _SILU_TILE = 1024
 _SILU_WARPS = 4
@@ -238,21 +238,23 @@ def _rotate_and_write_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
     turns = head < NUM_HEADS + NUM_KV_HEADS
+    row = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+
+    # Both halves of a pair lie in one thread, which stores to where it alone has loaded: in place without a barrier. They are asked
+    # for before the position and the slot, whose users have to wait.
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = exists & (i < HALF)
+    low = _sum_parts(qkv_ptr + row + i, mask, numel, PARTS)
+    high = _sum_parts(qkv_ptr + row + HALF + i, mask, numel, PARTS)
+    position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     kept = exists & (head >= NUM_HEADS) & (slot >= 0)
     kv_head = head - NUM_HEADS  # keys, then values
     to_pool = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
     to_pool += (kv_head // NUM_KV_HEADS).to(tl.int64) * stride_kv + (kv_head % NUM_KV_HEADS).to(tl.int64) * stride_head
-    row = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
 
-    # Both halves of a pair lie in one thread, which stores to where it alone has loaded: in place without a barrier.
-    i = tl.arange(0, BLOCK_HALF)[None, :]
-    mask = exists & (i < HALF)
-    position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + i, mask=i < HALF, other=0.0)
-    low = _sum_parts(qkv_ptr + row + i, mask, numel, PARTS)
-    high = _sum_parts(qkv_ptr + row + HALF + i, mask, numel, PARTS)
     turned_low = tl.where(turns, low * cos - high * sin, low).to(out_ptr.dtype.element_ty)
     turned_high = tl.where(turns, high * cos + low * sin, high).to(out_ptr.dtype.element_ty)
     # What is not turned is there already, but where it was in parts.

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostep.kernels.triton_launch import follow, overlaps
+from twostep.kernels.triton_launch import overlaps, start_next, wait_for_previous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,8 @@ def _rows_kernel(
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        start_next()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     # Rows past the end compute the last one again and store nothing.
     at = tl.minimum(row, num_out - 1).to(tl.int64)
@@ -98,7 +100,7 @@ def _rows_kernel(
     if HAS_NORM:
         norm = tl.load(norm_ptr + k, mask=k < WIDTH, other=0.0).to(tl.float32)
     if PDL:
-        follow()
+        wait_for_previous()
     for t in tl.static_range(TOKENS):
         x = tl.load(x_ptr + t * stride_x + k, mask=k < WIDTH, other=0.0).to(tl.float32)
         scale = 1.0

@@ -5,7 +5,7 @@
     grid             (N / COLS, parts): every multiprocessor has a part of the bytes; parts of K leave float32 sums, [parts, T, N],
                      which the kernel after adds up in order (`add_rms_norm`, `rotate_and_write`): no atomics, the same bits every run
 
-While the kernel ahead still runs, a program asks for the beginning of its rows to be brought to the second-level cache.
+While the kernel ahead still runs, a program loads the first step's tile into registers, which it multiplies last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twostep.kernels.triton_launch import follow, overlaps, prefetch
+from twostep.kernels.triton_launch import overlaps, start_next, wait_for_previous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class LinearTile:
     parts     of K, each a program's
     turned    weight times tokens (64 rows of weight are one tensor-core tile) or tokens times weight
     bulk      the weight comes by the tensor memory accelerator
-    ahead     columns of each row asked for before the kernel ahead has ended
+    held      the first step's weights are loaded before the kernel ahead has ended
     """
 
     cols: int
@@ -39,7 +39,7 @@ class LinearTile:
     num_stages: int
     turned: bool
     bulk: bool
-    ahead: int
+    held: bool
 
 
 def linear_tiles(
@@ -85,8 +85,7 @@ def linear_tiles(
         GATED=gated,
         TURNED=tile.turned,
         BULK=tile.bulk,
-        AHEAD=tile.ahead,
-        THREADS=32 * tile.num_warps,
+        HELD=tile.held,
         PDL=pdl,
         IN_FLOAT32=not x.is_cuda,
         num_warps=tile.num_warps,
@@ -100,7 +99,7 @@ def linear_tiles(
 def _tiles_kernel(
     x_ptr, source, weight_ptr, bias_ptr, out_ptr, tokens, num_out, stride_x,
     WIDTH: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr, TURNED: tl.constexpr, BULK: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, TURNED: tl.constexpr, BULK: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * COLS
@@ -111,21 +110,24 @@ def _tiles_kernel(
     # Rows past the end compute the last one again and store nothing.
     at = tl.minimum(col, num_out - 1).to(tl.int64)
     if PDL:
-        if AHEAD > 0:
-            _ask(weight_ptr, first, start, num_out, WIDTH, COLS, AHEAD, THREADS)
-            if GATED:
-                _ask(weight_ptr + num_out.to(tl.int64) * WIDTH, first, start, num_out, WIDTH, COLS, AHEAD, THREADS)
-        follow()
+        start_next()
+    begin = start
+    if HELD:
+        weight_held = _load_tile(weight_ptr, first, at, start, WIDTH, DEPTH, False)
+        gate_held = weight_held
+        if GATED:
+            weight_held = _load_tile(weight_ptr, first, at + num_out, start, WIDTH, DEPTH, False)
+        begin += DEPTH
+    if PDL:
+        wait_for_previous()
     t = tl.arange(0, TOKENS)
     shape: tl.constexpr = [COLS, TOKENS] if TURNED else [TOKENS, COLS]
     acc = tl.zeros(shape, tl.float32)
     gate_acc = tl.zeros(shape, tl.float32)
-    for k in tl.range(start, end, DEPTH):
-        depth = k + tl.arange(0, DEPTH)
-        inside = (t < tokens)[:, None]
-        if WIDTH % DEPTH != 0:
-            inside = inside & (depth < WIDTH)[None, :]
-        x = tl.load(x_ptr + t[:, None] * stride_x + depth[None, :], mask=inside, other=0.0)
+    if HELD:
+        x_held = _load_tokens(x_ptr, stride_x, t, tokens, start, WIDTH, DEPTH)
+    for k in tl.range(begin, end, DEPTH):
+        x = _load_tokens(x_ptr, stride_x, t, tokens, k, WIDTH, DEPTH)
         if GATED:
             gate = _load_tile(source, first, at, k, WIDTH, DEPTH, BULK)
             weight = _load_tile(source, first + num_out, at + num_out, k, WIDTH, DEPTH, BULK)
@@ -133,13 +135,16 @@ def _tiles_kernel(
         else:
             weight = _load_tile(source, first, at, k, WIDTH, DEPTH, BULK)
         acc = _multiply(x, weight, acc, TURNED, IN_FLOAT32)
-    if HAS_BIAS:
-        if part == 0:
-            if GATED:
-                gate_acc += _spread(tl.load(bias_ptr + at).to(tl.float32), TURNED)
-                acc += _spread(tl.load(bias_ptr + num_out + at).to(tl.float32), TURNED)
-            else:
-                acc += _spread(tl.load(bias_ptr + at).to(tl.float32), TURNED)
+    if HELD:
+        acc = _multiply(x_held, weight_held, acc, TURNED, IN_FLOAT32)
+        if GATED:
+            gate_acc = _multiply(x_held, gate_held, gate_acc, TURNED, IN_FLOAT32)
+    if HAS_BIAS and part == 0:
+        if GATED:
+            gate_acc += _spread(tl.load(bias_ptr + at).to(tl.float32), TURNED)
+            acc += _spread(tl.load(bias_ptr + num_out + at).to(tl.float32), TURNED)
+        else:
+            acc += _spread(tl.load(bias_ptr + at).to(tl.float32), TURNED)
     if GATED:
         acc = gate_acc * tl.sigmoid(gate_acc) * acc
     if TURNED:
@@ -149,6 +154,16 @@ def _tiles_kernel(
         place = t[:, None].to(tl.int64) * num_out + col[None, :]
         mask = (t < tokens)[:, None] & (col < num_out)[None, :]
     tl.store(out_ptr + part.to(tl.int64) * tokens * num_out + place, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_tokens(x_ptr, stride_x, t, tokens, k, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
+    """[TOKENS, DEPTH], zeros past what is there."""
+    depth = k + tl.arange(0, DEPTH)
+    inside = (t < tokens)[:, None]
+    if WIDTH % DEPTH != 0:
+        inside = inside & (depth < WIDTH)[None, :]
+    return tl.load(x_ptr + t[:, None] * stride_x + depth[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -182,13 +197,3 @@ def _spread(values, TURNED: tl.constexpr):
         return values[:, None]
     else:
         return values[None, :]
-
-
-@triton.jit
-def _ask(weight_ptr, first, start, num_out, WIDTH: tl.constexpr, COLS: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr):
-    """Prefetches AHEAD columns from `start` on of each of a program's rows; every thread an equal share."""
-    SHARES: tl.constexpr = THREADS // COLS if THREADS > COLS else 1
-    thread = tl.arange(0, SHARES * COLS)
-    row = tl.minimum(first + thread // SHARES, num_out - 1).to(tl.int64)
-    address = weight_ptr + row * WIDTH + start + thread % SHARES * (AHEAD // SHARES)
-    prefetch(address.to(tl.int64), AHEAD // SHARES * 2)
