@@ -58,16 +58,19 @@ def linear_tiles(
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     assert not gated or tile.parts == 1
-    if tile.parts == 1:
+    # Whole steps each; there may be fewer parts than asked for, but none is empty.
+    part = triton.cdiv(triton.cdiv(width, tile.parts), tile.depth) * tile.depth
+    parts = triton.cdiv(width, part)
+    if parts == 1:
         out = x.new_empty(tokens, num_out)
     else:
-        out = torch.empty(tile.parts, tokens, num_out, dtype=torch.float32, device=x.device)
+        out = torch.empty(parts, tokens, num_out, dtype=torch.float32, device=x.device)
     if not tokens:
         return out
     cols = tile.cols // 2 if gated else tile.cols
     pdl = overlaps(x.device)
     source = TensorDescriptor.from_tensor(weight, [cols, tile.depth]) if tile.bulk else weight
-    _tiles_kernel[(triton.cdiv(num_out, cols), tile.parts)](
+    _tiles_kernel[(triton.cdiv(num_out, cols), parts)](
         x,
         source,
         weight,
@@ -77,7 +80,7 @@ def linear_tiles(
         num_out,
         x.stride(0),
         WIDTH=width,
-        PART=triton.cdiv(triton.cdiv(width, tile.parts), tile.depth) * tile.depth,
+        PART=part,
         TOKENS=max(16, triton.next_power_of_2(tokens)),
         COLS=cols,
         DEPTH=tile.depth,
