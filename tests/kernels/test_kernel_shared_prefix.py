@@ -71,7 +71,6 @@ def check(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     program: SharedTile | None = None,
-    merges_itself: bool = True,
 ) -> None:
     rng = random.Random(sum(own))
     keys = sum(own) + sum(num_keys for _, num_keys in groups)
@@ -88,7 +87,6 @@ def check(
     shared = SharedPrefix(cache.shape, num_heads=num_heads, num_seqs=len(own), device=DEVICE, tile=program, num_sms=3 * num_kv_heads)
     shared.listed.copy_(torch.from_numpy(pack(step.groups, shared.layout)))
     plan = DecodePlan(cache.shape, num_heads=num_heads, num_seqs=len(own), device=DEVICE, num_sms=6, shared=shared)
-    plan.merges_itself = merges_itself
     for memory in (plan.parts, plan.scales, shared.parts, shared.scales):
         memory.fill_(torch.nan)
     seq_lens = torch.tensor(step.lengths, dtype=torch.int32, device=DEVICE)
@@ -109,8 +107,8 @@ def test_several_groups() -> None:
     check([((4, 0), 128), ((1, 5, 2), 384), ((6, 7), 128)], [30, 9, 1, 70, 16, 2, 33, 5], num_heads=4, num_kv_heads=1, program=tile(16))
 
 
-def test_parts_merged_by_a_second_launch() -> None:
-    check([((0, 1, 3), 384)], [300, 9, 1, 200], num_heads=4, num_kv_heads=2, head_dim=80, dtype=torch.float16, merges_itself=False)
+def test_long_remainders_have_parts_of_several_programs() -> None:
+    check([((0, 1, 3), 384)], [300, 9, 1, 400, 500], num_heads=4, num_kv_heads=2, head_dim=80, dtype=torch.float16)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (7, 1), (12, 1), (20, 1)], ids=str)

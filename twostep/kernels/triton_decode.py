@@ -23,14 +23,16 @@ from twostep.kernels.shared_prefix import OWN_COLUMNS
 from twostep.kernels.triton_decode_merge import merge_kernel, merge_parts, part_row, worker_of
 from twostep.kernels.triton_decode_plan import WORK_COLUMNS, DecodePlan, first_tile, last_tile
 from twostep.kernels.triton_decode_quantized import attend_quantized
-from twostep.kernels.triton_launch import follow, overlaps
-from twostep.kernels.triton_shared_prefix import fold_states, log2_scale
+from twostep.kernels.triton_launch import overlaps
+from twostep.kernels.triton_shared_prefix import log2_scale
 
 # Numbers of parts that a warp of the merge has on their way at once; fewer where registers are to leave room for more programs.
 _MERGE_NUMBERS = 2048
 _MERGE_NUMBERS_QUANTIZED = 1024
 # Of a multiprocessor, for 32 threads.
 _REGISTERS = 2048
+# What the eight warps of a shared prefix's pass leave four others on their multiprocessor.
+_REGISTERS_BESIDE = 192
 
 
 def decode_attention(
@@ -92,6 +94,7 @@ def decode_attention(
         plan.work if shared is None else shared.listed,
         plan.parts if shared is None else shared.parts,
         plan.scales if shared is None else shared.scales,
+        0 if shared is None else shared.own_states,
         scale_log2,
         q.stride(0),
         out.stride(0),
@@ -115,13 +118,12 @@ def decode_attention(
         MERGE_PARTS=max(2, min(16, merge_numbers * layout.num_warps // (layout.num_heads * share_wide * wide))),
         FUSED=plan.merges_itself,
         SHARED=0 if shared is None else OWN_COLUMNS,
-        SHARED_ROWS=1 if shared is None else shared.tile.num_rows,
         # The interpreter multiplies bfloat16 wrongly.
         IN_FLOAT32=not pool.is_cuda,
         PDL=pdl,
         num_warps=layout.num_warps,
         num_stages=layout.num_stages,
-        maxnreg=None if quantized is None else min(255, _REGISTERS // (layout.num_warps * layout.programs_per_sm) // 8 * 8),
+        maxnreg=_registers(plan),
         launch_pdl=pdl,
     )
     if not plan.merges_itself:
@@ -131,18 +133,32 @@ def decode_attention(
             plan.starts,
             plan.parts,
             plan.scales,
+            plan.work if shared is None else shared.listed,
+            plan.parts if shared is None else shared.parts,
+            plan.scales if shared is None else shared.scales,
+            0 if shared is None else shared.own_states,
             out.stride(0),
             plan.num_workers,
             GROUPS=plan.num_groups,
             PART_ROWS=layout.num_heads * share,
+            SHARE=share,
+            SHARED=0 if shared is None else OWN_COLUMNS,
+            SHARED_ROWS=1 if shared is None else shared.tile.num_rows,
             HEAD_DIM=shape.head_dim,
             BLOCK_D=wide,
-            MERGE_PARTS=64,
+            MERGE_PARTS=plan.parts_at_once,
             PDL=pdl,
-            num_warps=4,
+            num_warps=1 if plan.parts_at_once <= 8 else 4,
             launch_pdl=pdl,
         )
     return out
+
+
+def _registers(plan: DecodePlan) -> int | None:
+    """A thread's registers at most, so that as many programs as planned find room; None: what the compiler takes is right."""
+    if plan.shape.quantization != "none":
+        return min(255, _REGISTERS // (plan.layout.num_warps * plan.layout.programs_per_sm) // 8 * 8)
+    return _REGISTERS_BESIDE if plan.shared is not None and plan.shape.head_dim <= 128 else None
 
 
 @triton.jit
@@ -159,6 +175,7 @@ def _decode_kernel(
     own_ptr,
     shared_parts_ptr,
     shared_scales_ptr,
+    own_states,
     scale_log2,
     stride_q,
     stride_out,
@@ -184,15 +201,11 @@ def _decode_kernel(
     MERGE_PARTS: tl.constexpr,
     FUSED: tl.constexpr,
     SHARED: tl.constexpr,
-    SHARED_ROWS: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
-        if SHARED > 0:
-            gdc_launch_dependents()
-        else:
-            follow()
+        gdc_launch_dependents()
     TILE: tl.constexpr = LANES * KEYS
     group = tl.program_id(0)
     worker = tl.program_id(1)
@@ -208,6 +221,9 @@ def _decode_kernel(
     active = tl.load(work_ptr + num_workers * WORK_COLUMNS)
     all_tiles = tl.load(work_ptr + num_workers * WORK_COLUMNS + 1)
     block = _load_blocks(tables_ptr, stride_table, seq, tile, length, position < end, HEADS, LANES, KEYS, BLOCK_SIZE, WINDOW)
+    # What came before need not have ended: the plan is made by a launch of its own, and tables are there before that.
+    if SHARED == 0 and PDL:
+        gdc_wait()
     q = _load_queries(q_ptr, stride_q, seq, group, position < end, SHARE, ROWS, HEADS, LANES, HEAD_DIM, BLOCK_D)
     while position < end:
         num_tiles = tl.minimum(last_tile(length, TILE) - tile, end - position)
@@ -217,8 +233,6 @@ def _decode_kernel(
         last_shared = num_shared * 0
         if SHARED > 0:
             last_shared = tl.load(own_ptr + (seq + 2) * SHARED, mask=position + num_tiles + 1 < end, other=0)
-            first_item, num_items = tl.load(own_ptr + seq * SHARED + 1), tl.load(own_ptr + seq * SHARED + 2)
-            place = tl.load(own_ptr + seq * SHARED + 3)
         next_tile = first_tile(next_length, next_shared, TILE, WINDOW)
         next_block = _load_blocks(tables_ptr, stride_table, seq + 1, next_tile, next_length, more, HEADS, LANES, KEYS, BLOCK_SIZE, WINDOW)
         next_q = _load_queries(q_ptr, stride_q, seq + 1, group, more, SHARE, ROWS, HEADS, LANES, HEAD_DIM, BLOCK_D)
@@ -236,15 +250,6 @@ def _decode_kernel(
             )  # fmt: skip
         # Where the sequence's tiles begin and end, counted over all sequences, says which workers have a part of it.
         start = first_tile(length, num_shared, TILE, WINDOW)
-        if SHARED > 0:
-            begins = (num_items > 0) & (tile == start)
-            if begins:
-                if PDL:
-                    gdc_wait()
-                best, total, acc = fold_states(
-                    best, total, acc, shared_parts_ptr, shared_scales_ptr, first_item, num_items, place, group * HEADS, GROUPS * HEADS,
-                    SHARE, SHARED_ROWS, HEAD_DIM, 4,
-                )  # fmt: skip
         seq_start = position - (tile - start)
         seq_end = seq_start + last_tile(length, TILE) - start
         out = out_ptr + seq.to(tl.int64) * stride_out + group * (HEADS * SHARE * HEAD_DIM)
@@ -254,7 +259,12 @@ def _decode_kernel(
         d = tl.arange(0, BLOCK_D)[None, None, :]
         at = row[:, :, None] * HEAD_DIM + d
         mask = valid[:, :, None] & (d < HEAD_DIM)
-        if (seq_start >= position) & (seq_end <= end):
+        if (seq_start >= position) & (seq_end <= end) & (num_shared > 0):
+            state = own_states + (seq.to(tl.int64) * GROUPS + group) * (HEADS * SHARE)
+            tl.store(shared_parts_ptr + state * HEAD_DIM + at, acc, mask=mask)
+            tl.store(shared_scales_ptr + (state + row) * 2, best, mask=valid)
+            tl.store(shared_scales_ptr + (state + row) * 2 + 1, total, mask=valid)
+        elif (seq_start >= position) & (seq_end <= end):
             result = acc / tl.where(total > 0, total, 1.0)[:, :, None]
             tl.store(out + at, result.to(out_ptr.dtype.element_ty), mask=mask)
         else:

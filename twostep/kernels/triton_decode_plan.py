@@ -49,11 +49,12 @@ class DecodeLayout:
         return self.num_lanes * self.num_keys
 
 
-def decode_layout(shape: KvShape, *, num_heads: int, num_seqs: int) -> DecodeLayout:
-    """The layout for steps of `num_seqs` sequences, chosen on an H200 (benchmarks/gpu_decode_attention.py --sweep).
+def decode_layout(shape: KvShape, *, num_heads: int, num_seqs: int, beside: bool = False) -> DecodeLayout:
+    """The layout for steps of `num_seqs` sequences, alone or `beside` a shared prefix's pass, chosen on an H200
+    (benchmarks/gpu_decode_attention.py --sweep).
 
-    Eight matrices of 16 keys side by side for a few sequences, for which the longer stretch leaves fewer parts to merge, and for heads
-    that are no power of 2 wide; two programs of four to a multiprocessor for the rest, where one streams while the other begins or
+    Eight matrices of 16 keys side by side for a few sequences, for which the longer stretch leaves fewer parts to merge, and for many
+    query heads to a KV head; two programs of four to a multiprocessor for the rest, where one streams while the other begins or
     ends a sequence. Fewer of wide accumulators, which have to stay in registers. One KV head always: more read no faster, and leave
     a long sequence among short ones with several times as much to merge.
     """
@@ -67,7 +68,7 @@ def decode_layout(shape: KvShape, *, num_heads: int, num_seqs: int) -> DecodeLay
         return DecodeLayout(num_heads=1, num_lanes=lanes, num_keys=16, num_warps=lanes, num_stages=3, programs_per_sm=programs // lanes)
     if shape.dtype == "float32" or wide > 128 or rows > 32:
         lanes, warps = (2 if rows <= 32 else 1), 4
-    elif rows == 16 and (num_seqs <= _FEW_SEQS or wide != shape.head_dim):
+    elif not beside and (rows == 32 or (num_seqs <= _FEW_SEQS and wide == shape.head_dim)):
         lanes = warps = 8
     else:
         lanes = warps = 4
@@ -129,7 +130,7 @@ class DecodePlan:
         self.window = window
         assert shared is None or (not window and shared.layout.num_seqs == num_seqs)
         self.shared = shared
-        self.layout = layout or decode_layout(shape, num_heads=num_heads, num_seqs=num_seqs)
+        self.layout = layout or decode_layout(shape, num_heads=num_heads, num_seqs=num_seqs, beside=shared is not None)
         assert shape.num_kv_heads % self.layout.num_heads == 0
         assert shape.block_size % self.layout.num_keys == 0
         self.num_groups = shape.num_kv_heads // self.layout.num_heads
@@ -147,7 +148,10 @@ class DecodePlan:
         # Whether the program that arrives last merges a sequence by itself. Where few sequences have many parts of many rows (few KV
         # heads over all workers), that is much to read for one program, and a second launch merges all rows side by side.
         rows = num_heads // self.num_groups
-        self.merges_itself = self.num_workers * rows <= max(300, 64 * num_seqs)
+        self.merges_itself = shared is None and self.num_workers * rows <= max(300, 128 * num_seqs)
+        # Parts that a program of that launch has on their way at once.
+        num_parts = 2 + self.num_workers // num_seqs + (0 if shared is None else shared.layout.num_splits)
+        self.parts_at_once = max(4, min(64, triton.next_power_of_2(num_parts)))
 
     def refresh(self, seq_lens: torch.Tensor) -> None:
         """Plans a step. seq_lens int32 [num_seqs] on the device; 0 is allowed and costs a tile."""
