@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from twostep.engine.batch import Batch
 from twostep.engine.memory import GIB, MemoryProfile, num_blocks_within, shortage_at_start
-from twostep.engine.pool_sizing import widest_batch
+from twostep.engine.model_runner import ModelRunner
+from twostep.engine.pool_sizing import PoolSizing, measured_blocks, widest_batch
 from twostep.errors import SetupError
+from twostep.startup import NoProgress
 
 MIB = 1 << 20
 
@@ -94,3 +99,58 @@ def test_the_widest_step_is_a_sound_batch(num_tokens: int, num_seqs: int, longes
     assert batch.token_ids.max() < 50
     assert batch.block_tables.max() < num_blocks
     assert np.array_equal(batch.block_tables[rows, batch.positions // block_size], batch.slots // block_size)
+
+
+def test_a_pool_is_sized_by_running_the_widest_step(monkeypatch: pytest.MonkeyPatch, tiny_llama_dir: Path) -> None:
+    """A CPU's model stands in for a GPU's, and made-up figures for its memory."""
+    runner = ModelRunner(tiny_llama_dir, num_blocks=1, block_size=4, max_model_len=64)
+    shape, steps, phases = runner.kv_shape, [], []
+
+    class Phases(NoProgress):
+        def phase(self, name: str) -> None:
+            phases.append(name)
+
+    def step(batch: Batch) -> object:
+        steps.append(len(batch.token_ids))
+        return runner.run(batch)
+
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 5 * GIB)
+    monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: 6 * GIB)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (14 * GIB, 20 * GIB))
+    sizing = PoolSizing(utilization=0.5, max_num_batched_tokens=40, max_num_seqs=3)
+    num_blocks = measured_blocks(
+        step,
+        shape,
+        sizing,
+        device=torch.device("cuda", 0),
+        free_at_start=19 * GIB,
+        graphs=MIB,
+        vocab_size=runner.vocab_size,
+        max_model_len=64,
+        progress=Phases(),
+    )
+    assert steps == [1, 8, 40]
+    assert phases == ["kernels", "profile"]
+    # Half of 20, less 5 of its own, 1 for the step and the graphs.
+    assert num_blocks == (4 * GIB - MIB) // shape.block_bytes
+
+    def too_large(batch: Batch) -> object:
+        if len(batch.token_ids) == 40:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return runner.run(batch)
+
+    with pytest.raises(SetupError, match="lower --max-num-batched-tokens"):
+        measured_blocks(
+            too_large,
+            shape,
+            sizing,
+            device=torch.device("cuda", 0),
+            free_at_start=19 * GIB,
+            graphs=MIB,
+            vocab_size=runner.vocab_size,
+            max_model_len=64,
+            progress=NoProgress(),
+        )
