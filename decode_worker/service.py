@@ -2,7 +2,7 @@
 
 The life of a request here:
 
- 1. Reserve   sets blocks aside for prompt and max_tokens before any prefill is spent, and says which of the prefix's blocks are here
+ 1. Reserve   sets blocks aside for the prompt before any prefill is spent, and says which of the prefix's blocks are here
               already: those are shared by reference and not moved again.
  2. Attach    brings the prefill worker's ticket, usually while the prompt is still queued there. The answer comes at once; from here on
               everything is told on the router's stream.

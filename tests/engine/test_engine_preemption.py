@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
+from twostep.engine.model_runner import ModelRunner
 from twostep.engine.preemption import PreemptionMode, PreemptionRates, SwapSpace, cheaper_to_swap, watermark
 from twostep.engine.sequence import SequenceState
 from twostep.engine.types import EngineRequest, TokenOutput
 from twostep.errors import ResourceExhausted
 from twostep.prefix import PrefixHasher
+from twostep.sampling_params import SamplingParams
 
 VOCAB, CONTEXT, BLOCK = 1000, 64, 4
 PLENTY = 1 << 30
@@ -365,3 +369,28 @@ def test_swap_space_is_bounded() -> None:
     space.give(10)
     with pytest.raises(AssertionError):
         space.give(1)
+
+
+# ---- a real model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_a_model_s_tokens_are_those_of_a_large_pool(tiny_llama_dir: Path, mode: PreemptionMode) -> None:
+    """float32, greedy and sampled with penalties: chunks, batch mix and copies change, tokens do not."""
+    work = []
+    for i in range(6):
+        drawn = {"temperature": 0.9, "top_p": 0.9, "seed": i, "frequency_penalty": 0.5} if i % 2 else {"temperature": 0.0}
+        params = SamplingParams(max_tokens=40, ignore_eos=True, **drawn)
+        tokens = [(7 * i + k * k) % 500 for k in range(4 + 3 * i)]
+        work.append(EngineRequest(seq_id=f"r{i}", token_ids=tokens, num_prompt_tokens=len(tokens), sampling=params, prefix_key=b"key"))
+    answers = []
+    for num_blocks in (200, 20):
+        runner = ModelRunner(tiny_llama_dir, num_blocks=num_blocks, block_size=BLOCK, max_model_len=64)
+        config = EngineConfig(
+            max_num_batched_tokens=24, max_num_seqs=6, hash_unit=BLOCK, look_ahead=True, preemption_mode=mode, swap_bytes=PLENTY
+        )
+        engine = Engine(runner, config)
+        answers.append([[token.token_id for token in tokens] for tokens in generate(engine, work)])
+        assert bool(engine.stats().num_preemptions) == (num_blocks == 20)
+        assert_idle(engine)
+    assert answers[0] == answers[1]

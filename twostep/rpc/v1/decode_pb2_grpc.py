@@ -60,7 +60,8 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Reserve(self, request, context):
-        """Sets blocks aside for prompt and max_tokens, before any prefill is spent. RESOURCE_EXHAUSTED: no room, try another worker.
+        """Sets blocks aside for the prompt, before any prefill is spent; decoding takes more as it goes.
+        RESOURCE_EXHAUSTED: no room, try another worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

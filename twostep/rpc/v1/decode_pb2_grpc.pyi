@@ -32,7 +32,9 @@ class DecodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Reserve: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]
-    """Sets blocks aside for prompt and max_tokens, before any prefill is spent. RESOURCE_EXHAUSTED: no room, try another worker."""
+    """Sets blocks aside for the prompt, before any prefill is spent; decoding takes more as it goes.
+    RESOURCE_EXHAUSTED: no room, try another worker.
+    """
     Attach: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]
     """Hands over the ticket: the worker pulls the KV, verifies and commits it, then decodes."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]
@@ -47,7 +49,9 @@ class DecodeStub:
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Sets blocks aside for prompt and max_tokens, before any prefill is spent. RESOURCE_EXHAUSTED: no room, try another worker."""
+    """Sets blocks aside for the prompt, before any prefill is spent; decoding takes more as it goes.
+    RESOURCE_EXHAUSTED: no room, try another worker.
+    """
     Attach: _aio.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]  # type: ignore[assignment]
     """Hands over the ticket: the worker pulls the KV, verifies and commits it, then decodes."""
     Cancel: _aio.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]  # type: ignore[assignment]
@@ -65,7 +69,9 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.ReserveResponse, _abc.Awaitable[_decode_pb2.ReserveResponse]]:
-        """Sets blocks aside for prompt and max_tokens, before any prefill is spent. RESOURCE_EXHAUSTED: no room, try another worker."""
+        """Sets blocks aside for the prompt, before any prefill is spent; decoding takes more as it goes.
+        RESOURCE_EXHAUSTED: no room, try another worker.
+        """
 
     @_abc_1.abstractmethod
     def Attach(
