@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,15 @@ class Load:
     seconds: float
     seed: int = 0
 
-    def lengths(self) -> Any:
-        """New tokens of one request after another; the first ones are short, so that the ends are spread."""
+    def requests(self) -> Iterator[tuple[int, int]]:
+        """Prompt length and new tokens of one request after another. The first ones begin as if they had been running for a while, so
+        that contexts are spread from the start as they stay."""
         rng = random.Random(self.seed)
-        first = (rng.randint(2, self.most) for _ in range(self.streams))
-        return itertools.chain(first, itertools.repeat(self.most))
+        for _ in range(self.streams):
+            done = rng.randint(0, self.most - 2)
+            yield self.prompt + done, self.most - done
+        while True:
+            yield self.prompt, self.most
 
 
 class BlankRunner:
@@ -170,14 +174,15 @@ async def alone(runner: Runner, load: Load, config: EngineConfig) -> dict[str, f
     """Sequences of the same contexts, replaced as they end, no edge and no KV."""
     engine = Engine(runner, config)
     clock = Clock(int(load.streams * 0.9))
-    lengths, names = load.lengths(), itertools.count()
+    requests, names = load.requests(), itertools.count()
     rng = np.random.default_rng(load.seed)
 
     def begin() -> None:
         name = f"alone-{next(names)}"
-        prompt = rng.integers(0, runner.vocab_size, load.prompt).tolist()
-        params = SamplingParams(max_tokens=next(lengths) + 1, temperature=0.0, ignore_eos=True)
-        engine.reserve(EngineRequest(seq_id=name, token_ids=prompt, num_prompt_tokens=load.prompt, sampling=params))
+        num_tokens, num_new = next(requests)
+        prompt = rng.integers(0, runner.vocab_size, num_tokens).tolist()
+        params = SamplingParams(max_tokens=num_new + 1, temperature=0.0, ignore_eos=True)
+        engine.reserve(EngineRequest(seq_id=name, token_ids=prompt, num_prompt_tokens=num_tokens, sampling=params))
         engine.commit(name, [1])
 
     def on_step(output: StepOutput) -> None:
@@ -204,7 +209,7 @@ async def alone(runner: Runner, load: Load, config: EngineConfig) -> dict[str, f
 async def served(runner: Runner, load: Load, arguments: argparse.Namespace) -> dict[str, Any]:
     clock = Clock(int(load.streams * 0.9))
     hub = LocalHub()
-    per_prompt = -(-load.prompt // BLOCK_SIZE)
+    per_prompt = -(-(load.prompt + load.most) // BLOCK_SIZE)
     shape = runner.kv_shape
     blank_shape = KvShape(
         num_blocks=per_prompt * 16,
@@ -264,7 +269,7 @@ def _worker(role: str, url: str, runner: Runner, load: Load, make_edge: Any) -> 
         worker_id=role,
         redis_url=url,
         max_num_seqs=load.streams,
-        max_num_batched_tokens=max(load.prompt * 4, load.streams),
+        max_num_batched_tokens=max(load.prompt * 8, load.streams),
         max_waiting=2 * load.streams,
     )
     model = ServedModel(name="m", runner=runner, layout=layout_of(runner.kv_shape, "benchmark"), eos_token_ids=frozenset())
@@ -279,7 +284,7 @@ class Player:
         self._addresses = prefill, decode
         self._clock = Clock(int(load.streams * 0.9))
         self._ended: dict[str, asyncio.Future[None]] = {}
-        self._lengths, self._names = load.lengths(), itertools.count()
+        self._requests, self._names = load.requests(), itertools.count()
         self._rng = np.random.default_rng(load.seed)
         self._hand_overs = self._bytes = self._failed = 0
 
@@ -308,8 +313,9 @@ class Player:
             await self._one(f"q{next(self._names)}")
 
     async def _one(self, name: str) -> None:
-        prompt = self._rng.integers(0, self._vocab, self._load.prompt).tolist()
-        params = SamplingParams(max_tokens=next(self._lengths) + 1, temperature=0.0, ignore_eos=True)
+        num_tokens, num_new = next(self._requests)
+        prompt = self._rng.integers(0, self._vocab, num_tokens).tolist()
+        params = SamplingParams(max_tokens=num_new + 1, temperature=0.0, ignore_eos=True)
         request = {
             "request_id": name,
             "attempt": 1,
