@@ -12,7 +12,7 @@ import triton.language as tl
 
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels.triton_launch import follow, overlaps
-from twostep.kernels.triton_quantized_kv import peak_of, scale_of, store_bytes, store_scales
+from twostep.kernels.triton_quantized_kv import store_quantized
 
 # Elements of a program's tile: enough independent loads per thread to keep memory busy, few enough to fill the chip with rows.
 _TILE = 4096
@@ -264,9 +264,7 @@ def _rotate_and_write_kernel(
     if QUANTIZATION == "none":
         tl.store(pool_ptr + to_pool + i, turned_low, mask=mask & kept)
         tl.store(pool_ptr + to_pool + HALF + i, turned_high, mask=mask & kept)
-    else:
-        low, high = turned_low.to(tl.float32), turned_high.to(tl.float32)
-        peak = tl.maximum(peak_of(low), peak_of(high), propagate_nan=tl.PropagateNan.ALL)
+    rest = turned_low
     if TAIL > 0:
         j = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
         mask = exists & (j < HEAD_DIM)
@@ -274,18 +272,12 @@ def _rotate_and_write_kernel(
         tl.store(out_ptr + row + j, rest, mask=mask & (PARTS > 1))
         if QUANTIZATION == "none":
             tl.store(pool_ptr + to_pool + j, rest, mask=kept & (j < HEAD_DIM))
-        else:
-            peak = tl.maximum(peak, peak_of(rest.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
-    if QUANTIZATION != "none":
-        FP8: tl.constexpr = QUANTIZATION == "fp8"
-        block_ptr, inside = pool_ptr + (slot // BLOCK_SIZE) * stride_block, slot % BLOCK_SIZE
-        scale = scale_of(peak, FP8)
-        store_scales(block_ptr, scale, kv_head, inside, kept, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
-        store_bytes(block_ptr, low, scale, kv_head, inside, i, kept & (i < HALF), NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
-        store_bytes(block_ptr, high, scale, kv_head, inside, HALF + i, kept & (i < HALF), NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
-        if TAIL > 0:
-            rest, mask = rest.to(tl.float32), kept & (j < HEAD_DIM)
-            store_bytes(block_ptr, rest, scale, kv_head, inside, j, mask, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
+    # A program of query heads alone has nothing to keep.
+    if (QUANTIZATION != "none") and (tl.program_id(1) * HEADS + HEADS > NUM_HEADS):
+        store_quantized(
+            pool_ptr + (slot // BLOCK_SIZE) * stride_block, turned_low, turned_high, rest, kv_head, slot % BLOCK_SIZE, kept,
+            HALF, BLOCK_HALF, TAIL, BLOCK_TAIL, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZATION == "fp8",
+        )  # fmt: skip
 
 
 @triton.jit

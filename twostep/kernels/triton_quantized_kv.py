@@ -14,23 +14,76 @@ import triton
 import triton.language as tl
 
 from twostep.engine.kv_cache import KvCache
-from twostep.engine.kv_quantization import LEAST_SCALE
+from twostep.engine.kv_quantization import FP8_SCALES, LEAST_SCALE
 from twostep.kernels.triton_launch import follow, overlaps
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+NUM_SCALES = tl.constexpr(FP8_SCALES)
 _NOT_A_NUMBER = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def peak_of(x):
-    """Largest magnitude of each row [rows, N], [rows, 1]; NaN where there is one."""
+def store_quantized(
+    block_ptr, low, high, rest, kv_head, slot, kept,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Quantizes vectors, in the pieces that RoPE leaves them in, to a slot of the block (of one layer) at `block_ptr`.
+
+    low, high  [rows, BLOCK_HALF]: dimensions from 0 and from HALF on, HALF of each; zeros after them
+    rest       [rows, BLOCK_TAIL]: TAIL more, where there are any
+    kv_head    [rows, 1]: keys' heads, then values'
+    kept       [rows, 1]: whether a row is stored
+    """
+    low, high, rest = low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
+    peak = tl.maximum(_peak(low), _peak(high), propagate_nan=tl.PropagateNan.ALL)
+    if TAIL > 0:
+        peak = tl.maximum(peak, _peak(rest), propagate_nan=tl.PropagateNan.ALL)
+    low, high, rest = _finite(low), _finite(high), _finite(rest)
+    scale = _scale(peak, FP8)
+    if FP8:
+        finite = tl.where(peak < float("inf"), peak, 1.0)
+        first = _scale(finite, FP8)
+        least, best = tl.zeros_like(first), first
+        for i in tl.static_range(NUM_SCALES):
+            other = _scale(finite * 2.0 ** (i / NUM_SCALES), FP8)
+            inverse = 1.0 / other
+            error = _squared_error(low * inverse) + _squared_error(high * inverse)
+            if TAIL > 0:
+                error += _squared_error(rest * inverse)
+            error *= (other / first) * (other / first)
+            if i == 0:
+                least = error
+            else:
+                best = tl.where(error < least, other, best)
+                least = tl.minimum(error, least)
+        scale = tl.where(peak < float("inf"), best, scale)
+    scales = (block_ptr + 2 * HEADS * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.int16))
+    bits = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    tl.store(scales + (kv_head % HEADS * BLOCK_SIZE + slot) * 2 + kv_head // HEADS, bits, mask=kept)
+    d = tl.arange(0, BLOCK_HALF)[None, :]
+    _store_bytes(block_ptr, low, scale, kv_head, slot, d, kept & (d < HALF), HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
+    _store_bytes(block_ptr, high, scale, kv_head, slot, HALF + d, kept & (d < HALF), HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
+    if TAIL > 0:
+        d = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
+        _store_bytes(block_ptr, rest, scale, kv_head, slot, d, kept & (d < HEAD_DIM), HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
+
+
+@triton.jit
+def _peak(x):
+    """Largest magnitude of each row, [rows, 1]; NaN where there is one."""
     any_nan = tl.max((x != x).to(tl.int32), 1)
     return tl.where(any_nan > 0, float("nan"), tl.max(tl.abs(x), 1))[:, None]
 
 
 @triton.jit
-def scale_of(peak, FP8: tl.constexpr):
-    """Scales of vectors whose largest magnitude is `peak`: bfloat16 numbers, in float32."""
+def _finite(x):
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def _scale(peak, FP8: tl.constexpr):
+    """Least scales of vectors whose largest magnitude is `peak`: bfloat16 numbers, in float32."""
     LIMIT: tl.constexpr = 448.0 if FP8 else 127.0
     bits = tl.maximum(tl.div_rn(peak, tl.full(peak.shape, LIMIT, tl.float32)), _LEAST_SCALE).to(tl.int32, bitcast=True)
     bits = tl.where(peak == peak, (bits + 0xFFFF) & -0x10000, _NOT_A_NUMBER)
@@ -38,15 +91,14 @@ def scale_of(peak, FP8: tl.constexpr):
 
 
 @triton.jit
-def store_bytes(
+def _store_bytes(
     block_ptr, x, scale, kv_head, slot, d, mask, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr
 ):
-    """Numbers x [rows, N] of dimensions d [1, N] to a slot of the block (of one layer) at `block_ptr`. kv_head [rows, 1]: keys' heads,
-    then values'."""
-    scaled = tl.div_rn(tl.where(tl.abs(x) < float("inf"), x, 0.0), tl.broadcast_to(scale, x.shape))
+    """Finite numbers x [rows, N] of dimensions d [1, N]."""
+    scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     scaled = tl.where(scaled == scaled, scaled, 0.0)
     if FP8:
-        byte = e4m3_of(tl.clamp(scaled, -448.0, 448.0))
+        byte = _e4m3(tl.clamp(scaled, -448.0, 448.0))
     else:
         # The nearest integer, ties to even, is left in the low digits.
         byte = ((tl.clamp(scaled, -127.0, 127.0) + (12582912.0 + 128.0)).to(tl.int32, bitcast=True) & 0xFF).to(tl.uint8)
@@ -55,12 +107,24 @@ def store_bytes(
 
 
 @triton.jit
-def e4m3_of(x):
-    """Bytes of float32 numbers of 448 at most, rounded to the nearest, ties to even; by arithmetic that any GPU has."""
+def _rounded(x):
+    """The nearest of the numbers that e4m3 has, ties to even; 448 at most goes in."""
     exponent = tl.maximum(tl.abs(x), 2.0**-6).to(tl.int32, bitcast=True) & 0x7F800000
     # What is added leaves room for three digits after the leading one.
     rounder = exponent.to(tl.float32, bitcast=True) * 1572864.0
-    magnitude = tl.abs((x + rounder) - rounder)
+    return (x + rounder) - rounder
+
+
+@triton.jit
+def _squared_error(x):
+    error = _rounded(x) - x
+    return tl.sum(error * error, 1)[:, None]
+
+
+@triton.jit
+def _e4m3(x):
+    """Bytes of numbers of 448 at most, by arithmetic that any GPU has."""
+    magnitude = tl.abs(_rounded(x))
     normal = (magnitude.to(tl.int32, bitcast=True) >> 20) - 120 * 8
     small = (magnitude * 512.0).to(tl.int32)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
@@ -72,14 +136,6 @@ def number_of_e4m3(byte):
     """Float32 of bytes that are no NaN: as float16 with the same digits they are 256 times smaller."""
     wide = byte.to(tl.int16)
     return ((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-
-
-@triton.jit
-def store_scales(block_ptr, scale, kv_head, slot, mask, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The scales of the same rows."""
-    scales = (block_ptr + 2 * HEADS * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.int16))
-    bits = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-    tl.store(scales + (kv_head % HEADS * BLOCK_SIZE + slot) * 2 + kv_head // HEADS, bits, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
