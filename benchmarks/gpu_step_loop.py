@@ -120,7 +120,7 @@ def main() -> None:
     context = 40 if args.tiny else CONTEXT
     started = time.perf_counter()
     largest = max(args.batch)
-    num_blocks = largest * (-(-(context + args.steps + 40) // BLOCK_SIZE) + 1) + 64
+    num_blocks = largest * (-(-(context + args.steps + largest) // BLOCK_SIZE) + 1) + 512
     options = {"num_blocks": num_blocks, "max_num_seqs": largest, "max_model_len": 2048, "device": args.device}
     runner = TimedRunner(make(SMALL if args.tiny else LLAMA_8B, **options))
     print(f"ready after {time.perf_counter() - started:.1f} s (random weights, kernels compiled, graphs captured)", flush=True)
@@ -160,13 +160,15 @@ def engine_steps(engine: Engine, name: str, prompts: Sequence[Sequence[int]], st
     """Seconds between consecutive outputs that hold a token of every sequence."""
     ids = [f"{name} {len(prompts)} {i}" for i in range(len(prompts))]
     for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=steps + 36, seed=i, ignore_eos=True, **sampling)
+        # The first ones decode while the last prompts are still computed.
+        params = SamplingParams(max_tokens=steps + 8 + len(prompts) // 2, seed=i, ignore_eos=True, **sampling)
         engine.submit(
             EngineRequest(seq_id=ids[i], token_ids=prompt, num_prompt_tokens=len(prompt), sampling=params, prefix_key=b"benchmark")
         )
     at: list[float] = []
     while len(at) <= steps + 4:
         output = engine.step()
+        assert output.num_prefill_tokens + output.num_decode_tokens, "nothing is left to step"
         assert not output.failures, output.failures
         if len(output.tokens) == len(prompts) and not output.num_prefill_tokens:
             at.append(time.perf_counter())

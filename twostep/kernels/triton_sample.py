@@ -8,7 +8,7 @@
 It does what twostep/engine/sampler.py does, its oracle, in the same order, and equal logits are kept or dropped together. Where that
 sorts, this searches: bits of a distance order as the distance does, so the least bound that keeps k tokens, or p of the weight, is
 found by looking at three bounds a pass over the row, and the interval shrinks to what lies in it (after a dozen passes over 256 KB that
-mostly stay in the L2 cache; rows without top-k and top-p take three).
+mostly stay in the L2 cache; rows without top-k and top-p take two).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT_BIT = 1 << 30
 
 _BLOCK = 4096
 _WARPS = 16
-_STAGES = 3
+_STAGES = 1
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -55,6 +55,7 @@ def sample_rows(logits: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor, 
     assert tokens.dtype == torch.int64
     assert tokens.is_contiguous()
     if num_rows:
+        block = min(_BLOCK, triton.next_power_of_2(logits.shape[1]))
         _sample_kernel[(num_rows,)](
             logits,
             floats,
@@ -64,7 +65,8 @@ def sample_rows(logits: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor, 
             num_rows,
             logits.shape[1],
             logits.stride(0),
-            BLOCK=min(_BLOCK, triton.next_power_of_2(logits.shape[1])),
+            BLOCK=block,
+            TILES=triton.next_power_of_2(triton.cdiv(logits.shape[1], block)),
             STAGES=_STAGES,
             num_warps=_WARPS,
         )
@@ -155,26 +157,20 @@ def _weigh(
     largest,
     temperature,
     bound,
-    target,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The kept weights' sum; the tile in which it passes `target`, or the last that has any; and the sum before that tile."""
-    total = target * 0.0
-    tile = vocab_size * 0 - 1
-    before = total
-    last = vocab_size * 0
+    """The sum of the kept weights of each tile of the row, float64 [TILES]."""
+    tiles = tl.arange(0, TILES)
+    sums = tl.zeros((TILES,), tl.float64)
     for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
         place = start + tl.arange(0, BLOCK)
         distance = _distance(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size, largest, temperature)
         kept = (distance.to(tl.int32, bitcast=True) <= bound) & (place < vocab_size)
         weight = tl.sum(tl.where(kept, tl.exp(-distance), 0.0).to(tl.float64), 0)
-        passes = (tile < 0) & (total + weight > target)
-        before = tl.where(passes, total, before)
-        tile = tl.where(passes, start, tile)
-        last = tl.where(weight > 0.0, start, last)
-        total += weight
-    return total, tl.where(tile < 0, last, tile), tl.where(tile < 0, total, before)
+        sums = tl.where(tiles == start // BLOCK, weight, sums)
+    return sums
 
 
 @triton.jit
@@ -188,6 +184,7 @@ def _sample_kernel(
     vocab_size,
     row_stride,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     i = tl.program_id(0)
@@ -223,31 +220,31 @@ def _sample_kernel(
                 top_k.to(tl.float64), True, BLOCK, STAGES,
             )  # fmt: skip
             bound = tl.minimum(bound, kth)
-        nowhere = noise * 0.0 + 1e300
-        total, tile, before = _weigh(
-            row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound, nowhere, BLOCK, STAGES
+        sums = _weigh(
+            row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound, BLOCK, TILES, STAGES
         )
         if top_p < 1.0:
             bound = _bound(
                 row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound,
-                total * top_p, False, BLOCK, STAGES,
+                tl.sum(sums, 0) * top_p, False, BLOCK, STAGES,
             )  # fmt: skip
-            total, tile, before = _weigh(
-                row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound, nowhere, BLOCK,
-                STAGES,
-            )  # fmt: skip
-        target = noise * total
-        total, tile, before = _weigh(
-            row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound, target, BLOCK, STAGES
-        )
-        place = tile + tl.arange(0, BLOCK)
+            sums = _weigh(
+                row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound, BLOCK, TILES, STAGES
+            )
+        target = noise * tl.sum(sums, 0)
+        tiles = tl.arange(0, TILES)
+        here = (sums > 0.0) & (tl.cumsum(sums, 0) > target)
+        # Rounding may leave the target just above every sum: the last tile and token that have any weight then.
+        first_tile = tl.min(tl.where(here, tiles, TILES), 0)
+        tile = tl.where(first_tile < TILES, first_tile, tl.max(tl.where(sums > 0.0, tiles, 0), 0))
+        before = tl.sum(tl.where(tiles < tile, sums, 0.0), 0)
+        place = tile * BLOCK + tl.arange(0, BLOCK)
         distance = _distance(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size, largest, temperature)
         kept = (distance.to(tl.int32, bitcast=True) <= bound) & (place < vocab_size)
         weight = tl.where(kept, tl.exp(-distance), 0.0).to(tl.float64)
         passed = before + tl.cumsum(weight, 0) > target
         drawable = weight > 0.0
         drawn = tl.min(tl.where(drawable & passed, place, 0x7FFFFFFF), 0)
-        # Rounding may leave the target just above every sum: the last one then.
         last = tl.max(tl.where(drawable, place, 0), 0)
         token = tl.where(drawn < 0x7FFFFFFF, drawn, last).to(tl.int64)
     tl.store(tokens_ptr + row, token)
