@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/gpu_parallel.py --size 2
 
 A decode step is the wall time between consecutive tokens on the host, greedy, step n + 1 launched before n is collected, contexts from
-1024 on; a prefill is a batch of prompts in chunks of 8192 tokens. Medians, random weights. "one shot" is this project's kernel for sums
-of few tokens, "NCCL" the library's all-reduce and a norm after it.
+1024 on; a prefill is a batch of prompts in chunks of 8192 tokens. Medians, random weights. "NCCL" adds up by the library's all-reduce,
+with a norm after it; otherwise this project's kernel adds up what is of few tokens, and fetches so many MB of the next weight meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 
 from twostep.engine.batch import Runner
 from twostep.engine.model_runner import ModelRunner
+from twostep.engine.parallel_group import DEFAULT_SUMS, Sums
 from twostep.engine.parallel_runner import ParallelRunner
 from twostep.kernels.torch_ops import TorchOps
 from twostep.models.config import parse_config
@@ -57,6 +57,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--device", default="cuda", help="of the check")
+    parser.add_argument("--ahead-mb", type=int, nargs="+", default=[DEFAULT_SUMS.ahead_bytes >> 20])
+    parser.add_argument("--nccl", action="store_true", help="measure that too")
+    parser.add_argument("--profile", type=int, default=0, metavar="BATCH", help="also list the kernels of such a step")
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--skip-speed", action="store_true")
     args = parser.parse_args()
@@ -65,7 +68,7 @@ def main() -> None:
     if not args.skip_check:
         check(args.size, args.device)
     if not args.skip_speed:
-        speed(args.size, args.batch, args.steps)
+        speed(args)
 
 
 def check(size: int, device: str = "cuda") -> None:
@@ -90,11 +93,13 @@ def check(size: int, device: str = "cuda") -> None:
     several.write_blocks(ids, a)
     several.read_blocks(ids, b)
     assert np.array_equal(a, b), "blocks written are not the blocks read"
-    tokens = [decode_tokens(runner, tables, [301, 217, 2], 40) for runner in (one, several)]
     error = max_error(one, several, tables)
-    same = sum(x == y for x, y in zip(*tokens, strict=True))
-    print(f"check: {same} of {len(tokens[0])} carried decode steps have equal tokens; logits differ by {error:.1e}", flush=True)
-    assert same == len(tokens[0])
+    for temperature in (0.0, 0.8):
+        tokens = [decode_tokens(runner, tables, [301, 217, 2], 40, temperature) for runner in (one, several)]
+        same = sum(x == y for x, y in zip(*tokens, strict=True))
+        print(f"check: temperature {temperature}: {same} of {len(tokens[0])} carried decode steps have equal tokens", flush=True)
+        assert same == len(tokens[0])
+    print(f"check: logprobs differ by {error:.1e}", flush=True)
     assert error < 1e-4
     several.close()
 
@@ -109,11 +114,13 @@ def write_small(directory: Path) -> None:
     )
 
 
-def decode_tokens(runner: Runner, tables: np.ndarray, starts: list[int], steps: int) -> list[list[int]]:
-    """Greedy tokens of each step, each step launched before the one before it is collected."""
+def decode_tokens(runner: Runner, tables: np.ndarray, starts: list[int], steps: int, temperature: float) -> list[list[int]]:
+    """Tokens of each step, each step launched before the one before it is collected."""
     tokens, before = [], None
     for step in range(steps):
         batch = batch_of([start + step for start in starts], [1] * len(starts), tables)
+        params = replace(batch.sampling[0].params, temperature=temperature, seed=7)
+        batch = replace(batch, sampling=[replace(row, params=params, position=step) for row in batch.sampling])
         if before is not None:
             batch = replace(batch, carried=np.arange(len(starts), dtype=np.int32))
         now = runner.launch(batch)
@@ -138,7 +145,8 @@ def max_error(one: ModelRunner, several: ParallelRunner, tables: np.ndarray) -> 
     return max(errors)
 
 
-def speed(size: int, batches: list[int], steps: int) -> None:
+def speed(args: argparse.Namespace) -> None:
+    size, batches, steps = args.size, args.batch, args.steps
     num_blocks = max(4 * 128 + 16, max(batches) * (-(-(CONTEXT + steps + 8) // BLOCK_SIZE)))
     options = {
         "num_blocks": num_blocks,
@@ -148,19 +156,19 @@ def speed(size: int, batches: list[int], steps: int) -> None:
         "device": "cuda",
         "load_format": "dummy",
     }
-    makers: dict[str, Callable[[Path, Phases], Runner]] = {
-        "one GPU": lambda path, phases: ModelRunner(path, progress=phases, **options),
-        f"{size} GPUs, one shot": lambda path, phases: ParallelRunner(path, size=size, step_timeout_s=60.0, progress=phases, **options),
-        f"{size} GPUs, NCCL": lambda path, phases: ParallelRunner(
-            path, size=size, step_timeout_s=60.0, progress=phases, one_shot=False, **options
-        ),
-    }
+    ways: dict[str, Sums | None] = {"one GPU": None}
+    ways |= {f"{size} GPUs, {ahead} MB ahead": Sums(ahead_bytes=ahead << 20) for ahead in args.ahead_mb}
+    if args.nccl:
+        ways[f"{size} GPUs, NCCL"] = Sums(one_shot=False)
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(LLAMA_8B))
         base: dict[int, float] = {}
-        for title, make in makers.items():
+        for title, sums in ways.items():
             phases = Phases()
-            runner = make(Path(name), phases)
+            if sums is None:
+                runner: Runner = ModelRunner(name, progress=phases, **options)
+            else:
+                runner = ParallelRunner(name, size=size, sums=sums, step_timeout_s=60.0, progress=phases, **options)
             print(f"{title}: ready after {phases.done()}", flush=True)
             for batch in batches:
                 times = decode_ms(runner, batch, steps)
@@ -174,8 +182,12 @@ def speed(size: int, batches: list[int], steps: int) -> None:
                 )
             rate = prefill_rate(runner, 4, 2048)
             print(f"{title}: prefill 4 x 2048  {rate / 1e3:.1f}k tokens/s", flush=True)
+            if args.profile and title in (next(iter(ways)), next(reversed(ways))):
+                list_kernels(runner, args.profile)
             if isinstance(runner, ParallelRunner):
+                begun = time.perf_counter()
                 runner.close()
+                print(f"{title}: closed in {time.perf_counter() - begun:.1f} s", flush=True)
 
 
 def decode_ms(runner: Runner, batch: int, steps: int, *, carried: bool = True) -> list[float]:
@@ -198,6 +210,18 @@ def decode_ms(runner: Runner, batch: int, steps: int, *, carried: bool = True) -
     if before is not None:
         before.result()
     return times[5:]
+
+
+def list_kernels(runner: Runner, batch: int, steps: int = 10) -> None:
+    """Where the device's time goes, on rank 0."""
+    decode_ms(runner, batch, 5)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        decode_ms(runner, batch, steps)
+        torch.cuda.synchronize()
+    rows = [(e.self_device_time_total / (steps + 5), e.count / (steps + 5), e.key) for e in profile.key_averages()]
+    print(f"  kernels of a step of {batch}: {sum(row[0] for row in rows) / 1e3:.3f} ms busy", flush=True)
+    for time_us, count, name in sorted(rows, reverse=True)[:14]:
+        print(f"  {time_us:8.1f} us {count:6.1f} x {time_us / max(count, 1e-9):6.2f}  {name[:90]}", flush=True)
 
 
 def prefill_rate(runner: Runner, count: int, length: int) -> float:

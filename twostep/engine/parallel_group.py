@@ -5,6 +5,9 @@ All ranks call the same methods in the same order with the same shapes. A sum ha
 
 from __future__ import annotations
 
+import logging
+import threading
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,6 +16,23 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from twostep.engine.parallel_meeting import Meeting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """How GPUs add up what ranks have of a few tokens: by a kernel for that, which meanwhile fetches so many bytes of what is read next;
+    or all by the library. For comparison: the defaults are what was measured to be fastest."""
+
+    one_shot: bool = True
+    ahead_bytes: int = 12 << 20
+
+
+DEFAULT_SUMS = Sums()
+
+
+log = logging.getLogger(__name__)
+
+_END_S = 5.0
 
 
 class TensorGroup(Protocol):
@@ -34,7 +54,7 @@ class TensorGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for nobody; nothing may be exchanged any more."""
+        """Waits for no other rank; nothing may be exchanged any more, and no graph that does may be left."""
         ...
 
 
@@ -75,7 +95,12 @@ class BackendGroup:
         _finish(self._backend.broadcast([x], options))
 
     def close(self) -> None:
-        self._backend.abort()
+        # NCCL may take it ill that the others are gone: what it does then is not waited for.
+        ending = threading.Thread(target=self._backend.abort, name="group's end", daemon=True)
+        ending.start()
+        ending.join(_END_S)
+        if ending.is_alive():
+            log.warning("the exchange between ranks did not end within %g s; leaving it behind", _END_S)
 
 
 def _finish(work: Any) -> None:

@@ -30,10 +30,13 @@ from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, Sampled
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.parallel_blocks import BlockParts
 from twostep.engine.parallel_channel import DONE, BlockMemory, Command, Hello, Kind, StepMemory, Transfer, blocks_at_once, receive
+from twostep.engine.parallel_group import DEFAULT_SUMS, Sums
 from twostep.engine.parallel_meeting import Meeting
 from twostep.engine.parallel_member import Member
 from twostep.engine.parallel_processes import RankProcesses
 from twostep.errors import InternalError, SetupError, Unavailable
+from twostep.models.config import parse_config
+from twostep.models.sharding import shard_of
 from twostep.startup import Progress
 
 log = logging.getLogger(__name__)
@@ -51,16 +54,18 @@ class ParallelRunner:
         size: int,
         device: str = "cpu",
         step_timeout_s: float = 120.0,
-        one_shot: bool = True,
+        sums: Sums = DEFAULT_SUMS,
         log_json: bool = False,
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
         """`device` cuda:N: ranks take that and the `size - 1` after it. counted round. `options` are ModelRunner's. The runner fails if a
-        rank dies or takes longer than `step_timeout_s` for a step. `one_shot` False: all sums are NCCL's, for comparison. Raises SetupError
-        with what to change; no rank is left then."""
+        rank dies or takes longer than `step_timeout_s` for a step. Raises SetupError with what to change; no rank is left then."""
         devices = _devices(device, size)
-        options.setdefault("num_threads", max(1, torch.get_num_threads() // size) if device == "cpu" else None)
+        # What can be refused is, before anything is started.
+        shard_of(parse_config(Path(model_dir)), 0, size)
+        if device == "cpu" and options.get("num_threads") is None:
+            options["num_threads"] = max(1, torch.get_num_threads() // size)
         self.failure: Exception | None = None
         self._on_failure: Callable[[Exception], None] | None = None
         self._failing = threading.Lock()
@@ -85,7 +90,7 @@ class ParallelRunner:
                 model_dir=str(model_dir),
                 device=devices[rank],
                 timeout_s=step_timeout_s,
-                one_shot=one_shot,
+                sums=sums,
                 log_json=log_json,
                 log_level=logging.getLevelName(log.getEffectiveLevel()).lower(),
                 options=options,
@@ -93,9 +98,16 @@ class ParallelRunner:
             for rank in range(1, size)
         ]
         self._meeting = Meeting(Path(self._directory.name), 0, size)
-        self._ranks = RankProcesses(hellos, step_file, block_file, self._watch, timeout_s=step_timeout_s)
         try:
-            member = Member(self._meeting, torch.device(devices[0]), timeout_s=step_timeout_s, one_shot=one_shot)
+            self._ranks = RankProcesses(hellos, step_file, block_file, self._watch, timeout_s=step_timeout_s)
+        except BaseException:
+            self._directory.cleanup()
+            raise
+        finally:
+            os.close(step_file)
+            os.close(block_file)
+        try:
+            member = Member(self._meeting, torch.device(devices[0]), timeout_s=step_timeout_s, sums=sums)
             self._group = member.group
             self._local = ModelRunner(model_dir, device=devices[0], progress=progress, member=member, **options)
             self._parts = BlockParts(self._local.kv_shape, self._local.config, size)
@@ -104,9 +116,8 @@ class ParallelRunner:
         except BaseException as error:
             self._meeting.fail(str(error))
             self._ranks.end(_END_S)
+            self._directory.cleanup()
             raise
-        os.close(step_file)
-        os.close(block_file)
 
     @property
     def kv_shape(self) -> KvShape:
@@ -128,12 +139,16 @@ class ParallelRunner:
         self._check()
         if not self.overlaps:
             batch = batch.with_carried(self._last)
+        # The others have not sampled: what they cannot have picked themselves they are given.
+        num_shared = 0 if batch.carried is None or self._local.only_picked else int(batch.carried.max()) + 1
         number = self._number + 1
-        command = self._steps.put(number, batch, self._check, time.monotonic() + self._step_timeout_s)
+        command = self._steps.put(number, batch, self._check, time.monotonic() + self._step_timeout_s, num_shared)
         self._number = number
         self._ranks.tell(command.pack())
         self._open.append((number, time.monotonic()))
         try:
+            if num_shared:
+                self._local.share_tokens(num_shared)
             step = _InFlight(self, number, self._local.launch(batch))
             # Without a device of its own a step is done by now, and the next one may carry its tokens.
             return step if self.overlaps else FinishedStep(step.result())
@@ -199,7 +214,10 @@ class ParallelRunner:
         if self.failure is None:
             self._ranks.tell(Command(Kind.END, self._number).pack())
         self._ranks.end(_END_S)
-        self._group.close()
+        if self.failure is None:
+            # Else something of it may run on the device for ever, and the group's end would wait for that.
+            self._local.close()
+            self._group.close()
         self._directory.cleanup()
 
     def _settle(self, number: int, token_ids: Sequence[int]) -> None:

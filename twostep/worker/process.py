@@ -35,13 +35,15 @@ def run_worker(role: str, argv: Sequence[str] | None, make_edge: Callable[[EdgeP
         starting = start_up(since=begun, json_lines=config.log_json)
         model = load_model(config, starting)
         starting.phase("service")
-        code = asyncio.run(_serve(config, model, secret, make_edge, starting))
+        try:
+            code = asyncio.run(_serve(config, model, secret, make_edge, starting))
+        finally:
+            if model.ranks is not None:
+                model.ranks.close()
         if model.ranks is not None:
-            model.ranks.close()
-            if code == EXIT_ENGINE_FAILED:
-                # A device that waits for a rank that is gone would keep the interpreter from ending.
-                logging.shutdown()
-                os._exit(code)
+            # Libraries and devices that wait for ranks that are gone would keep the interpreter from ending.
+            logging.shutdown()
+            os._exit(code)
         return code
     except SetupError as error:
         log.error("cannot start: %s", error.message)

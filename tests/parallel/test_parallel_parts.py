@@ -1,0 +1,234 @@
+"""What tensor parallelism computes without processes: parts of models and of KV blocks, batches through shared memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostep.engine import parallel_channel
+from twostep.engine.batch import Batch, KvShape
+from twostep.engine.kv_cache import KvCache
+from twostep.engine.parallel_blocks import BlockParts
+from twostep.engine.parallel_channel import Command, Kind, StepMemory, Transfer
+from twostep.errors import InternalError, SetupError, Unavailable
+from twostep.kernels.torch_ops import TorchOps
+from twostep.models.config import ModelConfig
+from twostep.models.config_rope import Rope
+from twostep.models.registry import build_model
+from twostep.models.sharding import ModelPart, shard_of
+
+
+def config_of(*, heads: int, kv_heads: int, features: int = 32, vocab: int = 37, tied: bool = False) -> ModelConfig:
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=vocab,
+        hidden_size=24,
+        intermediate_size=features,
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=4,
+        norm_eps=1e-5,
+        rope=Rope(theta=10000.0, scaling=None),
+        num_positions=0,
+        windows=(0, 0),
+        max_model_len=64,
+        tie_word_embeddings=tied,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        dtype="float32",
+    )
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[ModelConfig, int]:
+    size = draw(st.sampled_from([2, 3, 4, 8]))
+    kv_heads = draw(st.sampled_from([size, 2 * size] + [n for n in range(1, size) if size % n == 0]))
+    heads = draw(st.sampled_from([n for n in range(size, 33, size) if n % kv_heads == 0]))
+    features = size * draw(st.integers(1, 5))
+    return config_of(heads=heads, kv_heads=kv_heads, features=features, vocab=draw(st.integers(1, 40)), tied=draw(st.booleans())), size
+
+
+@given(cuts())
+def test_ranks_hold_every_number_of_a_checkpoint_once_or_all_of_them_do(cut: tuple[ModelConfig, int]) -> None:
+    config, size = cut
+    whole = build_model(config, torch.float32, TorchOps()).places()
+    checkpoint = {name: torch.arange(1.0, place.tensor.numel() + 1).view(place.shape) for name, place in whole.items()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in checkpoint.items()}
+    for rank in range(size):
+        shard = shard_of(config, rank, size)
+        model = build_model(shard.local, torch.float32, TorchOps(), "cpu", ModelPart(shard=shard, gather=lambda x: x))
+        places = model.places()
+        assert places.keys() == checkpoint.keys()
+        for name, place in places.items():
+            assert place.shape == checkpoint[name].shape
+            index = tuple(slice(start, start + length) for start, length in zip(place.start, place.tensor.shape, strict=True))
+            assert checkpoint[name][index].shape == place.tensor.shape
+            found[name][index] += 1
+    for name, count in found.items():
+        kind = name.split(".")[-2]
+        if kind in ("embed_tokens", "norm", "input_layernorm", "post_attention_layernorm"):
+            assert (count == size).all(), name
+        elif kind in ("k_proj", "v_proj"):
+            assert (count == max(1, size // config.num_kv_heads)).all(), name
+        else:
+            assert (count == 1).all(), name
+
+
+@given(cuts())
+def test_a_rank_has_the_kv_heads_that_its_query_heads_read(cut: tuple[ModelConfig, int]) -> None:
+    config, size = cut
+    share = config.num_heads // config.num_kv_heads
+    for rank in range(size):
+        shard = shard_of(config, rank, size)
+        read = {head // share for head in range(shard.heads.start, shard.heads.stop)}
+        assert read == set(range(shard.kv_heads.start, shard.kv_heads.stop))
+        assert shard.local.num_heads % shard.local.num_kv_heads == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "says"),
+    [
+        (config_of(heads=6, kv_heads=2), 4, r"num_attention_heads \(6\); give one of 1, 2"),
+        (config_of(heads=8, kv_heads=2, features=30), 4, r"intermediate_size \(30\)"),
+        (config_of(heads=12, kv_heads=3), 2, r"num_key_value_heads \(3\)"),
+    ],
+)
+def test_a_size_that_does_not_divide_is_refused_with_those_that_do(config: ModelConfig, size: int, says: str) -> None:
+    with pytest.raises(SetupError, match=says):
+        shard_of(config, 0, size)
+
+
+@given(cuts(), st.sampled_from(["none", "int8"]), st.integers(0, 1 << 30))
+def test_blocks_are_joined_and_cut_by_heads(cut: tuple[ModelConfig, int], quantization: str, seed: int) -> None:
+    """The parts that ranks' own pools hold make the block that one pool of all heads holds, and the other way round."""
+    config, size = cut
+    rng = torch.Generator().manual_seed(seed)
+    shape = KvShape(num_blocks=3, block_size=4, num_layers=2, num_kv_heads=config.num_kv_heads, head_dim=4, dtype="float32")
+    shape = replace(shape, quantization=quantization)
+    vectors = [torch.randn(shape.num_blocks * shape.block_size, 2, shape.num_kv_heads, 4, generator=rng) for _ in range(2)]
+    whole = filled(shape, vectors, slice(None))
+    shards = [shard_of(config, rank, size) for rank in range(size)]
+    local = replace(shape, num_kv_heads=len(shards[0].kv_heads))
+    parts = BlockParts(local, config, size)
+    assert parts.shape == shape
+    joined = np.full_like(whole, 255)
+    for rank, shard in enumerate(shards):
+        part = filled(local, vectors, shard.kv_heads.slice)
+        if rank in parts.owners:
+            parts.join(part, rank, joined)
+        cut_out = np.zeros_like(part)
+        parts.cut(whole, rank, cut_out)
+        assert np.array_equal(cut_out, part)
+    assert np.array_equal(joined, whole)
+
+
+def filled(shape: KvShape, vectors: list[torch.Tensor], heads: slice) -> np.ndarray:
+    """The bytes of a pool that holds these heads of each layer's vectors [token, K/V, head, head_dim], tokens in order of slots."""
+    cache = KvCache(shape)
+    for layer, of_layer in enumerate(vectors):
+        block, slot = np.divmod(np.arange(len(of_layer)), shape.block_size)
+        kv, head = np.arange(2)[:, None], np.arange(shape.num_kv_heads)
+        row = (block[:, None, None] * shape.num_layers * 2 + kv) * shape.num_kv_heads + head
+        index = torch.from_numpy((row * shape.block_size + slot[:, None, None]).ravel())
+        cache.write_rows(layer, index, of_layer[:, :, heads].reshape(-1, shape.head_dim))
+    out = np.empty((shape.num_blocks, shape.block_bytes), np.uint8)
+    cache.read_blocks(list(range(shape.num_blocks)), out)
+    return out
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    num_seqs, num_tokens = draw(st.integers(1, 5)), draw(st.integers(1, 40))
+    width, num_rows = draw(st.integers(1, 9)), draw(st.integers(0, 5))
+    carried = rng.integers(-1, 5, num_tokens).astype(np.int32) if draw(st.booleans()) else None
+    return Batch(
+        token_ids=rng.integers(0, 1 << 40, num_tokens),
+        positions=rng.integers(0, 1 << 40, num_tokens),
+        query_start=rng.integers(0, 1 << 30, num_seqs + 1).astype(np.int32),
+        seq_lens=rng.integers(0, 1 << 30, num_seqs).astype(np.int32),
+        block_tables=rng.integers(0, 1 << 30, (num_seqs, width)).astype(np.int32),
+        slots=rng.integers(-1, 1 << 40, num_tokens),
+        sample_rows=rng.integers(0, 1 << 40, num_rows),
+        sampling=(),
+        carried=carried,
+    )
+
+
+@pytest.fixture(scope="module")
+def memory() -> StepMemory:
+    file = StepMemory.make_file()
+    shared = StepMemory(file, 3)
+    os.close(file)
+    return shared
+
+
+def never() -> None:
+    raise AssertionError("waited")
+
+
+@given(st.lists(batches(), min_size=1, max_size=6))
+def test_batches_pass_through_shared_memory(memory: StepMemory, sent: list[Batch]) -> None:
+    for number, batch in enumerate(sent, 1):
+        for rank in (1, 2):
+            memory.set_done(rank, number - 1)
+        command = Command.unpack(memory.put(number, batch, never, 0.0).pack())
+        assert (command.kind, command.number) == (Kind.STEP, number)
+        got = memory.get(command)
+        for name in ("token_ids", "positions", "query_start", "seq_lens", "block_tables", "slots", "sample_rows", "carried"):
+            a, b = getattr(batch, name), getattr(got, name)
+            assert (a is None) == (b is None), name
+            if a is not None:
+                assert a.dtype == b.dtype, name
+                assert np.array_equal(a, b), name
+    for rank in (1, 2):
+        memory.set_done(rank, 0)
+
+
+def test_a_slot_is_not_written_before_every_rank_is_done_with_it(memory: StepMemory) -> None:
+    batch = small_batch()
+    memory.set_done(1, 4)
+    memory.set_done(2, 0)
+    asked = []
+    with pytest.raises(Unavailable, match="hangs"):
+        memory.put(5, batch, lambda: asked.append(1), time.monotonic() - 1.0)
+    assert asked, "a failure must be seen while waiting"
+    memory.set_done(2, 1)
+    assert memory.put(5, batch, never, 0.0).number == 5
+    for rank in (1, 2):
+        memory.set_done(rank, 0)
+
+
+def test_a_step_larger_than_its_slot_is_refused(memory: StepMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_channel, "_SLOT_BYTES", 300)
+    with pytest.raises(InternalError, match="max-num-batched-tokens"):
+        memory.put(1, small_batch(), never, 0.0)
+
+
+@given(st.sampled_from([Kind.READ, Kind.WRITE]), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
+def test_transfers_pass_as_messages(kind: Kind, after: int, count: int) -> None:
+    assert Transfer.unpack(Transfer(kind, after, count).pack()) == Transfer(kind, after, count)
+
+
+def small_batch() -> Batch:
+    zeros = np.zeros(4, np.int64)
+    return Batch(
+        token_ids=zeros,
+        positions=zeros,
+        query_start=np.array([0, 4], np.int32),
+        seq_lens=np.array([4], np.int32),
+        block_tables=np.zeros((1, 1), np.int32),
+        slots=zeros,
+        sample_rows=zeros[:1],
+        sampling=(),
+    )

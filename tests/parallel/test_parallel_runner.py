@@ -1,0 +1,233 @@
+"""Two ranks on the CPU against one: logits, tokens through the engine, blocks; and what happens when a rank dies or hangs."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forward_helpers import VOCAB, make_batch, save_model, scattered_sequences
+
+from twostep.engine.batch import Runner
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
+from twostep.engine.model_runner import ModelRunner
+from twostep.engine.parallel_runner import ParallelRunner
+from twostep.engine.types import EngineRequest
+from twostep.errors import SetupError, Unavailable
+from twostep.sampling_params import SamplingParams
+
+BLOCK = 4
+OPTIONS: dict[str, Any] = {"num_blocks": 96, "block_size": BLOCK, "num_threads": 1}
+WAIT_S = 60.0
+# GQA with o and MLP biases; KV heads replicated, tied, q/k/v biases; norms of heads; the other skeleton. The vocabulary is odd.
+FAMILIES = ["llama-biases", "qwen2", "qwen3", "opt"]
+
+
+@contextmanager
+def several(directory: Path, **options: Any) -> Iterator[ParallelRunner]:
+    runner = ParallelRunner(directory, **(OPTIONS | {"size": 2, "step_timeout_s": 60.0} | options))
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def recorded(runner: ModelRunner) -> list[torch.Tensor]:
+    """The logits of its steps, from now on."""
+    seen: list[torch.Tensor] = []
+    compute = runner._logits
+
+    def watched(batch: Any) -> torch.Tensor:
+        logits = compute(batch)
+        seen.append(logits.clone())
+        return logits
+
+    runner._logits = watched  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_are_one(family: str, tmp_path: Path) -> None:
+    """Logits and KV of chunked prompts and decodes, then tokens through the engine with prefixes reused and blocks handed over."""
+    save_model(family, tmp_path)
+    one = ModelRunner(tmp_path, **OPTIONS)
+    with several(tmp_path) as two:
+        assert two.kv_shape == one.kv_shape
+        assert (two.vocab_size, two.max_model_len) == (one.vocab_size, one.max_model_len)
+        compare_steps(one, two)
+        compare_engines(one, two, seed=FAMILIES.index(family))
+
+
+def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
+    logits = recorded(one), recorded(two._local)
+    sequences = scattered_sequences([37, 11, 1], BLOCK, 96, random.Random(0))
+    for every_row, counts in ((True, [20, 7, 0]), (False, [5, 0, 0]), (True, [12, 4, 1])):
+        work = [(sequence, count) for sequence, count in zip(sequences, counts, strict=True) if count]
+        batch = make_batch(work, BLOCK, every_row=every_row)
+        if not every_row:  # in the middle of a prompt nothing is sampled
+            batch = replace(batch, sample_rows=batch.sample_rows[:0], sampling=())
+        for runner in (one, two):
+            sampled = runner.run(batch)
+            assert len(sampled.token_ids) == len(batch.sample_rows)
+        for sequence, count in work:
+            sequence.num_computed += count
+    for want, got in zip(*logits, strict=True):
+        assert got.shape == want.shape
+        assert got.shape[1] == VOCAB
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    used = [block for sequence in sequences for block in sequence.blocks]
+    torch.testing.assert_close(read(two, used).view(np.float32), read(one, used).view(np.float32), rtol=0, atol=1e-4)
+    two.copy_block(used[0], used[-1])
+    assert np.array_equal(read(two, used[:1]), read(two, used[-1:]))
+    data = np.random.default_rng(0).integers(0, 256, (96, two.kv_shape.block_bytes), dtype=np.uint8)
+    order = np.random.default_rng(1).permutation(96).tolist()
+    two.write_blocks(order, data)
+    assert np.array_equal(read(two, order), data)
+    zeros = np.zeros_like(data)
+    for runner in (one, two):
+        runner.write_blocks(order, zeros)
+
+
+def read(runner: Runner, blocks: Sequence[int]) -> np.ndarray:
+    out = np.empty((len(blocks), runner.kv_shape.block_bytes), np.uint8)
+    runner.read_blocks(blocks, out)
+    return out
+
+
+def requests(seed: int, count: int) -> list[EngineRequest]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCAB) for _ in range(30)]
+    return [
+        EngineRequest(
+            seq_id=f"s{i}",
+            token_ids=(prompt := shared[: rng.randrange(4, 30)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))]),
+            num_prompt_tokens=len(prompt),
+            sampling=SamplingParams(
+                max_tokens=rng.randrange(2, 9),
+                temperature=rng.choice([0.0, 0.9]),
+                top_p=0.8,
+                repetition_penalty=1.1,
+                seed=rng.randrange(99),
+            ),
+            prefix_key=b"tenant",
+        )
+        for i in range(count)
+    ]
+
+
+def compare_engines(one: ModelRunner, two: ParallelRunner, seed: int) -> None:
+    work = requests(seed, 7)
+    answers = []
+    for runner, budget, look_ahead in ((one, 200, False), (two, 7, True)):
+        engine = Engine(runner, EngineConfig(max_num_batched_tokens=budget, max_num_seqs=4, hash_unit=BLOCK, look_ahead=look_ahead))
+        answers.append([[token.token_id for token in tokens] for tokens in generate(engine, work)])
+    assert answers[0] == answers[1]
+    for giver, taker in ((one, two), (two, one)):
+        assert handed_over(giver, taker, work[0]) == answers[0][0]
+
+
+def handed_over(giver: Runner, taker: Runner, request: EngineRequest) -> list[int]:
+    """Tokens of a request that is prefilled on one runner and decoded on the other, its blocks moved as bytes."""
+    config = EngineConfig(hash_unit=BLOCK)
+    prefill, decode = Engine(giver, config), Engine(taker, config)
+    prefill.submit(request, hold=True)
+    first = [token.token_id for token in prefill.step().tokens]
+    data = read(giver, prefill.block_ids(request.seq_id))
+    reservation = decode.reserve(request)
+    taker.write_blocks(reservation.block_ids[: len(data)], data)
+    decode.commit(request.seq_id, first)
+    tokens = list(first)
+    while output := decode.step().tokens:
+        tokens += [token.token_id for token in output]
+    return tokens
+
+
+def test_what_cannot_be_cut_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    with pytest.raises(SetupError, match="num_attention_heads"):
+        ParallelRunner(tmp_path, size=4, **OPTIONS)
+
+
+def test_an_error_of_loading_is_raised_and_leaves_no_process(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    with pytest.raises(SetupError, match="max_model_len"):
+        ParallelRunner(tmp_path, size=2, max_model_len=1 << 20, **OPTIONS)
+    assert not [thread for thread in threading.enumerate() if thread.name == "ranks"]
+
+
+def test_a_rank_that_dies_is_told_at_once_and_nothing_is_served_any_more(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    with several(tmp_path) as runner:
+        told = threading.Event()
+        errors: list[Exception] = []
+
+        def on_failure(error: Exception) -> None:
+            errors.append(error)
+            told.set()
+
+        runner.watch(on_failure)
+        runner._ranks._processes[0].kill()
+        assert told.wait(WAIT_S)
+        assert "rank 1 was killed by signal 9" in str(errors[0])
+        sequence = scattered_sequences([3], BLOCK, 96, random.Random(0))[0]
+        with pytest.raises(Unavailable, match="rank 1"):
+            runner.run(make_batch([(sequence, 3)], BLOCK))
+        with pytest.raises(Unavailable, match="rank 1"):
+            read(runner, [0])
+        again: list[Exception] = []
+        runner.watch(again.append)
+        assert again == errors
+    assert len(errors) == 1
+
+
+def test_a_rank_that_hangs_is_found_by_its_deadline(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    with several(tmp_path, step_timeout_s=1.0) as runner:
+        told = threading.Event()
+        runner.watch(lambda error: told.set())
+        process = runner._ranks._processes[0]
+        os.kill(process.pid, signal.SIGSTOP)
+        sequence = scattered_sequences([3], BLOCK, 96, random.Random(0))[0]
+        # Whoever notices first, the exchange or the watch.
+        with pytest.raises((Unavailable, RuntimeError)):
+            runner.run(make_batch([(sequence, 3)], BLOCK))
+        assert told.wait(WAIT_S)
+        assert isinstance(runner.failure, Unavailable)
+        assert process.wait(WAIT_S) == -signal.SIGKILL
+
+
+_OWNER = """
+import sys, time
+from twostep.engine.parallel_runner import ParallelRunner
+runner = ParallelRunner(sys.argv[1], size=2, num_blocks=8, block_size=4, num_threads=1)
+print(runner._ranks._processes[0].pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    owner = subprocess.Popen([sys.executable, "-P", "-c", _OWNER, str(tmp_path)], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    with owner, owner.stdout:
+        pid = int(owner.stdout.readline())
+        rank = os.pidfd_open(pid)
+        owner.kill()
+        owner.wait()
+        ended = select.poll()
+        ended.register(rank, select.POLLIN)
+        assert ended.poll(WAIT_S * 1000), "the rank outlives its parent"
+        os.close(rank)
