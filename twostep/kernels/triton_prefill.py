@@ -43,9 +43,7 @@ def tile_shape(dtype: torch.dtype, head_dim: int, share: int, max_queries: int) 
     rows = max(smallest, min(largest, triton.next_power_of_2(share * max_queries)))
     if dtype == torch.float32:
         return TileShape(num_rows=rows, num_keys=32, num_warps=4, num_stages=2)
-    return TileShape(
-        num_rows=rows, num_keys=64 if wide <= 128 else 32, num_warps=8 if rows >= 128 else 4, num_stages=3 if wide <= 128 else 2
-    )
+    return TileShape(num_rows=rows, num_keys=64 if wide <= 128 else 32, num_warps=4, num_stages=3 if wide <= 128 else 2)
 
 
 def plan_tiles(num_queries: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], tokens_per_tile: int) -> npt.NDArray[np.int32]:
