@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
+from twostep.engine.host_blocks import HostRows, HostSlabs
 from twostep.engine.model_runner import ModelRunner
-from twostep.engine.preemption import PreemptionMode, PreemptionRates, SwapSpace, cheaper_to_swap, watermark
+from twostep.engine.preemption import PreemptionMode, PreemptionRates, cheaper_to_swap, watermark
 from twostep.engine.sequence import SequenceState
 from twostep.engine.types import EngineRequest, TokenOutput
 from twostep.errors import ResourceExhausted
@@ -146,7 +147,7 @@ def test_tokens_are_those_of_a_large_pool(data: st.DataObject, mode: PreemptionM
         assert got == (answer_of(request)[: len(got)] if seq_id in cancelled else answer_of(request))
         assert_findable_from_the_start(engine, request, got)
     assert_idle(engine)
-    assert engine._ledger.preemptor._swap.used == 0
+    assert engine._ledger.preemptor._host.num_used == 0
 
 
 def runner_bytes() -> int:
@@ -167,7 +168,7 @@ def test_both_ways_are_taken(mode: PreemptionMode, look_ahead: bool) -> None:
     stats = engine.stats()
     assert stats.num_preemptions >= 3
     assert (stats.swapped_bytes > 0) == (mode is PreemptionMode.SWAP)
-    assert engine._ledger.preemptor._swap.used == 0
+    assert engine._ledger.preemptor._host.num_used == 0
 
 
 def test_what_swaps_is_computed_once() -> None:
@@ -216,7 +217,7 @@ def test_a_copy_that_fails_is_computed_again() -> None:
     assert_answered(work, tokens)
     assert engine.stats().num_preemptions
     assert_idle(engine)
-    assert engine._ledger.preemptor._swap.used == 0
+    assert engine._ledger.preemptor._host.num_used == 0
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
@@ -245,7 +246,7 @@ def test_a_copy_back_that_fails_ends_its_step_and_leaves_nothing(look_ahead: boo
         assert tokens[name] == answer_of(request)[: len(tokens[name])]
         assert len(tokens[name]) == 40 or name in failed
     assert_idle(engine)
-    assert engine._ledger.preemptor._swap.used == 0
+    assert engine._ledger.preemptor._host.num_used == 0
 
 
 @pytest.mark.parametrize("where", ["out", "back"])
@@ -267,7 +268,7 @@ def test_cancelled_while_being_copied(where: str) -> None:
     assert cancelled
     assert_answered(work[:5], tokens)
     assert_idle(engine)
-    assert engine._ledger.preemptor._swap.used == 0
+    assert engine._ledger.preemptor._host.num_used == 0
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
@@ -361,14 +362,34 @@ def test_the_watermark_leaves_room_to_grow_and_no_more(num_blocks: int, num_grow
     assert mark <= max(num_growing, num_blocks // 100 + 1)
 
 
-def test_swap_space_is_bounded() -> None:
-    space = SwapSpace(10)
-    assert space.take(6)
-    assert not space.take(5)
-    assert space.take(4)
-    space.give(10)
-    with pytest.raises(AssertionError):
-        space.give(1)
+@given(st.lists(st.integers(-6, 9), max_size=40), st.integers(0, 20))
+def test_host_rows_are_bounded_and_hold_what_was_put_there(changes: list[int], num_rows: int) -> None:
+    """Takes and gives at random; slabs of three rows."""
+    rows, made = HostRows(num_rows), []
+
+    def allocate(count: int) -> npt.NDArray[np.uint8]:
+        made.append(count)
+        return np.zeros((count, 4), np.uint8)
+
+    slabs = HostSlabs(4, allocate)
+    slabs._rows_per_slab = 3
+    held: list[tuple[list[int], int]] = []
+    for number, change in enumerate(changes):
+        if change >= 0:
+            taken = rows.take(change)
+            assert (taken is None) == (change > num_rows - sum(len(r) for r, _ in held))
+            if taken is None:
+                continue
+            for place, memory in slabs.parts(taken):
+                memory[:] = [[number, place + i, 0, 0] for i in range(len(memory))]
+            held.append((taken, number))
+        elif held:
+            rows.give(held.pop(change % len(held))[0])
+        for taken, owner in held:
+            found = np.concatenate([memory for _, memory in slabs.parts(taken)]) if taken else np.empty((0, 4))
+            assert found[:, :2].tolist() == [[owner, i] for i in range(len(taken))]
+        assert rows.num_used == sum(len(r) for r, _ in held)
+    assert len(made) * 3 < num_rows + 3
 
 
 # ---- a real model ---------------------------------------------------------------------------------------------------

@@ -150,6 +150,10 @@ class Runner(Protocol):
         """The inverse of read_blocks. `data` is uint8 [len(block_ids), block_bytes], contiguous."""
         ...
 
+    def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
+        """uint8 [count, block_bytes] of undefined content, in the memory that read_blocks and write_blocks copy to and from fastest."""
+        ...
+
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block inside the pool (copy-on-write), after the steps launched before and before those launched later."""
         ...

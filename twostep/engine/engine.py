@@ -28,12 +28,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from twostep.engine.batch import InFlight, Runner, Sampled
 from twostep.engine.batch_builder import build_batch
 from twostep.engine.block_pool import BlockPool
+from twostep.engine.host_blocks import HostSlabs
 from twostep.engine.ledger import SequenceLedger
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
@@ -105,6 +103,7 @@ class Engine:
             preemption_mode=config.preemption_mode,
             swap_bytes=config.swap_bytes,
         )
+        self._host = HostSlabs(shape.block_bytes, runner.new_host_blocks)
         # The one lock, over pool and ledger; notified when there is work.
         self._changed = threading.Condition()
         self._steps = 0
@@ -228,26 +227,26 @@ class Engine:
         """Copies out the blocks of those that gave way; steps that wrote them are settled. False: there are none."""
         with self._changed:
             saves = self._ledger.preemptor.take_saves()
-        for sequence, blocks in saves:
+        for save in saves:
             started = time.monotonic()
-            data = np.empty((len(blocks), self._runner.kv_shape.block_bytes), np.uint8)
-            copied: npt.NDArray[np.uint8] | None = data
+            seconds: float | None = None
             try:
-                self._runner.read_blocks(blocks, data)
+                for place, memory in self._host.parts(save.saved.rows):
+                    self._runner.read_blocks(save.blocks[place : place + len(memory)], memory)
+                seconds = time.monotonic() - started
             except Exception:
-                logger.exception("the KV of %s could not be copied out; it is computed again", sequence.seq_id)
-                copied = None
+                logger.exception("the KV of %s could not be copied out; it is computed again", save.sequence.seq_id)
             with self._changed:
-                self._ledger.saved(sequence, copied, time.monotonic() - started)
+                self._ledger.saved(save, seconds)
                 self._note_work()
         return bool(saves)
 
     def _load(self, load: BlockLoad) -> None:
         started = time.monotonic()
-        data = load.saved.data[load.first :]
-        self._runner.write_blocks(load.blocks, data)
+        for place, memory in self._host.parts(load.rows):
+            self._runner.write_blocks(load.blocks[place : place + len(memory)], memory)
         with self._changed:
-            self._ledger.preemptor.copied(data.nbytes, time.monotonic() - started)
+            self._ledger.preemptor.copied(len(load.blocks), time.monotonic() - started)
 
     def _settle(self) -> StepOutput:
         launched = self._launched[0]

@@ -126,6 +126,9 @@ class FakeRunner:
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         self._bytes[np.asarray(block_ids, dtype=np.int64)] = data
 
+    def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
+        return np.empty((count, self._shape.block_bytes), np.uint8)
+
     def copy_block(self, source: int, target: int) -> None:
         self._bytes[target] = self._bytes[source]
 

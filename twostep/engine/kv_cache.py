@@ -105,6 +105,13 @@ class KvCache:
         # numpy copies straight from read-only memory, which torch.from_numpy would warn about.
         self._bytes.numpy()[index.numpy()] = data
 
+    def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
+        """See Runner: pinned where there is a GPU."""
+        memory: npt.NDArray[np.uint8] = torch.empty(
+            count, self.shape.block_bytes, dtype=torch.uint8, pin_memory=self._staging is not None
+        ).numpy()
+        return memory
+
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block onto another."""
         self.tensor[target].copy_(self.tensor[source])

@@ -23,15 +23,15 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
 from twostep.engine.batch import Sampled
 from twostep.engine.block_pool import BlockCopy, BlockPool
-from twostep.engine.preemption import PreemptionMode, SwapSpace, watermark
+from twostep.engine.host_blocks import HostRows
+from twostep.engine.preemption import PreemptionMode, watermark
 from twostep.engine.preemptor import Preemptor
 from twostep.engine.scheduler import Running, Waiting, plan_step
 from twostep.engine.sequence import EngineSequence, SequenceState
-from twostep.engine.step_work import BlockLoad, StepResult, StepWork, plan_chunks
+from twostep.engine.step_work import BlockLoad, BlockSave, StepResult, StepWork, plan_chunks
 from twostep.engine.types import PrefillProgress, Reservation, SequenceFailure, TokenOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
 
@@ -71,7 +71,7 @@ class SequenceLedger:
             block_size=block_size,
             block_bytes=block_bytes,
             mode=preemption_mode,
-            swap=SwapSpace(swap_bytes),
+            host=HostRows(swap_bytes // block_bytes),
         )
         self._num_arrived = 0
         # Nothing could be planned, and nothing has changed since.
@@ -156,12 +156,12 @@ class SequenceLedger:
         self._waiting.pop(sequence.seq_id, None)
         self._leave(sequence)
 
-    def saved(self, sequence: EngineSequence, data: npt.NDArray[np.uint8] | None, seconds: float) -> None:
+    def saved(self, save: BlockSave, seconds: float | None) -> None:
         """What Preemptor.take_saves asked for is done in so many seconds; None: it failed."""
-        self.preemptor.saved(sequence, data, seconds)
+        self.preemptor.saved(save, seconds)
         self._blocked = False
-        if sequence.state is SequenceState.ENDED:
-            self._forget(sequence)
+        if save.sequence.state is SequenceState.ENDED:
+            self._forget(save.sequence)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class SequenceLedger:
         saved, sequence.saved = sequence.saved, None
         if saved is None:
             return []
-        num_saved = len(saved.data)
+        num_saved = len(saved.rows)
         if num_found >= num_saved or sequence.num_matched != saved.num_tokens:
             self.preemptor.loaded(saved)
             return []

@@ -213,6 +213,9 @@ class ModelRunner:
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         self._cache.write_blocks(block_ids, data)
 
+    def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
+        return self._cache.new_host_blocks(count)
+
     def copy_block(self, source: int, target: int) -> None:
         # On the stream of the steps, before the next one.
         self._cache.copy_block(source, target)

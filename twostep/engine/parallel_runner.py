@@ -165,6 +165,9 @@ class ParallelRunner:
         """Launches a step that carries nothing, and waits for it."""
         return self.launch(batch).result()
 
+    def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
+        return np.empty((count, self.kv_shape.block_bytes), np.uint8)
+
     def copy_block(self, source: int, target: int) -> None:
         self._check()
         self._ranks.tell(Command(Kind.COPY, self._number, (source, target)).pack())

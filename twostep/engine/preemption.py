@@ -15,11 +15,9 @@ position.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-
-import numpy as np
-import numpy.typing as npt
 
 # Until a step and a copy were measured.
 _PREFILL_TOKENS_PER_S = 20_000.0
@@ -64,29 +62,10 @@ def watermark(*, num_blocks: int, num_growing: int, num_wanted: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBlocks:
-    """The KV of a sequence's first `num_tokens` tokens, on the host: uint8 [blocks, block_bytes], in the sequence's order."""
+    """The KV of a sequence's first `num_tokens` tokens, in rows of host memory (host_blocks.py), in the sequence's order."""
 
-    data: npt.NDArray[np.uint8]
+    rows: Sequence[int]
     num_tokens: int
-
-
-class SwapSpace:
-    """Counts what saved blocks may take on the host. Not thread-safe: the engine's lock guards it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.used = 0
-
-    def take(self, num_bytes: int) -> bool:
-        """False: there is not so much room, and nothing was taken."""
-        if self.used + num_bytes > self.num_bytes:
-            return False
-        self.used += num_bytes
-        return True
-
-    def give(self, num_bytes: int) -> None:
-        self.used -= num_bytes
-        assert self.used >= 0, "swap space is given back twice"
 
 
 def _mixed(old: float, amount: float, seconds: float) -> float:

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from twostep.engine.block_pool import BlockPool
-from twostep.engine.preemption import PreemptionMode, PreemptionRates, SavedBlocks, SwapSpace, cheaper_to_swap
+from twostep.engine.host_blocks import HostRows
+from twostep.engine.preemption import PreemptionMode, PreemptionRates, SavedBlocks, cheaper_to_swap
 from twostep.engine.sequence import EngineSequence, SequenceState
+from twostep.engine.step_work import BlockSave
 
 _TELLING_TOKENS = 32
 
@@ -32,7 +33,7 @@ class Preemptor:
         block_size: int,
         block_bytes: int,
         mode: PreemptionMode,
-        swap: SwapSpace,
+        host: HostRows,
     ) -> None:
         """`running` is the ledger's own table: who gives way is taken out of it."""
         self.waiting: dict[str, EngineSequence] = {}
@@ -44,12 +45,12 @@ class Preemptor:
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._mode = mode
-        self._swap = swap
+        self._host = host
         # Told to give way, and in launched steps still.
         self._yielding: dict[str, EngineSequence] = {}
         # Their blocks are being copied out: owned, and pinned as if by a step, until `saved`.
         self._saving: dict[str, EngineSequence] = {}
-        self._to_save: list[EngineSequence] = []
+        self._to_save: list[BlockSave] = []
 
     @property
     def busy(self) -> bool:
@@ -131,12 +132,13 @@ class Preemptor:
         sequence.gives_way = False
         sequence.state = SequenceState.PREEMPTED
         self.num_preemptions += 1
-        if not self._swaps(sequence):
+        saved = self._room_to_save(sequence)
+        if saved is None:
             self._put_back(sequence)
             return 0
         sequence.num_steps += 1
         self._saving[sequence.seq_id] = sequence
-        self._to_save.append(sequence)
+        self._to_save.append(BlockSave(sequence=sequence, blocks=sequence.blocks[: len(saved.rows)].tolist(), saved=saved))
         return self._num_exclusive(sequence)
 
     def drop(self, sequence: EngineSequence) -> None:
@@ -149,18 +151,17 @@ class Preemptor:
             self.loaded(sequence.saved)
             sequence.saved = None
 
-    def _swaps(self, sequence: EngineSequence) -> bool:
-        num_bytes = self._num_saved(sequence) * self._block_bytes
-        if self._mode is PreemptionMode.RECOMPUTE or not num_bytes:
-            return False
+    def _room_to_save(self, sequence: EngineSequence) -> SavedBlocks | None:
+        """Rows of host memory for its blocks; None: it is to be computed again."""
+        num_blocks = -(-sequence.num_computed // self._block_size)
+        if self._mode is PreemptionMode.RECOMPUTE or not num_blocks:
+            return None
         if self._mode is PreemptionMode.AUTO and not cheaper_to_swap(
-            num_tokens=sequence.num_computed, num_bytes=num_bytes, rates=self.rates
+            num_tokens=sequence.num_computed, num_bytes=num_blocks * self._block_bytes, rates=self.rates
         ):
-            return False
-        return self._swap.take(num_bytes)
-
-    def _num_saved(self, sequence: EngineSequence) -> int:
-        return -(-sequence.num_computed // self._block_size)
+            return None
+        rows = self._host.take(num_blocks)
+        return None if rows is None else SavedBlocks(rows=rows, num_tokens=sequence.num_computed)
 
     def _put_back(self, sequence: EngineSequence) -> None:
         """Among those that wait, with no blocks."""
@@ -172,29 +173,30 @@ class Preemptor:
 
     # ---- swapping ---------------------------------------------------------------------------------------------------
 
-    def take_saves(self) -> list[tuple[EngineSequence, list[int]]]:
-        """Sequences whose blocks, in that order, are to be copied out now; then comes `saved` for each."""
-        taken = [(sequence, sequence.blocks[: self._num_saved(sequence)].tolist()) for sequence in self._to_save]
-        self._to_save = []
+    def take_saves(self) -> list[BlockSave]:
+        """What is to be copied out now; then comes `saved` for each."""
+        taken, self._to_save = self._to_save, []
         return taken
 
-    def saved(self, sequence: EngineSequence, data: npt.NDArray[np.uint8] | None, seconds: float) -> None:
-        """The blocks are copied out to `data`; None: that failed, and they are computed again. An ended sequence is left to the ledger."""
+    def saved(self, save: BlockSave, seconds: float | None) -> None:
+        """The blocks are copied out in so many seconds; None: that failed, and they are computed again. An ended sequence is left to the
+        ledger."""
+        sequence = save.sequence
         del self._saving[sequence.seq_id]
         sequence.num_steps -= 1
-        if data is None or sequence.state is SequenceState.ENDED:
-            self._swap.give(self._num_saved(sequence) * self._block_bytes)
+        if seconds is None or sequence.state is SequenceState.ENDED:
+            self.loaded(save.saved)
         else:
-            sequence.saved = SavedBlocks(data=data, num_tokens=sequence.num_computed)
-        if data is not None:
-            self.copied(data.nbytes, seconds)
+            sequence.saved = save.saved
+        if seconds is not None:
+            self.copied(len(save.blocks), seconds)
         if sequence.state is not SequenceState.ENDED:
             self._put_back(sequence)
 
-    def copied(self, num_bytes: int, seconds: float) -> None:
+    def copied(self, num_blocks: int, seconds: float) -> None:
         """So much went to the host or came back."""
-        self.swapped_bytes += num_bytes
-        self.rates = self.rates.with_copy(num_bytes, seconds)
+        self.swapped_bytes += num_blocks * self._block_bytes
+        self.rates = self.rates.with_copy(num_blocks * self._block_bytes, seconds)
 
     def computed(self, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:
         """A step took so long. Only steps that are prompts for the most part say how fast those are."""
@@ -203,4 +205,4 @@ class Preemptor:
 
     def loaded(self, saved: SavedBlocks) -> None:
         """Saved blocks were copied back, or nobody wants them any more."""
-        self._swap.give(saved.data.nbytes)
+        self._host.give(saved.rows)

@@ -12,12 +12,25 @@ from twostep.engine.types import PrefillProgress, SequenceFailure, TokenOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSave:
+    """The pool's `blocks` of a sequence are to be copied to the rows of `saved`."""
+
+    sequence: EngineSequence
+    blocks: Sequence[int]
+    saved: SavedBlocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLoad:
-    """Saved blocks, from the `first` on, go to the pool's `blocks`."""
+    """Rows of `saved`, from the `first` on, are to be copied to the pool's `blocks`."""
 
     saved: SavedBlocks
     first: int
     blocks: Sequence[int]
+
+    @property
+    def rows(self) -> Sequence[int]:
+        return self.saved.rows[self.first :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
