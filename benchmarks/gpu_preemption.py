@@ -14,6 +14,8 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,20 +136,26 @@ def swap_speed() -> None:
     ids = np.random.default_rng(1).permutation(shape.num_blocks).tolist()
     cache.write_blocks(ids[:64], np.zeros((64, shape.block_bytes), np.uint8))
     for count in (16, 64, 256):
-        times: dict[str, list[float]] = {"out, fresh": [], "out, touched": [], "back": []}
+        times: dict[str, list[float]] = {}
+
+        def timed(name: str, work: Callable[[], object], times: dict[str, list[float]] = times) -> None:
+            begun = time.perf_counter()
+            work()
+            times.setdefault(name, []).append(time.perf_counter() - begun)
+
+        pinned = cache.new_host_blocks(count)
         for _ in range(5):
-            begun = time.perf_counter()
             data = np.empty((count, shape.block_bytes), np.uint8)
-            cache.read_blocks(ids[:count], data)
-            times["out, fresh"].append(time.perf_counter() - begun)
-            begun = time.perf_counter()
-            cache.read_blocks(ids[:count], data)
-            times["out, touched"].append(time.perf_counter() - begun)
-            begun = time.perf_counter()
-            cache.write_blocks(ids[count : 2 * count], data)
-            times["back"].append(time.perf_counter() - begun)
+            timed("pageable: out", partial(cache.read_blocks, ids[:count], data))
+            timed("back", partial(cache.write_blocks, ids[count : 2 * count], data))
+            timed("pinned: out", partial(cache.read_blocks, ids[:count], pinned))
+            timed("back ", partial(cache.write_blocks, ids[count : 2 * count], pinned))
+            assert np.array_equal(data, pinned)
         rates = ", ".join(f"{name} {data.nbytes / 1e9 / statistics.median(t):.1f}" for name, t in times.items())
         print(f"swap {count} scattered blocks, {data.nbytes / 1e6:.0f} MB, GB/s: {rates}", flush=True)
+    begun = time.perf_counter()
+    cache.new_host_blocks(64)
+    print(f"new pinned memory: {time.perf_counter() - begun:.3f} s for {64 * shape.block_bytes / 1e6:.0f} MB", flush=True)
 
 
 def cost() -> None:
