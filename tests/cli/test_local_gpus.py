@@ -54,7 +54,7 @@ def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch, visible: str 
     [
         ({}, [["auto:0", "0.45"], ["auto:1", "0.9"], ["auto:0", "0.45"]]),
         ({"device": "cuda", "gpu_memory_utilization": 0.3}, [["cuda:0", "0.3"], ["cuda:1", "0.3"], ["cuda:0", "0.3"]]),
-        ({"device": "cpu"}, [["cpu"]] * 3),
+        ({"device": "cpu", "kv_cache_dtype": "fp8"}, [["cpu"]] * 3),
         ({"device": "cuda:1"}, [["cuda:1"]] * 3),
         ({"runner": "fake"}, [[]] * 3),
     ],
@@ -71,6 +71,7 @@ def test_workers_are_started_on_their_gpus(
         found = []
         for component in local._components()[-3:]:
             flags = dict(zip(component.argv, component.argv[1:], strict=False))
+            assert flags.get("--kv-cache-dtype", "") == chosen.kv_cache_dtype
             found.append([flags[name] for name in ("--device", "--gpu-memory-utilization") if name in flags])
         assert found == expected
         assert bool(lines) == (where.workers[0].gpu is not None)

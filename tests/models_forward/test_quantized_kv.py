@@ -14,12 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.engine.batch import KvShape
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
 from twostep.engine.kv_cache import KvCache
 from twostep.engine.kv_quantization import LEAST_SCALE, dequantize, quantize
 from twostep.engine.model_runner import ModelRunner, num_blocks_for
+from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
 from twostep.models.config import parse_config
 from twostep.prefix import derive_key
+from twostep.sampling_params import SamplingParams
 from twostep.worker.model import layout_of
 
 FORMATS = ["fp8", "int8"]
@@ -152,6 +156,32 @@ def test_a_copied_block_has_its_scales(directory: Path, quantization: str) -> No
     source.copy_block(sequence.blocks[1], spare)
     copied = Sequence_(sequence.tokens, [sequence.blocks[0], spare, sequence.blocks[2]], num_computed=39)
     assert torch.equal(source.forward(make_batch([(copied, 1)], 16)), want)
+
+
+def answers(made: ModelRunner, prompts: list[list[int]], budget: int) -> list[list[int]]:
+    """Greedy tokens; the prompts one after the other, so that later ones find the prefixes of earlier ones."""
+    engine = Engine(made, EngineConfig(max_num_batched_tokens=budget, hash_unit=16))
+    found = []
+    for i, prompt in enumerate(prompts):
+        request = EngineRequest(
+            seq_id=str(i),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            sampling=SamplingParams(max_tokens=6, temperature=0.0),
+            eos_token_ids=frozenset(),
+            prefix_key=b"k",
+        )
+        found.append([token.token_id for token in generate(engine, [request])[0]])
+    return found
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_tokens_are_the_same_in_chunks_and_behind_cached_prefixes(directory: Path, quantization: str) -> None:
+    rng = random.Random(44)  # one with no near ties: the two best logits are 0.017 apart everywhere
+    first = [rng.randrange(VOCAB) for _ in range(70)]
+    prompts = [first, first[:50] + [rng.randrange(VOCAB) for _ in range(9)], first]
+    whole = [answers(runner(directory, quantization), [prompt], 512)[0] for prompt in prompts]
+    assert answers(runner(directory, quantization), prompts, 13) == whole
 
 
 @given(

@@ -107,6 +107,9 @@ def test_only_equal_layouts_and_common_transports_are_paired() -> None:
     apart = shortage([candidate("p0", layout=other)], [candidate("d0")])
     assert apart.shortage is Shortage.NO_TRANSPORT
     assert "layouts" in apart.reason
+    lossy = [dataclasses.replace(LAYOUT, quantization=name) for name in ("fp8", "int8")]
+    assert "--kv-cache-dtype" in shortage([candidate("p0", layout=lossy[0])], [candidate("d0"), candidate("d1", layout=lossy[1])]).reason
+    assert chosen([candidate("p0", layout=lossy[0])], [candidate("d0"), candidate("d1", layout=lossy[0])]) == ("p0", "d1")
     nixl = [candidate("p0", transports=("nixl",), cached=900), candidate("p1", transports=("ray", "nixl"))]
     assert chosen(nixl, [candidate("d0", transports=("ray",))])[0] == "p1"
     assert chosen(nixl, [candidate("d0", transports=("ray",)), candidate("d1", transports=("nixl",), cached=10)]) == ("p0", "d1")

@@ -77,6 +77,14 @@ def test_a_real_model_and_a_fake_one_with_its_name(tiny_llama_dir: Path) -> None
     assert real.runner.vocab_size == fake.runner.vocab_size
 
 
+def test_a_quantized_pool_is_in_the_layout_and_holds_more(tiny_llama_dir: Path) -> None:
+    flags = ["--model", str(tiny_llama_dir), "--kv-cache-memory-bytes", str(1 << 20), "--max-model-len", "128"]
+    exact, lossy = (load_model(parse_config("prefill", [*flags, "--kv-cache-dtype", kv])) for kv in ("auto", "int8"))
+    assert (exact.layout.quantization, lossy.layout.quantization) == ("none", "int8")
+    assert lossy.layout.dtype == exact.layout.dtype
+    assert lossy.runner.kv_shape.num_blocks > 1.4 * exact.runner.kv_shape.num_blocks
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
