@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent / "models_forward"))
+for folder in ("models_forward", "workers"):
+    sys.path.append(str(Path(__file__).parent.parent / folder))
 
 
 @pytest.fixture(autouse=True)
