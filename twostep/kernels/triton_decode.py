@@ -22,7 +22,7 @@ from twostep.engine.kv_cache import KvCache
 from twostep.kernels.shared_prefix import OWN_COLUMNS
 from twostep.kernels.triton_decode_merge import merge_kernel, merge_parts, part_row, worker_of
 from twostep.kernels.triton_decode_plan import WORK_COLUMNS, DecodePlan, first_tile, last_tile
-from twostep.kernels.triton_decode_quantized import attend_quantized
+from twostep.kernels.triton_decode_quantized import attend_quantized, converts_fp8
 from twostep.kernels.triton_launch import overlaps
 from twostep.kernels.triton_shared_prefix import log2_scale
 
@@ -114,6 +114,7 @@ def decode_attention(
         BLOCK_SIZE=shape.block_size,
         WINDOW=plan.window,
         QUANTIZATION=shape.quantization,
+        CONVERTS_FP8=converts_fp8(pool.device),
         MERGE_SHARE=share_wide,
         MERGE_PARTS=max(2, min(16, merge_numbers * layout.num_warps // (layout.num_heads * share_wide * wide))),
         FUSED=plan.merges_itself,
@@ -197,6 +198,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     QUANTIZATION: tl.constexpr,
+    CONVERTS_FP8: tl.constexpr,
     MERGE_SHARE: tl.constexpr,
     MERGE_PARTS: tl.constexpr,
     FUSED: tl.constexpr,
@@ -246,7 +248,7 @@ def _decode_kernel(
             best, total, acc = attend_quantized(
                 q, pool_ptr, words_ptr, tables_ptr, stride_table, seq, block, group * HEADS, length, tile, num_tiles,
                 scale_log2, stride_block, stride_kv, stride_head, stride_words, _load_blocks, _sum_first,
-                QUANTIZATION == "fp8", ROWS, HEADS, LANES, KEYS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, IN_FLOAT32,
+                QUANTIZATION == "fp8", CONVERTS_FP8, ROWS, HEADS, LANES, KEYS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, IN_FLOAT32,
             )  # fmt: skip
         # Where the sequence's tiles begin and end, counted over all sequences, says which workers have a part of it.
         start = first_tile(length, num_shared, TILE, WINDOW)

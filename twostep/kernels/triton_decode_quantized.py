@@ -12,11 +12,22 @@ accumulators. Bytes become float16, which holds all of either format; nothing el
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
+from twostep.kernels.triton_quantized_kv import number_of_e4m3
+
 # Both scales of a key that is not there: 1 and 1 in bfloat16.
 _ONES = tl.constexpr(0x3F803F80)
+
+
+@functools.cache
+def converts_fp8(device: torch.device) -> bool:
+    """Whether the device has an instruction for it; the interpreter does it too."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @triton.jit
@@ -24,8 +35,8 @@ def attend_quantized(
     q, pool_ptr, scales_ptr, tables_ptr, stride_table, seq, block, first_head, length, tile, num_tiles, scale_log2,
     stride_block, stride_kv, stride_head, stride_scales,
     load_blocks: tl.constexpr, sum_first: tl.constexpr,
-    FP8: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    FP8: tl.constexpr, CONVERTS_FP8: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Running maximum [HEADS, ROWS] (in units of log2), sum, and weighted values [HEADS, ROWS, BLOCK_D] over `num_tiles` tiles, of
     which the first has the numbers `block`."""
@@ -70,7 +81,7 @@ def attend_quantized(
         v = tl.load(pool_ptr + (at + stride_kv)[:, None, None] + v_inside, mask=there & (quad_d < 4 * HEAD_DIM), other=0)
         k_scale = (words << 16).to(tl.float32, bitcast=True)
         v_scale = (words & -65536).to(tl.float32, bitcast=True)
-        score = tl.dot(_half(k, FP8, IN_FLOAT32), columns, input_precision="ieee")
+        score = tl.dot(_half(k, FP8, CONVERTS_FP8, IN_FLOAT32), columns, input_precision="ieee")
         score = score * k_scale[:, :, None] * row_scale[:, None, :]
         score = tl.where(seen[:, :, None], score, float("-inf"))
         exponent = ((words >> 23) & 0xFF) - 127
@@ -82,7 +93,7 @@ def attend_quantized(
         if not IN_FLOAT32:
             weight = weight.to(tl.float16)
         values = tl.reshape(tl.permute(tl.reshape(v, [MATRICES, KEYS // 4, BLOCK_D, 4]), (0, 2, 1, 3)), [MATRICES, BLOCK_D, KEYS])
-        acc = tl.dot(_half(values, FP8, IN_FLOAT32), weight, acc * shrink[:, None, :], input_precision="ieee")
+        acc = tl.dot(_half(values, FP8, CONVERTS_FP8, IN_FLOAT32), weight, acc * shrink[:, None, :], input_precision="ieee")
         best = new_best
         key += TILE
         block = next_block
@@ -98,10 +109,12 @@ def attend_quantized(
 
 
 @triton.jit
-def _half(x, FP8: tl.constexpr, IN_FLOAT32: tl.constexpr):
+def _half(x, FP8: tl.constexpr, CONVERTS_FP8: tl.constexpr, IN_FLOAT32: tl.constexpr):
     """Bytes as numbers: float16 (float32 where that is asked for), e4m3 or 128 + an integer."""
-    if FP8:
+    if FP8 and CONVERTS_FP8:
         wide = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif FP8:
+        wide = number_of_e4m3(x)
     elif IN_FLOAT32:
         wide = x.to(tl.float32) - 128.0
     else:

@@ -133,9 +133,9 @@ def _e4m3(x):
 
 @triton.jit
 def number_of_e4m3(byte):
-    """Float32 of bytes that are no NaN: as float16 with the same digits they are 256 times smaller."""
+    """Float16 of bytes that are no NaN: with the same digits in its own places they would be 256 times smaller."""
     wide = byte.to(tl.int16)
-    return ((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return ((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True) * 256.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def _dequantize_kernel(
             byte = tl.load(base + kv_head * (BLOCK_SIZE * HEAD_DIM) + inside, mask=there & (d < HEAD_DIM), other=0)
             scales = (base + 2 * HEADS * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.bfloat16))
             scale = tl.load(scales + (kv_head % HEADS * BLOCK_SIZE + slot) * 2 + kv_head // HEADS, mask=there, other=0.0).to(tl.float32)
-            numbers = number_of_e4m3(byte) if FP8 else byte.to(tl.float32) - 128.0
+            numbers = number_of_e4m3(byte).to(tl.float32) if FP8 else byte.to(tl.float32) - 128.0
             numbers = tl.where(there, numbers * scale, 0.0).to(target_ptr.dtype.element_ty)
             out = target_ptr + target * stride_target + kv_head * (BLOCK_SIZE * HEAD_DIM)
             tl.store(out + slot * HEAD_DIM + d, numbers, mask=(slot < BLOCK_SIZE) & (d < HEAD_DIM))
