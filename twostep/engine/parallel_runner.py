@@ -152,11 +152,11 @@ class ParallelRunner:
             step = _InFlight(self, number, self._local.launch(batch))
             # Without a device of its own a step is done by now, and the next one may carry its tokens.
             return step if self.overlaps else FinishedStep(step.result())
-        except InternalError:
-            # Of sampling, after everything was exchanged: the others are done with the step.
-            self._settle(number, ())
-            raise
         except Exception as error:
+            if isinstance(error, InternalError) and not self.overlaps:
+                # Of sampling, after everything was exchanged: the others are done with the step.
+                self._settle(number, ())
+                raise
             # Nobody knows what the others wait for inside the step.
             self._fail(Unavailable(f"a step failed on rank 0 of {self._size}: {type(error).__name__}: {error}"))
             raise
