@@ -1,12 +1,14 @@
 """Decode attention on one GPU against its memory's read rate and, where it is installed, FlashInfer: make bench-gpu
 
     python benchmarks/gpu_decode_attention.py            the nine shapes, and ragged lengths
+    python benchmarks/gpu_decode_attention.py --heads    other numbers and sizes of heads
     python benchmarks/gpu_decode_attention.py --sweep    every layout of a program at each shape, to choose them anew for another GPU
     python benchmarks/gpu_decode_attention.py --kv-cache-dtype fp8 int8     quantized KV beside bf16 (with --sweep: its layouts)
 
 Llama-3.1-8B's heads (32 query, 8 KV, 128 wide), bf16, blocks of 16 in random order. A time is the median of CUDA graph replays of one
 call, plan excluded as the peer's is: it is made once a step, not per layer. "pool" is one layer of the engine's pool (blocks of 32
-layers lie one after another); "layer pool" is the same kernel on a pool of one layer.
+layers lie one after another); "layer pool" is the same kernel on a pool of one layer. "plain read" is a reduction over as many
+bytes in one run, timed the same way: what a replay costs by itself (some 7 µs on an H200) and a short read's start are in it too.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from twostep.engine.batch import KvShape
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels.triton_decode import decode_attention
 from twostep.kernels.triton_decode_plan import DecodeLayout, DecodePlan
+from twostep.kernels.triton_shared_prefix import SharedPrefix
 
 try:
     import flashinfer
@@ -33,6 +36,19 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 32, 8, 128, 16, 32
 SHAPES = [(1, 8192), (1, 131072), (8, 8192), (16, 4096), (64, 2048), (64, 8192), (128, 1024), (256, 1024), (256, 4096)]
 TOKEN_BYTES = NUM_KV_HEADS * HEAD_DIM * 2 * 2
 POOL_BYTES = 90e9
+# Query heads, KV heads, head size; batch and context.
+OTHER_HEADS = [
+    ((32, 1, 128), (128, 4096)),
+    ((32, 1, 128), (16, 8192)),
+    ((8, 1, 128), (64, 8192)),
+    ((16, 2, 128), (16, 8192)),
+    ((8, 2, 128), (256, 1024)),
+    ((32, 32, 128), (64, 1024)),
+    ((32, 32, 64), (64, 2048)),
+    ((32, 32, 80), (64, 1024)),
+    ((32, 32, 96), (64, 1024)),
+    ((16, 8, 256), (64, 2048)),
+]
 
 
 def medians_us(calls: Sequence[Callable[[], object]], *, rounds: int = 5, repeats: int = 15) -> list[float]:
@@ -72,14 +88,24 @@ def read_rate() -> float:
 class Case:
     """One batch over a pool of `num_layers` layers, of which one holds random numbers."""
 
-    def __init__(self, lengths: list[int], num_layers: int, quantization: str = "none") -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        num_layers: int,
+        quantization: str = "none",
+        *,
+        heads: tuple[int, int, int] = (NUM_HEADS, NUM_KV_HEADS, HEAD_DIM),
+        num_shared: int = 0,
+    ) -> None:
+        """`heads`: query heads, KV heads, head size. All sequences have their first `num_shared` keys in common."""
         blocks = [-(-n // BLOCK_SIZE) for n in lengths]
+        self.num_heads, num_kv_heads, head_dim = heads
         self.shape = KvShape(
             num_blocks=sum(blocks),
             block_size=BLOCK_SIZE,
             num_layers=num_layers,
-            num_kv_heads=NUM_KV_HEADS,
-            head_dim=HEAD_DIM,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             dtype="bfloat16",
             quantization=quantization,
         )
@@ -96,15 +122,36 @@ class Case:
         self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
         for s, ids in enumerate(order.split(blocks)):
             self.tables[s, : len(ids)] = ids
+        self.tables[:, : num_shared // BLOCK_SIZE] = self.tables[0, : num_shared // BLOCK_SIZE].clone()
         self.tables = self.tables.cuda()
         self.lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        self.q = torch.randn(len(lengths), NUM_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        self.q = torch.randn(len(lengths), self.num_heads, head_dim, dtype=torch.bfloat16, device="cuda")
         self.out = torch.empty_like(self.q)
 
-    def call(self, layout: DecodeLayout | None = None) -> Callable[[], object]:
-        plan = DecodePlan(self.shape, num_heads=NUM_HEADS, num_seqs=len(self.q), device="cuda", layout=layout)
+    def call(self, layout: DecodeLayout | None = None, shared: SharedPrefix | None = None) -> Callable[[], object]:
+        plan = DecodePlan(self.shape, num_heads=self.num_heads, num_seqs=len(self.q), device="cuda", layout=layout, shared=shared)
         plan.refresh(self.lens)
         return lambda: decode_attention(self.q, self.cache, self.layer, self.tables, self.lens, plan=plan, out=self.out)
+
+
+def plain_read(num_bytes: int) -> Callable[[], object]:
+    words = torch.empty(num_bytes // 4, dtype=torch.int32, device="cuda").random_()
+    return lambda: torch.amax(words)
+
+
+def other_heads(rate: float) -> list[dict[str, object]]:
+    """Pools of 4 layers, beside a plain read of as many bytes."""
+    print("query heads over KV heads x size, batch x context |      us  of read rate | plain read us | share of its rate")
+    rows: list[dict[str, object]] = []
+    for heads, (batch, length) in OTHER_HEADS:
+        num_bytes = batch * length * heads[1] * heads[2] * 4
+        calls = [Case([length] * batch, 4, heads=heads).call(), plain_read(num_bytes)]
+        ours, plain = medians_us(calls)
+        del calls
+        name = f"{heads[0]} over {heads[1]} x {heads[2]}, {batch} x {length}"
+        rows.append({"shape": name, "us": ours, "share": num_bytes / ours * 1e6 / rate, "plain_read_us": plain})
+        print(f"{name:<50}| {ours:7.1f}  {num_bytes / ours * 1e6 / rate:12.3f} | {plain:13.1f} | {plain / ours:.3f}", flush=True)
+    return rows
 
 
 def layers_that_fit(num_tokens: int) -> int:
@@ -193,6 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time every layout at each shape")
     parser.add_argument("--kv-cache-dtype", nargs="+", choices=["fp8", "int8"], default=[], help="quantized KV beside bf16")
+    parser.add_argument("--heads", action="store_true", help="other numbers and sizes of heads")
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args()
     rate = read_rate()
@@ -207,23 +255,30 @@ def main() -> None:
     if args.sweep:
         sweep()
         return
-    print("batch x context      | pool us  of read rate | layer pool us | FlashInfer us | pool / FlashInfer  pool / layer pool | layers")
+    if args.heads:
+        write(args.json, rate, other_heads(rate))
+        return
+    print(
+        "batch x context      | pool us  of read rate | plain read us | layer pool us | FlashInfer us | pool / FlashInfer  "
+        "pool / layer pool | layers"
+    )
     rows = []
     ragged = [("ragged 100k + 63 x 1k", [100_000] + [1024] * 63), ("ragged 64, 16 to 8k", [16 + 8176 * i // 63 for i in range(64)])]
     for name, lengths in [(f"{batch} x {length}", [length] * batch) for batch, length in SHAPES] + ragged:
         tokens = sum(lengths)
         layers = layers_that_fit(tokens)
-        calls = [Case(lengths, layers).call(), Case(lengths, 1).call()]
+        calls = [Case(lengths, layers).call(), Case(lengths, 1).call(), plain_read(tokens * TOKEN_BYTES)]
         if flashinfer is not None:
             calls.append(flashinfer_call(lengths))
-        ours, flat, *peers = medians_us(calls)
+        ours, flat, plain, *peers = medians_us(calls)
         del calls
         peer = peers[0] if peers else math.nan
         share = tokens * TOKEN_BYTES / ours * 1e6 / rate
-        row = {"shape": name, "us": ours, "share": share, "layer_pool_us": flat, "flashinfer_us": peer, "layers": layers}
+        row = {"shape": name, "us": ours, "share": share, "plain_read_us": plain, "layer_pool_us": flat, "flashinfer_us": peer}
+        row["layers"] = layers
         rows.append(row)
         ratios = f"{ours / peer:17.3f}  {ours / flat:17.3f}"
-        print(f"{name:<22}| {ours:7.1f}  {share:12.3f} | {flat:13.1f} | {peer:13.1f} | {ratios} | {layers:6d}", flush=True)
+        print(f"{name:<22}| {ours:7.1f}  {share:12.3f} | {plain:13.1f} | {flat:13.1f} | {peer:13.1f} | {ratios} | {layers:6d}", flush=True)
     nine = rows[: len(SHAPES)]
     for what, key in [("pool / FlashInfer", "flashinfer_us"), ("pool / layer pool", "layer_pool_us")]:
         print(f"{what}, geometric mean of the nine: {math.prod(r['us'] / r[key] for r in nine) ** (1 / len(nine)):.3f}")
