@@ -39,6 +39,7 @@ LAYER = {
 EMBEDDING = (128256, 4096)
 LAYER_BYTES = 2 * sum(rows * cols for rows, cols in LAYER.values())
 SHARD_BYTES = 4.9e9
+VARIANTS = ((8, 8), (16, 8), (32, 2), (32, 4), (32, 8), (64, 2))
 
 
 def write_model(directory: Path, gigabytes: float) -> None:
@@ -167,7 +168,7 @@ def measure(files: list[Path], tensors: list[StoredTensor], places: list[Place],
         print(f"{'cold' if cold else 'warm'}  {label:28} {taken:6.2f} s  {total / 1e9 / taken:6.2f} GB/s", flush=True)
 
     show("disk past the cache, 16 at once", True, lambda: disk_seconds(files, 16))
-    for num_readers, slot_mib in ((8, 8), (16, 8), (32, 8), (16, 32)):
+    for num_readers, slot_mib in VARIANTS:
         show(f"ours, {num_readers} readers, {slot_mib} MiB", True, lambda n=num_readers, m=slot_mib: ours(n, m))
     # As integers: random bytes are NaN here and there.
     loaded = {name: tensor.view(torch.int16).clone() for name, tensor in by_name.items()}
@@ -178,11 +179,10 @@ def measure(files: list[Path], tensors: list[StoredTensor], places: list[Place],
     print("what ours loaded is bit for bit what safetensors loads", flush=True)
     loaded.clear()
     show("direct", False, lambda: library("cuda"))
-    for num_readers, slot_mib in ((1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (8, 2), (8, 32)):
+    for num_readers, slot_mib in ((1, 8), *VARIANTS):
         show(f"ours, {num_readers} readers, {slot_mib} MiB", False, lambda n=num_readers, m=slot_mib: ours(n, m))
     show("mapped", True, lambda: library("cpu"))
     show("direct", True, lambda: library("cuda"))
-    show("ours, 8 readers, 8 MiB", True, lambda: ours(8, 8))
     show("disk past the cache, 32 at once", True, lambda: disk_seconds(files, 32))
 
 
