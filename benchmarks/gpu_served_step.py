@@ -123,6 +123,9 @@ class BlankRunner:
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         self._blocks[np.asarray(block_ids)] = data
 
+    def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
+        return np.empty((count, self.kv_shape.block_bytes), np.uint8)
+
     def copy_block(self, source: int, target: int) -> None:
         self._blocks[target] = self._blocks[source]
 
