@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu_linear import graph_us, read_rate
+from gpu_linear import graph_us, read_rate
 from twostep.engine.batch import KvShape
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels import triton_elementwise as kernels

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import multiprocessing
 import statistics
@@ -109,16 +108,13 @@ def linear_tiles_for(product: Product, tokens: int) -> list[LinearTile]:
             (256, 64, 8, 4, False, True),
         ]
     found = []
-    for (cols, depth, warps, stages, turned, bulk), held in itertools.product(shapes, (False, True)):
+    for cols, depth, warps, stages, turned, bulk in shapes:
         if product.gated and turned and cols < 128:
             continue
         columns = -(-product.num_out // cols)
         counts = (1, 2, 3, 4, 6, 8) if not product.gated else (1,)
         parts = [p for p in counts if 96 <= columns * p <= 288 or (p == 1 and columns > 288)] or [max(counts)]
-        found += [
-            LinearTile(cols=cols, depth=depth, parts=p, num_warps=warps, num_stages=stages, turned=turned, bulk=bulk, held=held)
-            for p in parts
-        ]
+        found += [LinearTile(cols=cols, depth=depth, parts=p, num_warps=warps, num_stages=stages, turned=turned, bulk=bulk) for p in parts]
     return found
 
 
@@ -128,7 +124,7 @@ def describe(tile: RowTile | LinearTile | None) -> str:
     if isinstance(tile, RowTile):
         return f"rows {tile.rows}/w{tile.num_warps}"
     kind = ("bulk" if tile.bulk else "ptr") + ("-turned" if tile.turned else "")
-    return f"{kind}{'-held' if tile.held else ''} {tile.cols}x{tile.depth} p{tile.parts} w{tile.num_warps} s{tile.num_stages}"
+    return f"{kind} {tile.cols}x{tile.depth} p{tile.parts} w{tile.num_warps} s{tile.num_stages}"
 
 
 def call(product: Product, tile: RowTile | LinearTile | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,16 @@ def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_add_rms_norm_of_parts(rows: int, dtype: torch.dtype) -> None:
+    parts, residual, weight = random(3, rows, 72, dtype=torch.float32), random(rows, 72, dtype=dtype), random(72, dtype=dtype)
+    want = parts.double().sum(0) + residual.double()
+    got = kernels.add_rms_norm(parts, residual, weight, 1e-5)
+    torch.testing.assert_close(residual.double(), want, **tolerance(dtype))
+    torch.testing.assert_close(got.double(), normed(residual, weight, 1e-5), **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_silu_mul(rows: int, width: int, dtype: torch.dtype) -> None:

@@ -50,7 +50,7 @@ def test_rows(tokens: int, num_out: int, width: int, rows: int, gated: bool, dty
 def test_tiles(tokens: int, num_out: int, width: int, parts: int, turned: bool, bulk: bool, dtype: torch.dtype) -> None:
     x = random(tokens, width + 8, dtype=dtype)[:, :width]
     weight, bias = random(num_out, width, dtype=dtype) * width**-0.5, random(num_out, dtype=dtype)
-    tile = LinearTile(cols=32, depth=32, parts=parts, num_warps=2, num_stages=2, turned=turned, bulk=bulk, held=parts in (2, 7))
+    tile = LinearTile(cols=32, depth=32, parts=parts, num_warps=2, num_stages=2, turned=turned, bulk=bulk)
     got = linear_tiles(x, weight, bias, tile=tile)
     assert got.shape[-2:] == (tokens, num_out)
     assert got.dim() == 2 or (len(got) <= parts and got.dtype == torch.float32)
@@ -61,6 +61,6 @@ def test_tiles(tokens: int, num_out: int, width: int, parts: int, turned: bool, 
 @pytest.mark.parametrize(("turned", "bulk"), [(False, False), (True, True)])
 def test_gated_tiles(turned: bool, bulk: bool) -> None:
     x, weight, bias = random(9, 72, dtype=torch.float32), random(60, 72, dtype=torch.float32), random(60, dtype=torch.float32)
-    tile = LinearTile(cols=32, depth=16, parts=1, num_warps=2, num_stages=2, turned=turned, bulk=bulk, held=bulk)
+    tile = LinearTile(cols=32, depth=16, parts=1, num_warps=2, num_stages=2, turned=turned, bulk=bulk)
     got = linear_tiles(x, weight, bias, tile=tile, gated=True)
     torch.testing.assert_close(got.double(), product(x, weight, bias, gated=True), rtol=1e-5, atol=1e-5)

@@ -1,11 +1,9 @@
 """Matrix products for some tokens, bound by the weight's bytes: tiles of the weight stream through tensor cores, each read once.
 
-    weight [N, K]    COLS rows × DEPTH columns a step, several steps on their way to shared memory
-    x      [T, K]    all tokens, padded to a tile
-    grid             (N / COLS, parts): every multiprocessor has a part of the bytes; parts of K leave float32 sums, [parts, T, N],
-                     which the kernel after adds up in order (`add_rms_norm`, `rotate_and_write`): no atomics, the same bits every run
-
-While the kernel ahead still runs, a program loads the first step's tile into registers, which it multiplies last.
+weight [N, K]    COLS rows × DEPTH columns a step, several steps on their way to shared memory
+x      [T, K]    all tokens, padded to a tile
+grid             (N / COLS, parts): every multiprocessor has a part of the bytes; parts of K leave float32 sums, [parts, T, N],
+                 which the kernel after adds up in order (`add_rms_norm`, `rotate_and_write`): no atomics, the same bits every run
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twostep.kernels.triton_launch import overlaps, start_next, wait_for_previous
+from twostep.kernels.triton_launch import follow, overlaps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +27,6 @@ class LinearTile:
     parts     of K, each a program's
     turned    weight times tokens (64 rows of weight are one tensor-core tile) or tokens times weight
     bulk      the weight comes by the tensor memory accelerator
-    held      the first step's weights are loaded before the kernel ahead has ended
     """
 
     cols: int
@@ -39,7 +36,6 @@ class LinearTile:
     num_stages: int
     turned: bool
     bulk: bool
-    held: bool
 
 
 def linear_tiles(
@@ -61,10 +57,8 @@ def linear_tiles(
     # Whole steps each; there may be fewer parts than asked for, but none is empty.
     part = triton.cdiv(triton.cdiv(width, tile.parts), tile.depth) * tile.depth
     parts = triton.cdiv(width, part)
-    if parts == 1:
-        out = x.new_empty(tokens, num_out)
-    else:
-        out = torch.empty(parts, tokens, num_out, dtype=torch.float32, device=x.device)
+    shape, dtype = ((tokens, num_out), x.dtype) if parts == 1 else ((parts, tokens, num_out), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     if not tokens:
         return out
     cols = tile.cols // 2 if gated else tile.cols
@@ -73,7 +67,6 @@ def linear_tiles(
     _tiles_kernel[(triton.cdiv(num_out, cols), parts)](
         x,
         source,
-        weight,
         weight if bias is None else bias,
         out,
         tokens,
@@ -88,7 +81,6 @@ def linear_tiles(
         GATED=gated,
         TURNED=tile.turned,
         BULK=tile.bulk,
-        HELD=tile.held,
         PDL=pdl,
         IN_FLOAT32=not x.is_cuda,
         num_warps=tile.num_warps,
@@ -100,9 +92,9 @@ def linear_tiles(
 
 @triton.jit
 def _tiles_kernel(
-    x_ptr, source, weight_ptr, bias_ptr, out_ptr, tokens, num_out, stride_x,
+    x_ptr, source, bias_ptr, out_ptr, tokens, num_out, stride_x,
     WIDTH: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr, TURNED: tl.constexpr, BULK: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, TURNED: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * COLS
@@ -113,23 +105,12 @@ def _tiles_kernel(
     # Rows past the end compute the last one again and store nothing.
     at = tl.minimum(col, num_out - 1).to(tl.int64)
     if PDL:
-        start_next()
-    begin = start
-    if HELD:
-        weight_held = _load_tile(weight_ptr, first, at, start, WIDTH, DEPTH, False)
-        gate_held = weight_held
-        if GATED:
-            weight_held = _load_tile(weight_ptr, first, at + num_out, start, WIDTH, DEPTH, False)
-        begin += DEPTH
-    if PDL:
-        wait_for_previous()
+        follow()
     t = tl.arange(0, TOKENS)
     shape: tl.constexpr = [COLS, TOKENS] if TURNED else [TOKENS, COLS]
     acc = tl.zeros(shape, tl.float32)
     gate_acc = tl.zeros(shape, tl.float32)
-    if HELD:
-        x_held = _load_tokens(x_ptr, stride_x, t, tokens, start, WIDTH, DEPTH)
-    for k in tl.range(begin, end, DEPTH):
+    for k in tl.range(start, end, DEPTH):
         x = _load_tokens(x_ptr, stride_x, t, tokens, k, WIDTH, DEPTH)
         if GATED:
             gate = _load_tile(source, first, at, k, WIDTH, DEPTH, BULK)
@@ -138,10 +119,6 @@ def _tiles_kernel(
         else:
             weight = _load_tile(source, first, at, k, WIDTH, DEPTH, BULK)
         acc = _multiply(x, weight, acc, TURNED, IN_FLOAT32)
-    if HELD:
-        acc = _multiply(x_held, weight_held, acc, TURNED, IN_FLOAT32)
-        if GATED:
-            gate_acc = _multiply(x_held, gate_held, gate_acc, TURNED, IN_FLOAT32)
     if HAS_BIAS and part == 0:
         if GATED:
             gate_acc += _spread(tl.load(bias_ptr + at).to(tl.float32), TURNED)

@@ -19,6 +19,7 @@ from twostep.kernels.prefill_choice import num_leading_decodes, uses_hopper
 from twostep.kernels.step_upload import StepUpload
 from twostep.kernels.triton_decode import decode_attention
 from twostep.kernels.triton_decode_plan import DecodePlan, DecodeWorkspace
+from twostep.kernels.triton_linear import StreamedLinear, can_stream
 from twostep.kernels.triton_quantized_kv import DenseCopy
 from twostep.kernels.triton_shared_prefix import SharedPrefix, serves_shared
 from twostep.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
@@ -40,9 +41,11 @@ class TritonOps:
         self._decode_plans: dict[tuple[KvShape, int, int, int], DecodePlan] = {}
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return lambda x: F.linear(x, weight, bias)
+        return StreamedLinear(weight, bias) if can_stream(weight) else lambda x: F.linear(x, weight, bias)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if can_stream(weight):
+            return StreamedLinear(weight, bias, gated=True)
         linear = self.prepare_linear(weight, bias)
         return lambda x: self.silu_mul(linear(x))
 
@@ -55,7 +58,8 @@ class TritonOps:
     def join_rms_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
     ) -> torch.Tensor:
-        return then(self.add_rms_norm(linear(x), residual, weight, eps))
+        y = linear.parts(x) if isinstance(linear, StreamedLinear) else linear(x)
+        return then(self.add_rms_norm(y, residual, weight, eps))
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)

@@ -1,0 +1,88 @@
+"""Which kernel multiplies, and that a layer of few tokens comes out right whichever it is; through Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_pools import DEVICE, tolerance
+
+from twostep.kernels.triton_linear import StreamedLinear, can_stream, choose_tile
+from twostep.kernels.triton_linear_rows import RowTile
+from twostep.kernels.triton_linear_tiles import LinearTile
+from twostep.kernels.triton_ops import TritonOps
+
+SHAPES = st.fixed_dictionaries({"num_out": st.integers(1, 200_000), "width": st.integers(1, 4000).map(lambda n: 8 * n)})
+
+
+@given(
+    tokens=st.integers(1, 300), shape=SHAPES, gated=st.booleans(), in_parts=st.booleans(), num_sms=st.integers(1, 200), bulk=st.booleans()
+)
+def test_a_layout_keeps_to_what_is_asked(tokens: int, shape: dict[str, int], gated: bool, in_parts: bool, num_sms: int, bulk: bool) -> None:
+    tile = choose_tile(tokens, **shape, gated=gated, in_parts=in_parts and not gated, num_sms=num_sms, bulk=bulk)
+    if isinstance(tile, RowTile):
+        assert tokens <= 4
+        # A thread's share of the weight fits its registers.
+        assert tile.rows * shape["width"] * (1 + gated) <= 256 * 32 * tile.num_warps
+    elif isinstance(tile, LinearTile):
+        assert bulk or not tile.bulk
+        assert tile.parts == 1 or (in_parts and not gated)
+        # One program more than that would wait for a place.
+        assert tile.parts == 1 or tile.parts * shape["num_out"] <= 128 * num_sms
+        # What is on its way fits a multiprocessor's shared memory.
+        padded = max(16, 1 << (tokens - 1).bit_length())
+        assert (tile.cols + padded) * tile.depth * 2 * tile.num_stages <= 220_000
+
+
+@settings(max_examples=12)
+@given(
+    tokens=st.sampled_from([1, 2, 3, 15, 16, 17, 33, 64, 65, 129]),
+    num_out=st.integers(1, 150),
+    width=st.integers(1, 20).map(lambda n: 8 * n),
+    gated=st.booleans(),
+    bias=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_a_layer_is_right(tokens: int, num_out: int, width: int, gated: bool, bias: bool, dtype: torch.dtype) -> None:
+    weight = (torch.randn(num_out * (1 + gated), width, device=DEVICE) * width**-0.5).to(dtype)
+    b = torch.randn(len(weight), device=DEVICE).to(dtype) if bias else None
+    x = torch.randn(tokens, width, device=DEVICE).to(dtype)
+    assert can_stream(weight)
+    want = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    if gated:
+        gate, up = want.chunk(2, -1)
+        want = F.silu(gate) * up
+    layer = StreamedLinear(weight, b, gated=gated)
+    got = layer(x)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got.double(), want, **tolerance(dtype))
+    parts = layer.parts(x)
+    torch.testing.assert_close((parts.double().sum(0) if parts.dim() == 3 else parts.double()), want, **tolerance(dtype))
+    assert torch.equal(parts, layer.parts(x))
+
+
+def test_what_does_not_stream_is_multiplied_all_the_same() -> None:
+    assert not can_stream(torch.zeros(8, 8))
+    assert not can_stream(torch.zeros(8, 12, dtype=torch.bfloat16))
+    ops = TritonOps(DEVICE)
+    weight, x = torch.randn(6, 12, device=DEVICE), torch.randn(3, 12, device=DEVICE)
+    torch.testing.assert_close(ops.prepare_linear(weight, None)(x), x @ weight.T)
+    gate, up = (x @ weight.T).chunk(2, -1)
+    torch.testing.assert_close(ops.prepare_gated(weight, None)(x), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_two_layers_and_the_norm_between(tokens: int) -> None:
+    """Parts of the first product are added to the residual inside the norm."""
+    ops = TritonOps(DEVICE)
+    dtype = torch.bfloat16
+    first, then = (torch.randn(*shape, device=DEVICE).mul(0.1).to(dtype) for shape in ((64, 192), (40, 64)))
+    x, residual = torch.randn(tokens, 192, device=DEVICE).to(dtype), torch.randn(tokens, 64, device=DEVICE).to(dtype)
+    weight = torch.randn(64, device=DEVICE).to(dtype)
+    total = residual.double() + x.double() @ first.double().T
+    normed = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    got = ops.join_rms_norm(ops.prepare_linear(first, None), x, residual, weight, 1e-5, ops.prepare_linear(then, None))
+    torch.testing.assert_close(residual.double(), total, **tolerance(dtype))
+    torch.testing.assert_close(got.double(), normed @ then.double().T, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,107 @@
+"""Linear layers of 16-bit weights on GPUs: this project's kernels while tokens are few and the weight's bytes are the floor, cuBLAS beyond.
+
+    tokens      1 … 2              3 … 64 (gated: 128)           more
+    kernel      rows               tiles                         cuBLAS
+                of the weight      of it stream to the tensor    the best where arithmetic counts
+                in registers       cores; parts of K where
+                                   its rows are few
+
+Which one, and its layout, follow from the shape alone, so a captured step always takes the same, and a result is the same every time.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from twostep.kernels.triton_elementwise import silu_mul
+from twostep.kernels.triton_launch import overlaps
+from twostep.kernels.triton_linear_rows import RowTile, linear_rows
+from twostep.kernels.triton_linear_tiles import LinearTile, linear_tiles
+
+_DTYPES = (torch.bfloat16, torch.float16)
+# Weights come in pieces of 16 bytes.
+_ALIGNMENT = 8
+# Tokens up to which rows in registers are faster than tiles through tensor cores, tiles than cuBLAS, and gated tiles than cuBLAS.
+_ROWS_UP_TO = 2
+_TILES_UP_TO = 64
+_GATED_TILES_UP_TO = 128
+_WIDEST_ROW = 16384
+
+
+class StreamedLinear:
+    """x @ weight.T + bias; or, gated, silu of its first half times the second."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> None:
+        """weight [N, K], gated [2 * N, K] with the gates first; bias [N] or [2 * N]"""
+        self._weight = weight
+        self._bias = bias
+        self._gated = gated
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N] from x [T, K]."""
+        return self._run(x, in_parts=False)
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N] or, where that is faster, float32 [parts, T, N], whose sum over the parts it is."""
+        return self._run(x, in_parts=not self._gated)
+
+    def _run(self, x: torch.Tensor, *, in_parts: bool) -> torch.Tensor:
+        num_out, width = self._weight.shape
+        device = x.device
+        tile = choose_tile(len(x), num_out, width, gated=self._gated, in_parts=in_parts, num_sms=_num_sms(device), bulk=overlaps(device))
+        if isinstance(tile, RowTile):
+            return linear_rows(x, self._weight, self._bias, tile=tile, gated=self._gated)
+        if isinstance(tile, LinearTile):
+            return linear_tiles(x, self._weight, self._bias, tile=tile, gated=self._gated)
+        y = F.linear(x, self._weight, self._bias)
+        return silu_mul(y) if self._gated else y
+
+
+def can_stream(weight: torch.Tensor) -> bool:
+    """Whether StreamedLinear takes this weight."""
+    return weight.dtype in _DTYPES and weight.is_contiguous() and weight.shape[1] % _ALIGNMENT == 0
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    # The interpreter runs programs one by one: a few show all that many would.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def choose_tile(
+    tokens: int, num_out: int, width: int, *, gated: bool, in_parts: bool, num_sms: int, bulk: bool
+) -> RowTile | LinearTile | None:
+    """Which kernel multiplies `tokens` rows with a weight [num_out, width] (gated: num_out counts both halves); None: cuBLAS.
+
+    in_parts  whether the result may come as several terms of a sum
+    num_sms   multiprocessors of the device
+    bulk      whether it has the tensor memory accelerator
+
+    Measured on an H200 with the shapes of an 8B model (benchmarks/gpu_linear.py --sweep; the table is in benchmarks/RESULTS.md).
+    """
+    if tokens <= _ROWS_UP_TO and width * (1 + gated) <= _WIDEST_ROW:
+        # At least 64 numbers of the weight to a thread, gated twice that.
+        return RowTile(rows=max(2, 8192 // triton.next_power_of_2(width)), num_warps=4)
+    if tokens > (_GATED_TILES_UP_TO if gated else _TILES_UP_TO):
+        return None
+    if tokens > 64:
+        return LinearTile(cols=256, depth=64, parts=1, num_warps=8, num_stages=4, turned=True, bulk=bulk)
+    stages = 5 if tokens <= 32 else 4
+    wide = LinearTile(cols=128, depth=128, parts=1, num_warps=4, num_stages=stages, turned=True, bulk=bulk)
+    if gated or num_out >= wide.cols * num_sms:
+        return wide
+    # Few rows: not every multiprocessor would have some. Parts of them reach all, at the price of adding up more numbers than cuBLAS
+    # has to write, so that longer rows pay for more tokens.
+    parts = max(1, num_sms * wide.cols // num_out)
+    if in_parts and parts > 1 and (tokens <= 32 or width >= 8192):
+        if tokens <= 16:
+            return LinearTile(cols=64, depth=128, parts=parts, num_warps=4, num_stages=5, turned=False, bulk=bulk)
+        return replace(wide, parts=parts, num_warps=8)
+    if tokens <= 32:
+        return LinearTile(cols=64, depth=128, parts=1, num_warps=4, num_stages=5, turned=True, bulk=False)
+    return None
