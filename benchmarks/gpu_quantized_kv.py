@@ -43,6 +43,7 @@ def small() -> None:
         for kv in FORMATS[1:]:
             cpu = ModelRunner(directory, dtype="float32", kv_cache_dtype=kv, **options)
             for dtype in ("float32", "bfloat16"):
+                started = time.perf_counter()
                 gpu = ModelRunner(directory, device="cuda", dtype=dtype, kv_cache_dtype=kv, max_num_seqs=4, **options)
                 tables = tables_for(gpu, 3, 600)
                 steps = [([0, 0, 0], [300, 17, 1]), ([300, 17, 1], [1, 200, 1]), ([301, 217, 2], [1, 1, 1]), ([302, 218, 3], [1, 1, 1])]
@@ -52,7 +53,7 @@ def small() -> None:
                     want, same, got = (r.forward(batch).float().cpu() for r in (exact, cpu, gpu))
                     errors.append([relative(got, same), relative(got, want), relative(same, want)])
                 print(
-                    f"small {kv} {dtype}: GPU to CPU, GPU to exact, CPU to exact: "
+                    f"small {kv} {dtype} ({time.perf_counter() - started:.0f} s): GPU to CPU, GPU to exact, CPU to exact: "
                     + "; ".join(" ".join(f"{e:.1e}" for e in x) for x in errors)
                 )
 
@@ -112,14 +113,15 @@ def large(layers: int, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=32, help="of the 8B shape; 0: the small model alone")
     parser.add_argument("--steps", type=int, default=100, help="decode steps measured")
     parser.add_argument("--skip-small", action="store_true")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     if not args.skip_small:
         small()
-    large(args.layers, args.steps)
+    if args.layers:
+        large(args.layers, args.steps)
 
 
 if __name__ == "__main__":
