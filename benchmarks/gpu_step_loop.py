@@ -138,9 +138,13 @@ def main() -> None:
     engine = Engine(runner, EngineConfig(look_ahead=False, **bounds))
     for batch in some:
         report("synchronous", engine, prompts[:batch], short, "greedy")
+    print(f"without the engine, contexts around {context + args.steps // 2}:", flush=True)
     for batch in some:
-        times = bare_steps(runner, batch, short, context)
-        print(f"{'runner alone':24}{batch:6}{statistics.median(times) * 1e3:11.3f}", flush=True)
+        for name, ahead in (("launched ahead", True), ("one at a time", False)):
+            times = bare_steps(runner, batch, short, context + (args.steps - short) // 2, ahead=ahead)
+            print(f"{name:24}{batch:6}{statistics.median(times) * 1e3:11.3f}", flush=True)
+        if args.device != "cpu":
+            print(f"{'graph alone':24}{batch:6}{graph_ms(runner, batch):11.3f}", flush=True)
 
 
 def report(name: str, engine: Engine, prompts: Sequence[Sequence[int]], steps: int, sampling: str) -> None:
@@ -178,20 +182,38 @@ def engine_steps(engine: Engine, name: str, prompts: Sequence[Sequence[int]], st
     return [after - before for before, after in itertools.pairwise(at[4:])]
 
 
-def bare_steps(runner: TimedRunner, batch: int, steps: int, context: int) -> list[float]:
-    """Seconds of ModelRunner.run, one step at a time, over the same contexts."""
+def bare_steps(runner: TimedRunner, batch: int, steps: int, context: int, *, ahead: bool) -> list[float]:
+    """Seconds from one result of the runner to the next, with the next step launched before or after it."""
     width = -(-(context + steps + 8) // BLOCK_SIZE)
     tables = np.random.default_rng(1).permutation(runner.kv_shape.num_blocks)[: batch * width].astype(np.int32).reshape(batch, width)
-    times = []
+    at: list[float] = []
+    before: InFlight | None = None
     for step in range(steps + 4):
-        work = decode_batch(tables, context + step)
-        start = time.perf_counter()
-        runner.run(work)
-        times.append(time.perf_counter() - start)
-    return times[4:]
+        launched = runner.launch(decode_batch(tables, context + step, carries=step > 0))
+        for in_flight in (before,) if ahead else (launched,):
+            if in_flight is not None:
+                in_flight.result()
+                at.append(time.perf_counter())
+        before = launched
+    if ahead and before is not None:
+        before.result()
+    return [after - earlier for earlier, after in itertools.pairwise(at[3:])]
 
 
-def decode_batch(tables: np.ndarray, length: int) -> Batch:
+def graph_ms(runner: TimedRunner, batch: int) -> float:
+    """Device time of the captured step, as its last inputs left it."""
+    graph = runner._steps._graphs._graphs[batch].graph
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(30):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 30
+
+
+def decode_batch(tables: np.ndarray, length: int, *, carries: bool) -> Batch:
     batch, position = len(tables), length - 1
     row = SamplingRow(
         params=SamplingParams(max_tokens=1, temperature=0.0), position=0, history=(), num_prompt_tokens=0, stop_ids=frozenset()
@@ -205,6 +227,7 @@ def decode_batch(tables: np.ndarray, length: int) -> Batch:
         slots=tables[:, position // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + position % BLOCK_SIZE,
         sample_rows=np.arange(batch),
         sampling=[row] * batch,
+        carried=np.arange(batch, dtype=np.int32) if carries else None,
     )
 
 

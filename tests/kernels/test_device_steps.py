@@ -11,15 +11,14 @@ import pytest
 import torch
 from kernel_pools import DEVICE
 
-from twostep.engine.batch import Batch, InFlight, KvShape
+from twostep.engine.batch import Batch, InFlight
 from twostep.engine.device_steps import DeviceSteps
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.kv_cache import KvCache
-from twostep.engine.model_runner import ModelRunner, kv_shape
+from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest, TokenOutput
 from twostep.kernels.triton_ops import TritonOps
-from twostep.models.config import parse_config
 from twostep.models.registry import build_model, load_weights
 from twostep.sampling_params import SamplingParams
 
@@ -29,37 +28,21 @@ from forward_helpers import save_model
 NUM_BLOCKS, BLOCK_SIZE = 24, 16
 
 
-class DeviceRunner:
-    """The parts of a ModelRunner on a GPU, wherever the kernels run here."""
-
-    overlaps = True
+class DeviceRunner(ModelRunner):
+    """A ModelRunner as it is on a GPU, wherever the kernels run here."""
 
     def __init__(self, directory: Path) -> None:
-        config = parse_config(directory)
+        super().__init__(directory, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype="float32")
         ops = TritonOps(DEVICE)
-        model = build_model(config, torch.float32, ops, DEVICE)
+        model = build_model(self.config, torch.float32, ops, DEVICE)
         load_weights(model, directory)
-        self.cache = KvCache(kv_shape(config, "float32", NUM_BLOCKS, BLOCK_SIZE), DEVICE)
-        self.steps = DeviceSteps(model, self.cache, ops, None)
-        self.vocab_size, self.max_model_len = config.vocab_size, config.max_model_len
+        self._cache = KvCache(self.kv_shape, DEVICE)
+        self._steps = DeviceSteps(model, self._cache, ops, None)
         self.num_carried = 0
-
-    @property
-    def kv_shape(self) -> KvShape:
-        return self.cache.shape
 
     def launch(self, batch: Batch) -> InFlight:
         self.num_carried += batch.carried is not None
-        with torch.inference_mode():
-            return self.steps.launch(batch)
-
-    def read_blocks(self, block_ids: Sequence[int], out: np.ndarray) -> None:
-        raise AssertionError("nothing is moved here")
-
-    write_blocks = read_blocks
-
-    def copy_block(self, source: int, target: int) -> None:
-        self.cache.copy_block(source, target)
+        return super().launch(batch)
 
 
 def requests(seed: int, vocab_size: int) -> list[EngineRequest]:
@@ -89,6 +72,7 @@ def stream(tokens: Sequence[TokenOutput]) -> list[tuple[int, int, object]]:
 def test_the_engine_s_tokens_are_the_cpu_s(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     device = DeviceRunner(tmp_path)
+    assert device.overlaps
     # A budget that splits prompts, so that chunks and decodes mix.
     bounds = EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, hash_unit=16)
     work = requests(1, device.vocab_size)
