@@ -1,0 +1,83 @@
+"""Transfers share slots of pinned memory: bit for bit, never a slot that is still under way, never all waiting for each other."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from twostep.engine import kv_staging
+from twostep.engine.kv_staging import PinnedStaging
+
+ROW_BYTES = 64
+
+
+class SlotDouble:
+    """A slot whose copies take effect at once, and which knows whether anybody has waited for them."""
+
+    def __init__(self, num_rows: int, row_bytes: int, device: torch.device) -> None:
+        self._memory = torch.empty(num_rows, row_bytes, dtype=torch.uint8)
+        self._under_way = False
+        self.stream = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        self._under_way = True
+        return self._memory
+
+    @property
+    def host(self) -> Any:
+        assert not self._under_way, "the host touched a slot that the device may still read or write"
+        return self._memory.numpy()
+
+    def wait(self) -> None:
+        self._under_way = False
+
+
+@pytest.fixture
+def staging(monkeypatch: pytest.MonkeyPatch) -> PinnedStaging:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(kv_staging, "_Slot", SlotDouble)
+    monkeypatch.setattr(kv_staging, "_SLOT_BYTES", 3 * ROW_BYTES)
+    monkeypatch.setattr(kv_staging, "_NUM_SLOTS", 2)
+    return PinnedStaging(torch.zeros(400, ROW_BYTES, dtype=torch.uint8))
+
+
+def test_many_threads_read_back_what_they_wrote(staging: PinnedStaging) -> None:
+    rng = random.Random(3)
+    order = rng.sample(range(400), 400)
+
+    def work(i: int) -> None:
+        mine = order[50 * i : 50 * (i + 1)]
+        mine.sort(key=lambda block: block // 7)  # some runs, some not
+        for count in (50, 1, 3, 20, 7):
+            data = np.random.default_rng(100 * i + count).integers(0, 256, (count, ROW_BYTES), dtype=np.uint8)
+            data.flags.writeable = count % 2 == 0
+            staging.write(mine[:count], data)
+            back = np.zeros_like(data)
+            staging.read(mine[:count], back)
+            np.testing.assert_array_equal(back, data)
+
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(work, i) for i in range(8)]:
+            done.result(timeout=60)
+
+
+def test_a_transfer_that_fails_gives_its_slots_back(staging: PinnedStaging) -> None:
+    data = np.ones((9, ROW_BYTES), np.uint8)
+    for _ in range(5):
+        with pytest.raises((IndexError, RuntimeError)):
+            staging.write([0, 1, 2, 3, 4, 5, 900, 901, 902], data)
+        with pytest.raises((IndexError, RuntimeError)):
+            staging.read([0, 1, 2, 900, 901, 902, 3, 4, 5], data.copy())
+    staging.write(list(range(9)), data)
+    back = np.zeros_like(data)
+    staging.read(list(range(9)), back)
+    np.testing.assert_array_equal(back, data)
