@@ -14,6 +14,7 @@ compared up to the first difference, which with other batches' rounding must be 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import statistics
@@ -123,6 +124,8 @@ def main() -> None:
     num_blocks = largest * (-(-(context + args.steps + largest) // BLOCK_SIZE) + 1) + 512
     options = {"num_blocks": num_blocks, "max_num_seqs": largest, "max_model_len": 2048, "device": args.device}
     runner = TimedRunner(make(SMALL if args.tiny else LLAMA_8B, **options))
+    gc.collect()
+    gc.freeze()  # as a worker does
     print(f"ready after {time.perf_counter() - started:.1f} s (random weights, kernels compiled, graphs captured)", flush=True)
     prompts = np.random.default_rng(0).integers(0, 5000, (largest, context)).tolist()
     short = max(3, args.steps // 4)
