@@ -35,7 +35,7 @@ def run_worker(role: str, argv: Sequence[str] | None, make_edge: Callable[[EdgeP
         secret = load_secret(config.secret_file)
         starting = start_up(since=begun, json_lines=config.log_json)
         model = load_model(config, starting)
-        # What is loaded is never garbage: a full collection that looked at all of it would hold up steps and streams for a tenth of a second.
+        # What is loaded is never garbage: a full collection that looked at all of it would hold up all streams for a tenth of a second.
         gc.collect()
         gc.freeze()
         starting.phase("service")
