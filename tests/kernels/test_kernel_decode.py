@@ -18,6 +18,11 @@ from twostep.kernels.triton_decode_plan import DecodeLayout, DecodePlan, DecodeW
 LAYER = 1
 
 
+@pytest.fixture(autouse=True)
+def _the_same_numbers_each_time() -> None:
+    torch.manual_seed(5)
+
+
 def layout(heads: int, lanes: int, *, keys: int = 16) -> DecodeLayout:
     return DecodeLayout(num_heads=heads, num_lanes=lanes, num_keys=keys, num_warps=4, num_stages=2, programs_per_sm=1)
 

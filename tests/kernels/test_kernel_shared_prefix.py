@@ -23,6 +23,11 @@ NO_BLOCK = 2**31 - 1
 Groups = Sequence[tuple[Sequence[int], int]]
 
 
+@pytest.fixture(autouse=True)
+def _the_same_numbers_each_time() -> None:
+    torch.manual_seed(5)
+
+
 def tile(rows: int, keys: int = 32) -> SharedTile:
     return SharedTile(num_rows=rows, num_keys=keys, num_warps=4, num_stages=2, programs_per_sm=1)
 

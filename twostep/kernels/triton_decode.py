@@ -75,7 +75,8 @@ def decode_attention(
         plan.shape.head_dim,
         plan.shape.block_size,
     )
-    share = plan.num_heads // shape.num_kv_heads
+    # Query heads of a KV head that one program has.
+    share = plan.num_heads // (plan.num_groups * layout.num_heads)
     share_wide, wide = triton.next_power_of_2(share), max(16, triton.next_power_of_2(shape.head_dim))
     pdl = overlaps(pool.device)
     scale_log2, shared = log2_scale(shape.head_dim, scale), plan.shared
@@ -107,6 +108,7 @@ def decode_attention(
         SHARE=share,
         ROWS=max(16 if quantized is None else 8, share_wide),
         HEADS=layout.num_heads,
+        READERS=layout.num_readers,
         LANES=layout.num_lanes,
         KEYS=layout.num_keys,
         HEAD_DIM=shape.head_dim,
@@ -128,7 +130,7 @@ def decode_attention(
         launch_pdl=pdl,
     )
     if not plan.merges_itself:
-        merge_kernel[(plan.num_heads, plan.num_seqs)](
+        merge_kernel[(triton.cdiv(plan.num_heads, plan.merge_rows), plan.num_seqs)](
             out,
             plan.work,
             plan.starts,
@@ -140,16 +142,18 @@ def decode_attention(
             0 if shared is None else shared.own_states,
             out.stride(0),
             plan.num_workers,
+            NUM_HEADS=plan.num_heads,
             GROUPS=plan.num_groups,
             PART_ROWS=layout.num_heads * share,
-            SHARE=share,
+            SHARE=plan.num_heads // shape.num_kv_heads,
             SHARED=0 if shared is None else OWN_COLUMNS,
             SHARED_ROWS=1 if shared is None else shared.tile.num_rows,
             HEAD_DIM=shape.head_dim,
             BLOCK_D=wide,
-            MERGE_PARTS=plan.parts_at_once,
+            MERGE_ROWS=plan.merge_rows,
+            MERGE_PARTS=plan.merge_parts,
             PDL=pdl,
-            num_warps=1 if plan.parts_at_once <= 8 else 4,
+            num_warps=4 if plan.merge_rows == 1 else 1,
             launch_pdl=pdl,
         )
     return out
@@ -191,6 +195,7 @@ def _decode_kernel(
     SHARE: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
+    READERS: tl.constexpr,
     LANES: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -240,7 +245,7 @@ def _decode_kernel(
         next_q = _load_queries(q_ptr, stride_q, seq + 1, group, more, SHARE, ROWS, HEADS, LANES, HEAD_DIM, BLOCK_D)
         if QUANTIZATION == "none":
             best, total, acc = _attend(
-                q, pool_ptr, tables_ptr, stride_table, seq, block, group * HEADS, length, tile, num_tiles,
+                q, pool_ptr, tables_ptr, stride_table, seq, block, group // READERS * HEADS, length, tile, num_tiles,
                 scale_log2, stride_block, stride_kv, stride_head, stride_slot,
                 SHARE, ROWS, HEADS, LANES, KEYS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, IN_FLOAT32,
             )  # fmt: skip
