@@ -202,6 +202,17 @@ def test_what_is_found_again_comes_back_for_nothing() -> None:
     assert max(copied) <= 6, "ten blocks of the prompt are shared"
 
 
+@pytest.mark.parametrize("mode", list(PreemptionMode))
+def test_copies_are_tried_before_the_first_choice(monkeypatch: pytest.MonkeyPatch, mode: PreemptionMode) -> None:
+    """The engine's own clock: each try of 16 blocks out and back takes a second."""
+    times = iter(range(100))
+    monkeypatch.setattr("twostep.engine.engine.time.monotonic", lambda: float(next(times)))
+    engine = make_engine(preemption_mode=mode, swap_bytes=PLENTY)
+    tried = mode is not PreemptionMode.RECOMPUTE
+    assert engine._ledger.preemptor.rates.copy_bytes_per_s == (32 * runner_bytes() if tried else PreemptionRates().copy_bytes_per_s)
+    assert engine._ledger.preemptor.swapped_bytes == engine._ledger.preemptor._host.num_used == 0
+
+
 def test_a_copy_that_fails_is_computed_again() -> None:
     engine = make_engine(preemption_mode=PreemptionMode.SWAP, swap_bytes=PLENTY)
 

@@ -43,6 +43,8 @@ __all__ = ["Engine", "EngineConfig", "PrefixDelta"]
 
 logger = logging.getLogger(__name__)
 
+_PROBE_BYTES = 32 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -112,6 +114,8 @@ class Engine:
         self._settled_at = 0.0
         # Since when there is work without a finished step; None: idle.
         self._busy_since: float | None = None
+        if config.swap_bytes and config.preemption_mode is not PreemptionMode.RECOMPUTE:
+            self._measure_copies(min(shape.num_blocks, config.swap_bytes // shape.block_bytes, max(1, _PROBE_BYTES // shape.block_bytes)))
 
     # ---- work in ----------------------------------------------------------------------------------------------------
 
@@ -222,6 +226,17 @@ class Engine:
         self._launched.append(_Launched(step=step, work=work, in_flight=in_flight, since=since, failed=failed))
         self._save_preempted()
         return True
+
+    def _measure_copies(self, count: int) -> None:
+        """Copies so many blocks to the host and back, while nothing is in them: the first slab of host memory is made now, which takes a
+        moment, and the first choice of a way to give way is an informed one."""
+        for _ in range(2 if count else 0):
+            started = time.monotonic()
+            for place, memory in self._host.parts(range(count)):
+                blocks = range(place, place + len(memory))
+                self._runner.read_blocks(blocks, memory)
+                self._runner.write_blocks(blocks, memory)
+            self._ledger.preemptor.start_rates(2 * count, time.monotonic() - started)
 
     def _save_preempted(self) -> bool:
         """Copies out the blocks of those that gave way; steps that wrote them are settled. False: there are none."""

@@ -21,17 +21,23 @@ class HostRows:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._free = list(range(num_rows))
+        # Rows from `_fresh` on were never taken; of the others, those that were given back, as a heap.
+        self._fresh = 0
+        self._free: list[int] = []
 
     @property
     def num_used(self) -> int:
-        return self.num_rows - len(self._free)
+        return self._fresh - len(self._free)
 
     def take(self, count: int) -> list[int] | None:
         """The lowest free ones, ascending; None, and none is taken, if there are not so many."""
-        if count > len(self._free):
+        if count > self.num_rows - self.num_used:
             return None
-        return [heapq.heappop(self._free) for _ in range(count)]
+        taken = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        fresh = count - len(taken)
+        taken += range(self._fresh, self._fresh + fresh)
+        self._fresh += fresh
+        return taken
 
     def give(self, rows: Sequence[int]) -> None:
         for row in rows:

@@ -193,6 +193,11 @@ class Preemptor:
         if sequence.state is not SequenceState.ENDED:
             self._put_back(sequence)
 
+    def start_rates(self, num_blocks: int, seconds: float) -> None:
+        """So many blocks were copied for a trial."""
+        if seconds > 0:
+            self.rates = PreemptionRates(copy_bytes_per_s=num_blocks * self._block_bytes / seconds)
+
     def copied(self, num_blocks: int, seconds: float) -> None:
         """So much went to the host or came back."""
         self.swapped_bytes += num_blocks * self._block_bytes
