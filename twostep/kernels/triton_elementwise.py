@@ -275,8 +275,7 @@ def _rotate_and_write_kernel(
     # A program of query heads alone has nothing to keep.
     if (QUANTIZATION != "none") and (tl.program_id(1) * HEADS + HEADS > NUM_HEADS):
         store_quantized(
-            pool_ptr + (slot // BLOCK_SIZE) * stride_block, turned_low, turned_high, rest,
-            tl.program_id(1) * HEADS - NUM_HEADS, slot % BLOCK_SIZE, slot >= 0,
+            pool_ptr + (slot // BLOCK_SIZE) * stride_block, turned_low, turned_high, rest, kv_head, slot % BLOCK_SIZE, kept,
             HALF, BLOCK_HALF, TAIL, BLOCK_TAIL, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZATION == "fp8",
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ _NOT_A_NUMBER = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def store_quantized(
-    block_ptr, low, high, rest, first_head, slot, kept,
+    block_ptr, low, high, rest, kv_head, slot, kept,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
@@ -32,8 +32,8 @@ def store_quantized(
 
     low, high  [rows, BLOCK_HALF]: dimensions from 0 and from HALF on, HALF of each; zeros after them
     rest       [rows, BLOCK_TAIL]: TAIL more, where there are any
-    first_head of the rows: keys' heads are counted from 0 on, values' after them; rows of other numbers are not stored
-    kept       whether any row is
+    kv_head    [rows, 1]: keys' heads, then values'
+    kept       [rows, 1]: whether a row is stored
     """
     low, high, rest = low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
     peak = tl.maximum(_peak(low), _peak(high), propagate_nan=tl.PropagateNan.ALL)
@@ -48,9 +48,9 @@ def store_quantized(
         for i in tl.static_range(NUM_SCALES):
             other = _scale(finite * 2.0 ** (i / NUM_SCALES), FP8)
             inverse = 1.0 / other
-            error = tl.sum(_squared_error(low * inverse) + _squared_error(high * inverse), 1)[:, None]
+            error = _squared_error(low * inverse) + _squared_error(high * inverse)
             if TAIL > 0:
-                error += tl.sum(_squared_error(rest * inverse), 1)[:, None]
+                error += _squared_error(rest * inverse)
             error *= (other / first) * (other / first)
             if i == 0:
                 least = error
@@ -60,13 +60,13 @@ def store_quantized(
         scale = tl.where(peak < float("inf"), best, scale)
     scales = (block_ptr + 2 * HEADS * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.int16))
     bits = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-    head = first_head + tl.arange(0, scale.shape[0])[:, None]
-    mask = kept & (head >= 0) & (head < 2 * HEADS)
-    tl.store(scales + (head % HEADS * BLOCK_SIZE + slot) * 2 + head // HEADS, bits, mask=mask)
-    _store_bytes(block_ptr, low, scale, first_head, slot, kept, 0, HALF, HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
-    _store_bytes(block_ptr, high, scale, first_head, slot, kept, HALF, HALF, HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
+    tl.store(scales + (kv_head % HEADS * BLOCK_SIZE + slot) * 2 + kv_head // HEADS, bits, mask=kept)
+    d = tl.arange(0, BLOCK_HALF)[None, :]
+    _store_bytes(block_ptr, low, scale, kv_head, slot, d, kept & (d < HALF), HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
+    _store_bytes(block_ptr, high, scale, kv_head, slot, HALF + d, kept & (d < HALF), HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
     if TAIL > 0:
-        _store_bytes(block_ptr, rest, scale, first_head, slot, kept, 2 * HALF, TAIL, HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
+        d = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
+        _store_bytes(block_ptr, rest, scale, kv_head, slot, d, kept & (d < HEAD_DIM), HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
 
 
 @triton.jit
@@ -92,10 +92,9 @@ def _scale(peak, FP8: tl.constexpr):
 
 @triton.jit
 def _store_bytes(
-    block_ptr, x, scale, first_head, slot, kept,
-    START: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
-    """Finite numbers x [rows, N] of COUNT dimensions from START on."""
+    block_ptr, x, scale, kv_head, slot, d, mask, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr
+):
+    """Finite numbers x [rows, N] of dimensions d [1, N]."""
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     scaled = tl.where(scaled == scaled, scaled, 0.0)
     if FP8:
@@ -103,15 +102,8 @@ def _store_bytes(
     else:
         # The nearest integer, ties to even, is left in the low digits.
         byte = ((tl.clamp(scaled, -127.0, 127.0) + (12582912.0 + 128.0)).to(tl.int32, bitcast=True) & 0xFF).to(tl.uint8)
-    # In one row, so that threads are laid out anew: wide stores of keys, and of values neighbours by neighbours, not eight apart.
-    byte = tl.reshape(byte, [x.shape[0] * x.shape[1]])
-    i = tl.arange(0, x.shape[0] * x.shape[1])
-    head, d = first_head + i // x.shape[1], i % x.shape[1]
-    kept = kept & (d < COUNT)
-    at = block_ptr + head * (BLOCK_SIZE * HEAD_DIM)
-    tl.store(at + slot * HEAD_DIM + START + d, byte, mask=kept & (head >= 0) & (head < HEADS))
-    at += slot // 4 * (4 * HEAD_DIM) + slot % 4
-    tl.store(at + 4 * (START + d), byte, mask=kept & (head >= HEADS) & (head < 2 * HEADS))
+    inside = tl.where(kv_head < HEADS, slot * HEAD_DIM + d, slot // 4 * (4 * HEAD_DIM) + 4 * d + slot % 4)
+    tl.store(block_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM) + inside, byte, mask=mask)
 
 
 @triton.jit
@@ -126,7 +118,7 @@ def _rounded(x):
 @triton.jit
 def _squared_error(x):
     error = _rounded(x) - x
-    return error * error
+    return tl.sum(error * error, 1)[:, None]
 
 
 @triton.jit
