@@ -84,9 +84,7 @@ class Ops(Protocol):
         """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. x [..., N], weight and bias [N]."""
         ...
 
-    def add_layer_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def add_layer_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         """Adds x to `residual` in place and returns layer_norm(residual)."""
         ...
 

@@ -41,9 +41,7 @@ class TorchOps:
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
-    def add_layer_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def add_layer_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return self.layer_norm(residual.add_(x), weight, bias, eps)
 
     def relu(self, x: torch.Tensor) -> torch.Tensor:
