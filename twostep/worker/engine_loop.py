@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 _MAX_UNDELIVERED = 64
 _POLL_S = 0.1
 _MAX_FAILED_STEPS = 3
-# How long another thread may keep the interpreter when this one, its step done, wants it. Python's own 5 ms are seen as gaps between tokens.
+# How long another thread may keep the interpreter when this one's step is done. Python's own 5 ms would be gaps between tokens.
 _SWITCH_S = 0.0005
 
 
