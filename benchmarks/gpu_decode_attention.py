@@ -119,7 +119,8 @@ class Case:
         if self.cache.quantized is not None:
             self.cache.quantized.scales[:, self.layer].uniform_(0.001, 0.01)
         order = torch.randperm(sum(blocks), dtype=torch.int32)
-        self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+        # A multiple of 16 columns, for which kernels are compiled once.
+        self.tables = torch.zeros(len(lengths), -(-max(blocks) // 16) * 16, dtype=torch.int32)
         for s, ids in enumerate(order.split(blocks)):
             self.tables[s, : len(ids)] = ids
         self.tables[:, : num_shared // BLOCK_SIZE] = self.tables[0, : num_shared // BLOCK_SIZE].clone()

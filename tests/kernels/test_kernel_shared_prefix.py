@@ -131,7 +131,7 @@ def test_random_groups() -> None:
     for _ in range(8):
         num_seqs, num_kv_heads = rng.randrange(2, 12), rng.choice([1, 2, 3])
         rows = rng.sample(range(num_seqs), num_seqs)
-        groups = []
+        groups: list[tuple[list[int], int]] = []
         while len(rows) > 1 and len(groups) < 3:
             size = rng.randrange(2, len(rows) + 1)
             groups.append((rows[:size], 128 * rng.randrange(1, 5)))
