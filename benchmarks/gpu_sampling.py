@@ -49,12 +49,12 @@ def main() -> None:
     print(f"{'one reading':28}" + "".join(f"{rows * VOCAB * 2 / rate * 1e6:9.1f}" for rows in args.rows), flush=True)
     tokens = torch.zeros(MAX_SAMPLED_ROWS, dtype=torch.int64, device="cuda")
     print(f"{'greedy':28}" + "".join(f"{micros(lambda r=r: pick_greedy(logits[r], tokens[:r])):9.1f}" for r in args.rows), flush=True)
-    shapes = [(triton_sample._BLOCK, triton_sample._DEPTH, triton_sample._WARPS)]
+    shapes = [(triton_sample._BLOCK, triton_sample._WARPS, triton_sample._STAGES)]
     if args.sweep:
-        shapes += [(4096, 2, 16), (4096, 1, 16), (2048, 4, 8), (2048, 2, 8), (2048, 4, 16)]
+        shapes += [(4096, 16, 3), (2048, 8, 3), (4096, 8, 3)]
     for shape in shapes:
-        triton_sample._BLOCK, triton_sample._DEPTH, triton_sample._WARPS = shape
-        print(f"block, depth, warps: {shape}", flush=True)
+        triton_sample._BLOCK, triton_sample._WARPS, triton_sample._STAGES = shape
+        print(f"block, warps, stages: {shape}", flush=True)
         for name, params in KINDS.items():
             if shape != shapes[0] and name not in ("temperature", "top-k 50, top-p 0.95", "top-p 0.95, penalties"):
                 continue

@@ -26,10 +26,9 @@ INTS = ("row", "slot", "top_k")
 # A token's count among the output, and whether the prompt or the output has it at all.
 PROMPT_BIT = 1 << 30
 
-# A program's tile: as many logits side by side, as many of these in flight.
 _BLOCK = 4096
-_DEPTH = 4
 _WARPS = 16
+_STAGES = 1
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -57,7 +56,6 @@ def sample_rows(logits: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor, 
     assert tokens.is_contiguous()
     if num_rows:
         block = min(_BLOCK, triton.next_power_of_2(logits.shape[1]))
-        depth = min(_DEPTH, triton.next_power_of_2(triton.cdiv(logits.shape[1], block)))
         _sample_kernel[(num_rows,)](
             logits,
             floats,
@@ -68,16 +66,10 @@ def sample_rows(logits: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor, 
             logits.shape[1],
             logits.stride(0),
             BLOCK=block,
-            TILES=triton.next_power_of_2(triton.cdiv(logits.shape[1], block * depth)),
-            DEPTH=depth,
+            TILES=triton.next_power_of_2(triton.cdiv(logits.shape[1], block)),
+            STAGES=_STAGES,
             num_warps=_WARPS,
         )
-
-
-@triton.jit
-def _lanes(DEPTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Places in a tile, [DEPTH, BLOCK]: a thread has all of a column, so that sums over it stay its own."""
-    return tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
@@ -86,8 +78,9 @@ def _adjusted(row_ptr, counts_ptr, counted, repetition, frequency, presence, pla
     logit = tl.load(row_ptr + place, mask=place < vocab_size, other=-float("inf")).to(tl.float32)
     if counted:
         seen = tl.load(counts_ptr + place, mask=place < vocab_size, other=0)
-        times = (seen & 0x3FFFFFFF).to(tl.float32)
-        changed = tl.where(logit > 0, logit / repetition, logit * repetition) - (frequency * times + tl.where(times > 0, presence, 0.0))
+        times = (seen & 0x3FFFFFFF).to(tl.float64)
+        less = (frequency * times + tl.where(times > 0, presence, 0.0)).to(tl.float32)
+        changed = tl.where(logit > 0, logit / repetition, logit * repetition) - less
         logit = tl.where(seen != 0, changed, logit)
     return logit
 
@@ -113,10 +106,9 @@ def _bound(
     wanted,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The least bits of a distance such that distances up to it weigh `wanted` (COUNT: 1 each), where those up to `high` do."""
-    lanes = _lanes(DEPTH, BLOCK)
     low = high * 0 - 1  # distances up to it do not
     while low + 1 < high:
         step = (high - low + 3) // 4
@@ -128,18 +120,18 @@ def _bound(
         third_sum = tl.zeros((BLOCK,), tl.float32)
         least = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
         most = tl.full((BLOCK,), -1, tl.int32)
-        for start in range(0, vocab_size, DEPTH * BLOCK):
-            place = start + lanes
+        for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+            place = start + tl.arange(0, BLOCK)
             distance = _distance(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size, largest, temperature)
             bits = distance.to(tl.int32, bitcast=True)
             there = place < vocab_size
             weight = there.to(tl.float32) if COUNT else tl.exp(-distance)
-            first_sum += tl.sum(tl.where(bits <= first_bound, weight, 0.0), 0)
-            second_sum += tl.sum(tl.where(bits <= second_bound, weight, 0.0), 0)
-            third_sum += tl.sum(tl.where(bits <= third_bound, weight, 0.0), 0)
+            first_sum += tl.where(bits <= first_bound, weight, 0.0)
+            second_sum += tl.where(bits <= second_bound, weight, 0.0)
+            third_sum += tl.where(bits <= third_bound, weight, 0.0)
             inside = there & (bits > low) & (bits <= high)
-            least = tl.minimum(least, tl.min(tl.where(inside, bits, 0x7FFFFFFF), 0))
-            most = tl.maximum(most, tl.max(tl.where(inside, bits, -1), 0))
+            least = tl.minimum(least, tl.where(inside, bits, 0x7FFFFFFF))
+            most = tl.maximum(most, tl.where(inside, bits, -1))
         first = tl.sum(first_sum.to(tl.float64), 0) >= wanted
         second = tl.sum(second_sum.to(tl.float64), 0) >= wanted
         third = tl.sum(third_sum.to(tl.float64), 0) >= wanted
@@ -167,18 +159,17 @@ def _weigh(
     bound,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
-    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The sum of the kept weights of each tile of the row, float64 [TILES]."""
-    lanes = _lanes(DEPTH, BLOCK)
     tiles = tl.arange(0, TILES)
     sums = tl.zeros((TILES,), tl.float64)
-    for start in range(0, vocab_size, DEPTH * BLOCK):
-        place = start + lanes
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+        place = start + tl.arange(0, BLOCK)
         distance = _distance(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size, largest, temperature)
         kept = (distance.to(tl.int32, bitcast=True) <= bound) & (place < vocab_size)
-        weight = tl.sum(tl.sum(tl.where(kept, tl.exp(-distance), 0.0).to(tl.float64), 0), 0)
-        sums = tl.where(tiles == start // (DEPTH * BLOCK), weight, sums)
+        weight = tl.sum(tl.where(kept, tl.exp(-distance), 0.0).to(tl.float64), 0)
+        sums = tl.where(tiles == start // BLOCK, weight, sums)
     return sums
 
 
@@ -194,15 +185,15 @@ def _sample_kernel(
     row_stride,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
-    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     i = tl.program_id(0)
     temperature = tl.load(floats_ptr + i).to(tl.float32)
     least_log = tl.load(floats_ptr + num_rows + i).to(tl.float32)
     top_p = tl.load(floats_ptr + 2 * num_rows + i)
     repetition = tl.load(floats_ptr + 3 * num_rows + i).to(tl.float32)
-    frequency = tl.load(floats_ptr + 4 * num_rows + i).to(tl.float32)
-    presence = tl.load(floats_ptr + 5 * num_rows + i).to(tl.float32)
+    frequency = tl.load(floats_ptr + 4 * num_rows + i)
+    presence = tl.load(floats_ptr + 5 * num_rows + i)
     noise = tl.load(floats_ptr + 6 * num_rows + i)
     row = tl.load(ints_ptr + i)
     slot = tl.load(ints_ptr + num_rows + i)
@@ -212,11 +203,10 @@ def _sample_kernel(
     counts_ptr = all_counts_ptr + tl.maximum(slot, 0).to(tl.int64) * vocab_size
 
     best = tl.full((BLOCK,), -(2**63), tl.int64)
-    lanes = _lanes(DEPTH, BLOCK)
-    for start in range(0, vocab_size, DEPTH * BLOCK):
-        place = start + lanes
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+        place = start + tl.arange(0, BLOCK)
         logit = _adjusted(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size)
-        best = tl.maximum(best, tl.max(tl.where(place < vocab_size, sort_key(logit, place), -(2**63)), 0))
+        best = tl.maximum(best, tl.where(place < vocab_size, sort_key(logit, place), -(2**63)))
     key = tl.max(best, 0)
     token = tl.where(key_is_finite(key), key_place(key), -1)
     if key_is_finite(key) & (temperature > 0.0):
@@ -227,19 +217,19 @@ def _sample_kernel(
             all_of_them = bound * 0 + _INFINITY_BITS
             kth = _bound(
                 row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, all_of_them,
-                top_k.to(tl.float64), True, BLOCK, DEPTH,
+                top_k.to(tl.float64), True, BLOCK, STAGES,
             )  # fmt: skip
             bound = tl.minimum(bound, kth)
         sums = _weigh(
-            row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound, BLOCK, TILES, DEPTH
+            row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound, BLOCK, TILES, STAGES
         )
         if top_p < 1.0:
             bound = _bound(
                 row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound,
-                tl.sum(sums, 0) * top_p, False, BLOCK, DEPTH,
+                tl.sum(sums, 0) * top_p, False, BLOCK, STAGES,
             )  # fmt: skip
             sums = _weigh(
-                row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound, BLOCK, TILES, DEPTH
+                row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound, BLOCK, TILES, STAGES
             )
         target = noise * tl.sum(sums, 0)
         tiles = tl.arange(0, TILES)
@@ -248,7 +238,7 @@ def _sample_kernel(
         first_tile = tl.min(tl.where(here, tiles, TILES), 0)
         tile = tl.where(first_tile < TILES, first_tile, tl.max(tl.where(sums > 0.0, tiles, 0), 0))
         before = tl.sum(tl.where(tiles < tile, sums, 0.0), 0)
-        place = tile * (DEPTH * BLOCK) + tl.arange(0, DEPTH * BLOCK)
+        place = tile * BLOCK + tl.arange(0, BLOCK)
         distance = _distance(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size, largest, temperature)
         kept = (distance.to(tl.int32, bitcast=True) <= bound) & (place < vocab_size)
         weight = tl.where(kept, tl.exp(-distance), 0.0).to(tl.float64)
