@@ -26,8 +26,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from twostep.engine.batch import Batch, KvShape
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels import triton_prefill
-from twostep.kernels.hopper_plan import plan_items
 from twostep.kernels.hopper_prefill import hopper_attention
+from twostep.kernels.prefill_choice import HOPPER_ROWS
 from twostep.kernels.triton_ops import TritonOps
 from twostep.kernels.triton_prefill import TileShape, plan_tiles, prefill_attention, tile_shape
 
@@ -42,7 +42,6 @@ SHAPES = {
     "2048 after 6144": [(6144, 2048)],
     "512 after 8192": [(8192, 512)],
     "64 after 8192": [(8192, 64)],
-    "16 after 8192": [(8192, 16)],
     "ragged 8192": [(0, 5000), (0, 17), (1000, 1500), (100, 40), (0, 1635)],
 }
 Call = Callable[[], object]
@@ -111,23 +110,10 @@ class Case:
         return {name: torch.from_numpy(array.astype(np.int32)).cuda() for name, array in arrays.items()}
 
     def hopper(self, num_programs: int) -> Call:
-        inputs = self.inputs(1)
+        inputs = self.inputs(HOPPER_ROWS // SHARE)
         triton_prefill.clear_tails(self.cache, inputs["seq_lens"], inputs["block_tables"])
-        planned = plan_items(
-            self.starts.astype(np.int32), self.counts, self.lens, self.cache.shape, num_heads=NUM_HEADS, num_programs=num_programs
-        )
-        items, merges = (torch.from_numpy(array).cuda() for array in (planned.items, planned.merges))
         return lambda: hopper_attention(
-            self.qkv,
-            self.out,
-            self.cache,
-            self.layer,
-            num_heads=NUM_HEADS,
-            items=items,
-            merges=merges,
-            num_programs=planned.num_programs,
-            num_parts=planned.num_parts,
-            block_tables=inputs["block_tables"],
+            self.qkv, self.out, self.cache, self.layer, num_heads=NUM_HEADS, num_programs=num_programs, **inputs
         )
 
     def portable(self, shape: TileShape | None = None) -> Call:
@@ -182,6 +168,8 @@ def check() -> None:
         print(f"error {name:16} portable {case.error(case.portable()):.1e}", flush=True)
         for programs in (1 << 30, sms):
             print(f"error {name:16} hopper, at most {programs} programs: {case.error(case.hopper(programs)):.1e}", flush=True)
+    case = Case([(32768, 7000)])
+    print(f"error in a pool of {case.cache.tensor.numel() / 2**31:.1f} x 2^31 numbers: {case.error(case.hopper(sms)):.1e}", flush=True)
 
 
 def table(with_hopper: bool) -> None:

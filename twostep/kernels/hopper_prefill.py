@@ -2,14 +2,16 @@
 
     warp group 0    64 rows of queries    scores of tile i + 1 | values of tile i        both products run on the tensor cores
     warp group 1    the other 64 rows     softmax of tile i + 1 meanwhile                while the other group's softmax runs too
-    one warp        block table → TMA: a block at once straight into the tiles of keys and values, STAGES tiles ahead
+    one warp        block table → TMA: 16 tokens at once straight into the tiles of keys and values, STAGES tiles ahead
 
     rows    token 0: the SHARE query heads of the KV head, token 1: the same, ...      128 rows a program
     tiles   NUM_KEYS keys, the last (which needs the causal mask) first
 
-A program takes several items (hopper_plan.py); keys, values and queries of the next are on their way while one ends.
+A program takes several tiles of queries, there and back over the list that is sorted by weight, so that all end at about the same time
+and the next tile's keys are on their way while the last one's results are written.
 
-Written in Gluon, Triton's lower language, which its interpreter does not run: without a Hopper GPU this kernel is not under test.
+Written in Gluon, Triton's lower language, which its interpreter does not run: the oracle of this kernel on a machine without a GPU is
+nobody, on one with a GPU the test of the portable kernel (triton_prefill.py) runs this one too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -30,10 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from twostep.engine.kv_cache import KvCache
-from twostep.kernels.hopper_plan import HOPPER_KEYS
 from twostep.kernels.prefill_choice import HOPPER_ROWS
-from twostep.kernels.triton_prefill_merge import merge_parts
 
+_NUM_KEYS = 128
 # Columns of one TMA box: rows of 128 bytes are what the tensor cores' swizzle is made of.
 _BOX_COLUMNS = 64
 _NUM_STAGES = 2
@@ -46,38 +46,39 @@ def hopper_attention(
     layer: int,
     *,
     num_heads: int,
-    items: torch.Tensor,
-    merges: torch.Tensor,
-    num_programs: int,
-    num_parts: int,
+    tiles: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
+    num_programs: int,
     window: int = 0,
 ) -> None:
-    """triton_prefill.prefill_attention for shapes that prefill_choice.uses_hopper allows. Slots past a sequence's end in its last block
-    are read and have to be finite: clear_tails comes before. What `items` and so on are says hopper_plan.HopperItems."""
+    """triton_prefill.prefill_attention for shapes that prefill_choice.uses_hopper allows: tiles of HOPPER_ROWS // share tokens, no
+    TileShape. Slots past a sequence's end in its last block are read and have to be finite: clear_tails comes before.
+
+    num_programs  how many run at once: the number of multiprocessors
+    """
     kv = cache.shape
+    share = num_heads // kv.num_kv_heads
+    num_items = len(tiles) * kv.num_kv_heads
+    if not num_items:
+        return
     assert qkv.stride(1) == 1
     assert out.is_contiguous()
     assert block_tables.stride(1) == 1
-    assert len(items) % num_programs == 0
-    if not len(items):
-        return
-    share = num_heads // kv.num_kv_heads
     rows = cache.tensor.view(-1, kv.head_dim)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     blocks = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [kv.block_size, _BOX_COLUMNS], layout)
     rows_of_layer = 2 * kv.num_kv_heads * kv.block_size
-    parts = qkv.new_empty(num_parts, HOPPER_ROWS, kv.head_dim, dtype=torch.float32)
-    scales = qkv.new_empty(num_parts, HOPPER_ROWS, dtype=torch.float32)
-    _attention_kernel[(num_programs,)](
+    _attention_kernel[(min(num_items, num_programs),)](
         qkv,
         out,
         blocks,
-        items,
+        tiles,
+        query_start,
+        seq_lens,
         block_tables,
-        parts,
-        scales,
-        len(items) // num_programs,
+        num_items,
         qkv.stride(0),
         out.stride(0),
         block_tables.stride(0),
@@ -90,60 +91,90 @@ def hopper_attention(
         BLOCK_SIZE=kv.block_size,
         BLOCK_ROWS=kv.num_layers * rows_of_layer,
         WINDOW=window,
-        NUM_KEYS=HOPPER_KEYS,
+        NUM_KEYS=_NUM_KEYS,
         STAGES=_NUM_STAGES,
         ROWS=HOPPER_ROWS,
         num_warps=4,
         maxnreg=168,
     )
-    merge_parts(parts, scales, merges, out, share=share, head_dim=kv.head_dim, num_rows=HOPPER_ROWS)
+
+
+@gluon.jit
+def _tile_of(
+    item, tiles_ptr, query_start_ptr, seq_lens_ptr,
+    NUM_KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr,
+):  # fmt: skip
+    """KV head, sequence, first query, rows and length of an item, and its tiles of keys: [first_tile, num_tiles)."""
+    tile = item // NUM_KV_HEADS
+    kv_head = item % NUM_KV_HEADS
+    seq = gl.load(tiles_ptr + tile * 2)
+    first = gl.load(tiles_ptr + tile * 2 + 1)
+    row_start = gl.load(query_start_ptr + seq)
+    num_queries = gl.load(query_start_ptr + seq + 1) - row_start
+    seq_len = gl.load(seq_lens_ptr + seq)
+    context = seq_len - num_queries
+    num_tiles = (gl.minimum(context + first + TOKENS, seq_len) + NUM_KEYS - 1) // NUM_KEYS
+    first_tile = num_tiles * 0
+    if WINDOW > 0:
+        first_tile = gl.maximum(context + first + 1 - WINDOW, 0) // NUM_KEYS
+    return kv_head, seq, first, row_start, num_queries, seq_len, first_tile, num_tiles
+
+
+@gluon.jit
+def _item_of(turn):
+    """There and back over the list: who has the heaviest item of one turn has the lightest of the next."""
+    width = gl.num_programs(0)
+    me = gl.program_id(0)
+    return turn * width + gl.where(turn % 2 == 0, me, width - 1 - me)
 
 
 @gluon.jit
 def _fill(
-    blocks, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items_ptr, tables_ptr, num_turns, stride_table, layer_row, num_rows,
-    NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr, NUM_KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
+    blocks, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, num_items,
+    stride_table, layer_row, num_rows,
+    NUM_KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr,
+    WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp. A tile [NUM_KEYS, HEAD_DIM] lies in shared memory as HEAD_DIM / 64 columns of [NUM_KEYS, 64]."""
     BOX_COLUMNS: gl.constexpr = 64
     TILE_BYTES: gl.constexpr = NUM_KEYS * HEAD_DIM * 2
     count = 0
-    for turn in range(0, num_turns):
-        item = items_ptr + (turn * gl.num_programs(0) + gl.program_id(0)) * 8
-        seq, kv_head = gl.load(item), gl.load(item + 1)
-        num_keys = gl.load(item + 4) + gl.load(item + 3)
-        first_tile, num_tiles = gl.load(item + 5), gl.load(item + 6)
-        table_ptr = tables_ptr + seq.to(gl.int64) * stride_table
-        num_blocks = (num_keys + BLOCK_SIZE - 1) // BLOCK_SIZE
-        for i in range(first_tile, num_tiles):
-            first_block = (num_tiles - 1 - i + first_tile) * (NUM_KEYS // BLOCK_SIZE)
-            stage = count % STAGES
-            phase = (count // STAGES) & 1 ^ 1
-            mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), TILE_BYTES)
-            for b in gl.static_range(NUM_KEYS // BLOCK_SIZE):
-                # Past the last key's block a row past the pool's, for which TMA writes zeros.
-                there = first_block + b < num_blocks
-                block = gl.load(table_ptr + first_block + b, mask=there, other=0)
-                row = gl.where(there, block * BLOCK_ROWS + layer_row + kv_head * BLOCK_SIZE, num_rows)
-                for c in gl.static_range(HEAD_DIM // BOX_COLUMNS):
-                    tma.async_copy_global_to_shared(
-                        blocks, [row, c * BOX_COLUMNS], k_full.index(stage),
-                        k_smem.index(stage).slice(c * NUM_KEYS + b * BLOCK_SIZE, BLOCK_SIZE),
-                    )  # fmt: skip
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), TILE_BYTES)
-            for b in gl.static_range(NUM_KEYS // BLOCK_SIZE):
-                there = first_block + b < num_blocks
-                block = gl.load(table_ptr + first_block + b, mask=there, other=0)
-                row = gl.where(there, block * BLOCK_ROWS + layer_row + (NUM_KV_HEADS + kv_head) * BLOCK_SIZE, num_rows)
-                for c in gl.static_range(HEAD_DIM // BOX_COLUMNS):
-                    tma.async_copy_global_to_shared(
-                        blocks, [row, c * BOX_COLUMNS], v_full.index(stage),
-                        v_smem.index(stage).slice(c * NUM_KEYS + b * BLOCK_SIZE, BLOCK_SIZE),
-                    )  # fmt: skip
-            count += 1
+    for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        item = _item_of(turn)
+        if item < num_items:
+            kv_head, seq, _, _, _, seq_len, first_tile, num_tiles = _tile_of(
+                item, tiles_ptr, query_start_ptr, seq_lens_ptr, NUM_KV_HEADS, TOKENS, WINDOW, NUM_KEYS
+            )
+            table_ptr = tables_ptr + seq.to(gl.int64) * stride_table
+            num_blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+            for i in range(first_tile, num_tiles):
+                first_block = (num_tiles - 1 - i + first_tile) * (NUM_KEYS // BLOCK_SIZE)
+                stage = count % STAGES
+                phase = (count // STAGES) & 1 ^ 1
+                mbarrier.wait(k_empty.index(stage), phase)
+                mbarrier.expect(k_full.index(stage), TILE_BYTES)
+                for b in gl.static_range(NUM_KEYS // BLOCK_SIZE):
+                    # Past the sequence's blocks a row past the pool's, for which TMA writes zeros.
+                    there = first_block + b < num_blocks
+                    block = gl.load(table_ptr + first_block + b, mask=there, other=0)
+                    row = gl.where(there, block * BLOCK_ROWS + layer_row + kv_head * BLOCK_SIZE, num_rows)
+                    for c in gl.static_range(HEAD_DIM // BOX_COLUMNS):
+                        tma.async_copy_global_to_shared(
+                            blocks, [row, c * BOX_COLUMNS], k_full.index(stage),
+                            k_smem.index(stage).slice(c * NUM_KEYS + b * BLOCK_SIZE, BLOCK_SIZE),
+                        )  # fmt: skip
+                mbarrier.wait(v_empty.index(stage), phase)
+                mbarrier.expect(v_full.index(stage), TILE_BYTES)
+                for b in gl.static_range(NUM_KEYS // BLOCK_SIZE):
+                    there = first_block + b < num_blocks
+                    block = gl.load(table_ptr + first_block + b, mask=there, other=0)
+                    row = gl.where(there, block * BLOCK_ROWS + layer_row + (NUM_KV_HEADS + kv_head) * BLOCK_SIZE, num_rows)
+                    for c in gl.static_range(HEAD_DIM // BOX_COLUMNS):
+                        tma.async_copy_global_to_shared(
+                            blocks, [row, c * BOX_COLUMNS], v_full.index(stage),
+                            v_smem.index(stage).slice(c * NUM_KEYS + b * BLOCK_SIZE, BLOCK_SIZE),
+                        )  # fmt: skip
+                count += 1
 
 
 @gluon.jit
@@ -191,44 +222,11 @@ def _fold(
 
 
 @gluon.jit
-def _send_queries(
-    q_ptr, stride_q, q_smem, kv_head, token, num_tokens,
-    GROUP: gl.constexpr, SHARE: gl.constexpr, HEAD_DIM: gl.constexpr, WIDE: gl.constexpr,
-):  # fmt: skip
-    """A warp group's 64 rows of an item into shared memory, not waited for. Rows past the item's tokens get anything."""
-    row = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
-    at = (token + row // SHARE).to(gl.int64) * stride_q + (kv_head * SHARE + row % SHARE) * HEAD_DIM
-    async_copy.async_copy_global_to_shared(q_smem, q_ptr + at[:, None] + d[None, :], mask=(row < num_tokens * SHARE)[:, None])
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _store_result(
-    out_ptr, stride_out, acc, kv_head, token, num_tokens,
-    GROUP: gl.constexpr, SHARE: gl.constexpr, HEAD_DIM: gl.constexpr, WIDE: gl.constexpr,
-):  # fmt: skip
-    row = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
-    at = (token + row // SHARE).to(gl.int64) * stride_out + (kv_head * SHARE + row % SHARE) * HEAD_DIM
-    result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WIDE)
-    gl.store(out_ptr + at[:, None] + d[None, :], result, mask=(row < num_tokens * SHARE)[:, None])
-
-
-@gluon.jit
-def _store_part(parts_ptr, scales_ptr, acc, scale, part, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ACC: gl.constexpr):
-    row = part.to(gl.int64) * 128 + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ACC))
-    gl.store(scales_ptr + row, scale)
-    gl.store(parts_ptr + row[:, None] * HEAD_DIM + d[None, :], acc)
-
-
-@gluon.jit
 def _attend(
-    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items_ptr, parts_ptr, scales_ptr, num_turns, stride_q,
-    stride_out, scale_log2,
-    GROUP: gl.constexpr, SHARE: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr, WINDOW: gl.constexpr,
-    NUM_KEYS: gl.constexpr, STAGES: gl.constexpr,
+    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr, num_items,
+    stride_q, stride_out, scale_log2,
+    GROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr, SHARE: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warp group: 64 rows of each item."""
     ROWS: gl.constexpr = 64
@@ -237,31 +235,36 @@ def _attend(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     # How rows travel between shared and global memory: 16 bytes a thread.
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    q = q_smem.index(GROUP)
     count = 0
-    item = items_ptr + gl.program_id(0) * 8
-    kv_head, token, num_tokens = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
-    _send_queries(q_ptr, stride_q, q_smem.index(GROUP * 2), kv_head, token, num_tokens, GROUP, SHARE, HEAD_DIM, WIDE)
-    for turn in range(0, num_turns):
-        position_0, first_tile, num_tiles = gl.load(item + 4), gl.load(item + 5), gl.load(item + 6)
-        part = gl.load(item + 7)
-        item += gl.where(turn + 1 < num_turns, gl.num_programs(0) * 8, 0)
-        next_head, next_token, next_tokens = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
-        q = q_smem.index(GROUP * 2 + turn % 2)
-        async_copy.wait_group(0)
-        fence_async_shared()
-        # All warps' queries are here, and all have done with those of the item before.
-        gl.thread_barrier()
-        if first_tile < num_tiles:
-            position = position_0 + (GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))) // SHARE
+    for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        item = _item_of(turn)
+        if item < num_items:
+            kv_head, _, first, row_start, num_queries, seq_len, first_tile, num_tiles = _tile_of(
+                item, tiles_ptr, query_start_ptr, seq_lens_ptr, NUM_KV_HEADS, TOKENS, WINDOW, NUM_KEYS
+            )
+            context = seq_len - num_queries
+            row = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
+            d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
+            valid = (first + row // SHARE < num_queries) & (row // SHARE < TOKENS)
+            token = (row_start + first + row // SHARE).to(gl.int64)
+            column = (kv_head * SHARE + row % SHARE) * HEAD_DIM
+            queries = gl.load(q_ptr + (token * stride_q + column)[:, None] + d[None, :], mask=valid[:, None], other=0.0)
+            gl.thread_barrier()
+            q.store(queries)
+            fence_async_shared()
+            gl.thread_barrier()
+
+            position = context + first + (GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))) // SHARE
             best = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
             acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, ACC)
 
             # Tiles from `masked_to` on have keys that some row does not see yet, those before `masked_from` keys out of some window.
-            masked_to = gl.maximum(gl.minimum((position_0 + 1) // NUM_KEYS, num_tiles - 1), first_tile)
+            masked_to = gl.minimum((context + first + 1) // NUM_KEYS, num_tiles - 1)
             masked_from = first_tile
             if WINDOW > 0:
-                masked_from = gl.maximum(position_0 + TOKENS - WINDOW + NUM_KEYS - 1, 0) // NUM_KEYS
+                masked_from = gl.maximum(context + first + TOKENS - WINDOW + NUM_KEYS - 1, 0) // NUM_KEYS
                 masked_from = gl.minimum(gl.maximum(masked_from, first_tile), masked_to)
 
             stage = count % STAGES
@@ -281,11 +284,6 @@ def _attend(
                     (num_tiles - 2 - i) * NUM_KEYS, scale_log2, NUM_KEYS, HEAD_DIM, STAGES, WINDOW, True, SCORES, WEIGHTS,
                 )  # fmt: skip
                 count += 1
-            _send_queries(
-                q_ptr, stride_q, q_smem.index(GROUP * 2 + (turn + 1) % 2), next_head, next_token, next_tokens, GROUP, SHARE, HEAD_DIM, WIDE
-            )
-            # Here once, or the compiler puts one before each product of the loop that reads queries.
-            gl.thread_barrier()
             for _ in range(masked_from, masked_to):
                 weight, acc, best, total = _fold(
                     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, weight, acc, best, total, position,
@@ -306,28 +304,21 @@ def _attend(
             acc_token = warpgroup_mma(weight, values, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc_token,))
             mbarrier.arrive(v_empty.index(last), count=1)
-            acc = acc / gl.convert_layout(gl.where(total > 0, total, 1.0), gl.SliceLayout(1, ACC))[:, None]
-            if part < 0:
-                _store_result(out_ptr, stride_out, acc, kv_head, token, num_tokens, GROUP, SHARE, HEAD_DIM, WIDE)
-            else:
-                scale = gl.convert_layout(best + gl.log2(total), gl.SliceLayout(1, ACC))
-                _store_part(parts_ptr, scales_ptr, acc, scale, part, GROUP, HEAD_DIM, ACC)
-        kv_head, token, num_tokens = next_head, next_token, next_tokens
+            acc = acc / gl.convert_layout(total, gl.SliceLayout(1, ACC))[:, None]
+            result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WIDE)
+            gl.store(out_ptr + (token * stride_out + column)[:, None] + d[None, :], result, mask=valid[:, None])
 
 
-@gluon.jit(
-    do_not_specialize=["num_turns", "stride_table", "layer_row", "num_rows"], do_not_specialize_on_alignment=["items_ptr", "tables_ptr"]
-)
+@gluon.jit(do_not_specialize=["num_items", "stride_table", "layer_row", "num_rows"])
 def _attention_kernel(
-    q_ptr, out_ptr, blocks, items_ptr, tables_ptr, parts_ptr, scales_ptr, num_turns, stride_q, stride_out, stride_table, layer_row,
-    num_rows, scale_log2,
+    q_ptr, out_ptr, blocks, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, num_items, stride_q, stride_out, stride_table,
+    layer_row, num_rows, scale_log2,
     NUM_KV_HEADS: gl.constexpr, SHARE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr,
     WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     TOKENS: gl.constexpr = ROWS // SHARE
     COLUMNS: gl.constexpr = HEAD_DIM // 64
-    # Of each warp group the item's queries and the next one's.
-    q_smem = gl.allocate_shared_memory(blocks.dtype, [4, 64, HEAD_DIM], blocks.layout)
+    q_smem = gl.allocate_shared_memory(blocks.dtype, [2, 64, HEAD_DIM], blocks.layout)
     k_smem = gl.allocate_shared_memory(blocks.dtype, [STAGES, COLUMNS * NUM_KEYS, 64], blocks.layout)
     v_smem = gl.allocate_shared_memory(blocks.dtype, [STAGES, COLUMNS * NUM_KEYS, 64], blocks.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -345,22 +336,23 @@ def _attention_kernel(
             (
                 _attend,
                 (
-                    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items_ptr, parts_ptr, scales_ptr, num_turns,
-                    stride_q, stride_out, scale_log2, 0, SHARE, TOKENS, HEAD_DIM, WINDOW, NUM_KEYS, STAGES,
+                    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr,
+                    num_items, stride_q, stride_out, scale_log2, 0, NUM_KV_HEADS, SHARE, TOKENS, HEAD_DIM, WINDOW, NUM_KEYS, STAGES,
                 ),
             ),
             (
                 _attend,
                 (
-                    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items_ptr, parts_ptr, scales_ptr, num_turns,
-                    stride_q, stride_out, scale_log2, 1, SHARE, TOKENS, HEAD_DIM, WINDOW, NUM_KEYS, STAGES,
+                    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr,
+                    num_items, stride_q, stride_out, scale_log2, 1, NUM_KV_HEADS, SHARE, TOKENS, HEAD_DIM, WINDOW, NUM_KEYS, STAGES,
                 ),
             ),
             (
                 _fill,
                 (
-                    blocks, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items_ptr, tables_ptr, num_turns, stride_table, layer_row,
-                    num_rows, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, NUM_KEYS, STAGES,
+                    blocks, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr,
+                    num_items, stride_table, layer_row, num_rows, NUM_KV_HEADS, TOKENS, HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, WINDOW, NUM_KEYS,
+                    STAGES,
                 ),
             ),
         ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from twostep.engine.batch import Batch, KvShape
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels import triton_elementwise, triton_prefill
-from twostep.kernels.hopper_plan import HopperItems, plan_items
 from twostep.kernels.ops import Linear
-from twostep.kernels.prefill_choice import num_leading_decodes, uses_hopper
+from twostep.kernels.prefill_choice import HOPPER_ROWS, num_leading_decodes, uses_hopper
 from twostep.kernels.step_upload import StepUpload
 from twostep.kernels.triton_decode import decode_attention
 from twostep.kernels.triton_decode_plan import DecodePlan, DecodeWorkspace
@@ -30,9 +29,7 @@ class TritonOps:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        on_gpu = self._device.type == "cuda"
-        self._capability = torch.cuda.get_device_capability(self._device) if on_gpu else None
-        self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
+        self._capability = torch.cuda.get_device_capability(self._device) if self._device.type == "cuda" else None
         self.upload = StepUpload(self._device)
         # What the rows of the last step sampled: the next one may carry it.
         self.tokens = torch.zeros(MAX_SAMPLED_ROWS, dtype=torch.int64, device=device)
@@ -82,19 +79,10 @@ class TritonOps:
         num_decodes = num_leading_decodes(num_queries.tolist(), kv.block_size)
         num_queries[:num_decodes] = 0
         max_queries = int(num_queries.max())
-        # Chunks attend to a dense copy of quantized KV.
-        dense = replace(kv, quantization="none")
-        seq_lens = batch.seq_lens.astype(np.int64)
+        hopper = uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability)
         shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries))
-        items_of: dict[int, HopperItems] = {}
-        if uses_hopper(dense, num_heads=num_heads, max_queries=max_queries, capability=self._capability):
-            items_of = {
-                window: plan_items(
-                    batch.query_start, num_queries, seq_lens, dense, num_heads=num_heads, num_programs=self._num_sms, window=window
-                )
-                for window in dict.fromkeys(windows)
-            }
-        *sent, tiles = self.upload.send(
+        rows = HOPPER_ROWS if hopper else shape.num_rows
+        sent = self.upload.send(
             (
                 batch.token_ids,
                 batch.positions,
@@ -103,19 +91,15 @@ class TritonOps:
                 batch.query_start,
                 batch.seq_lens,
                 batch.block_tables,
-                *(array for items in items_of.values() for array in (items.items, items.merges)),
-                triton_prefill.plan_tiles(num_queries * (not items_of), seq_lens, shape.num_rows // share),
+                triton_prefill.plan_tiles(num_queries, batch.seq_lens.astype(np.int64), rows // share),
             )
         )
-        planned, sent = sent[7:], [*sent[:7], tiles]
         if batch.carried is not None:
             (carried,) = self.upload.send((batch.carried,))
             carry_tokens(sent[0], carried, self.tokens)
-        plan = TritonAttentionPlan(StepTensors(*sent), cache, num_heads=num_heads, cos=cos, sin=sin, windows=windows, tile_shape=shape)
-        plan.hopper = {
-            window: _HopperStep(*tensors, items.num_programs, items.num_parts)
-            for (window, items), tensors in zip(items_of.items(), zip(planned[::2], planned[1::2], strict=True), strict=True)
-        }
+        plan = TritonAttentionPlan(
+            StepTensors(*sent), cache, num_heads=num_heads, cos=cos, sin=sin, windows=windows, tile_shape=None if hopper else shape
+        )
         if num_decodes:
             plan.decode = {window: self._decode_plan(kv, num_heads, num_decodes, window) for window in dict.fromkeys(windows)}
             plan.num_decodes = num_decodes
@@ -185,16 +169,6 @@ class TritonOps:
 
 
 @dataclass(frozen=True, slots=True)
-class _HopperStep:
-    """hopper_plan.HopperItems on the device."""
-
-    items: torch.Tensor
-    merges: torch.Tensor
-    num_programs: int
-    num_parts: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepTensors:
     """A Batch on the device (shapes in twostep/engine/batch.py; int64 may be int32). `sample_rows` None: all rows, in order."""
 
@@ -220,8 +194,9 @@ class TritonAttentionPlan:
         cos: torch.Tensor,
         sin: torch.Tensor,
         windows: Sequence[int],
-        tile_shape: triton_prefill.TileShape,
+        tile_shape: triton_prefill.TileShape | None,
     ) -> None:
+        """`tile_shape` None: the tiles are the Hopper kernel's."""
         self.token_ids = step.token_ids
         self.positions = step.positions
         self.sample_rows = step.sample_rows
@@ -235,8 +210,6 @@ class TritonAttentionPlan:
         # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
         self.num_decodes = 0
-        # By window, where the Hopper kernel serves those others; there are no tiles then.
-        self.hopper: dict[int, _HopperStep] = {}
         self.shared: SharedPrefix | None = None
         # What the others' chunks attend to where the pool is quantized, and its lengths: 0 for those that are decoded.
         self._dense: DenseCopy | None = None
@@ -254,7 +227,7 @@ class TritonAttentionPlan:
         if layer == 0:
             for plan in self.decode.values():
                 plan.refresh(step.seq_lens[: self.num_decodes])
-            if self.hopper and self._dense is None:
+            if self._tile_shape is None and self._dense is None:
                 triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
         triton_elementwise.rotate_and_write(qkv, step.positions, step.slots, self._cos, self._sin, self._cache, layer, self._num_heads)
 
@@ -282,7 +255,7 @@ class TritonAttentionPlan:
         if self._dense is not None:
             self._dense.fill(cache, layer, self._dense_lens, block_tables)
             cache, block_tables, at = self._dense.cache, self._dense.block_tables, 0
-        if not self.hopper:
+        if self._tile_shape is not None:
             triton_prefill.prefill_attention(
                 qkv,
                 out,
@@ -300,17 +273,16 @@ class TritonAttentionPlan:
         # Gluon is there, and needed, on Hopper only.
         from twostep.kernels.hopper_prefill import hopper_attention  # noqa: PLC0415
 
-        share = self.hopper[self._windows[layer]]
         hopper_attention(
             qkv,
             out,
             cache,
             at,
             num_heads=self._num_heads,
-            items=share.items,
-            merges=share.merges,
-            num_programs=share.num_programs,
-            num_parts=share.num_parts,
+            tiles=step.tiles,
+            query_start=step.query_start,
+            seq_lens=step.seq_lens,
             block_tables=block_tables,
+            num_programs=torch.cuda.get_device_properties(qkv.device).multi_processor_count,
             window=self._windows[layer],
         )
