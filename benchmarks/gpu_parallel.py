@@ -4,14 +4,16 @@
 
 A decode step is the wall time between consecutive tokens on the host, greedy, step n + 1 launched before n is collected, contexts from
 1024 on; a prefill is a batch of prompts in chunks of 8192 tokens. Medians, random weights. "NCCL" adds up by the library's all-reduce,
-with a norm after it; otherwise this project's kernel adds up what is of few tokens, and fetches so many MB of the next weight meanwhile.
+with a norm after it; otherwise this project's kernel adds up what is of few tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -24,7 +26,6 @@ from safetensors.torch import save_file
 
 from twostep.engine.batch import Runner
 from twostep.engine.model_runner import ModelRunner
-from twostep.engine.parallel_group import DEFAULT_SUMS, Sums
 from twostep.engine.parallel_runner import ParallelRunner
 from twostep.kernels.torch_ops import TorchOps
 from twostep.models.config import parse_config
@@ -57,7 +58,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--device", default="cuda", help="of the check")
-    parser.add_argument("--ahead-mb", type=int, nargs="+", default=[DEFAULT_SUMS.ahead_bytes >> 20])
     parser.add_argument("--nccl", action="store_true", help="measure that too")
     parser.add_argument("--profile", type=int, default=0, metavar="BATCH", help="also list the kernels of such a step")
     parser.add_argument("--skip-check", action="store_true")
@@ -69,6 +69,9 @@ def main() -> None:
         check(args.size, args.device)
     if not args.skip_speed:
         speed(args)
+    sys.stdout.flush()
+    # As a worker ends: NCCL's own end may wait for ranks that are gone.
+    os._exit(0)
 
 
 def check(size: int, device: str = "cuda") -> None:
@@ -156,19 +159,19 @@ def speed(args: argparse.Namespace) -> None:
         "device": "cuda",
         "load_format": "dummy",
     }
-    ways: dict[str, Sums | None] = {"one GPU": None}
-    ways |= {f"{size} GPUs, {ahead} MB ahead": Sums(ahead_bytes=ahead << 20) for ahead in args.ahead_mb}
+    # Whether few tokens are added up in one shot; None: nothing is.
+    ways: dict[str, bool | None] = {"one GPU": None, f"{size} GPUs": True}
     if args.nccl:
-        ways[f"{size} GPUs, NCCL"] = Sums(one_shot=False)
+        ways[f"{size} GPUs, NCCL"] = False
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(LLAMA_8B))
         base: dict[int, float] = {}
-        for title, sums in ways.items():
+        for title, one_shot in ways.items():
             phases = Phases()
-            if sums is None:
+            if one_shot is None:
                 runner: Runner = ModelRunner(name, progress=phases, **options)
             else:
-                runner = ParallelRunner(name, size=size, sums=sums, step_timeout_s=60.0, progress=phases, **options)
+                runner = ParallelRunner(name, size=size, one_shot=one_shot, step_timeout_s=60.0, progress=phases, **options)
             print(f"{title}: ready after {phases.done()}", flush=True)
             for batch in batches:
                 times = decode_ms(runner, batch, steps)
@@ -182,7 +185,7 @@ def speed(args: argparse.Namespace) -> None:
                 )
             rate = prefill_rate(runner, 4, 2048)
             print(f"{title}: prefill 4 x 2048  {rate / 1e3:.1f}k tokens/s", flush=True)
-            if args.profile and title in (next(iter(ways)), next(reversed(ways))):
+            if args.profile:
                 list_kernels(runner, args.profile)
             if isinstance(runner, ParallelRunner):
                 begun = time.perf_counter()

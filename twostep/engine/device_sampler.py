@@ -43,8 +43,6 @@ class DeviceSampler:
         self._tokens = tokens
         self._counts = TokenCounts(upload, tokens, vocab_size)
         self._asked = _Asked.of(())
-        # Whether the last step's tokens are pick_greedy's alone, run by others too.
-        self.only_picked = False
 
     def sample(self, logits: torch.Tensor, batch: Batch, *, picked: bool = False) -> Logprobs | None:
         """Fills `tokens` from the batch's logits [R, V], whose rows may be changed. `picked`: pick_greedy has run."""
@@ -61,7 +59,6 @@ class DeviceSampler:
         if held_back.any():
             self._hold_back(logits, rows, np.flatnonzero(held_back))
         chosen = np.flatnonzero(asked.drawn | held_back)
-        self.only_picked = picked and not len(chosen)
         if len(chosen):
             self._draw(logits, batch, chosen, positions)
         return None if raw is None else raw.logprobs(tokens)

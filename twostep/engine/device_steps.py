@@ -38,11 +38,6 @@ class DeviceSteps:
         """int64: what each row of the last step sampled, on the device."""
         return self._tokens
 
-    @property
-    def only_picked(self) -> bool:
-        """Whether these follow from the step's logits alone, and every rank that ran it has them."""
-        return self._sampler.only_picked
-
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, vocab_size] of the batch's sample rows, valid until the next step."""
         logits = None if self._graphs is None else self._graphs.logits(batch)

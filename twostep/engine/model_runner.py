@@ -140,6 +140,9 @@ class ModelRunner:
     def launch(self, batch: Batch) -> InFlight:
         with torch.inference_mode(), self._on_device():
             if self._steps is not None:
+                if self._member is not None and batch.carried is not None and (num_rows := int(batch.carried.max()) + 1):
+                    # Only rank 0 has sampled them.
+                    self._member.group.broadcast(self._steps.tokens[:num_rows])
                 return self._steps.launch(batch)
             batch = batch.with_carried(self._last_token_ids)
             logits = self._logits(batch)
@@ -148,22 +151,10 @@ class ModelRunner:
             self._last_token_ids = sampled.token_ids
             return FinishedStep(sampled)
 
-    @property
-    def only_picked(self) -> bool:
-        """Whether each rank knows the last step's tokens by itself."""
-        return self._steps is not None and self._steps.only_picked
-
     def close(self) -> None:
         """Frees captured steps; nothing is launched any more. A library that takes part in them cannot end before."""
         self._steps = None
         gc.collect()
-
-    def share_tokens(self, num_rows: int) -> None:
-        """Gives the others rank 0's tokens of the last step, on the device. All ranks call it together, before a step that carries them."""
-        assert self._member is not None
-        assert self._steps is not None
-        with torch.inference_mode(), self._on_device():
-            self._member.group.broadcast(self._steps.tokens[:num_rows])
 
     def run(self, batch: Batch) -> Sampled:
         """Launches a step that carries nothing, and waits for it."""

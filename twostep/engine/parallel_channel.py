@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from twostep.engine.batch import Batch
-from twostep.engine.parallel_group import Sums
 from twostep.engine.pool_sizing import PoolSizing
 from twostep.errors import InternalError, Unavailable
 
@@ -59,7 +58,7 @@ class Hello:
     model_dir: str
     device: str
     timeout_s: float
-    sums: Sums
+    one_shot: bool
     log_level: str
     log_json: bool
     options: dict[str, Any]
@@ -72,8 +71,7 @@ class Hello:
 
     @staticmethod
     def unpack(message: bytes) -> Hello:
-        fields = json.loads(message)
-        hello = Hello(**fields | {"sums": Sums(**fields["sums"])})
+        hello = Hello(**json.loads(message))
         if isinstance(hello.options.get("num_blocks"), dict):
             hello.options["num_blocks"] = PoolSizing(**hello.options["num_blocks"])
         return hello
@@ -90,12 +88,7 @@ class Kind(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Command:
     """`number` counts steps from 1; other commands have that of the step before. `sizes` of a step: tokens, sequences, blocks of a table,
-    sampled rows, whether tokens are carried, and how many of the step before rank 0 gives to the others first; of a copy: source and
-    target block."""
-
-    @property
-    def num_shared(self) -> int:
-        return self.sizes[5]
+    sampled rows, whether tokens are carried; of a copy: source and target block."""
 
     kind: Kind
     number: int
@@ -147,7 +140,7 @@ class StepMemory:
     def set_done(self, rank: int, number: int) -> None:
         self._done[rank] = number
 
-    def put(self, number: int, batch: Batch, check: Callable[[], None], deadline: float, num_shared: int = 0) -> Command:
+    def put(self, number: int, batch: Batch, check: Callable[[], None], deadline: float) -> Command:
         """Copies a batch into its slot, but for what only rank 0 needs (sampling). Waits until the slot's last batch is done with; calls
         `check` meanwhile, which raises if it never will be. Raises InternalError for a batch beyond the slot."""
         while self.least_done() < number - _NUM_SLOTS:
@@ -164,7 +157,7 @@ class StepMemory:
         for array in arrays:
             np.frombuffer(self._memory, array.dtype, array.size, start).reshape(array.shape)[...] = array
             start += _aligned(array.nbytes)
-        sizes = (len(batch.token_ids), *batch.block_tables.shape, len(batch.sample_rows), int(batch.carried is not None), num_shared)
+        sizes = (len(batch.token_ids), *batch.block_tables.shape, len(batch.sample_rows), int(batch.carried is not None))
         return Command(Kind.STEP, number, sizes)
 
     def get(self, command: Command) -> Batch:

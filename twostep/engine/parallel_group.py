@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,19 +15,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from twostep.engine.parallel_meeting import Meeting
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """How GPUs add up what ranks have of a few tokens: by a kernel for that, which meanwhile fetches so many bytes of what is read next;
-    or all by the library. For comparison: the defaults are what was measured to be fastest."""
-
-    one_shot: bool = True
-    ahead_bytes: int = 12 << 20
-
-
-DEFAULT_SUMS = Sums()
-
 
 log = logging.getLogger(__name__)
 

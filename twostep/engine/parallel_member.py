@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from twostep.engine.parallel_group import BackendGroup, Sums, TensorGroup
+from twostep.engine.parallel_group import BackendGroup, TensorGroup
 from twostep.engine.parallel_meeting import Meeting
 from twostep.kernels.ops import Ops
 from twostep.kernels.parallel_ops import ParallelTorchOps
@@ -15,11 +15,12 @@ from twostep.models.sharding import ModelPart, shard_of
 class Member:
     """Of rank `meeting.rank`. Belongs to one ModelRunner."""
 
-    def __init__(self, meeting: Meeting, device: torch.device, *, timeout_s: float, sums: Sums) -> None:
-        """Waits for all ranks. `timeout_s`: how long a rank may keep the others waiting in a step. Raises SetupError."""
+    def __init__(self, meeting: Meeting, device: torch.device, *, timeout_s: float, one_shot: bool) -> None:
+        """Waits for all ranks. `timeout_s`: how long a rank may keep the others waiting in a step. `one_shot`: sums of few tokens may take
+        the kernel for them. Raises SetupError."""
         meeting.exchange(b"here")
         self.meeting = meeting
-        self._sums = sums
+        self._one_shot = one_shot
         self.group: TensorGroup = BackendGroup(meeting, device, timeout_s=timeout_s)
 
     @property
@@ -38,4 +39,4 @@ class Member:
         # Only a GPU needs triton, and importing it takes a second.
         from twostep.kernels.triton_parallel_ops import parallel_triton_ops  # noqa: PLC0415
 
-        return parallel_triton_ops(self.group, config, dtype, device, self._sums)
+        return parallel_triton_ops(self.group, config, dtype, device, one_shot=self._one_shot)

@@ -30,7 +30,6 @@ from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, Sampled
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.parallel_blocks import BlockParts
 from twostep.engine.parallel_channel import DONE, BlockMemory, Command, Hello, Kind, StepMemory, Transfer, blocks_at_once, receive
-from twostep.engine.parallel_group import DEFAULT_SUMS, Sums
 from twostep.engine.parallel_meeting import Meeting
 from twostep.engine.parallel_member import Member
 from twostep.engine.parallel_processes import RankProcesses
@@ -54,13 +53,14 @@ class ParallelRunner:
         size: int,
         device: str = "cpu",
         step_timeout_s: float = 120.0,
-        sums: Sums = DEFAULT_SUMS,
+        one_shot: bool = True,
         log_json: bool = False,
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
         """`device` cuda:N: ranks take that and the `size - 1` after it. counted round. `options` are ModelRunner's. The runner fails if a
-        rank dies or takes longer than `step_timeout_s` for a step. Raises SetupError with what to change; no rank is left then."""
+        rank dies or takes longer than `step_timeout_s` for a step. `one_shot` False: all sums are NCCL's, for comparison.
+        Raises SetupError with what to change; no rank is left then."""
         devices = _devices(device, size)
         # What can be refused is, before anything is started.
         shard_of(parse_config(Path(model_dir)), 0, size)
@@ -90,7 +90,7 @@ class ParallelRunner:
                 model_dir=str(model_dir),
                 device=devices[rank],
                 timeout_s=step_timeout_s,
-                sums=sums,
+                one_shot=one_shot,
                 log_json=log_json,
                 log_level=logging.getLevelName(log.getEffectiveLevel()).lower(),
                 options=options,
@@ -107,7 +107,7 @@ class ParallelRunner:
             os.close(step_file)
             os.close(block_file)
         try:
-            member = Member(self._meeting, torch.device(devices[0]), timeout_s=step_timeout_s, sums=sums)
+            member = Member(self._meeting, torch.device(devices[0]), timeout_s=step_timeout_s, one_shot=one_shot)
             self._group = member.group
             self._local = ModelRunner(model_dir, device=devices[0], progress=progress, member=member, **options)
             self._parts = BlockParts(self._local.kv_shape, self._local.config, size)
@@ -139,16 +139,12 @@ class ParallelRunner:
         self._check()
         if not self.overlaps:
             batch = batch.with_carried(self._last)
-        # The others have not sampled: what they cannot have picked themselves they are given.
-        num_shared = 0 if batch.carried is None or self._local.only_picked else int(batch.carried.max()) + 1
         number = self._number + 1
-        command = self._steps.put(number, batch, self._check, time.monotonic() + self._step_timeout_s, num_shared)
+        command = self._steps.put(number, batch, self._check, time.monotonic() + self._step_timeout_s)
         self._number = number
         self._ranks.tell(command.pack())
         self._open.append((number, time.monotonic()))
         try:
-            if num_shared:
-                self._local.share_tokens(num_shared)
             step = _InFlight(self, number, self._local.launch(batch))
             # Without a device of its own a step is done by now, and the next one may carry its tokens.
             return step if self.overlaps else FinishedStep(step.result())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from twostep.engine.parallel_group import Sums, TensorGroup
+from twostep.engine.parallel_group import TensorGroup
 from twostep.kernels.ops import Linear
 from twostep.kernels.peer_memory import PeerMemory, all_reach_all
 from twostep.kernels.triton_ops import TritonOps
@@ -15,44 +15,22 @@ from twostep.models.config import ModelConfig
 _MAX_ROWS_OF_ALL = 1024
 
 
-class _Known:
-    """A product that tells its weight [out, in]."""
-
-    def __init__(self, run: Linear, weight: torch.Tensor) -> None:
-        self._run = run
-        self.weight = weight
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x)
-
-
 class ParallelTritonOps(TritonOps):
-    def __init__(self, device: torch.device, group: TensorGroup, exchange: RowExchange | None, ahead_bytes: int) -> None:
-        """ahead_bytes: of a product's weight, fetched while the sum before it is on its way"""
+    def __init__(self, device: torch.device, group: TensorGroup, exchange: RowExchange | None) -> None:
         super().__init__(device)
         self._group = group
         self._exchange = exchange
-        self._ahead_bytes = ahead_bytes
 
-    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return _Known(super().prepare_linear(weight, bias), weight)
-
-    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return _Known(super().prepare_gated(weight, bias), weight)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, ahead: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """ahead  the weight of the product that follows, if it is known"""
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if self._exchange is not None and len(residual) <= self._exchange.max_rows:
-            return self._exchange.add_rms_norm(x, residual, weight, eps, ahead=ahead, ahead_bytes=self._ahead_bytes)
+            return self._exchange.add_rms_norm(x, residual, weight, eps)
         return super().add_rms_norm(self._sum(x, residual.dtype), residual, weight, eps)
 
     def join_rms_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
     ) -> torch.Tensor:
         # In one piece with neither product: what the first gives is but a term of what is added.
-        return then(self.add_rms_norm(linear(x), residual, weight, eps, then.weight if isinstance(then, _Known) else None))
+        return then(self.add_rms_norm(linear(x), residual, weight, eps))
 
     def add_layer_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return super().add_layer_norm(self._sum(x, residual.dtype), residual, weight, bias, eps)
@@ -62,14 +40,16 @@ class ParallelTritonOps(TritonOps):
         return self._group.all_reduce((x.sum(0) if x.dim() == 3 else x).to(dtype).contiguous())
 
 
-def parallel_triton_ops(group: TensorGroup, config: ModelConfig, dtype: torch.dtype, device: torch.device, sums: Sums) -> ParallelTritonOps:
-    """All ranks call it together. The kernel for few tokens is used where the devices reach each other."""
+def parallel_triton_ops(
+    group: TensorGroup, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, one_shot: bool = True
+) -> ParallelTritonOps:
+    """All ranks call it together. `one_shot`: whether the kernel for few tokens may be used, where the devices reach each other."""
     meeting = group.meeting
     devices = [torch.device(note.decode()) for note in meeting.exchange(str(device).encode())]
     exchange = None
     width = config.hidden_size
-    if sums.one_shot and width * dtype.itemsize % 4 == 0 and all_reach_all(meeting, device, devices):
+    if one_shot and width * dtype.itemsize % 4 == 0 and all_reach_all(meeting, device, devices):
         max_rows = _MAX_ROWS_OF_ALL // meeting.size
         memory = PeerMemory(meeting, device, inbox_bytes(width, dtype.itemsize, size=meeting.size, max_rows=max_rows))
         exchange = RowExchange(memory.addresses, meeting.rank, max_rows=max_rows)
-    return ParallelTritonOps(device, group, exchange, sums.ahead_bytes)
+    return ParallelTritonOps(device, group, exchange)

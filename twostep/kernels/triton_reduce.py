@@ -10,9 +10,6 @@ in order of rank, so that all ranks have the same bits. Exchanges alternate betw
 exchange n + 2 has received n + 1 of its peer, whose program had then ended exchange n. The number is counted on the device, per token
 of a step, so that captured graphs can be replayed.
 
-While a sum is on its way nobody reads this GPU's own memory: other programs of the kernel use that time to fetch the beginning of each row
-of the next product's weight into the second-level cache.
-
     inbox  int64 [half 2, token MAX_ROWS, source SIZE, word of 4 bytes]
 """
 
@@ -26,10 +23,6 @@ from twostep.kernels.triton_elementwise import _sum_parts
 from twostep.kernels.triton_launch import follow, overlaps
 
 _WARPS = 8
-# Rows of a weight that one program fetches the beginning of; what an address must be a multiple of; what a row's piece is one of.
-_AHEAD_ROWS = 256
-_FETCH_GRAIN = 16
-_LINE_BYTES = 128
 
 
 def inbox_bytes(width: int, item_bytes: int, *, size: int, max_rows: int) -> int:
@@ -47,23 +40,13 @@ class RowExchange:
         self._numbers = torch.zeros(max_rows, dtype=torch.int32, device=inboxes.device)
 
     def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        ahead: torch.Tensor | None = None,
-        ahead_bytes: int = 0,
-        push: bool = True,
-        pull: bool = True,
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, push: bool = True, pull: bool = True
     ) -> torch.Tensor:
         """Adds the sum of all ranks' x to `residual` in place, and returns rms_norm(residual).
 
         x         [T, N], or float32 [parts, T, N], which are added up first; rounded to residual's dtype before it is exchanged
         residual  [T, N], dense, T <= max_rows, rows a multiple of 4 bytes
         weight    [N]
-        ahead     [M, K], dense: a weight that is read next, of which about `ahead_bytes` are fetched into the cache meanwhile
         Without `pull` only the exchange's first half is done, without `push` only its second: for tests of several ranks in one process.
         """
         rows, width = residual.shape
@@ -78,18 +61,13 @@ class RowExchange:
         x = x.contiguous()
         block = triton.next_power_of_2(width)
         pdl = overlaps(x.device)
-        piece = _piece_bytes(ahead, ahead_bytes) if ahead is not None and pdl else 0
-        _reduce_kernel[(rows + (triton.cdiv(len(ahead), _AHEAD_ROWS) if ahead is not None and piece else 0),)](
+        _reduce_kernel[(rows,)](
             x,
             residual,
             weight,
             out,
             self._inboxes,
             self._numbers,
-            residual if ahead is None else ahead,
-            rows,
-            0 if ahead is None else len(ahead),
-            0 if ahead is None else ahead.stride(0) * ahead.element_size(),
             residual.numel(),
             eps,
             PARTS=x.numel() // residual.numel(),
@@ -101,8 +79,6 @@ class RowExchange:
             MAX_ROWS=self.max_rows,
             PUSH=push,
             PULL=pull,
-            PIECE=piece,
-            AHEAD_ROWS=_AHEAD_ROWS,
             PDL=pdl,
             num_warps=_WARPS if block <= 4096 else 2 * _WARPS,
             launch_pdl=pdl,
@@ -110,81 +86,8 @@ class RowExchange:
         return out
 
 
-def _piece_bytes(ahead: torch.Tensor, num_bytes: int) -> int:
-    """Of each row; 0 where rows cannot be fetched so."""
-    row = ahead.shape[1] * ahead.element_size()
-    if row % _FETCH_GRAIN or ahead.data_ptr() % _FETCH_GRAIN or not ahead.is_contiguous():
-        return 0
-    return min(row, num_bytes // len(ahead) // _LINE_BYTES * _LINE_BYTES)
-
-
 @triton.jit
 def _reduce_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    inboxes_ptr,
-    numbers_ptr,
-    ahead_ptr,
-    num_rows,
-    num_ahead,
-    ahead_stride,
-    numel,
-    eps,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-    PUSH: tl.constexpr,
-    PULL: tl.constexpr,
-    PIECE: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0)
-    if row < num_rows:
-        _reduce_row(
-            row,
-            x_ptr,
-            residual_ptr,
-            weight_ptr,
-            out_ptr,
-            inboxes_ptr,
-            numbers_ptr,
-            numel,
-            eps,
-            PARTS,
-            WIDTH,
-            BLOCK,
-            PER_WORD,
-            RANK,
-            SIZE,
-            MAX_ROWS,
-            PUSH,
-            PULL,
-            PDL,
-        )
-    elif PIECE > 0:
-        # No kernel writes weights: this need not wait for the one ahead.
-        fetched = tl.minimum((row - num_rows) * AHEAD_ROWS + tl.arange(0, AHEAD_ROWS), num_ahead - 1)
-        address = ahead_ptr.to(tl.int64) + fetched.to(tl.int64) * ahead_stride
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [address, tl.full((AHEAD_ROWS,), PIECE, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def _reduce_row(
-    row,
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -205,6 +108,7 @@ def _reduce_row(
     PDL: tl.constexpr,
 ):
     WORDS: tl.constexpr = WIDTH // PER_WORD
+    row = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     mask = col < WIDTH
     word_col = tl.arange(0, BLOCK // PER_WORD)
