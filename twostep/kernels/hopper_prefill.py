@@ -10,8 +10,8 @@
 A program takes several tiles of queries, there and back over the list that is sorted by weight, so that all end at about the same time
 and the next tile's keys are on their way while the last one's results are written.
 
-Written in Gluon, Triton's lower language, which its interpreter does not run: the oracle of this kernel on a machine without a GPU is
-nobody, on one with a GPU the test of the portable kernel (triton_prefill.py) runs this one too.
+Written in Gluon, Triton's lower language, which its interpreter does not run: this kernel is under test on a Hopper GPU only
+(tests/kernels/test_kernel_prefill.py).
 """
 
 from __future__ import annotations
