@@ -78,7 +78,7 @@ def main() -> None:
         graph = decode_ms(runner, batch, args.steps)
         peer = f"{VLLM.get(batch, 0):9.2f}{FLOOR.get(batch, 0):9.2f}"
         print(f"decode  {batch:4} x 1024: graph {graph:7.2f} ms   vLLM, floor {peer}", flush=True)
-    runner._graphs = None
+    runner._steps._graphs = None
     for batch in (1, 64):
         print(f"decode  {batch:4} x 1024: eager {decode_ms(runner, batch, args.steps // 2):7.2f} ms", flush=True)
     for (count, length), peer_rate in VLLM_PREFILL.items():
