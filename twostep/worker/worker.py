@@ -44,6 +44,8 @@ class Worker:
         self.worker_id = config.worker_id or f"{config.role}-{socket.gethostname()}-{config.port or os.getpid()}"
         self.address = ""
         shape = model.runner.kv_shape
+        # What is held for a hand-over never gives way: a prefill worker swaps nothing.
+        swap_bytes = min(int(config.swap_space * 2**30), shape.num_blocks * shape.block_bytes) if config.role == "decode" else 0
         self.engine = Engine(
             model.runner,
             EngineConfig(
@@ -52,7 +54,7 @@ class Worker:
                 max_waiting=config.max_waiting,
                 hash_unit=config.hash_unit,
                 preemption_mode=PreemptionMode(config.preemption_mode),
-                swap_bytes=min(int(config.swap_space * 2**30), shape.num_blocks * shape.block_bytes),
+                swap_bytes=swap_bytes,
             ),
         )
         self.engine_failed = asyncio.Event()
