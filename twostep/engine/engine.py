@@ -203,16 +203,18 @@ class Engine:
     def _launch(self) -> bool:
         """False: there is nothing to plan now."""
         self._save_preempted()
-        since = time.monotonic()
-        with self._changed:
-            work = self._ledger.plan()
-            self._note_work()
-            if work is not None:
-                self._steps += 1
-            step = self._steps
-        if work is None:
+        work = None
+        while work is None:
+            since = time.monotonic()
+            with self._changed:
+                work = self._ledger.plan()
+                self._note_work()
+                if work is not None:
+                    self._steps += 1
+                step = self._steps
             # Planning may have made somebody give way, who makes room for others.
-            return self._save_preempted() and self._launch()
+            if work is None and not self._save_preempted():
+                return False
         try:
             # Nobody else changes sequences and blocks of a planned step.
             batch = build_batch(work, block_size=self._runner.kv_shape.block_size)

@@ -19,19 +19,19 @@ Whatever a planned step may read or write keeps an owner until that step is sett
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
 import numpy as np
 
+from twostep.engine.admission import Admission, grows, num_blocks_in_the_end, num_blocks_now
 from twostep.engine.batch import Sampled
-from twostep.engine.block_pool import BlockCopy, BlockPool
+from twostep.engine.block_pool import BlockPool
 from twostep.engine.host_blocks import HostRows
 from twostep.engine.preemption import PreemptionMode, watermark
 from twostep.engine.preemptor import Preemptor
-from twostep.engine.scheduler import Running, Waiting, plan_step
+from twostep.engine.scheduler import Running, plan_step
 from twostep.engine.sequence import EngineSequence, SequenceState
-from twostep.engine.step_work import BlockLoad, BlockSave, StepResult, StepWork, plan_chunks
+from twostep.engine.step_work import BlockSave, StepResult, StepWork, plan_chunks
 from twostep.engine.types import PrefillProgress, Reservation, SequenceFailure, TokenOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
 
@@ -60,8 +60,6 @@ class SequenceLedger:
         self._max_num_seqs = min(max_num_seqs, budget)
         self._max_waiting = max_waiting
         self._sequences: dict[str, EngineSequence] = {}
-        # Insertion-ordered sets: first in, first out.
-        self._waiting: dict[str, EngineSequence] = {}
         self._running: dict[str, EngineSequence] = {}
         self.num_reserved = 0
         self.num_held = 0
@@ -73,6 +71,7 @@ class SequenceLedger:
             mode=preemption_mode,
             host=HostRows(swap_bytes // block_bytes),
         )
+        self._admission = Admission(pool, self.preemptor, self._running, block_size=block_size)
         self._num_arrived = 0
         # Nothing could be planned, and nothing has changed since.
         self._blocked = False
@@ -85,7 +84,7 @@ class SequenceLedger:
     @property
     def num_waiting(self) -> int:
         """Those preempted included."""
-        return len(self._waiting) + self.preemptor.num_preempted
+        return len(self._admission.waiting) + self.preemptor.num_preempted
 
     @property
     def has_work(self) -> bool:
@@ -102,10 +101,10 @@ class SequenceLedger:
     def submit(self, sequence: EngineSequence) -> None:
         """A new WAITING sequence. Raises ResourceExhausted, InvalidRequest."""
         self._refuse(sequence)
-        if len(self._waiting) >= self._max_waiting:
-            raise ResourceExhausted(f"{len(self._waiting)} prompts are waiting here already; try another worker, or later")
+        if len(self._admission.waiting) >= self._max_waiting:
+            raise ResourceExhausted(f"{len(self._admission.waiting)} prompts are waiting here already; try another worker, or later")
         self._arrive(sequence)
-        self._waiting[sequence.seq_id] = sequence
+        self._admission.waiting[sequence.seq_id] = sequence
         self._blocked = False
 
     def reserve(self, sequence: EngineSequence) -> Reservation:
@@ -118,9 +117,9 @@ class SequenceLedger:
                 f"{self.preemptor.num_preempted or 'some'} sequences wait here for room to go on; try another worker, or later"
             )
         cached = self._pool.lookup(sequence.block_hashes())
-        num_new = self._num_blocks_now(sequence) - len(cached)
+        num_new = num_blocks_now(sequence, self._block_size) - len(cached)
         room = self._pool.num_available - self._pool.num_unowned(cached) - self._watermark()
-        if num_new + self._grows(sequence) > room:
+        if num_new + grows(sequence, self._block_size) > room:
             raise ResourceExhausted(f"{num_new} KV blocks are needed and {room} are free; try another worker, or later")
         self._pool.share(cached)
         sequence.blocks = np.array(cached + self._pool.allocate(num_new), np.int32)
@@ -153,7 +152,7 @@ class SequenceLedger:
             self.num_reserved -= 1
         elif sequence.state is SequenceState.HELD:
             self.num_held -= 1
-        self._waiting.pop(sequence.seq_id, None)
+        self._admission.waiting.pop(sequence.seq_id, None)
         self._leave(sequence)
 
     def saved(self, save: BlockSave, seconds: float | None) -> None:
@@ -187,12 +186,12 @@ class SequenceLedger:
         plan = plan_step(
             decodes=decodes,
             prompts=prompts,
-            waiting=self._candidates() if open_ else (),
+            waiting=self._admission.candidates() if open_ else (),
             budget=self._budget,
             num_seats=self._max_num_seqs - len(self._running) - self.num_reserved,
             num_free_blocks=self._pool.num_available - self._watermark() if open_ else 0,
         )
-        copies, loads = self._admit([candidate.item for candidate in plan.admitted])
+        copies, loads = self._admission.admit([candidate.item for candidate in plan.admitted])
         sequences = [*plan.decodes, *(chunk.item for chunk in plan.prompts)]
         self._blocked = not sequences
         if not sequences:
@@ -256,66 +255,6 @@ class SequenceLedger:
             self.preemptor.loaded(load.saved)
         self._blocked = False
 
-    def _candidates(self) -> Iterator[Waiting[EngineSequence]]:
-        """Preempted sequences, then waiting prompts, with what is cached or saved of them now. One token at least is computed, for its
-        logits: if all blocks are cached, the last one is copied to be written to, or left out where there is no room for both."""
-        size = self._block_size
-        for sequence in chain(self.preemptor.waiting.values(), self._waiting.values()):
-            num_blocks = self._num_blocks_now(sequence) + self._grows(sequence)
-            cached = self._pool.lookup(sequence.block_hashes())
-            num_matched = min(len(cached) * size, len(sequence.tokens) - 1)
-            if sequence.saved is not None and sequence.saved.num_tokens > num_matched:
-                num_matched = sequence.saved.num_tokens
-            cost = num_blocks - min(num_matched // size, len(cached)) + self._pool.num_unowned(cached)
-            if num_matched < len(cached) * size and (num_matched % size == 0 or cost > self._pool.num_available):
-                cached.pop()
-                num_matched = len(cached) * size
-                cost = num_blocks - len(cached) + self._pool.num_unowned(cached)
-            sequence.matched = cached
-            sequence.num_matched = num_matched
-            yield Waiting(sequence, len(sequence.tokens) - num_matched, cost)
-
-    def _admit(self, admitted: Sequence[EngineSequence]) -> tuple[list[BlockCopy], list[BlockLoad]]:
-        """Moves preempted sequences and waiting prompts to the running ones, with blocks for their tokens."""
-        # All shares first: no allocation may evict what another one found.
-        for sequence in admitted:
-            self._pool.share(sequence.matched)
-        copies: list[BlockCopy] = []
-        loads: list[BlockLoad] = []
-        for sequence in admitted:
-            blocks = sequence.matched
-            num_found = len(blocks)
-            sequence.num_computed = sequence.num_planned = sequence.num_matched
-            sequence.num_registered = min(sequence.num_matched // self._block_size, num_found)
-            if sequence.num_registered < num_found:
-                copy = self._pool.copy_on_write(blocks[-1])
-                assert copy is not None, "a cached block is never written to"
-                copies.append(copy)
-                blocks[-1] = copy.target
-            blocks.extend(self._pool.allocate(self._num_blocks_now(sequence) - len(blocks)))
-            sequence.blocks = np.array(blocks, np.int32)
-            sequence.matched = []
-            if sequence.state is SequenceState.PREEMPTED:
-                del self.preemptor.waiting[sequence.seq_id]
-                loads += self._loads(sequence, num_found)
-            else:
-                del self._waiting[sequence.seq_id]
-                sequence.num_cached = sequence.num_matched
-            sequence.state = SequenceState.RUNNING
-            self._running[sequence.seq_id] = sequence
-        return copies, loads
-
-    def _loads(self, sequence: EngineSequence, num_found: int) -> list[BlockLoad]:
-        """What is to be copied back of a preempted sequence, whose first `num_found` blocks were found in the pool."""
-        saved, sequence.saved = sequence.saved, None
-        if saved is None:
-            return []
-        num_saved = len(saved.rows)
-        if num_found >= num_saved or sequence.num_matched != saved.num_tokens:
-            self.preemptor.loaded(saved)
-            return []
-        return [BlockLoad(saved=saved, first=num_found, blocks=sequence.blocks[num_found:num_saved].tolist())]
-
     def _register(self, sequence: EngineSequence) -> None:
         """Makes blocks that have become full findable."""
         num_full = sequence.num_computed // self._block_size
@@ -372,21 +311,10 @@ class SequenceLedger:
         sequence.arrival = self._num_arrived
         self._sequences[sequence.seq_id] = sequence
 
-    def _blocks_for(self, sequence: EngineSequence) -> int:
-        """In the end."""
-        return -(-sequence.num_kv_tokens // self._block_size)
-
-    def _num_blocks_now(self, sequence: EngineSequence) -> int:
-        return -(-len(sequence.tokens) // self._block_size)
-
-    def _grows(self, sequence: EngineSequence) -> bool:
-        """Whether it will need more blocks than for its tokens now: then it is let in with room for one more."""
-        return self._blocks_for(sequence) > self._num_blocks_now(sequence)
-
     def _watermark(self) -> int:
         """Blocks left alone by admission."""
         wanted = [
-            self._blocks_for(sequence) - len(sequence.blocks)
+            num_blocks_in_the_end(sequence, self._block_size) - len(sequence.blocks)
             for sequence in self._sequences.values()
             if sequence.state in (SequenceState.RUNNING, SequenceState.RESERVED)
         ]
@@ -395,9 +323,10 @@ class SequenceLedger:
     def _refuse(self, sequence: EngineSequence) -> None:
         if sequence.seq_id in self._sequences:
             raise InvalidRequest(f"{sequence.seq_id} is here already; give every attempt of a request an id of its own")
-        if self._blocks_for(sequence) > self._pool.num_blocks:
+        num_blocks = num_blocks_in_the_end(sequence, self._block_size)
+        if num_blocks > self._pool.num_blocks:
             raise InvalidRequest(
-                f"prompt and max_tokens need {self._blocks_for(sequence)} KV blocks and this worker has {self._pool.num_blocks} in all; "
+                f"prompt and max_tokens need {num_blocks} KV blocks and this worker has {self._pool.num_blocks} in all; "
                 "lower max_tokens, shorten the prompt, or start the worker with more blocks"
             )
 
@@ -416,11 +345,11 @@ class SequenceLedger:
             if sequence.state is SequenceState.ENDED and not num_uses:
                 raise InternalError(f"{sequence.seq_id} has ended, is in no step and still owns blocks")
         listed = {
-            SequenceState.WAITING: len(self._waiting),
+            SequenceState.WAITING: len(self._admission.waiting),
             SequenceState.RESERVED: self.num_reserved,
             SequenceState.RUNNING: len(self._running),
             SequenceState.HELD: self.num_held,
-            SequenceState.PREEMPTED: self.num_waiting - len(self._waiting),
+            SequenceState.PREEMPTED: self.num_waiting - len(self._admission.waiting),
         }
         for state, count in listed.items():
             if counted[state] != count:

@@ -1,0 +1,100 @@
+"""Who joins the running sequences next, and with which blocks: some found in the pool, some copied back from the host, the others new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import numpy as np
+
+from twostep.engine.block_pool import BlockCopy, BlockPool
+from twostep.engine.preemptor import Preemptor
+from twostep.engine.scheduler import Waiting
+from twostep.engine.sequence import EngineSequence, SequenceState
+from twostep.engine.step_work import BlockLoad
+
+
+def num_blocks_now(sequence: EngineSequence, block_size: int) -> int:
+    """For the tokens it has."""
+    return -(-len(sequence.tokens) // block_size)
+
+
+def num_blocks_in_the_end(sequence: EngineSequence, block_size: int) -> int:
+    return -(-sequence.num_kv_tokens // block_size)
+
+
+def grows(sequence: EngineSequence, block_size: int) -> bool:
+    """Whether it will need more blocks than for its tokens now: then it is let in with room for one more."""
+    return num_blocks_in_the_end(sequence, block_size) > num_blocks_now(sequence, block_size)
+
+
+class Admission:
+    """Part of the ledger: the engine's lock guards it. `waiting` are the prompts that were never admitted, first in, first out."""
+
+    def __init__(self, pool: BlockPool, preemptor: Preemptor, running: dict[str, EngineSequence], *, block_size: int) -> None:
+        """`running` is the ledger's own table: who is admitted is put into it."""
+        self.waiting: dict[str, EngineSequence] = {}
+        self._pool = pool
+        self._preemptor = preemptor
+        self._running = running
+        self._block_size = block_size
+
+    def candidates(self) -> Iterator[Waiting[EngineSequence]]:
+        """Preempted sequences, then waiting prompts, with what is cached or saved of them now. One token at least is computed, for its
+        logits: if all blocks are cached, the last one is copied to be written to, or left out where there is no room for both."""
+        size = self._block_size
+        for sequence in chain(self._preemptor.waiting.values(), self.waiting.values()):
+            num_blocks = num_blocks_now(sequence, size) + grows(sequence, size)
+            cached = self._pool.lookup(sequence.block_hashes())
+            num_matched = min(len(cached) * size, len(sequence.tokens) - 1)
+            if sequence.saved is not None and sequence.saved.num_tokens > num_matched:
+                num_matched = sequence.saved.num_tokens
+            cost = num_blocks - min(num_matched // size, len(cached)) + self._pool.num_unowned(cached)
+            if num_matched < len(cached) * size and (num_matched % size == 0 or cost > self._pool.num_available):
+                cached.pop()
+                num_matched = len(cached) * size
+                cost = num_blocks - len(cached) + self._pool.num_unowned(cached)
+            sequence.matched = cached
+            sequence.num_matched = num_matched
+            yield Waiting(sequence, len(sequence.tokens) - num_matched, cost)
+
+    def admit(self, admitted: Sequence[EngineSequence]) -> tuple[list[BlockCopy], list[BlockLoad]]:
+        """Moves preempted sequences and waiting prompts to the running ones, with blocks for their tokens."""
+        # All shares first: no allocation may evict what another one found.
+        for sequence in admitted:
+            self._pool.share(sequence.matched)
+        copies: list[BlockCopy] = []
+        loads: list[BlockLoad] = []
+        for sequence in admitted:
+            blocks = sequence.matched
+            num_found = len(blocks)
+            sequence.num_computed = sequence.num_planned = sequence.num_matched
+            sequence.num_registered = min(sequence.num_matched // self._block_size, num_found)
+            if sequence.num_registered < num_found:
+                copy = self._pool.copy_on_write(blocks[-1])
+                assert copy is not None, "a cached block is never written to"
+                copies.append(copy)
+                blocks[-1] = copy.target
+            blocks.extend(self._pool.allocate(num_blocks_now(sequence, self._block_size) - len(blocks)))
+            sequence.blocks = np.array(blocks, np.int32)
+            sequence.matched = []
+            if sequence.state is SequenceState.PREEMPTED:
+                del self._preemptor.waiting[sequence.seq_id]
+                loads += self._loads(sequence, num_found)
+            else:
+                del self.waiting[sequence.seq_id]
+                sequence.num_cached = sequence.num_matched
+            sequence.state = SequenceState.RUNNING
+            self._running[sequence.seq_id] = sequence
+        return copies, loads
+
+    def _loads(self, sequence: EngineSequence, num_found: int) -> list[BlockLoad]:
+        """What is to be copied back of a preempted sequence, whose first `num_found` blocks were found in the pool."""
+        saved, sequence.saved = sequence.saved, None
+        if saved is None:
+            return []
+        num_saved = len(saved.rows)
+        if num_found >= num_saved or sequence.num_matched != saved.num_tokens:
+            self._preemptor.loaded(saved)
+            return []
+        return [BlockLoad(saved=saved, first=num_found, blocks=sequence.blocks[num_found:num_saved].tolist())]
