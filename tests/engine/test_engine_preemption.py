@@ -213,6 +213,21 @@ def test_copies_are_tried_before_the_first_choice(monkeypatch: pytest.MonkeyPatc
     assert engine._ledger.preemptor.swapped_bytes == engine._ledger.preemptor._host.num_used == 0
 
 
+def test_an_engine_starts_where_the_host_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: SwappingRunner, count: int) -> npt.NDArray[np.uint8]:
+        raise MemoryError
+
+    monkeypatch.setattr(SwappingRunner, "new_host_blocks", refuse)
+    engine = make_engine(swap_bytes=PLENTY, preemption_mode=PreemptionMode.SWAP)
+    work = [make_request(f"r{i}", [i, 7, 2, 5], max_tokens=40) for i in range(6)]
+    for request in work:
+        engine.submit(request)
+    tokens, _ = drain(engine)
+    assert_answered(work, tokens)
+    assert engine.stats().num_preemptions
+    assert_idle(engine)
+
+
 def test_a_copy_that_fails_is_computed_again() -> None:
     engine = make_engine(preemption_mode=PreemptionMode.SWAP, swap_bytes=PLENTY)
 

@@ -232,13 +232,16 @@ class Engine:
     def _measure_copies(self, count: int) -> None:
         """Copies so many blocks to the host and back, while nothing is in them: the first slab of host memory is made now, which takes a
         moment, and the first choice of a way to give way is an informed one."""
-        for _ in range(2 if count else 0):
-            started = time.monotonic()
-            for place, memory in self._host.parts(range(count)):
-                blocks = range(place, place + len(memory))
-                self._runner.read_blocks(blocks, memory)
-                self._runner.write_blocks(blocks, memory)
-            self._ledger.preemptor.start_rates(2 * count, time.monotonic() - started)
+        try:
+            for _ in range(2 if count else 0):
+                started = time.monotonic()
+                for place, memory in self._host.parts(range(count)):
+                    blocks = list(range(place, place + len(memory)))
+                    self._runner.read_blocks(blocks, memory)
+                    self._runner.write_blocks(blocks, memory)
+                self._ledger.preemptor.start_rates(2 * count, time.monotonic() - started)
+        except Exception:
+            logger.exception("KV blocks cannot be copied to the host: sequences that give way will be computed again")
 
     def _save_preempted(self) -> bool:
         """Copies out the blocks of those that gave way; steps that wrote them are settled. False: there are none."""
