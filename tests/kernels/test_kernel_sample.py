@@ -165,3 +165,13 @@ def test_counts_follow_sequences_that_come_go_and_return() -> None:
             histories[names[i]].append(got[i])
         last = names
     assert len(device.sampler._counts.table) == 3
+
+
+def test_rows_of_a_wider_tensor_are_sampled() -> None:
+    """As columns gathered from several devices are: rows dense, but apart."""
+    logits = torch.randn(4, 48, generator=torch.Generator().manual_seed(3))
+    logits[:, 40:] = 99.0
+    rows = [row_of(i, stops={0, 7}, min_tokens=9, temperature=[0.0, 1.0][i % 2], logprobs=1) for i in range(4)]
+    tokens = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    DeviceSampler(StepUpload(torch.device(DEVICE)), tokens, 40).sample(logits.to(DEVICE)[:, :40], batch_of(rows))
+    assert tokens[:4].tolist() == list(sample(logits[:, :40], rows).token_ids)

@@ -77,10 +77,10 @@ class DeviceSampler:
 
     def _hold_back(self, logits: torch.Tensor, rows: Sequence[SamplingRow], chosen: npt.NDArray[np.int64]) -> None:
         vocab_size = logits.shape[1]
-        places = [r * vocab_size + token for r in chosen.tolist() for token in rows[r].stop_ids if 0 <= token < vocab_size]
+        places = [(r, token) for r in chosen.tolist() for token in rows[r].stop_ids if 0 <= token < vocab_size]
         if places:
-            (index,) = self._upload.send((np.array(places, np.int64),))
-            logits.view(-1).index_fill_(0, index, -torch.inf)
+            at_rows, at_tokens = self._upload.send(list(np.array(places, np.int64).T))
+            logits.index_put_((at_rows, at_tokens), logits.new_full((), -torch.inf))
 
 
 class TokenCounts:
