@@ -12,6 +12,10 @@ import pytest
 
 from twostep.models import store
 
+# Without a GPU, kernels run in Triton's interpreter, which must be chosen before anything imports triton; transformers does.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The same cases for everybody, however busy the machine is.
 hypothesis.settings.register_profile(
     "twostep", derandomize=True, deadline=None, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
