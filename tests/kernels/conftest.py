@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 
 import torch
+from triton.runtime import interpreter
 
 assert torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", "there is no GPU: set TRITON_INTERPRET=1"
-
-from triton.runtime import interpreter
 
 
 def _one_number_as_an_index(patch_tensor):
