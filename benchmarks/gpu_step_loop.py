@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens")
+    parser.add_argument("--quick", action="store_true", help="greedy steps with look-ahead only")
     args = parser.parse_args()
     if args.device != "cpu":
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
@@ -135,6 +136,8 @@ def main() -> None:
     engine = Engine(runner, EngineConfig(look_ahead=True, **bounds))
     for batch in sorted(args.batch, reverse=True):  # the largest computes all prompts, which the others find in the pool
         report("look-ahead", engine, prompts[:batch], args.steps, "greedy")
+    if args.quick:
+        return
     for name in list(SAMPLINGS)[1:]:
         for batch in some:
             report(name, engine, prompts[:batch], short, name)
