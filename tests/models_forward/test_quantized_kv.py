@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.kv_cache import KvCache
 from twostep.engine.kv_quantization import LEAST_SCALE, dequantize, quantize
-from twostep.engine.model_runner import ModelRunner, num_blocks_for
+from twostep.engine.model_runner import ModelRunner, kv_shape, num_blocks_for
+from twostep.engine.parallel_blocks import BlockParts
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
 from twostep.models.config import parse_config
@@ -233,6 +235,33 @@ def test_a_quantized_pool_holds_nearly_twice_the_blocks(directory: Path) -> None
     # head_dim 16: 32 bytes a vector, or 16 and a scale of 2.
     assert counts["fp8"] == counts["int8"] == (1 << 24) // (2 * 2 * 2 * 16 * 18)
     assert counts["auto"] == (1 << 24) // (2 * 2 * 2 * 16 * 32)
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_blocks_are_cut_for_ranks_by_heads(directory: Path, quantization: str) -> None:
+    """What ranks write, joined, are the bytes that one process writes, and back."""
+    config = parse_config(directory)
+    shape = kv_shape(config, "float32", 3, 8, quantization)
+    local = dataclasses.replace(shape, num_kv_heads=shape.num_kv_heads // 2)
+    parts = BlockParts(local, config, 2)
+    assert parts.shape == shape
+    whole, ranks = KvCache(shape), [KvCache(local) for _ in range(2)]
+    place = torch.arange(24)
+    for layer in range(shape.num_layers):
+        vectors = torch.randn(24, 2, 2, shape.head_dim)
+        for cache, heads in ((whole, slice(0, 2)), (ranks[0], slice(0, 1)), (ranks[1], slice(1, 2))):
+            assert cache.quantized is not None
+            cache.quantized.write(layer, place // 8, place % 8, vectors[:, :, heads].reshape(24, -1, shape.head_dim))
+    want = np.empty((3, shape.block_bytes), np.uint8)
+    whole.read_blocks(range(3), want)
+    joined = np.zeros_like(want)
+    for rank, cache in enumerate(ranks):
+        own, cut = np.empty((2, 3, local.block_bytes), np.uint8)
+        cache.read_blocks(range(3), own)
+        parts.join(own, rank, joined)
+        parts.cut(want, rank, cut)
+        assert np.array_equal(cut, own)
+    assert np.array_equal(joined, want)
 
 
 def test_lossy_kv_shares_neither_prefixes_nor_pairs(directory: Path) -> None:
