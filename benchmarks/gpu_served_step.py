@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import random
@@ -379,6 +380,8 @@ def main() -> None:
             load_format="dummy",
             max_num_seqs=load.streams,
         )
+    gc.collect()
+    gc.freeze()  # as a worker does
     config = EngineConfig(max_num_batched_tokens=max(2048, load.streams), max_num_seqs=load.streams)
     for _ in range(args.rounds):
         print("alone ", _line(asyncio.run(alone(runner, load, config))), flush=True)
