@@ -26,12 +26,11 @@ ITEM_COLUMNS = 8
 _MAX_GROUPS = 16
 _MAX_NODES = 64
 
-# What an item's tile costs beside one sequence's read of the same keys: its rows are padded, its products not free.
-_TILE_READS = 1.5
-# Keys' worth of bytes that a sequence's states of the shared pass take to write and to read again.
-_STATE_KEYS = 96
-# Keys' worth that a step's second launch takes, for 8 KV heads of 128 in 2 bytes; others in proportion.
-_LAUNCH_BYTES = 24e6
+# Measured on an H200 (benchmarks/gpu_shared_prefix.py), in reads of the same keys from memory: a tile of the pass, whose products are not
+# free; one from the second-level cache, where a shared block is found by all sequences but one; and, in bytes, the pass by itself.
+_TILE_READS = 1.4
+_CACHED_READ = 1 / 1.8
+_PASS_BYTES = 26e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +69,25 @@ def room_for_items(num_seqs: int, seqs_per_tile: int, num_splits: int) -> int:
 
 
 def saved_keys(num_members: int, num_keys: int, layout: SharedLayout) -> float:
-    """What a group saves: keys of one sequence that need not be read; negative where it costs."""
+    """What a group saves, in keys of one sequence read from memory, did the cache not help; negative where it costs."""
     tiles = -(-num_members // layout.seqs_per_tile)
-    return (num_members - _TILE_READS * tiles) * num_keys - _STATE_KEYS * num_members
+    return (num_members - _TILE_READS * tiles) * num_keys
 
 
-def find_groups(
+def pays(groups: Sequence[PrefixGroup], num_keys: int, layout: SharedLayout) -> bool:
+    """Whether a batch of `num_keys` keys, of all sequences together, is read sooner with a pass over these groups.
+
+    Without, the cache serves what is shared while memory serves the rest: all keys at the cache's rate, where that takes longer than
+    the rest at memory's. With, the rest and the pass are read from memory, one after the other.
+    """
+    saved = sum(saved_keys(len(group.members), group.num_keys, layout) for group in groups)
+    return (saved - (1 - _CACHED_READ) * num_keys) * layout.key_bytes > _PASS_BYTES
+
+
+def best_groups(
     block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], *, block_size: int, layout: SharedLayout
 ) -> list[PrefixGroup]:
-    """The groups that together save most, each sequence in one at most; none where they save less than the second launch costs.
+    """The groups that together save most, each sequence in one at most.
 
     Prefixes form a tree; a node is worth what saved_keys says, or what its branches and the rest of it are worth where that is more.
     Costs one sort of the first column where nothing is shared, and a comparison of the shared columns where something is.
@@ -86,10 +95,15 @@ def find_groups(
     block_tables  [S, B]; seq_lens [S], the new token counted: its block is never shared
     """
     found = _Tree(block_tables, (seq_lens - 1) // block_size, block_size, layout).best_groups()
-    if len(found) > _MAX_GROUPS:
-        found = sorted(found, key=lambda group: -saved_keys(len(group.members), group.num_keys, layout))[:_MAX_GROUPS]
-    saved = sum(saved_keys(len(group.members), group.num_keys, layout) for group in found)
-    return found if saved * layout.key_bytes > _LAUNCH_BYTES else []
+    return sorted(found, key=lambda group: -saved_keys(len(group.members), group.num_keys, layout))[:_MAX_GROUPS]
+
+
+def find_groups(
+    block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], *, block_size: int, layout: SharedLayout
+) -> list[PrefixGroup]:
+    """The best groups where a pass over them pays, else none."""
+    found = best_groups(block_tables, seq_lens, block_size=block_size, layout=layout)
+    return found if found and pays(found, int(seq_lens.sum()), layout) else []
 
 
 def pack(groups: Sequence[PrefixGroup], layout: SharedLayout) -> npt.NDArray[np.int32]:

@@ -24,15 +24,13 @@ from twostep.kernels.triton_decode_merge import merge_kernel, merge_parts, part_
 from twostep.kernels.triton_decode_plan import WORK_COLUMNS, DecodePlan, first_tile, last_tile
 from twostep.kernels.triton_decode_quantized import attend_quantized, converts_fp8
 from twostep.kernels.triton_launch import overlaps
-from twostep.kernels.triton_shared_prefix import log2_scale
+from twostep.kernels.triton_shared_prefix import fold_states, log2_scale
 
 # Numbers of parts that a warp of the merge has on their way at once; fewer where registers are to leave room for more programs.
 _MERGE_NUMBERS = 2048
 _MERGE_NUMBERS_QUANTIZED = 1024
 # Of a multiprocessor, for 32 threads.
 _REGISTERS = 2048
-# What the eight warps of a shared prefix's pass leave four others on their multiprocessor.
-_REGISTERS_BESIDE = 192
 
 
 def decode_attention(
@@ -75,8 +73,7 @@ def decode_attention(
         plan.shape.head_dim,
         plan.shape.block_size,
     )
-    # Query heads of a KV head that one program has.
-    share = plan.num_heads // (plan.num_groups * layout.num_heads)
+    share = plan.num_heads // shape.num_kv_heads
     share_wide, wide = triton.next_power_of_2(share), max(16, triton.next_power_of_2(shape.head_dim))
     pdl = overlaps(pool.device)
     scale_log2, shared = log2_scale(shape.head_dim, scale), plan.shared
@@ -95,7 +92,6 @@ def decode_attention(
         plan.work if shared is None else shared.listed,
         plan.parts if shared is None else shared.parts,
         plan.scales if shared is None else shared.scales,
-        0 if shared is None else shared.own_states,
         scale_log2,
         q.stride(0),
         out.stride(0),
@@ -108,7 +104,6 @@ def decode_attention(
         SHARE=share,
         ROWS=max(16 if quantized is None else 8, share_wide),
         HEADS=layout.num_heads,
-        READERS=layout.num_readers,
         LANES=layout.num_lanes,
         KEYS=layout.num_keys,
         HEAD_DIM=shape.head_dim,
@@ -121,49 +116,34 @@ def decode_attention(
         MERGE_PARTS=max(2, min(16, merge_numbers * layout.num_warps // (layout.num_heads * share_wide * wide))),
         FUSED=plan.merges_itself,
         SHARED=0 if shared is None else OWN_COLUMNS,
+        SHARED_ROWS=1 if shared is None else shared.tile.num_rows,
         # The interpreter multiplies bfloat16 wrongly.
         IN_FLOAT32=not pool.is_cuda,
         PDL=pdl,
         num_warps=layout.num_warps,
         num_stages=layout.num_stages,
-        maxnreg=_registers(plan),
+        maxnreg=None if quantized is None else min(255, _REGISTERS // (layout.num_warps * layout.programs_per_sm) // 8 * 8),
         launch_pdl=pdl,
     )
     if not plan.merges_itself:
-        merge_kernel[(triton.cdiv(plan.num_heads, plan.merge_rows), plan.num_seqs)](
+        merge_kernel[(plan.num_heads, plan.num_seqs)](
             out,
             plan.work,
             plan.starts,
             plan.parts,
             plan.scales,
-            plan.work if shared is None else shared.listed,
-            plan.parts if shared is None else shared.parts,
-            plan.scales if shared is None else shared.scales,
-            0 if shared is None else shared.own_states,
             out.stride(0),
             plan.num_workers,
-            NUM_HEADS=plan.num_heads,
             GROUPS=plan.num_groups,
             PART_ROWS=layout.num_heads * share,
-            SHARE=plan.num_heads // shape.num_kv_heads,
-            SHARED=0 if shared is None else OWN_COLUMNS,
-            SHARED_ROWS=1 if shared is None else shared.tile.num_rows,
             HEAD_DIM=shape.head_dim,
             BLOCK_D=wide,
-            MERGE_ROWS=plan.merge_rows,
-            MERGE_PARTS=plan.merge_parts,
+            MERGE_PARTS=plan.parts_at_once,
             PDL=pdl,
-            num_warps=4 if plan.merge_rows == 1 else 1,
+            num_warps=1 if plan.parts_at_once <= 8 else 4,
             launch_pdl=pdl,
         )
     return out
-
-
-def _registers(plan: DecodePlan) -> int | None:
-    """A thread's registers at most, so that as many programs as planned find room; None: what the compiler takes is right."""
-    if plan.shape.quantization != "none":
-        return min(255, _REGISTERS // (plan.layout.num_warps * plan.layout.programs_per_sm) // 8 * 8)
-    return _REGISTERS_BESIDE if plan.shared is not None and plan.shape.head_dim <= 128 else None
 
 
 @triton.jit
@@ -180,7 +160,6 @@ def _decode_kernel(
     own_ptr,
     shared_parts_ptr,
     shared_scales_ptr,
-    own_states,
     scale_log2,
     stride_q,
     stride_out,
@@ -195,7 +174,6 @@ def _decode_kernel(
     SHARE: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
-    READERS: tl.constexpr,
     LANES: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -208,6 +186,7 @@ def _decode_kernel(
     MERGE_PARTS: tl.constexpr,
     FUSED: tl.constexpr,
     SHARED: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -240,12 +219,14 @@ def _decode_kernel(
         last_shared = num_shared * 0
         if SHARED > 0:
             last_shared = tl.load(own_ptr + (seq + 2) * SHARED, mask=position + num_tiles + 1 < end, other=0)
+            first_item, num_items = tl.load(own_ptr + seq * SHARED + 1), tl.load(own_ptr + seq * SHARED + 2)
+            place = tl.load(own_ptr + seq * SHARED + 3)
         next_tile = first_tile(next_length, next_shared, TILE, WINDOW)
         next_block = _load_blocks(tables_ptr, stride_table, seq + 1, next_tile, next_length, more, HEADS, LANES, KEYS, BLOCK_SIZE, WINDOW)
         next_q = _load_queries(q_ptr, stride_q, seq + 1, group, more, SHARE, ROWS, HEADS, LANES, HEAD_DIM, BLOCK_D)
         if QUANTIZATION == "none":
             best, total, acc = _attend(
-                q, pool_ptr, tables_ptr, stride_table, seq, block, group // READERS * HEADS, length, tile, num_tiles,
+                q, pool_ptr, tables_ptr, stride_table, seq, block, group * HEADS, length, tile, num_tiles,
                 scale_log2, stride_block, stride_kv, stride_head, stride_slot,
                 SHARE, ROWS, HEADS, LANES, KEYS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, IN_FLOAT32,
             )  # fmt: skip
@@ -257,6 +238,15 @@ def _decode_kernel(
             )  # fmt: skip
         # Where the sequence's tiles begin and end, counted over all sequences, says which workers have a part of it.
         start = first_tile(length, num_shared, TILE, WINDOW)
+        if SHARED > 0:
+            begins = (num_items > 0) & (tile == start)
+            if begins:
+                if PDL:
+                    gdc_wait()
+                best, total, acc = fold_states(
+                    best, total, acc, shared_parts_ptr, shared_scales_ptr, first_item, num_items, place, group * HEADS, GROUPS * HEADS,
+                    SHARE, SHARED_ROWS, HEAD_DIM, 4,
+                )  # fmt: skip
         seq_start = position - (tile - start)
         seq_end = seq_start + last_tile(length, TILE) - start
         out = out_ptr + seq.to(tl.int64) * stride_out + group * (HEADS * SHARE * HEAD_DIM)
@@ -266,12 +256,7 @@ def _decode_kernel(
         d = tl.arange(0, BLOCK_D)[None, None, :]
         at = row[:, :, None] * HEAD_DIM + d
         mask = valid[:, :, None] & (d < HEAD_DIM)
-        if (seq_start >= position) & (seq_end <= end) & (num_shared > 0):
-            state = own_states + (seq.to(tl.int64) * GROUPS + group) * (HEADS * SHARE)
-            tl.store(shared_parts_ptr + state * HEAD_DIM + at, acc, mask=mask)
-            tl.store(shared_scales_ptr + (state + row) * 2, best, mask=valid)
-            tl.store(shared_scales_ptr + (state + row) * 2 + 1, total, mask=valid)
-        elif (seq_start >= position) & (seq_end <= end):
+        if (seq_start >= position) & (seq_end <= end):
             result = acc / tl.where(total > 0, total, 1.0)[:, :, None]
             tl.store(out + at, result.to(out_ptr.dtype.element_ty), mask=mask)
         else:

@@ -67,70 +67,49 @@ def merge_parts(
 
 @triton.jit
 def merge_kernel(
-    out_ptr, work_ptr, starts_ptr, parts_ptr, scales_ptr, own_ptr, shared_parts_ptr, shared_scales_ptr, own_states, stride_out, num_workers,
-    NUM_HEADS: tl.constexpr, GROUPS: tl.constexpr, PART_ROWS: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr,
-    SHARED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    out_ptr, work_ptr, starts_ptr, parts_ptr, scales_ptr, stride_out, num_workers,
+    GROUPS: tl.constexpr, PART_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MERGE_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes MERGE_ROWS rows of one sequence, if it has parts: those of several programs, or of a shared prefix and its own remainder."""
+    """Writes one row of one sequence, if it has parts."""
     if PDL:
         gdc_launch_dependents()
-    head = tl.program_id(0) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)[None, :]
+    head = tl.program_id(0)
     seq = tl.program_id(1)
-    # The plan is made, and the list copied, before what this launch follows began.
+    # The plan is made before what this launch follows began.
     active = tl.load(work_ptr + num_workers * WORK_COLUMNS)
     all_tiles = tl.load(work_ptr + num_workers * WORK_COLUMNS + 1)
-    seq_start, seq_end = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
-    first_item = seq * 0
-    num_items = first_item
-    place = first_item
-    if SHARED > 0:
-        own = own_ptr + seq * SHARED
-        first_item, num_items, place = tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
-    first_worker = worker_of(seq_start, active, all_tiles)
-    last_worker = worker_of(seq_end - 1, active, all_tiles)
+    first_worker = worker_of(tl.load(starts_ptr + seq), active, all_tiles)
+    last_worker = worker_of(tl.load(starts_ptr + seq + 1) - 1, active, all_tiles)
     if PDL:
         gdc_wait()
-    valid = head < NUM_HEADS
-    i = tl.arange(0, MERGE_PARTS)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, None, :]
-    if (first_worker < last_worker) | (num_items > 0):
-        best = tl.full([1, MERGE_ROWS], -1e38, tl.float32)
-        total = tl.zeros([1, MERGE_ROWS], tl.float32)
-        acc = tl.zeros([1, MERGE_ROWS, BLOCK_D], tl.float32)
-        if SHARED > 0:
-            # After the states of the prefix that of the remainder, where one program had all of it.
-            num_states = tl.where((num_items > 0) & (first_worker == last_worker), num_items + 1, num_items)
-            for start in tl.range(0, num_states, MERGE_PARTS, num_stages=1):
-                item = ((first_item + start + i) * (NUM_HEADS // SHARE) + head // SHARE).to(tl.int64) * SHARED_ROWS
-                own_state = own_states + seq.to(tl.int64) * NUM_HEADS + head
-                state = tl.where(start + i < num_items, item + place * SHARE + head % SHARE, own_state)
-                best, total, acc = _fold(
-                    best, total, acc, shared_parts_ptr + state * HEAD_DIM, shared_scales_ptr + state * 2, shared_scales_ptr + state * 2 + 1,
-                    valid & (start + i < num_states), d, HEAD_DIM,
-                )  # fmt: skip
-        if first_worker < last_worker:
-            for start in tl.range(first_worker, last_worker + 1, MERGE_PARTS, num_stages=1):
-                part = part_row(start + i, first_worker, head // PART_ROWS, GROUPS, PART_ROWS)
-                part_scales = scales_ptr + part * 2 + head % PART_ROWS
-                best, total, acc = _fold(
-                    best, total, acc, parts_ptr + (part + head % PART_ROWS) * HEAD_DIM, part_scales, part_scales + PART_ROWS,
-                    valid & (start + i <= last_worker), d, HEAD_DIM,
-                )  # fmt: skip
-        result = acc / tl.where(total > 0, total, 1.0)[:, :, None]
-        out = out_ptr + seq.to(tl.int64) * stride_out + head[:, :, None] * HEAD_DIM
-        tl.store(out + d, result.to(out_ptr.dtype.element_ty), mask=valid[:, :, None] & (d < HEAD_DIM))
+    d = tl.arange(0, BLOCK_D)
+    if first_worker < last_worker:
+        best = tl.full([1], -1e38, tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        for start in tl.range(first_worker, last_worker + 1, MERGE_PARTS, num_stages=1):
+            worker = start + tl.arange(0, MERGE_PARTS)
+            part = part_row(worker, first_worker, head // PART_ROWS, GROUPS, PART_ROWS)
+            part_scales = scales_ptr + part * 2 + head % PART_ROWS
+            best, total, acc = _fold(
+                best, total, acc, parts_ptr + (part + head % PART_ROWS) * HEAD_DIM, part_scales, part_scales + PART_ROWS,
+                worker <= last_worker, d, HEAD_DIM,
+            )  # fmt: skip
+        result = acc / tl.where(total > 0, total, 1.0)
+        out = out_ptr + seq.to(tl.int64) * stride_out + head * HEAD_DIM
+        tl.store(out + d, result.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 @triton.jit
 def _fold(best, total, acc, part, part_best, part_total, there, d, HEAD_DIM: tl.constexpr):
-    """Merges parts, at these addresses [parts, rows], into a running maximum and sum [1, rows] and weighted value [1, rows, BLOCK_D]."""
+    """Merges parts, at these addresses, into a running maximum, sum and weighted value."""
     part_best = tl.load(part_best, mask=there, other=-1e38)
     part_total = tl.load(part_total, mask=there, other=0.0)
-    part_acc = tl.load(part[:, :, None] + d, mask=there[:, :, None] & (d < HEAD_DIM), other=0.0)
-    new_best = tl.maximum(best, tl.max(part_best, 0, keep_dims=True))
+    part_acc = tl.load(part[:, None] + d[None, :], mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    new_best = tl.maximum(best, tl.max(part_best, 0))
     shrink = tl.exp2(best - new_best)
     weight = tl.exp2(part_best - new_best)
-    total = total * shrink + tl.sum(part_total * weight, 0, keep_dims=True)
-    acc = acc * shrink[:, :, None] + tl.sum(part_acc * weight[:, :, None], 0, keep_dims=True)
+    total = total * shrink + tl.sum(part_total * weight, 0)
+    acc = acc * shrink + tl.sum(part_acc * weight[:, None], 0)
     return new_best, total, acc

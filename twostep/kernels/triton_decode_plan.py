@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 WORK_COLUMNS = tl.constexpr(8)
 _WORKERS_PER_PROGRAM = 16
 _FEW_SEQS = 16
-_MANY_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class DecodeLayout:
     """How one program works. All powers of 2 but num_stages and programs_per_sm.
 
     A tile is `num_heads` KV heads × `num_lanes` stretches of `num_keys` keys, a product of matrices each: warps share nothing until
-    a sequence's last tile. `num_readers` programs share the query heads of a KV head, and each reads its keys.
+    a sequence's last tile.
     """
 
     num_heads: int
@@ -44,28 +43,23 @@ class DecodeLayout:
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    num_readers: int = 1
 
     @property
     def tile_keys(self) -> int:
         return self.num_lanes * self.num_keys
 
 
-def decode_layout(shape: KvShape, *, num_heads: int, num_seqs: int, beside: bool = False) -> DecodeLayout:
-    """The layout for steps of `num_seqs` sequences, alone or `beside` a shared prefix's pass, chosen on an H200
-    (benchmarks/gpu_decode_attention.py --sweep).
+def decode_layout(shape: KvShape, *, num_heads: int, num_seqs: int) -> DecodeLayout:
+    """The layout for steps of `num_seqs` sequences, chosen on an H200 (benchmarks/gpu_decode_attention.py --sweep).
 
     Eight matrices of 16 keys side by side for a few sequences, for which the longer stretch leaves fewer parts to merge; two programs of
-    four to a multiprocessor for the rest, where one streams while the other begins or ends a sequence, and four of two for heads that
-    are no power of 2 wide. Fewer of wide accumulators, which have to stay in registers. One KV head always: more read no faster, and leave
+    four to a multiprocessor for the rest, where one streams while the other begins or ends a sequence; four of two for heads that are
+    no power of 2 wide. Fewer of wide accumulators, which have to stay in registers. One KV head always: more read no faster, and leave
     a long sequence among short ones with several times as much to merge.
     """
     wide = max(16, triton.next_power_of_2(shape.head_dim))
     share_wide = triton.next_power_of_2(num_heads // shape.num_kv_heads)
-    # Two programs of 16 rows, of which one has the keys from the second-level cache, end sooner than one of 32.
-    share = num_heads // shape.num_kv_heads
-    readers = 2 if shape.quantization == "none" and 16 < share <= 32 and share % 2 == 0 else 1
-    rows = max(16, share_wide // readers)
+    rows = max(16, share_wide)
     if shape.quantization != "none":
         lanes = 8 if num_seqs <= _FEW_SEQS and wide * share_wide <= 1024 else 4
         # Half the bytes and half the registers leave room for one more program, among which conversions and waiting are shared.
@@ -73,15 +67,13 @@ def decode_layout(shape: KvShape, *, num_heads: int, num_seqs: int, beside: bool
         return DecodeLayout(num_heads=1, num_lanes=lanes, num_keys=16, num_warps=lanes, num_stages=3, programs_per_sm=programs // lanes)
     if shape.dtype == "float32" or wide > 128 or rows > 32:
         lanes, warps = (2 if rows <= 32 else 1), 4
-    elif wide != shape.head_dim:
+    elif rows == 16 and wide != shape.head_dim:
         lanes = warps = 2
-    elif not beside and num_seqs <= _FEW_SEQS:
+    elif rows == 16 and num_seqs <= _FEW_SEQS:
         lanes = warps = 8
     else:
         lanes = warps = 4
-    return DecodeLayout(
-        num_heads=1, num_lanes=lanes, num_keys=16, num_warps=warps, num_stages=3, programs_per_sm=8 // warps, num_readers=readers
-    )
+    return DecodeLayout(num_heads=1, num_lanes=lanes, num_keys=16, num_warps=warps, num_stages=3, programs_per_sm=8 // warps)
 
 
 class DecodeWorkspace:
@@ -139,11 +131,10 @@ class DecodePlan:
         self.window = window
         assert shared is None or (not window and shared.layout.num_seqs == num_seqs)
         self.shared = shared
-        self.layout = layout or decode_layout(shape, num_heads=num_heads, num_seqs=num_seqs, beside=shared is not None)
+        self.layout = layout or decode_layout(shape, num_heads=num_heads, num_seqs=num_seqs)
         assert shape.num_kv_heads % self.layout.num_heads == 0
         assert shape.block_size % self.layout.num_keys == 0
-        assert self.layout.num_readers == 1 or self.layout.num_heads == 1
-        self.num_groups = shape.num_kv_heads // self.layout.num_heads * self.layout.num_readers
+        self.num_groups = shape.num_kv_heads // self.layout.num_heads
         sms = num_sms or num_sms_of(torch.device(device))
         self.num_workers = max(1, sms * self.layout.programs_per_sm // self.num_groups)
         self.workspace = workspace or DecodeWorkspace(device)
@@ -158,13 +149,9 @@ class DecodePlan:
         # Whether the program that arrives last merges a sequence by itself. Where few sequences have many parts of many rows (few KV
         # heads over all workers), that is much to read for one program, and a second launch merges all rows side by side.
         rows = num_heads // self.num_groups
-        self.merges_itself = shared is None and self.num_workers * rows <= max(300, 128 * num_seqs)
-        # Of that launch: rows of a program, and parts that it has on their way at once. Many rows fill the card with one warp for each
-        # few of them; of a few rows each has programs and parts as it needs.
-        many = num_seqs * num_heads >= _MANY_ROWS
-        num_parts = 2 + self.num_workers // num_seqs + (0 if shared is None else shared.layout.num_splits)
-        self.merge_rows = 4 if many else 1
-        self.merge_parts = 4 if many else min(64, triton.next_power_of_2(num_parts))
+        self.merges_itself = self.num_workers * rows <= max(300, 64 * num_seqs)
+        # Parts that a program of that launch has on their way at once.
+        self.parts_at_once = max(4, min(64, triton.next_power_of_2(2 + self.num_workers // num_seqs)))
 
     def refresh(self, seq_lens: torch.Tensor) -> None:
         """Plans a step. seq_lens int32 [num_seqs] on the device; 0 is allowed and costs a tile."""

@@ -3,8 +3,7 @@
 1. find_groups and pack list what is shared, on the host                twostep/kernels/shared_prefix.py
 2. A program takes one item of the list: a stretch of keys for the queries of many sequences, rows of one matrix product; it leaves
    a running maximum, sum and weighted value for each
-3. Decode attention begins behind the prefix, and runs beside that: one waits for memory while the other multiplies (triton_decode.py)
-4. A last launch merges what both have of a sequence                   twostep/kernels/triton_decode_merge.py
+3. Decode attention begins behind the prefix, and folds those in where it meets a sequence's first own tile (triton_decode.py)
 
     rows of a tile   sequence 0: the query heads of the KV head, sequence 1: the same, ...
 
@@ -49,7 +48,7 @@ def shared_tile(shape: KvShape, *, num_heads: int, num_seqs: int) -> SharedTile:
         return SharedTile(num_rows=max(64, triton.next_power_of_2(share)), num_keys=32, num_warps=4, num_stages=2, programs_per_sm=1)
     if share * num_seqs > 64:
         return SharedTile(num_rows=max(128, triton.next_power_of_2(share)), num_keys=64, num_warps=8, num_stages=3, programs_per_sm=1)
-    return SharedTile(num_rows=64, num_keys=64, num_warps=4, num_stages=3, programs_per_sm=2)
+    return SharedTile(num_rows=64, num_keys=64, num_warps=4, num_stages=3, programs_per_sm=1)
 
 
 def serves_shared(shape: KvShape, *, num_heads: int, windows: Sequence[int]) -> bool:
@@ -92,10 +91,9 @@ class SharedPrefix:
         # As `listing` makes it. All zeros: nothing is shared.
         self.listed = torch.zeros(self.layout.list_size, dtype=torch.int32, device=device)
         workspace = workspace or DecodeWorkspace(device)
-        # Row (item * num_kv_heads + KV head) * num_rows + place in the item * query heads of a KV head + query head; from own_states on,
-        # sequence * num_heads + head, for remainders.
-        self.own_states = self.layout.max_items * shape.num_kv_heads * self.tile.num_rows
-        workspace.reserve(num_parts=self.own_states + num_seqs * num_heads, head_dim=shape.head_dim, num_counters=0)
+        # Row (item * num_kv_heads + KV head) * num_rows + place in the item * query heads of a KV head + query head.
+        num_rows = self.layout.max_items * shape.num_kv_heads * self.tile.num_rows
+        workspace.reserve(num_parts=num_rows, head_dim=shape.head_dim, num_counters=0)
         self.parts, self.scales = workspace.parts, workspace.scales
 
     def listing(self, block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
@@ -224,3 +222,29 @@ def _shared_kernel(
         tl.store(parts_ptr + (state + row)[:, None] * HEAD_DIM + d[None, :], acc, mask=valid[:, None] & d_mask)
         tl.store(scales_ptr + (state + row) * 2, best, mask=valid)
         tl.store(scales_ptr + (state + row) * 2 + 1, total, mask=valid)
+
+
+@triton.jit
+def fold_states(
+    best, total, acc, parts_ptr, scales_ptr, first_item, num_items, place, first_head, num_kv_heads,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Merges a sequence's states of the shared pass into its own: best and total [heads, rows], acc [heads, rows, BLOCK_D], rows of which
+    the first SHARE are queries of a head."""
+    head = first_head + tl.arange(0, acc.shape[0])[:, None]
+    query = tl.arange(0, acc.shape[1])[None, :]
+    d = tl.arange(0, acc.shape[2])[None, None, :]
+    for i in tl.range(0, num_items, AT_ONCE, num_stages=1):
+        # Unrolled, so that several states are asked for before the first is used.
+        for j in tl.static_range(AT_ONCE):
+            there = (i + j < num_items) & (query < SHARE) & (head >= 0)
+            state = ((first_item + i + j) * num_kv_heads + head).to(tl.int64) * ROWS + place * SHARE + query
+            part_best = tl.load(scales_ptr + state * 2, mask=there, other=-1e38)
+            part_total = tl.load(scales_ptr + state * 2 + 1, mask=there, other=0.0)
+            part_acc = tl.load(parts_ptr + state[:, :, None] * HEAD_DIM + d, mask=there[:, :, None] & (d < HEAD_DIM), other=0.0)
+            new_best = tl.maximum(best, part_best)
+            shrink, weight = tl.exp2(best - new_best), tl.exp2(part_best - new_best)
+            total = total * shrink + part_total * weight
+            acc = acc * shrink[:, :, None] + part_acc * weight[:, :, None]
+            best = new_best
+    return best, total, acc
