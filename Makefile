@@ -17,6 +17,7 @@ PYTEST_FLAGS ?= -q
 UP_FLAGS ?=
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
+BENCH ?= gpu_decode_attention
 
 # A prompt is passed on as it stands, dollar signs and quotes included.
 override PROMPT := $(value PROMPT)
@@ -53,8 +54,9 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/cpu.py
 
 # With the interpreter that has PyTorch for the GPU, Triton and, if it is there, FlashInfer: make bench-gpu PYTHON=python3
+# BENCH is any of benchmarks/gpu_*.py: gpu_step_loop for the whole engine, gpu_sampling, gpu_engine, ...
 bench-gpu:
-	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/gpu_decode_attention.py $(BENCH_FLAGS)
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/$(BENCH).py $(BENCH_FLAGS)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .run
