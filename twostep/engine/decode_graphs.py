@@ -20,16 +20,24 @@ from twostep.engine.batch import Batch
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels.ops import AttentionPlan
 from twostep.kernels.triton_ops import TritonOps
+from twostep.kernels.triton_shared_prefix import serves_shared
 from twostep.kernels.triton_tokens import carry_tokens, pick_greedy
 from twostep.models.decoder import Decoder
 
 _WARM_UPS = 2
+_SMALLEST_SHARING = 4
 
 
 def ladder(largest: int) -> list[int]:
     """Batch sizes worth a graph, up to `largest`: at most one in eight rows, or seven, is padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
     return [size for size in sizes if size < largest] + [largest]
+
+
+def sharing_ladder(sizes: Sequence[int]) -> list[int]:
+    """Batch sizes, of those with a graph, that have another, in which a prefix that sequences share is read once for all of them. Every
+    second one: a prefix long enough to be worth it saves more than the padding costs."""
+    return sorted(size for size in sorted(sizes, reverse=True)[::2] if size >= _SMALLEST_SHARING)
 
 
 class DecodeGraphs:
@@ -50,13 +58,19 @@ class DecodeGraphs:
         self._ops = ops
         blocks = -(-model.config.max_model_len // cache.shape.block_size)
         self._tables = torch.zeros(self._sizes[-1], blocks, dtype=torch.int32, device=cache.tensor.device)
+        shareable = serves_shared(cache.shape, num_heads=model.config.num_heads, windows=model.config.windows)
+        sharing = sharing_ladder(self._sizes) if shareable else []
         self._graphs: dict[int, _Captured] = {}
         pool: Any = None
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
             captured = _Captured(model, cache, ops, self._tables[:size], pool)
             pool = captured.graph.pool()
             self._graphs[size] = captured
-            captured_one(len(self._graphs), len(self._sizes))
+            captured_one(len(self._graphs), len(self._sizes) + len(sharing))
+        self._sharing: dict[int, _Captured] = {}
+        for size in reversed(sharing):
+            self._sharing[size] = _Captured(model, cache, ops, self._tables[:size], pool, sharing=True)
+            captured_one(len(self._sizes) + len(self._sharing), len(self._sizes) + len(sharing))
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
         """Logits [S, vocab_size] of a batch of S sequences with one token each, all sampled in order; valid until the next call. The
@@ -64,14 +78,20 @@ class DecodeGraphs:
         num_seqs = len(batch.seq_lens)
         if num_seqs != len(batch.token_ids) or num_seqs != len(batch.sample_rows) or num_seqs > self._sizes[-1]:
             return None
-        captured = self._graphs[next(size for size in self._sizes if size >= num_seqs)]
+        captured, listing = self._graphs[next(size for size in self._sizes if size >= num_seqs)], None
+        sharing = self._sharing.get(min((size for size in self._sharing if size >= num_seqs), default=0))
+        if sharing is not None and sharing.shared is not None:
+            listing = sharing.shared.listing(batch.block_tables, batch.seq_lens)
+            captured = captured if listing is None else sharing
         rows = np.zeros((5, captured.size), np.int32)
         rows[2], rows[3], rows[4] = -1, 1, -1
         rows[:4, :num_seqs] = batch.token_ids, batch.positions, batch.slots, batch.seq_lens
         if batch.carried is not None:
             rows[4, :num_seqs] = batch.carried
-        inputs, tables = self._ops.upload.send((rows, batch.block_tables))
+        inputs, tables, *listed = self._ops.upload.send((rows, batch.block_tables, *(() if listing is None else (listing,))))
         captured.inputs.copy_(inputs)
+        if captured.shared is not None:
+            captured.shared.listed.copy_(listed[0])
         self._tables[:num_seqs, : tables.shape[1]].copy_(tables)
         captured.graph.replay()
         return captured.logits[:num_seqs]
@@ -80,7 +100,7 @@ class DecodeGraphs:
 class _Captured:
     """One graph. inputs  int32 [5, size]: token ids, positions, slots, lengths, rows that token ids are carried from (or -1)"""
 
-    def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, tables: torch.Tensor, pool: Any) -> None:
+    def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, tables: torch.Tensor, pool: Any, *, sharing: bool = False) -> None:
         device = tables.device
         self.size = len(tables)
         self.inputs = torch.zeros(5, self.size, dtype=torch.int32, device=device)
@@ -88,8 +108,9 @@ class _Captured:
         # Kept: the graph reads and writes its buffers at every replay, and they are not of the graph's own memory.
         c = model.config
         self._plan = plan = ops.plan_decode(
-            self.inputs[:4], tables, cache, num_heads=c.num_heads, rope=model.rope_tables, windows=c.windows
+            self.inputs[:4], tables, cache, num_heads=c.num_heads, rope=model.rope_tables, windows=c.windows, sharing=sharing
         )
+        self.shared = plan.shared
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

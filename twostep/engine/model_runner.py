@@ -180,15 +180,18 @@ class ModelRunner:
         return DeviceSteps(self._model, self._cache, ops, graphs)
 
     def _measured_blocks(self, sizing: PoolSizing, free_at_start: int, max_num_seqs: int, progress: Progress) -> int:
-        from twostep.engine.decode_graphs import ladder  # noqa: PLC0415
+        from twostep.engine.decode_graphs import ladder, sharing_ladder  # noqa: PLC0415
 
+        sizes = ladder(max_num_seqs)
         return measured_blocks(
             self.run,
             self.kv_shape,
             sizing,
             device=self._device,
             free_at_start=free_at_start,
-            graphs=graph_bytes(ladder(max_num_seqs), vocab_size=self.vocab_size, item_bytes=DTYPES[self.kv_shape.dtype].itemsize),
+            graphs=graph_bytes(
+                [*sizes, *sharing_ladder(sizes)], vocab_size=self.vocab_size, item_bytes=DTYPES[self.kv_shape.dtype].itemsize
+            ),
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             progress=progress,

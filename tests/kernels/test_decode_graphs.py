@@ -1,0 +1,83 @@
+"""Captured decode steps choose the one that shares prefixes where it pays, and give the CPU's logits either way. Without a GPU a replay
+runs the step again."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from kernel_pools import DEVICE
+
+from twostep.engine import decode_graphs
+from twostep.engine.decode_graphs import DecodeGraphs, ladder, sharing_ladder
+from twostep.engine.kv_cache import KvCache
+from twostep.engine.model_runner import ModelRunner
+from twostep.kernels import shared_prefix
+from twostep.kernels.triton_ops import TritonOps
+from twostep.models.decoder import Decoder
+from twostep.models.registry import build_model, load_weights
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
+from forward_helpers import make_batch, save_model, scattered_sequences
+
+NUM_BLOCKS, BLOCK_SIZE = 80, 16
+
+
+@contextmanager
+def graphs_of(model: Decoder, cache: KvCache, ops: TritonOps, sizes: list[int]) -> Iterator[DecodeGraphs]:
+    if DEVICE == "cuda":
+        yield DecodeGraphs(model, cache, ops, sizes)
+        return
+    with mock.patch("twostep.engine.decode_graphs.torch.cuda"):
+        graphs = DecodeGraphs(model, cache, ops, sizes)
+    for captured in [*graphs._graphs.values(), *graphs._sharing.values()]:
+        captured.graph = mock.Mock(replay=mock.Mock(side_effect=lambda c=captured: c.logits.copy_(c._step(model, c._plan, ops.tokens))))
+    yield graphs
+
+
+def test_a_step_is_replayed_with_and_without_shared_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with and without windows, by turns of layers."""
+    monkeypatch.setattr(decode_graphs, "_WARM_UPS", 0)
+    monkeypatch.setattr(shared_prefix, "_PASS_BYTES", 0.0)
+    monkeypatch.setattr(shared_prefix, "_CACHED_READ", 1.0)
+    save_model("qwen3-windows", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    runner._cache.tensor.normal_(generator=torch.Generator().manual_seed(3))
+    ops = TritonOps(DEVICE)
+    model = build_model(runner.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    cache = KvCache(runner.kv_shape, DEVICE)
+    cache.tensor.copy_(runner._cache.tensor)
+    sequences = scattered_sequences([160, 133, 150, 141, 170], BLOCK_SIZE, NUM_BLOCKS, random.Random(3))
+    for sequence in sequences:
+        sequence.num_computed = len(sequence.tokens) - 2
+    with torch.inference_mode(), graphs_of(model, cache, ops, [6]) as graphs:
+        shared = graphs._sharing[6].shared
+        assert shared is not None
+        for common in (0, 8):
+            for sequence in sequences[1:4]:
+                sequence.blocks[:common] = sequences[0].blocks[:common]
+            batch = make_batch([(s, 1) for s in sequences], BLOCK_SIZE)
+            assert (shared.listing(batch.block_tables, batch.seq_lens) is not None) == bool(common)
+            shared.listed.fill_(0)
+            got = graphs.logits(batch)
+            assert got is not None
+            assert bool(shared.listed.any()) == bool(common)
+            torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
+            for sequence in sequences:
+                sequence.num_computed += 1
+
+
+def test_every_second_size_has_a_step_that_shares() -> None:
+    assert sharing_ladder([1, 2, 4]) == [4]
+    assert sharing_ladder([1]) == []
+    sizes = sharing_ladder(ladder(256))
+    assert sizes[0] == 4
+    assert sizes[-1] == 256
+    assert set(sizes) < set(ladder(256))
