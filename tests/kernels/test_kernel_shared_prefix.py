@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
 
+from twostep.engine.batch import KvShape
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels.oracles import paged_attention
 from twostep.kernels.shared_prefix import PrefixGroup, pack
 from twostep.kernels.triton_decode import decode_attention
 from twostep.kernels.triton_decode_plan import DecodePlan
-from twostep.kernels.triton_shared_prefix import SharedPrefix, SharedTile
+from twostep.kernels.triton_shared_prefix import SharedPrefix, SharedTile, serves_shared
 
 LAYER = 1
 NO_BLOCK = 2**31 - 1
@@ -196,3 +199,20 @@ def test_a_captured_step_serves_other_groups_in_the_same_tensors() -> None:
         out.fill_(torch.nan)
         run()
         assert_right(out, q, cache, step)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_heads", "windows", "serves"),
+    [
+        ({}, 8, (0, 0), True),
+        ({}, 8, (30, 0), True),
+        ({}, 8, (30, 30), False),
+        ({"quantization": "fp8"}, 8, (0, 0), False),
+        ({"block_size": 24}, 8, (0, 0), False),
+        ({}, 512, (0, 0), False),
+    ],
+    ids=str,
+)
+def test_which_pools_are_served(changes: dict[str, Any], num_heads: int, windows: tuple[int, ...], serves: bool) -> None:
+    shape = KvShape(num_blocks=1, block_size=16, num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+    assert serves_shared(replace(shape, **changes), num_heads=num_heads, windows=windows) == serves
