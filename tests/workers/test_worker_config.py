@@ -10,7 +10,7 @@ from prefill_worker.__main__ import main
 from twostep.errors import SetupError
 from twostep.secret import load_secret
 from twostep.worker.config import parse_config
-from twostep.worker.model import load_model
+from twostep.worker.model import load_model, settle
 
 
 def test_defaults_by_role() -> None:
@@ -103,3 +103,20 @@ def test_a_process_that_cannot_start_says_what_to_change(
     monkeypatch.setattr("twostep.worker.process.setup_logging", lambda **_: None)
     assert main([*flags, *secret, "--port", "0"]) == 2
     assert message in caplog.text
+
+
+@pytest.mark.parametrize(("role", "step_tokens"), [("prefill", 8192), ("decode", 2048)])
+def test_how_much_a_step_takes_follows_from_the_device_unless_told(
+    role: str, step_tokens: int, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--model", str(tiny_llama_dir)]
+    here = settle(parse_config(role, [*flags, "--device", "cpu"]))
+    assert (here.max_num_batched_tokens, here.max_num_seqs) == (512, 64)
+    monkeypatch.setattr("twostep.engine.device.choose_device", lambda name: ("cuda:3", "pretended"))
+    there = settle(parse_config(role, flags))
+    assert (there.device, there.max_num_batched_tokens, there.max_num_seqs) == ("cuda:3", step_tokens, 256)
+    assert settle(there) == there
+    told = settle(parse_config(role, [*flags, "--max-num-seqs", "7", "--max-num-batched-tokens", "100"]))
+    assert (told.max_num_batched_tokens, told.max_num_seqs) == (100, 7)
+    fake = settle(parse_config(role, ["--runner", "fake"]))
+    assert (fake.device, fake.max_num_batched_tokens) == ("auto", 512)

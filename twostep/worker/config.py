@@ -13,13 +13,18 @@ from twostep.flags import FlagParser
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
 
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
+# What a step takes where nobody says. A GPU's prefill is compute-bound from about 2000 tokens on, and larger steps read the weights less
+# often; a decode worker's prompts are rare (those of sequences that gave way) and share their steps with others' tokens.
+CPU_STEP_TOKENS, CPU_NUM_SEQS = 512, 64
+GPU_STEP_TOKENS, GPU_NUM_SEQS = {"prefill": 8192, "decode": 2048}, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Everything a worker can be told; times in seconds. Empty `worker_id`: role, host name and port. Empty `advertise_address`: host
     and port as others reach them. `num_blocks` 0: as many as fit `kv_cache_memory_bytes`; that 0 too: on a GPU what
-    `gpu_memory_utilization` leaves, on a CPU 512 MiB."""
+    `gpu_memory_utilization` leaves, on a CPU 512 MiB. `max_num_batched_tokens` and `max_num_seqs` 0: what
+    suits the device (settle in worker/model.py)."""
 
     role: str
     model: str = ""
@@ -37,8 +42,8 @@ class WorkerConfig:
     swap_space: float = 4.0
     preemption_mode: str = "auto"
     max_model_len: int = 0
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
+    max_num_batched_tokens: int = CPU_STEP_TOKENS
+    max_num_seqs: int = CPU_NUM_SEQS
     max_waiting: int = 256
     hash_unit: int = 64
     cpu_threads: int = 0
@@ -138,9 +143,17 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
     )
     parser.flag("--max-model-len", type=number(0, 1 << 31), default=0, help="longest context in tokens; 0: the model's")
     parser.flag(
-        "--max-num-batched-tokens", type=number(1, 1 << 20), default=default.max_num_batched_tokens, help="token budget of one engine step"
+        "--max-num-batched-tokens",
+        type=number(0, 1 << 20),
+        default=0,
+        help=f"token budget of one engine step; 0: {CPU_STEP_TOKENS}, on a GPU {GPU_STEP_TOKENS[default.role]}",
     )
-    parser.flag("--max-num-seqs", type=number(1, 1 << 20), default=default.max_num_seqs, help="sequences that run or are reserved at once")
+    parser.flag(
+        "--max-num-seqs",
+        type=number(0, 1 << 20),
+        default=0,
+        help=f"sequences that run or are reserved at once; 0: {CPU_NUM_SEQS}, on a GPU {GPU_NUM_SEQS}",
+    )
     parser.flag("--max-waiting", type=number(1, 1 << 20), default=default.max_waiting, help="prompts that may wait; more are refused")
     parser.flag(
         "--hash-unit", type=number(1, 65536), default=default.hash_unit, help="tokens of one prefix hash, the same on every process"

@@ -19,7 +19,7 @@ from twostep.model_dir import read_json
 from twostep.models.store import resolve
 from twostep.startup import NoProgress, Progress
 from twostep.text.model_card import ModelCard
-from twostep.worker.config import WorkerConfig
+from twostep.worker.config import CPU_NUM_SEQS, CPU_STEP_TOKENS, GPU_NUM_SEQS, GPU_STEP_TOKENS, WorkerConfig
 
 if TYPE_CHECKING:
     from twostep.engine.parallel_runner import ParallelRunner
@@ -55,17 +55,12 @@ class ServedModel:
 
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> ServedModel:
     """Blocks until the weights are there and a GPU is warm. Raises SetupError with what to change."""
+    config = settle(config)
     model_dir = resolve(config.model, progress=log.info) if config.model else None
     ranks: Ranks | None = None
     if config.runner == "fake" or model_dir is None:
         runner = _fake_runner(config, model_dir)
     else:
-        # Importing torch takes seconds and hundreds of megabytes, which a fake runner does without.
-        from twostep.engine.device import choose_device  # noqa: PLC0415
-
-        device, why = choose_device(config.device)
-        log.info("device %s: %s", device, why)
-        config = replace(config, device=device)
         if config.tensor_parallel_size > 1:
             runner = ranks = _parallel_runner(config, model_dir, progress or NoProgress())
         else:
@@ -84,6 +79,26 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         runner.max_model_len,
     )
     return ServedModel(name=config.served_model_name, runner=runner, layout=layout_of(shape, fingerprint), eos_token_ids=eos, ranks=ranks)
+
+
+def settle(config: WorkerConfig) -> WorkerConfig:
+    """The configuration with all decided that depends on the machine: the device, and how much a step of it takes. Idempotent. Raises
+    SetupError."""
+    on_gpu = False
+    if config.runner == "model" and config.model:
+        # Importing torch takes seconds and hundreds of megabytes, which a fake runner does without.
+        from twostep.engine.device import choose_device  # noqa: PLC0415
+
+        device, why = choose_device(config.device)
+        if device != config.device:
+            log.info("device %s: %s", device, why)
+            config = replace(config, device=device)
+        on_gpu = device != "cpu"
+    return replace(
+        config,
+        max_num_batched_tokens=config.max_num_batched_tokens or (GPU_STEP_TOKENS[config.role] if on_gpu else CPU_STEP_TOKENS),
+        max_num_seqs=config.max_num_seqs or (GPU_NUM_SEQS if on_gpu else CPU_NUM_SEQS),
+    )
 
 
 def _fingerprint(config: WorkerConfig, model_dir: Path | None) -> str:

@@ -16,7 +16,7 @@ from twostep.secret import load_secret
 from twostep.startup import StartUp, process_start, start_up
 from twostep.worker.config import WorkerConfig, parse_config
 from twostep.worker.edge import Edge, EdgeParts
-from twostep.worker.model import ServedModel, load_model
+from twostep.worker.model import ServedModel, load_model, settle
 from twostep.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ def run_worker(role: str, argv: Sequence[str] | None, make_edge: Callable[[EdgeP
     try:
         secret = load_secret(config.secret_file)
         starting = start_up(since=begun, json_lines=config.log_json)
+        config = settle(config)
         model = load_model(config, starting)
         # What is loaded is never garbage: a full collection that looked at all of it would hold up all streams for a tenth of a second.
         gc.collect()
