@@ -99,7 +99,7 @@ class KvAgentActor:
                 peer = await self._peer(request.endpoint)
                 refs = await peer.fetch.remote(request.lease_id, request.chunk)
         except TimeoutError:
-            raise Unavailable(f"KV agent {request.endpoint} did not answer in {request.timeout_s:.1f} s; prefill again") from None
+            raise Unavailable(f"Ray's KV agent {request.endpoint} did not answer in {request.timeout_s:.1f} s; prefill again") from None
         except Exception as error:  # while a peer dies Ray raises more than its own errors, and all of it means the same here
             self._peers.pop(request.endpoint, None)
             raise _source_lost(request.endpoint, error) from error
@@ -179,7 +179,7 @@ class _Service(kv_pb2_grpc.KvAgentServicer):
 
 
 def _source_lost(endpoint: str, error: Exception) -> Unavailable:
-    return Unavailable(f"KV agent {endpoint} is gone ({type(error).__name__}: {_first_line(error)}); prefill again")
+    return Unavailable(f"Ray's KV agent {endpoint} is gone ({type(error).__name__}: {_first_line(error)}); prefill again")
 
 
 def _first_line(error: Exception) -> str:

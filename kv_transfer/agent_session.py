@@ -204,7 +204,7 @@ class AgentSession:
     def check_alive(self) -> None:
         """Raises Unavailable."""
         if self._lost.done():
-            raise Unavailable(f"the KV agent is gone: {self._lost.result()}; prefill again")
+            raise Unavailable(f"Ray's KV agent is gone: {self._lost.result()}; prefill again")
 
     async def _call(self, begin: Callable[[], Awaitable[T]]) -> T:
         """One RPC. Raises TwostepErrors only; a call that outlives its own deadline ends the session."""
@@ -216,10 +216,11 @@ class AgentSession:
             if code is grpc.StatusCode.UNAVAILABLE:
                 # Perhaps a chunk's source is away, perhaps this agent: look at once.
                 self._suspicion.set()
+                raise Unavailable(f"Ray's KV agent does not serve: {error.details() or code.name}; prefill again") from None
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 if not self._lost.done():
                     self._lost.set_result("it hangs")
-                raise Unavailable("the KV agent hangs and is being replaced; prefill again") from None
+                raise Unavailable("Ray's KV agent hangs and is being replaced; prefill again") from None
             raise error_from_grpc(code.name, error.details() or code.name) from None
         except asyncio.CancelledError:
             # Closing the channel cancels its calls, which is not the caller's own cancellation.

@@ -115,7 +115,8 @@ class KvService(kv_pb2_grpc.KvServicer):
                 )
                 num_sent += 1
             if job.lease.state.ended:
-                raise Unavailable(f"the lease ended ({job.lease.state.name} {job.lease.reason}); prefill again")
+                why = f": {job.error.message}" if job.error is not None else ""
+                raise Unavailable(f"the lease ended ({job.lease.state.name} {job.lease.reason}{why}); prefill again")
             if job.first_token is not None and job.lease.num_chunks == num_sent:
                 yield kv_pb2.WatchEvent(complete=kv_pb2.Complete(num_chunks=num_sent, output_ids=[job.first_token.token_id]))
                 return
