@@ -18,22 +18,28 @@ SHAPES = st.fixed_dictionaries({"num_out": st.integers(1, 200_000), "width": st.
 
 
 @given(
-    tokens=st.integers(1, 300), shape=SHAPES, gated=st.booleans(), in_parts=st.booleans(), num_sms=st.integers(1, 200), bulk=st.booleans()
+    tokens=st.integers(1, 300),
+    shape=SHAPES,
+    gated=st.booleans(),
+    in_parts=st.booleans(),
+    num_sms=st.integers(1, 200),
+    shared=st.integers(0, 300_000),
 )
-def test_a_layout_keeps_to_what_is_asked(tokens: int, shape: dict[str, int], gated: bool, in_parts: bool, num_sms: int, bulk: bool) -> None:
-    tile = choose_tile(tokens, **shape, gated=gated, in_parts=in_parts and not gated, num_sms=num_sms, bulk=bulk)
+def test_a_layout_keeps_to_what_is_asked(
+    tokens: int, shape: dict[str, int], gated: bool, in_parts: bool, num_sms: int, shared: int
+) -> None:
+    tile = choose_tile(tokens, **shape, gated=gated, in_parts=in_parts and not gated, num_sms=num_sms, shared_bytes=shared)
     if isinstance(tile, RowTile):
         assert tokens <= 4
         # A thread's share of the weight fits its registers.
         assert tile.rows * shape["width"] * (1 + gated) <= 256 * 32 * tile.num_warps
     elif isinstance(tile, LinearTile):
-        assert bulk or not tile.bulk
         assert tile.parts == 1 or (in_parts and not gated)
         # One program more than that would wait for a place.
         assert tile.parts == 1 or tile.parts * shape["num_out"] <= 128 * num_sms
         # What is on its way fits a multiprocessor's shared memory.
         padded = max(16, 1 << (tokens - 1).bit_length())
-        assert (tile.cols + padded) * tile.depth * 2 * tile.num_stages <= 220_000
+        assert (tile.cols + padded) * tile.depth * 2 * tile.num_stages < shared
 
 
 @settings(max_examples=12)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from twostep.engine.kv_cache import KvCache
-from twostep.kernels.triton_launch import follow, overlaps
+from twostep.kernels.triton_launch import follow, overlaps, start_next, wait_for_previous
 from twostep.kernels.triton_quantized_kv import store_quantized
 
 # Elements of a program's tile: enough independent loads per thread to keep memory busy, few enough to fill the chip with rows.
@@ -71,7 +71,7 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """Rotates the query and key heads of `qkv` in place, writes the rotated keys and the values to the pool, and returns qkv.
 
-    qkv       [T, (num_heads + 2 * num_kv_heads) * D], dense; or float32 [parts, T, ...]: their sum is rotated, and returned anew
+    qkv       [T, (num_heads + 2 * num_kv_heads) * D], dense
     positions integer [T]: rows of the tables
     slots     int64 [T]: block * block_size + slot in block; a negative one writes nothing (padding of a captured step)
     cos, sin  float32 [max_model_len, R / 2], R <= D even (or 0): the first R of a head's D numbers turn in pairs (i, i + R / 2)
@@ -80,19 +80,16 @@ def rotate_and_write(
     total_heads = num_heads + 2 * shape.num_kv_heads
     half = cos.shape[1]
     assert qkv.is_contiguous()
-    assert qkv.shape[-1] == total_heads * shape.head_dim
+    assert qkv.shape[1] == total_heads * shape.head_dim
     assert pool.stride(-1) == 1
     assert cos.is_contiguous()
     assert sin.is_contiguous()
-    parts = len(qkv) if qkv.dim() == 3 else 1
-    out = qkv if qkv.dim() == 2 else torch.empty(qkv.shape[1:], dtype=cache.dtype, device=qkv.device)
-    if not len(out):
-        return out
+    if not len(qkv):
+        return qkv
     tail = shape.head_dim - 2 * half
     pdl = overlaps(qkv.device)
-    _rotate_and_write_kernel[(len(out), triton.cdiv(total_heads, _HEADS_PER_PROGRAM))](
+    _rotate_and_write_kernel[(len(qkv), triton.cdiv(total_heads, _HEADS_PER_PROGRAM))](
         qkv,
-        out,
         positions,
         slots,
         cos,
@@ -100,8 +97,6 @@ def rotate_and_write(
         pool[:, layer],
         pool.stride(0),
         *(pool.stride()[2:5] if cache.quantized is None else cache.quantized.strides),
-        out.numel(),
-        PARTS=parts,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=shape.num_kv_heads,
         HEAD_DIM=shape.head_dim,
@@ -116,7 +111,7 @@ def rotate_and_write(
         num_warps=_ROTATE_WARPS,
         launch_pdl=pdl,
     )
-    return out
+    return qkv
 
 
 def _launch_norm(
@@ -208,7 +203,6 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.c
 @triton.jit
 def _rotate_and_write_kernel(
     qkv_ptr,
-    out_ptr,
     positions_ptr,
     slots_ptr,
     cos_ptr,
@@ -218,8 +212,6 @@ def _rotate_and_write_kernel(
     stride_kv,
     stride_head,
     stride_slot,
-    numel,
-    PARTS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -233,7 +225,10 @@ def _rotate_and_write_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        follow()
+        # In this order: attention, which comes next, reads its plan and the block tables before it waits. It must not start before
+        # the kernel that made them has ended.
+        wait_for_previous()
+        start_next()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
@@ -244,23 +239,20 @@ def _rotate_and_write_kernel(
     # for before the position and the slot, whose users have to wait.
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = exists & (i < HALF)
-    low = _sum_parts(qkv_ptr + row + i, mask, numel, PARTS)
-    high = _sum_parts(qkv_ptr + row + HALF + i, mask, numel, PARTS)
+    low = tl.load(qkv_ptr + row + i, mask=mask, other=0.0)
+    high = tl.load(qkv_ptr + row + HALF + i, mask=mask, other=0.0)
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     kept = exists & (head >= NUM_HEADS) & (slot >= 0)
     kv_head = head - NUM_HEADS  # keys, then values
     to_pool = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
     to_pool += (kv_head // NUM_KV_HEADS).to(tl.int64) * stride_kv + (kv_head % NUM_KV_HEADS).to(tl.int64) * stride_head
-
     cos = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + i, mask=i < HALF, other=0.0)
-    turned_low = tl.where(turns, low * cos - high * sin, low).to(out_ptr.dtype.element_ty)
-    turned_high = tl.where(turns, high * cos + low * sin, high).to(out_ptr.dtype.element_ty)
-    # What is not turned is there already, but where it was in parts.
-    stored = turns | (PARTS > 1)
-    tl.store(out_ptr + row + i, turned_low, mask=mask & stored)
-    tl.store(out_ptr + row + HALF + i, turned_high, mask=mask & stored)
+    turned_low = tl.where(turns, low.to(tl.float32) * cos - high.to(tl.float32) * sin, low.to(tl.float32)).to(low.dtype)
+    turned_high = tl.where(turns, high.to(tl.float32) * cos + low.to(tl.float32) * sin, high.to(tl.float32)).to(low.dtype)
+    tl.store(qkv_ptr + row + i, turned_low, mask=mask & turns)
+    tl.store(qkv_ptr + row + HALF + i, turned_high, mask=mask & turns)
     if QUANTIZATION == "none":
         tl.store(pool_ptr + to_pool + i, turned_low, mask=mask & kept)
         tl.store(pool_ptr + to_pool + HALF + i, turned_high, mask=mask & kept)
@@ -268,8 +260,7 @@ def _rotate_and_write_kernel(
     if TAIL > 0:
         j = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
         mask = exists & (j < HEAD_DIM)
-        rest = _sum_parts(qkv_ptr + row + j, mask, numel, PARTS).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row + j, rest, mask=mask & (PARTS > 1))
+        rest = tl.load(qkv_ptr + row + j, mask=mask, other=0.0)
         if QUANTIZATION == "none":
             tl.store(pool_ptr + to_pool + j, rest, mask=kept & (j < HEAD_DIM))
     # A program of query heads alone has nothing to keep.

@@ -31,6 +31,10 @@ _ROWS_UP_TO = 2
 _TILES_UP_TO = 64
 _GATED_TILES_UP_TO = 128
 _WIDEST_ROW = 16384
+_MOST_PARTS = 8
+# Shared memory of a program beside its tiles: barriers, and what threads exchange. That of a multiprocessor which no program can have.
+_SHARED_SLACK = 4096
+_SHARED_RESERVED = 1024
 
 
 class StreamedLinear:
@@ -52,8 +56,8 @@ class StreamedLinear:
 
     def _run(self, x: torch.Tensor, *, in_parts: bool) -> torch.Tensor:
         num_out, width = self._weight.shape
-        device = x.device
-        tile = choose_tile(len(x), num_out, width, gated=self._gated, in_parts=in_parts, num_sms=_num_sms(device), bulk=overlaps(device))
+        chip = {"num_sms": _num_sms(x.device), "shared_bytes": _shared_bytes(x.device)}
+        tile = choose_tile(len(x), num_out, width, gated=self._gated, in_parts=in_parts, **chip)
         if isinstance(tile, RowTile):
             return linear_rows(x, self._weight, self._bias, tile=tile, gated=self._gated)
         if isinstance(tile, LinearTile):
@@ -73,14 +77,24 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1 << 20
+    # What overlaps its neighbours has the tensor memory accelerator: both came with Hopper.
+    if not overlaps(device):
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) - _SHARED_RESERVED
+
+
 def choose_tile(
-    tokens: int, num_out: int, width: int, *, gated: bool, in_parts: bool, num_sms: int, bulk: bool
+    tokens: int, num_out: int, width: int, *, gated: bool, in_parts: bool, num_sms: int, shared_bytes: int
 ) -> RowTile | LinearTile | None:
     """Which kernel multiplies `tokens` rows with a weight [num_out, width] (gated: num_out counts both halves); None: cuBLAS.
 
-    in_parts  whether the result may come as several terms of a sum
-    num_sms   multiprocessors of the device
-    bulk      whether it has the tensor memory accelerator
+    in_parts      whether the result may come as several terms of a sum
+    num_sms       multiprocessors of the device
+    shared_bytes  shared memory that a program may take; 0: the device has no tensor memory accelerator, and tiles are not for it
 
     Measured on an H200 with the shapes of an 8B model (benchmarks/gpu_linear.py --sweep; the table is in benchmarks/RESULTS.md).
     """
@@ -89,19 +103,32 @@ def choose_tile(
         return RowTile(rows=max(2, 8192 // triton.next_power_of_2(width)), num_warps=4)
     if tokens > (_GATED_TILES_UP_TO if gated else _TILES_UP_TO):
         return None
+    tile = _tile(tokens, num_out, width, gated=gated, in_parts=in_parts, num_sms=num_sms)
+    if tile is None or _bytes_on_their_way(tile, tokens) + _SHARED_SLACK > shared_bytes:
+        return None
+    return tile
+
+
+def _tile(tokens: int, num_out: int, width: int, *, gated: bool, in_parts: bool, num_sms: int) -> LinearTile | None:
     if tokens > 64:
-        return LinearTile(cols=256, depth=64, parts=1, num_warps=8, num_stages=4, turned=True, bulk=bulk)
+        return LinearTile(cols=256, depth=64, parts=1, num_warps=8, num_stages=4, turned=True, bulk=True)
     stages = 5 if tokens <= 32 else 4
-    wide = LinearTile(cols=128, depth=128, parts=1, num_warps=4, num_stages=stages, turned=True, bulk=bulk)
+    wide = LinearTile(cols=128, depth=128, parts=1, num_warps=4, num_stages=stages, turned=True, bulk=True)
     if gated or num_out >= wide.cols * num_sms:
         return wide
     # Few rows: not every multiprocessor would have some. Parts of them reach all, at the price of adding up more numbers than cuBLAS
     # has to write, so that longer rows pay for more tokens.
-    parts = max(1, num_sms * wide.cols // num_out)
+    parts = min(_MOST_PARTS, max(1, num_sms * wide.cols // num_out))
     if in_parts and parts > 1 and (tokens <= 32 or width >= 8192):
         if tokens <= 16:
-            return LinearTile(cols=64, depth=128, parts=parts, num_warps=4, num_stages=5, turned=False, bulk=bulk)
+            return LinearTile(cols=64, depth=128, parts=parts, num_warps=4, num_stages=5, turned=False, bulk=True)
         return replace(wide, parts=parts, num_warps=8)
     if tokens <= 32:
         return LinearTile(cols=64, depth=128, parts=1, num_warps=4, num_stages=5, turned=True, bulk=False)
     return None
+
+
+def _bytes_on_their_way(tile: LinearTile, tokens: int) -> int:
+    """Of weight and tokens, in the shared memory of one program."""
+    padded = max(16, 1 << (tokens - 1).bit_length())
+    return (tile.cols + padded) * tile.depth * 2 * tile.num_stages

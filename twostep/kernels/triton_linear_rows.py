@@ -1,10 +1,9 @@
 """Matrix products for one to a few tokens: each program keeps whole rows of the weight in registers and meets every token with them.
 
     weight [N, K]   ── ROWS rows ──▶ registers, all loads at once, before the kernel ahead has ended
-    x      [T, K]   ── norm? ──▶ · ──▶ + bias ──▶ silu · up? ──▶ + residual? ──▶ [T, N]
+    x      [T, K]   ──▶ · ──▶ + bias ──▶ silu · up? ──▶ [T, N]
 
 Bound by the weight's bytes. Nothing is shared between programs, so a token's result depends neither on its neighbours nor on the run.
-The norm is recomputed by every program from the tokens it reads anyway: sum(w * x * g) / rms(x).
 """
 
 from __future__ import annotations
@@ -32,18 +31,13 @@ def linear_rows(
     bias: torch.Tensor | None = None,
     *,
     tile: RowTile,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
     gated: bool = False,
-    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias, float32 inside.
 
-    x         [T, K], rows dense
-    weight    [N, K], dense; gated: [2 * N, K], gates first
-    norm      [K]: rms_norm(x, norm, eps) is multiplied in place of x
-    gated     silu of the first half of the result times the second
-    residual  [T, N], dense: the result is added to it in place, and it is returned
+    x       [T, K], rows dense
+    weight  [N, K], dense; gated: [2 * N, K], gates first
+    gated   silu of the first half of the result times the second
     Returns [T, N].
     """
     tokens, width = x.shape
@@ -51,9 +45,7 @@ def linear_rows(
     assert weight.shape[1] == width
     assert weight.is_contiguous()
     assert x.stride(1) == 1
-    assert norm is None or (norm.shape == (width,) and norm.is_contiguous())
-    assert residual is None or (residual.shape == (tokens, num_out) and residual.is_contiguous())
-    out = x.new_empty(tokens, num_out) if residual is None else residual
+    out = x.new_empty(tokens, num_out)
     if not tokens:
         return out
     pdl = overlaps(x.device)
@@ -61,19 +53,15 @@ def linear_rows(
         x,
         weight,
         weight if bias is None else bias,
-        weight if norm is None else norm,
         out,
         num_out,
         x.stride(0),
-        eps,
         TOKENS=tokens,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         ROWS=tile.rows,
         HAS_BIAS=bias is not None,
-        HAS_NORM=norm is not None,
         GATED=gated,
-        ADDS=residual is not None,
         PDL=pdl,
         num_warps=tile.num_warps,
         launch_pdl=pdl,
@@ -83,9 +71,9 @@ def linear_rows(
 
 @triton.jit
 def _rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, num_out, stride_x, eps,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_out, stride_x,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         start_next()
@@ -97,19 +85,13 @@ def _rows_kernel(
     gate = weight
     if GATED:
         weight = _load_rows(weight_ptr, at + num_out, k, WIDTH, BLOCK)
-    if HAS_NORM:
-        norm = tl.load(norm_ptr + k, mask=k < WIDTH, other=0.0).to(tl.float32)
     if PDL:
         wait_for_previous()
     for t in tl.static_range(TOKENS):
         x = tl.load(x_ptr + t * stride_x + k, mask=k < WIDTH, other=0.0).to(tl.float32)
-        scale = 1.0
-        if HAS_NORM:
-            scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
-            x = x * norm
-        y = tl.sum(weight.to(tl.float32) * x[None, :], 1) * scale
+        y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
         if GATED:
-            g = tl.sum(gate.to(tl.float32) * x[None, :], 1) * scale
+            g = tl.sum(gate.to(tl.float32) * x[None, :], 1)
             if HAS_BIAS:
                 g += tl.load(bias_ptr + at).to(tl.float32)
                 y += tl.load(bias_ptr + num_out + at).to(tl.float32)
@@ -117,8 +99,6 @@ def _rows_kernel(
         elif HAS_BIAS:
             y += tl.load(bias_ptr + at).to(tl.float32)
         target = out_ptr + t * num_out.to(tl.int64) + row
-        if ADDS:
-            y += tl.load(target, mask=row < num_out, other=0.0).to(tl.float32)
         tl.store(target, y.to(out_ptr.dtype.element_ty), mask=row < num_out)
 
 

@@ -3,7 +3,7 @@
 weight [N, K]    COLS rows × DEPTH columns a step, several steps on their way to shared memory
 x      [T, K]    all tokens, padded to a tile
 grid             (N / COLS, parts): every multiprocessor has a part of the bytes; parts of K leave float32 sums, [parts, T, N],
-                 which the kernel after adds up in order (`add_rms_norm`, `rotate_and_write`): no atomics, the same bits every run
+                 which the kernel after adds up in order (`add_rms_norm`): no atomics, the same bits every run
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def linear_tiles(
     return out
 
 
-@triton.jit
+# One program for every number of tokens of a tile: steps of all sizes are captured at start-up.
+@triton.jit(do_not_specialize=["tokens"])
 def _tiles_kernel(
     x_ptr, source, bias_ptr, out_ptr, tokens, num_out, stride_x,
     WIDTH: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
