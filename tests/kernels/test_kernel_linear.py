@@ -51,7 +51,8 @@ def test_tiles(tokens: int, num_out: int, width: int, parts: int, turned: bool, 
 
 @pytest.mark.parametrize(("turned", "bulk"), [(False, False), (True, True)])
 def test_gated_tiles(turned: bool, bulk: bool) -> None:
-    x, weight, bias = random(9, 72, dtype=torch.float32), random(60, 72, dtype=torch.float32), random(60, dtype=torch.float32)
+    x, bias = random(9, 72, dtype=torch.float32), random(60, dtype=torch.float32)
+    weight = random(60, 72, dtype=torch.float32) * 72**-0.5
     tile = LinearTile(cols=32, depth=16, parts=1, num_warps=2, num_stages=2, turned=turned, bulk=bulk)
     got = linear_tiles(x, weight, bias, tile=tile, gated=True)
     torch.testing.assert_close(got.double(), product(x, weight, bias, gated=True), rtol=1e-5, atol=1e-5)

@@ -50,8 +50,10 @@ def test_a_layout_keeps_to_what_is_asked(
     gated=st.booleans(),
     bias=st.booleans(),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**31),
 )
-def test_a_layer_is_right(tokens: int, num_out: int, width: int, gated: bool, bias: bool, dtype: torch.dtype) -> None:
+def test_a_layer_is_right(tokens: int, num_out: int, width: int, gated: bool, bias: bool, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
     weight = (torch.randn(num_out * (1 + gated), width, device=DEVICE) * width**-0.5).to(dtype)
     b = torch.randn(len(weight), device=DEVICE).to(dtype) if bias else None
     x = torch.randn(tokens, width, device=DEVICE).to(dtype)
@@ -63,15 +65,18 @@ def test_a_layer_is_right(tokens: int, num_out: int, width: int, gated: bool, bi
     layer = StreamedLinear(weight, b, gated=gated)
     got = layer(x)
     assert got.shape == want.shape
-    torch.testing.assert_close(got.double(), want, **tolerance(dtype))
+    # What cuBLAS multiplies is rounded before the gate as well.
+    allowed = {name: 2 * value for name, value in tolerance(dtype).items()}
+    torch.testing.assert_close(got.double(), want, **allowed)
     parts = layer.parts(x)
-    torch.testing.assert_close((parts.double().sum(0) if parts.dim() == 3 else parts.double()), want, **tolerance(dtype))
+    torch.testing.assert_close((parts.double().sum(0) if parts.dim() == 3 else parts.double()), want, **allowed)
     assert torch.equal(parts, layer.parts(x))
 
 
 def test_what_does_not_stream_is_multiplied_all_the_same() -> None:
     assert not can_stream(torch.zeros(8, 8))
     assert not can_stream(torch.zeros(8, 12, dtype=torch.bfloat16))
+    torch.manual_seed(0)
     ops = TritonOps(DEVICE)
     weight, x = torch.randn(6, 12, device=DEVICE), torch.randn(3, 12, device=DEVICE)
     torch.testing.assert_close(ops.prepare_linear(weight, None)(x), x @ weight.T)
@@ -82,6 +87,7 @@ def test_what_does_not_stream_is_multiplied_all_the_same() -> None:
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_two_layers_and_the_norm_between(tokens: int) -> None:
     """Parts of the first product are added to the residual inside the norm."""
+    torch.manual_seed(0)
     ops = TritonOps(DEVICE)
     dtype = torch.bfloat16
     first, then = (torch.randn(*shape, device=DEVICE).mul(0.1).to(dtype) for shape in ((64, 192), (40, 64)))
