@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable
 
 import torch
-
 from gpu_linear import graph_us, read_rate
+
 from twostep.engine.batch import KvShape
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels import triton_elementwise as kernels

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from twostep.kernels import triton_elementwise
+from twostep.kernels.triton_linear import choose_tile
 from twostep.kernels.triton_linear_rows import RowTile, linear_rows
 from twostep.kernels.triton_linear_tiles import LinearTile, linear_tiles
 
@@ -37,6 +38,7 @@ class Product:
     num_out: int  # rows of the weight
     width: int
     gated: bool = False
+    in_parts: bool = False  # what comes after adds parts up
 
     @property
     def bytes(self) -> int:
@@ -45,9 +47,9 @@ class Product:
 
 PRODUCTS = [
     Product("qkv", 6144, 4096),
-    Product("o", 4096, 4096),
+    Product("o", 4096, 4096, in_parts=True),
     Product("gate_up", 28672, 4096, gated=True),
-    Product("down", 4096, 14336),
+    Product("down", 4096, 14336, in_parts=True),
     Product("head", 128256, 4096),
 ]
 
@@ -182,8 +184,22 @@ def compile_all(jobs: list[tuple[Product, int, RowTile | LinearTile]]) -> None:
             print(f"{product.name} {describe(tile)}: {type(error).__name__} {str(error)[:100]}", flush=True)
 
 
-def sweep(counts: list[int], rate: float, processes: int, save: Path | None) -> None:
-    results: list[dict[str, object]] = []
+def chosen(product: Product, tokens: int) -> list[RowTile | LinearTile | None]:
+    """cuBLAS, and what the engine takes where that is another kernel."""
+    device = torch.cuda.get_device_properties()
+    tile = choose_tile(
+        tokens,
+        product.num_out,
+        product.width,
+        gated=product.gated,
+        in_parts=product.in_parts,
+        num_sms=device.multi_processor_count,
+        shared_bytes=device.shared_memory_per_multiprocessor - 1024,
+    )
+    return [None] if tile is None else [None, tile]
+
+
+def compile_sweep(counts: list[int], processes: int) -> None:
     jobs = [(p, t, c) for p in PRODUCTS for t in counts for c in candidates(p, t) if c is not None]
     started = time.perf_counter()
     context = multiprocessing.get_context("spawn")
@@ -193,6 +209,11 @@ def sweep(counts: list[int], rate: float, processes: int, save: Path | None) -> 
     for worker in workers:
         worker.join()
     print(f"{len(jobs)} layouts compiled in {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def table(counts: list[int], rate: float, layouts: Callable[[Product, int], list[RowTile | LinearTile | None]], save: Path | None) -> None:
+    """Times of each product's `layouts`, checked against a product in higher precision first."""
+    results: list[dict[str, object]] = []
     for product in PRODUCTS:
         weights = [
             torch.randn(product.num_out, product.width, dtype=torch.bfloat16, device="cuda") * product.width**-0.5
@@ -206,17 +227,18 @@ def sweep(counts: list[int], rate: float, processes: int, save: Path | None) -> 
             x = torch.randn(tokens, product.width, dtype=torch.bfloat16, device="cuda")
             want = call(product, None, x.double(), weights[0].double()) if not product.gated else gated_oracle(x, weights[0])
             found: list[tuple[float, RowTile | LinearTile | None]] = []
-            for tile in candidates(product, tokens):
+            for tile in layouts(product, tokens):
                 try:
                     got = call(product, tile, x, weights[0]).double()
-                except Exception:  # noqa: BLE001 - said by compile_all
-                    continue
+                except Exception:
+                    if layouts is chosen:
+                        raise
+                    continue  # of a sweep: compile_sweep said so
                 got = got.sum(0) if got.dim() == 3 else got
                 error = float((got - want).norm() / want.norm())
                 if not error < 1e-2:
                     print(f"  WRONG {tokens} {describe(tile)}: {error:.1e}", flush=True)
                     continue
-
                 run = functools.partial(call_all, product, tile, x, weights)
                 found.append((graph_us(run) / len(weights), tile))
             found.sort(key=lambda entry: entry[0])
@@ -244,7 +266,9 @@ def main() -> None:
     args = parser.parse_args()
     rate = read_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; read {rate / 1e12:.2f} TB/s", flush=True)
-    sweep(args.tokens, rate, args.processes, args.save)
+    if args.sweep:
+        compile_sweep(args.tokens, args.processes)
+    table(args.tokens, rate, candidates if args.sweep else chosen, args.save)
 
 
 if __name__ == "__main__":
