@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,6 +73,43 @@ def test_a_layer_is_right(tokens: int, num_out: int, width: int, gated: bool, bi
     parts = layer.parts(x)
     torch.testing.assert_close((parts.double().sum(0) if parts.dim() == 3 else parts.double()), want, **allowed)
     assert torch.equal(parts, layer.parts(x))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_layer_that_fails_its_trial_is_cublas(gated: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(1)
+    monkeypatch.setattr("twostep.kernels.triton_linear._TRIAL_TOKENS", (1, 3))
+    x = torch.randn(3, 64, device=DEVICE, dtype=torch.bfloat16)
+
+    def prepared(num_out: int) -> tuple[object, torch.Tensor]:
+        ops = TritonOps(DEVICE)
+        ops.tries = True
+        weight = torch.randn(num_out, 64, device=DEVICE, dtype=torch.bfloat16)
+        layer = (ops.prepare_gated if gated else ops.prepare_linear)(weight, None)
+        want = F.linear(x.float(), weight.float())
+        if gated:
+            gate, up = want.chunk(2, -1)
+            want = F.silu(gate) * up
+        assert float((layer(x).float() - want).norm() / want.norm()) < 2e-2
+        return layer, weight
+
+    right, _ = prepared(48)
+    assert isinstance(right, StreamedLinear)
+    assert right.trial() == ""
+    module = "twostep.kernels.triton_linear"
+    real = importlib.import_module(module).linear_tiles
+    # Sums are off by a hundredth of what they should be, or the compiler gives up.
+    for broken, said in ((lambda *a, **k: real(*a, **k) * 1.05, "differs"), (_raise, "no room")):
+        monkeypatch.setattr(f"{module}.linear_tiles", broken)
+        caplog.clear()
+        fallen_back, _ = prepared(48)
+        assert not isinstance(fallen_back, StreamedLinear)
+        assert said in caplog.text
+        assert "cuBLAS multiplies instead" in caplog.text
+
+
+def _raise(*args: object, **kwargs: object) -> torch.Tensor:
+    raise RuntimeError("no room in shared memory")
 
 
 def test_what_does_not_stream_is_multiplied_all_the_same() -> None:

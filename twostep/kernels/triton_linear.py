@@ -34,6 +34,9 @@ _WIDEST_ROW = 16384
 _MOST_PARTS = 8
 # Shared memory of a program beside its tiles: barriers, and what threads exchange. That of a multiprocessor which no program can have.
 _SHARED_SLACK = 4096
+# On both sides of every change of kernel or layout. Both results are rounded to 16 bits, which makes some thousandths.
+_TRIAL_TOKENS = (1, 2, 3, 16, 17, 32, 33, 64, 65, 128)
+_TRIAL_DIFFERENCE = 2e-2
 _SHARED_RESERVED = 1024
 
 
@@ -53,6 +56,26 @@ class StreamedLinear:
     def parts(self, x: torch.Tensor) -> torch.Tensor:
         """[T, N] or, where that is faster, float32 [parts, T, N], whose sum over the parts it is."""
         return self._run(x, in_parts=not self._gated)
+
+    def trial(self) -> str:
+        """Runs every kernel that steps of this layer will take, beside cuBLAS. Empty, or what went wrong: a card or a compiler that nobody
+        tried must not show in the tokens."""
+        generator = torch.Generator(self._weight.device).manual_seed(0)
+        width = self._weight.shape[1]
+        for tokens in _TRIAL_TOKENS:
+            x = torch.randn(tokens, width, generator=generator, device=self._weight.device).to(self._weight.dtype)
+            want = F.linear(x, self._weight, self._bias)
+            want = (silu_mul(want) if self._gated else want).float()
+            try:
+                parts = self.parts(x).float()
+                results = (self(x).float(), parts.sum(0) if parts.dim() == 3 else parts)
+            except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises
+                return f"the kernel for {tokens} tokens fails: {type(error).__name__}: {str(error)[:200]}"
+            for result in results:
+                difference = float((result - want).norm() / want.norm().clamp(min=1e-30))
+                if not difference < _TRIAL_DIFFERENCE:
+                    return f"the kernel for {tokens} tokens differs from cuBLAS by {difference:.1e}"
+        return ""
 
     def _run(self, x: torch.Tensor, *, in_parts: bool) -> torch.Tensor:
         num_out, width = self._weight.shape

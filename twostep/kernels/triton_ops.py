@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from twostep.kernels.triton_quantized_kv import DenseCopy
 from twostep.kernels.triton_shared_prefix import SharedPrefix, serves_shared
 from twostep.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
 
+log = logging.getLogger(__name__)
+
 
 class TritonOps:
     """Of one device, for one thread."""
@@ -33,18 +36,30 @@ class TritonOps:
         self.upload = StepUpload(self._device)
         # What the rows of the last step sampled: the next one may carry it.
         self.tokens = torch.zeros(MAX_SAMPLED_ROWS, dtype=torch.int64, device=device)
+        # Whether kernels prove themselves before they serve.
+        self.tries = self._device.type == "cuda"
+        self._trouble: dict[tuple[tuple[int, ...], torch.dtype, bool], str] = {}
         self.decode_workspace = DecodeWorkspace(device)
         self.shared_workspace = DecodeWorkspace(device)
         self._decode_plans: dict[tuple[KvShape, int, int, int], DecodePlan] = {}
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return StreamedLinear(weight, bias) if can_stream(weight) else lambda x: F.linear(x, weight, bias)
+        return self._streamed(weight, bias, gated=False) or (lambda x: F.linear(x, weight, bias))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        if can_stream(weight):
-            return StreamedLinear(weight, bias, gated=True)
-        linear = self.prepare_linear(weight, bias)
-        return lambda x: self.silu_mul(linear(x))
+        return self._streamed(weight, bias, gated=True) or (lambda x: self.silu_mul(F.linear(x, weight, bias)))
+
+    def _streamed(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> StreamedLinear | None:
+        """None where cuBLAS is to multiply: no kernel takes this weight, or those that do failed their trial on this card."""
+        if not can_stream(weight):
+            return None
+        layer = StreamedLinear(weight, bias, gated=gated)
+        kind = (tuple(weight.shape), weight.dtype, gated)
+        if self.tries and kind not in self._trouble:
+            self._trouble[kind] = layer.trial()
+            if self._trouble[kind]:
+                log.warning("linear layers of %s: %s; cuBLAS multiplies instead", list(weight.shape), self._trouble[kind])
+        return None if self._trouble.get(kind) else layer
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return triton_elementwise.rms_norm(x, weight, eps)
