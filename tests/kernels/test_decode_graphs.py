@@ -7,7 +7,9 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -72,6 +74,40 @@ def test_a_step_is_replayed_with_and_without_shared_prefixes(tmp_path: Path, mon
             torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
             for sequence in sequences:
                 sequence.num_computed += 1
+
+
+def test_sharing_proves_itself_or_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_graphs, "_WARM_UPS", 0)
+    monkeypatch.setattr(decode_graphs, "_TRIAL_KEYS", 256)
+    monkeypatch.setattr(shared_prefix, "_PASS_BYTES", 0.0)
+    monkeypatch.setattr(shared_prefix, "_CACHED_READ", 1.0)
+    save_model("llama", tmp_path)
+    config = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    ops = TritonOps(DEVICE)
+    model = build_model(config.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    torch.manual_seed(0)
+    cache = KvCache(config.kv_shape, DEVICE)
+    with torch.inference_mode(), graphs_of(model, cache, ops, [4]) as graphs:
+        assert graphs.try_sharing() == ""
+        assert list(graphs._sharing) == [4]
+        assert not cache.tensor.any(), "the pool is left as it was"
+        pack = shared_prefix.pack
+
+        def forgets_a_member(*args: Any) -> Any:
+            listed = pack(*args)
+            listed[: shared_prefix.OWN_COLUMNS] = 0  # as if the first sequence had nothing but its own part
+            listed[0] = 256
+            return listed
+
+        monkeypatch.setattr("twostep.kernels.triton_shared_prefix.pack", forgets_a_member)
+        assert "differ" in graphs.try_sharing()
+        assert graphs._sharing == {}
+        assert graphs.try_sharing() == ""
+    small = KvCache(replace(config.kv_shape, num_blocks=4), DEVICE)
+    with torch.inference_mode(), graphs_of(model, small, ops, [4]) as graphs:
+        assert graphs.try_sharing() == ""
+        assert graphs._sharing == {}
 
 
 def test_every_second_size_has_a_step_that_shares() -> None:

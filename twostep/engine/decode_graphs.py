@@ -26,6 +26,9 @@ from twostep.models.decoder import Decoder
 
 _WARM_UPS = 2
 _SMALLEST_SHARING = 4
+# Of the trial: a prefix that is worth sharing, and what the order of sums may change in 16 bits after all layers.
+_TRIAL_KEYS = 4096
+_TRIAL_DIFFERENCE = 6e-2
 
 
 def ladder(largest: int) -> list[int]:
@@ -55,6 +58,7 @@ class DecodeGraphs:
         how many of how many are there."""
         assert cache.shape.num_blocks * cache.shape.block_size < 2**31
         self._sizes = sorted(sizes)
+        self._cache = cache
         self._ops = ops
         blocks = -(-model.config.max_model_len // cache.shape.block_size)
         self._tables = torch.zeros(self._sizes[-1], blocks, dtype=torch.int32, device=cache.tensor.device)
@@ -71,6 +75,55 @@ class DecodeGraphs:
         for size in reversed(sharing):
             self._sharing[size] = _Captured(model, cache, ops, self._tables[:size], pool, sharing=True)
             captured_one(len(self._sizes) + len(self._sharing), len(self._sizes) + len(sharing))
+
+    def try_sharing(self) -> str:
+        """Replays the largest step that shares prefixes beside the one that does not, over random KV; to be called while the pool is
+        empty. Empty, or what is wrong: nothing is shared from now on, as in a pool that is too small for a prefix worth sharing."""
+        if not self._sharing:
+            return ""
+        sharing, self._sharing = self._sharing, {}
+        batch = self._worth_sharing(sharing[max(sharing)])
+        if batch is None:
+            return ""
+        used = self._cache.tensor[: int(batch.block_tables.max()) + 1]
+        used.normal_()
+        want = self._replayed(batch)
+        self._sharing = sharing
+        got = self._replayed(batch)
+        used.zero_()
+        difference = float((got - want).norm() / want.norm())
+        if difference < _TRIAL_DIFFERENCE:
+            return ""
+        self._sharing = {}
+        return f"logits differ by {difference:.1e} from those without"
+
+    def _worth_sharing(self, captured: _Captured) -> Batch | None:
+        """A batch of one prefix, as long as the pool allows."""
+        shape, size = self._cache.shape, captured.size
+        num_shared = min(_TRIAL_KEYS // shape.block_size, self._tables.shape[1] - 1, shape.num_blocks - size)
+        if num_shared < 1 or captured.shared is None:
+            return None
+        tables = np.empty((size, num_shared + 1), np.int32)
+        tables[:, :-1] = np.arange(num_shared)
+        tables[:, -1] = num_shared + np.arange(size)
+        lengths = num_shared * shape.block_size + 1 + np.arange(size, dtype=np.int32) % shape.block_size
+        if captured.shared.listing(tables, lengths) is None:
+            return None
+        return Batch(
+            token_ids=np.arange(size, dtype=np.int64),
+            positions=lengths.astype(np.int64) - 1,
+            query_start=np.arange(size + 1, dtype=np.int32),
+            seq_lens=lengths,
+            block_tables=tables,
+            slots=np.full(size, -1, np.int64),
+            sample_rows=np.arange(size),
+            sampling=(),
+        )
+
+    def _replayed(self, batch: Batch) -> torch.Tensor:
+        logits = self.logits(batch)
+        assert logits is not None
+        return logits.float().clone()
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
         """Logits [S, vocab_size] of a batch of S sequences with one token each, all sampled in order; valid until the next call. The

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from twostep.engine.parallel_member import Member
 
 LOAD_FORMATS = ("auto", "dummy")
+
+log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -177,6 +180,9 @@ class ModelRunner:
             graphs = DecodeGraphs(
                 self._model, self._cache, ops, ladder(max_num_seqs), lambda done, total: progress.advance(done, total, "graphs")
             )
+            trouble = graphs.try_sharing()
+            if trouble:
+                log.warning("prefixes that sequences share are read by each for itself: %s", trouble)
         return DeviceSteps(self._model, self._cache, ops, graphs)
 
     def _measured_blocks(self, sizing: PoolSizing, free_at_start: int, max_num_seqs: int, progress: Progress) -> int:
