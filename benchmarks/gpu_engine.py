@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import Batch, SamplingRow
 from twostep.engine.model_runner import ModelRunner
 from twostep.kernels.torch_ops import TorchOps
@@ -33,21 +34,6 @@ CONTEXT = 1024
 VLLM = {1: 4.90, 16: 5.55, 64: 7.70, 128: 10.67, 256: 17.09}
 FLOOR = {1: 4.03, 16: 4.63, 64: 6.56, 128: 9.2, 256: 15.4}
 VLLM_PREFILL = {(16, 2048): 42.3, (4, 8192): 37.5}
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 SMALL = LLAMA_8B | {
     "hidden_size": 576,
     "intermediate_size": 1536,

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import KvShape
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
@@ -32,21 +33,6 @@ from twostep.engine.types import EngineRequest, TokenOutput
 from twostep.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 SMALL = LLAMA_8B | {
     "hidden_size": 256,
     "intermediate_size": 512,

@@ -35,6 +35,7 @@ import numpy.typing as npt
 from decode_worker.edge import DecodeEdge
 from kv_transfer.local import LocalHub, LocalTransport
 from prefill_worker.edge import PrefillEdge
+from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import Batch, InFlight, KvShape, Runner, Sampled
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.model_runner import ModelRunner
@@ -52,33 +53,14 @@ from twostep.worker.worker import Worker
 
 SECRET = b"sixteen bytes or more"
 BLOCK_SIZE = 16
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "torch_dtype": "bfloat16",
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1000,
-        "torch_dtype": "float32",
-    },
-}
-COMMON = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
+TINY = LLAMA_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "torch_dtype": "float32",
 }
 
 
@@ -371,13 +353,14 @@ def main() -> None:
         Path(result).write_text(json.dumps(asyncio.run(Player(prefill, decode, load, args.vocab).play())))
         return
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps(COMMON | SHAPES["tiny" if args.tiny else "8b"]))
+        (Path(name) / "config.json").write_text(json.dumps(TINY if args.tiny else LLAMA_8B))
         runner = ModelRunner(
             name,
             num_blocks=(load.streams + 8) * -(-(load.prompt + load.most + 2) // BLOCK_SIZE),
             block_size=BLOCK_SIZE,
             device="cpu" if args.tiny else "cuda",
             load_format="dummy",
+            max_model_len=4096,
             max_num_seqs=load.streams,
         )
     gc.collect()

@@ -21,21 +21,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 0,
-}
+from twostep.bench.shapes import LLAMA_8B
+
+CONFIG = LLAMA_8B | {"eos_token_id": 0}
 LAYER = {
     "self_attn.q_proj": (4096, 4096),
     "self_attn.k_proj": (1024, 4096),

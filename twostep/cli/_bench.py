@@ -18,34 +18,6 @@ from twostep.errors import SetupError
 if TYPE_CHECKING:
     from twostep.bench.engine import PhaseResult, ScenarioResult
 
-# Shapes to measure without any weights at hand; --load-format dummy fills them with random ones.
-_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "max_position_embeddings": 131072,
-    "vocab_size": 128256,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "llama-3.1-70b": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-}
-
 
 def run(args: argparse.Namespace) -> int:
     require_worker_extra("twostep bench engine")
@@ -53,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
         raise SetupError("--batch-size, --prompt-tokens and --max-num-batched-tokens start at 1, --output-tokens at 3")
     with tempfile.TemporaryDirectory() as directory:
         if args.shape:
-            (Path(directory) / "config.json").write_text(json.dumps(_LLAMA | SHAPES[args.shape]))
+            shapes = importlib.import_module("twostep.bench.shapes").SHAPES
+            (Path(directory) / "config.json").write_text(json.dumps(shapes[args.shape]))
             args.model, args.load_format = directory, "dummy"
         return _bench(args)
 
