@@ -30,7 +30,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test check proto bench bench-gpu clean
+.PHONY: help demo up test check proto bench bench-gpu test-gpu clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -57,6 +57,10 @@ bench: $(VENV)/.dev
 # BENCH is any of benchmarks/gpu_*.py: gpu_step_loop for the whole engine, gpu_sampling, gpu_engine, ...
 bench-gpu:
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/$(BENCH).py $(BENCH_FLAGS)
+
+# The kernels' tests on a GPU instead of in Triton's interpreter, with any Python that has PyTorch, Triton, transformers and pytest.
+test-gpu:
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider tests/kernels $(PYTEST_FLAGS)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .run
