@@ -1,4 +1,4 @@
-# demo · up · test · check · proto · bench · bench-gpu · clean.  Everything lands in .venv; a stamp says what is there already.
+# demo · up · test · check · proto · bench · bench-gpu · test-gpu · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"
