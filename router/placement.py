@@ -164,7 +164,8 @@ def _decode_cost(candidate: Candidate, demand: Demand) -> float:
     record = candidate.record
     num_seqs = max(record.load.num_running + record.load.num_reserved, candidate.num_attempts)
     cost = _HANDOVER_COST * max(0, demand.num_tokens - candidate.cached_tokens) + _SEQUENCE_COST * num_seqs
-    needed = _blocks(demand.num_tokens + demand.max_new_tokens - candidate.cached_tokens, record)
+    # New tokens get their blocks as they come.
+    needed = _blocks(demand.num_tokens - candidate.cached_tokens + 1, record)
     if num_seqs >= record.max_num_seqs or record.load.num_free_blocks < needed:
         cost += _FULL_COST
     return cost

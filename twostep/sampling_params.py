@@ -47,8 +47,8 @@ class SamplingParams:
         _within("min_tokens", self.min_tokens, 0, self.max_tokens)
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequest(f"top_p is {self.top_p}; give a value above 0 and at most 1")
-        if not (0.0 < self.repetition_penalty <= 100.0):
-            raise InvalidRequest(f"repetition_penalty is {self.repetition_penalty}; give a value above 0 and at most 100 (1 is off)")
+        # Logits are divided by it: what is next to nothing would make them infinite, which looks like a broken model.
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP_STRINGS or any(not 0 < len(s) <= MAX_STOP_STRING_CHARS for s in self.stop):

@@ -104,6 +104,16 @@ def test_sharing_proves_itself_or_is_off(tmp_path: Path, monkeypatch: pytest.Mon
         assert "differ" in graphs.try_sharing()
         assert graphs._sharing == {}
         assert graphs.try_sharing() == ""
+    with monkeypatch.context() as broken, torch.inference_mode():
+        broken.setattr("twostep.kernels.triton_ops.SharedPrefix", mock.Mock(side_effect=RuntimeError("no room on this card")))
+        with graphs_of(model, cache, ops, [4]) as graphs:
+            assert "no room on this card" in graphs.try_sharing()
+            assert (graphs._sharing, list(graphs._graphs)) == ({}, [4])
+    with torch.inference_mode(), graphs_of(model, cache, ops, [4]) as graphs:
+        graphs._max_model_len = 257
+        batch = graphs._worth_sharing(graphs._sharing[4])
+        assert batch is not None
+        assert batch.positions.max() < 257
     small = KvCache(replace(config.kv_shape, num_blocks=4), DEVICE)
     with torch.inference_mode(), graphs_of(model, small, ops, [4]) as graphs:
         assert graphs.try_sharing() == ""

@@ -6,6 +6,9 @@ import random
 
 import pytest
 import torch
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
 from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
 
 from twostep.engine.batch import KvShape
@@ -13,7 +16,7 @@ from twostep.engine.kv_cache import KvCache
 from twostep.errors import SetupError
 from twostep.kernels.oracles import paged_attention
 from twostep.kernels.triton_decode import decode_attention
-from twostep.kernels.triton_decode_plan import DecodeLayout, DecodePlan, DecodeWorkspace
+from twostep.kernels.triton_decode_plan import DecodeLayout, DecodePlan, DecodeWorkspace, decode_layout, fitted
 
 LAYER = 1
 
@@ -267,3 +270,22 @@ def test_offsets_beyond_31_bits() -> None:
     plan.refresh(seq_lens)
     out = decode_attention(q, cache, LAYER, tables, seq_lens, plan=plan)
     assert_right(out, q, cache, tables, lengths, 0)
+
+
+@given(
+    head_dim=st.sampled_from([64, 80, 96, 128, 256]),
+    num_kv_heads=st.sampled_from([1, 2, 8, 32]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    num_seqs=st.sampled_from([1, 16, 17, 256]),
+    shared=st.sampled_from([49152, 101376, 166912, 232448]),
+)
+def test_a_program_s_tiles_fit_the_card(head_dim: int, num_kv_heads: int, dtype: str, num_seqs: int, shared: int) -> None:
+    shape = KvShape(num_blocks=1, block_size=16, num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    wanted = decode_layout(shape, num_heads=32, num_seqs=num_seqs)
+    layout = fitted(wanted, shape, shared)
+    # What the compiler was seen to ask for: five sixths of K and V in every stage.
+    wide, item = triton.next_power_of_2(head_dim), 4 if dtype == "float32" else 2
+    needed = 2 * layout.tile_keys * wide * item * layout.num_stages * 5 / 6
+    assert needed < shared or layout.num_lanes == 1
+    if shared == 232448:
+        assert layout == wanted, "the card that the layouts were chosen on has room for all of them"

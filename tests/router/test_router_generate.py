@@ -259,6 +259,7 @@ BAD: list[tuple[pb.GenerateRequest, str, list[str]]] = [
     (_sampled(top_k=-5), "INVALID_ARGUMENT", ["top_k"]),
     (_sampled(min_p=2.0), "INVALID_ARGUMENT", ["min_p"]),
     (_sampled(repetition_penalty=0.0), "INVALID_ARGUMENT", ["repetition_penalty"]),
+    (_sampled(repetition_penalty=1e-38), "INVALID_ARGUMENT", ["repetition_penalty", "0.01"]),
     (_sampled(frequency_penalty=3.0), "INVALID_ARGUMENT", ["frequency_penalty"]),
     (_sampled(logprobs=21), "INVALID_ARGUMENT", ["logprobs"]),
     (_sampled(stop=[""]), "INVALID_ARGUMENT", ["stop"]),

@@ -79,6 +79,9 @@ def test_the_less_loaded_decode_worker_is_taken_and_a_full_one_last() -> None:
     no_blocks = WorkerLoad(num_running=0, num_free_blocks=10)
     assert chosen([candidate("p0")], [candidate("d0", load=many), candidate("d1", load=few)])[1] == "d1"
     assert chosen([candidate("p0")], [candidate("d0", load=many), candidate("d1", load=no_blocks)])[1] == "d0"
+    # Blocks for new tokens come with them: only the prompt's must be there now.
+    enough = WorkerLoad(num_running=0, num_free_blocks=-(-1001 // LAYOUT.block_size))
+    assert chosen([candidate("p0")], [candidate("d0", load=many), candidate("d1", load=enough)])[1] == "d1"
     full = candidate("d1", load=dataclasses.replace(few, num_running=64))
     assert chosen([candidate("p0")], [candidate("d0", load=dataclasses.replace(many, num_running=63)), full])[1] == "d0"
     # Heartbeats are late: a full one is still better than none.

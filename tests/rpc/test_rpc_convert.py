@@ -28,7 +28,7 @@ params = st.builds(
     top_p=single(0.0078125, 1.0),
     min_p=single(0.0, 1.0),
     seed=st.integers(-(1 << 63), (1 << 63) - 1),
-    repetition_penalty=single(0.0078125, 100.0),
+    repetition_penalty=single(0.015625, 100.0),
     frequency_penalty=single(-2.0, 2.0),
     presence_penalty=single(-2.0, 2.0),
     stop_token_ids=st.lists(st.integers(0, 1 << 40), max_size=64).map(tuple),

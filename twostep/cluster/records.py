@@ -53,7 +53,7 @@ class WorkerLoad:
     num_waiting: int = 0
     num_reserved: int = 0
     num_held: int = 0
-    num_free_blocks: int = 0
+    num_free_blocks: int = 0  # that can be given out now, those with a cached prefix that nobody uses included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,17 +53,21 @@ class DecodeGraphs:
         ops: TritonOps,
         sizes: Sequence[int],
         captured_one: Callable[[int, int], object] = lambda done, total: None,
+        *,
+        share_prefixes: bool = True,
     ) -> None:
         """Captures one graph per size: takes some tenths of a second each, and memory for the largest step once. `captured_one` is told
-        how many of how many are there."""
+        how many of how many are there. `share_prefixes`: more of them, of steps that read shared prefixes once; where these cannot be
+        captured, `try_sharing` says why."""
         assert cache.shape.num_blocks * cache.shape.block_size < 2**31
         self._sizes = sorted(sizes)
         self._cache = cache
         self._ops = ops
-        blocks = -(-model.config.max_model_len // cache.shape.block_size)
+        self._max_model_len = model.config.max_model_len
+        blocks = -(-self._max_model_len // cache.shape.block_size)
         self._tables = torch.zeros(self._sizes[-1], blocks, dtype=torch.int32, device=cache.tensor.device)
         shareable = serves_shared(cache.shape, num_heads=model.config.num_heads, windows=model.config.windows)
-        sharing = sharing_ladder(self._sizes) if shareable else []
+        sharing = sharing_ladder(self._sizes) if shareable and share_prefixes else []
         self._graphs: dict[int, _Captured] = {}
         pool: Any = None
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
@@ -72,15 +76,20 @@ class DecodeGraphs:
             self._graphs[size] = captured
             captured_one(len(self._graphs), len(self._sizes) + len(sharing))
         self._sharing: dict[int, _Captured] = {}
-        for size in reversed(sharing):
-            self._sharing[size] = _Captured(model, cache, ops, self._tables[:size], pool, sharing=True)
-            captured_one(len(self._sizes) + len(self._sharing), len(self._sizes) + len(sharing))
+        self._sharing_trouble = ""
+        try:
+            for size in reversed(sharing):
+                self._sharing[size] = _Captured(model, cache, ops, self._tables[:size], pool, sharing=True)
+                captured_one(len(self._sizes) + len(self._sharing), len(self._sizes) + len(sharing))
+        except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises: this card does without
+            self._sharing_trouble = f"{type(error).__name__}: {str(error)[:200]}"
+            self._sharing = {}
 
     def try_sharing(self) -> str:
         """Replays the largest step that shares prefixes beside the one that does not, over random KV; to be called while the pool is
         empty. Empty, or what is wrong: nothing is shared from now on, as in a pool that is too small for a prefix worth sharing."""
         if not self._sharing:
-            return ""
+            return self._sharing_trouble
         sharing, self._sharing = self._sharing, {}
         batch = self._worth_sharing(sharing[max(sharing)])
         if batch is None:
@@ -107,6 +116,7 @@ class DecodeGraphs:
         tables[:, :-1] = np.arange(num_shared)
         tables[:, -1] = num_shared + np.arange(size)
         lengths = num_shared * shape.block_size + 1 + np.arange(size, dtype=np.int32) % shape.block_size
+        lengths = np.minimum(lengths, np.int32(self._max_model_len))
         if captured.shared.listing(tables, lengths) is None:
             return None
         return Batch(

@@ -45,6 +45,15 @@ class DeviceSteps:
 
     def launch(self, batch: Batch) -> DeviceStep:
         """See Runner.launch."""
+        try:
+            return self._launch(batch)
+        except Exception:
+            # Part of it may be queued, and its blocks are given to others next, who write to them on streams of their own.
+            if self._on_gpu:
+                torch.cuda.synchronize()
+            raise
+
+    def _launch(self, batch: Batch) -> DeviceStep:
         num_rows = len(batch.sampling)
         if num_rows > len(self._tokens):
             raise InternalError(f"{num_rows} rows are sampled in one step; at most {len(self._tokens)} can be")

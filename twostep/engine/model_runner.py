@@ -178,7 +178,13 @@ class ModelRunner:
             if not max_num_seqs:
                 return DeviceSteps(self._model, self._cache, ops, None)
             graphs = DecodeGraphs(
-                self._model, self._cache, ops, ladder(max_num_seqs), lambda done, total: progress.advance(done, total, "graphs")
+                self._model,
+                self._cache,
+                ops,
+                ladder(max_num_seqs),
+                lambda done, total: progress.advance(done, total, "graphs"),
+                # Ranks would have to agree on what each of them found.
+                share_prefixes=self._member is None,
             )
             trouble = graphs.try_sharing()
             if trouble:

@@ -10,7 +10,7 @@ device only, so a captured step may be replayed with others (after "Stream-K", O
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ import triton.language as tl
 from twostep.engine.batch import KvShape
 from twostep.errors import SetupError
 from twostep.kernels.shared_prefix import OWN_COLUMNS
+from twostep.kernels.triton_launch import shared_bytes_of
 
 if TYPE_CHECKING:
     from twostep.kernels.triton_shared_prefix import SharedPrefix
@@ -74,6 +75,17 @@ def decode_layout(shape: KvShape, *, num_heads: int, num_seqs: int) -> DecodeLay
     else:
         lanes = warps = 4
     return DecodeLayout(num_heads=1, num_lanes=lanes, num_keys=16, num_warps=warps, num_stages=3, programs_per_sm=8 // warps)
+
+
+def fitted(layout: DecodeLayout, shape: KvShape, shared_bytes: int) -> DecodeLayout:
+    """`layout` with fewer stretches side by side where a program would need more shared memory than `shared_bytes`. Reckoned are K and V of
+    a tile in every stage; Triton 3.6 takes five sixths of that."""
+    wide = max(16, triton.next_power_of_2(shape.head_dim))
+    item_bytes = shape.block_bytes / (2 * shape.num_layers * shape.num_kv_heads * shape.block_size * shape.head_dim)
+    while layout.num_lanes > 1 and 2 * layout.tile_keys * wide * item_bytes * layout.num_stages > shared_bytes:
+        lanes = layout.num_lanes // 2
+        layout = replace(layout, num_lanes=lanes, num_warps=min(layout.num_warps, max(2, lanes)))
+    return layout
 
 
 class DecodeWorkspace:
@@ -131,7 +143,8 @@ class DecodePlan:
         self.window = window
         assert shared is None or (not window and shared.layout.num_seqs == num_seqs)
         self.shared = shared
-        self.layout = layout or decode_layout(shape, num_heads=num_heads, num_seqs=num_seqs)
+        chosen = layout or decode_layout(shape, num_heads=num_heads, num_seqs=num_seqs)
+        self.layout = fitted(chosen, shape, shared_bytes_of(torch.device(device)))
         assert shape.num_kv_heads % self.layout.num_heads == 0
         assert shape.block_size % self.layout.num_keys == 0
         self.num_groups = shape.num_kv_heads // self.layout.num_heads

@@ -16,12 +16,22 @@ import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _FIRST_CAPABILITY = (9, 0)
+# Shared memory of a multiprocessor that no program can have.
+_SHARED_RESERVED = 1024
 
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
     """Whether kernels of this device can be launched so; to be given as `launch_pdl` and as the kernel's PDL."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+
+
+@functools.cache
+def shared_bytes_of(device: torch.device) -> int:
+    """Shared memory that one program may have. In the interpreter there is no such limit."""
+    if device.type != "cuda":
+        return 1 << 20
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) - _SHARED_RESERVED
 
 
 @triton.jit

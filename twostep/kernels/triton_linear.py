@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import triton
 
 from twostep.kernels.triton_elementwise import silu_mul
-from twostep.kernels.triton_launch import overlaps
+from twostep.kernels.triton_launch import overlaps, shared_bytes_of
 from twostep.kernels.triton_linear_rows import RowTile, linear_rows
 from twostep.kernels.triton_linear_tiles import LinearTile, linear_tiles
 
@@ -100,14 +100,9 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-@functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1 << 20
     # What overlaps its neighbours has the tensor memory accelerator: both came with Hopper.
-    if not overlaps(device):
-        return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) - _SHARED_RESERVED
+    return shared_bytes_of(device) if device.type != "cuda" or overlaps(device) else 0
 
 
 def choose_tile(

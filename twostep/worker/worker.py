@@ -116,7 +116,7 @@ class Worker:
                 num_waiting=stats.num_waiting,
                 num_reserved=stats.num_reserved,
                 num_held=stats.num_held,
-                num_free_blocks=stats.num_free_blocks,
+                num_free_blocks=stats.num_available_blocks,
             ),
         )
 
