@@ -32,12 +32,11 @@ _TILES_UP_TO = 64
 _GATED_TILES_UP_TO = 128
 _WIDEST_ROW = 16384
 _MOST_PARTS = 8
-# Shared memory of a program beside its tiles: barriers, and what threads exchange. That of a multiprocessor which no program can have.
+# Shared memory of a program beside its tiles: barriers, and what threads exchange.
 _SHARED_SLACK = 4096
 # On both sides of every change of kernel or layout. Both results are rounded to 16 bits, which makes some thousandths.
 _TRIAL_TOKENS = (1, 2, 3, 16, 17, 32, 33, 64, 65, 128)
 _TRIAL_DIFFERENCE = 2e-2
-_SHARED_RESERVED = 1024
 
 
 class StreamedLinear:
