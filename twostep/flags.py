@@ -24,6 +24,9 @@ class FlagParser(argparse.ArgumentParser):
                     self.error(f"{variable}={value!r}: give 1 or 0")
                 options["default"] = value.lower() in ("1", "true", "yes", "on")
             else:
+                choices = options.get("choices")
+                if choices is not None and value not in choices:
+                    self.error(f"{variable}={value!r}: give one of {', '.join(map(str, choices))}")
                 # argparse runs `type` over string defaults, so a bad value is refused like one on the command line.
                 options["default"] = value
                 options["required"] = False

@@ -51,6 +51,14 @@ def test_a_batch_that_does_not_fit_says_what_to_change(tiny_llama_dir: Path) -> 
     assert "smaller --batch-size" in done.stderr
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_a_device_that_is_not_there_is_named(device: str, tiny_llama_dir: Path) -> None:
+    done = bench("--model", str(tiny_llama_dir), "--device", device)
+    assert done.returncode == 1
+    assert device in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_sizes_are_checked() -> None:
     done = bench("--output-tokens", "1")
     assert (done.returncode, "at 3" in done.stderr) == (1, True)

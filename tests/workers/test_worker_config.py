@@ -120,3 +120,10 @@ def test_how_much_a_step_takes_follows_from_the_device_unless_told(
     assert (told.max_num_batched_tokens, told.max_num_seqs) == (100, 7)
     fake = settle(parse_config(role, ["--runner", "fake"]))
     assert (fake.device, fake.max_num_batched_tokens) == ("auto", 512)
+
+
+def test_a_variable_is_held_to_the_flag_s_choices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TWOSTEP_PREEMPTION_MODE", "foo")
+    with pytest.raises(SystemExit):
+        parse_config("decode", ["--runner", "fake"])
+    assert "TWOSTEP_PREEMPTION_MODE='foo': give one of auto, recompute, swap" in capsys.readouterr().err

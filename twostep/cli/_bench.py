@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -39,13 +41,16 @@ def _bench(args: argparse.Namespace) -> int:
     measure_limits = importlib.import_module("twostep.bench.limits").measure_limits
     roofline: Any = importlib.import_module("twostep.bench.roofline")
     config_of = importlib.import_module("twostep.models.config").parse_config
-    resolve = importlib.import_module("twostep.models.store").resolve
+    store: Any = importlib.import_module("twostep.models.store")
     worker_config = importlib.import_module("twostep.worker.config").WorkerConfig
-    choose_device = importlib.import_module("twostep.engine.device").choose_device
+    devices = importlib.import_module("twostep.engine.device")
 
-    name, why = choose_device(args.device)
-    device = torch.device(name)
-    model_dir = resolve(args.model, progress=print)
+    name, why = devices.choose_device(args.device)
+    device: torch.device = devices.device_of(name)
+    # Standard output is for results alone.
+    model_dir = store.resolve(
+        args.model, cache_dir=store.default_cache_dir(os.environ), progress=lambda line: print(line, file=sys.stderr, flush=True)
+    )
     model = config_of(model_dir)
     dtype = model.dtype if args.dtype == "auto" else args.dtype
     limits = measure_limits(device, getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""Which device a worker runs on when nobody says."""
+"""Which device a worker runs on, and whether it is there."""
 
 from __future__ import annotations
 
@@ -25,3 +25,21 @@ def choose_device(name: str) -> tuple[str, str]:
         return "cpu", "there is a GPU, but the package triton, which its kernels need, is not installed"
     index = int(match[1] or 0) % count
     return f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, number {index} of {count}"
+
+
+def device_of(name: str) -> torch.device:
+    """Raises SetupError for a device that is unknown or not here."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        raise SetupError(f"device {name!r} is not served; use cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise SetupError(
+            f"device {name!r} is not there: torch {torch.__version__} finds no NVIDIA GPU; use cpu, or install a CUDA build of torch"
+        )
+    device = torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    if device.index >= torch.cuda.device_count():
+        raise SetupError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} GPUs, numbered from 0")
+    if importlib.util.find_spec("triton") is None:
+        raise SetupError(f"device {name!r} needs the package triton, which is not installed; use cpu, or install triton")
+    return device

@@ -11,9 +11,7 @@ On a CPU a step is done when it is launched; on a GPU (device_steps.py) the host
 from __future__ import annotations
 
 import gc
-import importlib.util
 import logging
-import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -25,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, Sampled
+from twostep.engine.device import device_of
 from twostep.engine.kv_cache import DTYPES, KvCache
 from twostep.engine.pool_sizing import PoolSizing, free_memory, graph_bytes, measured_blocks
 from twostep.engine.sampler import sample
@@ -68,7 +67,7 @@ class ModelRunner:
         weights, only config.json is read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none).
         `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks (ParallelRunner makes them), and holds
         its part of the model and of every block. Raises SetupError with what to change."""
-        self._device = _device(device)
+        self._device = device_of(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         model_dir = Path(model_dir)
@@ -225,24 +224,6 @@ class ModelRunner:
     def copy_block(self, source: int, target: int) -> None:
         # On the stream of the steps, before the next one.
         self._cache.copy_block(source, target)
-
-
-def _device(name: str) -> torch.device:
-    """Raises SetupError for a device that is unknown or not here."""
-    if name == "cpu":
-        return torch.device("cpu")
-    if not re.fullmatch(r"cuda(:\d+)?", name):
-        raise SetupError(f"device {name!r} is not served; use cpu, cuda or cuda:N")
-    if not torch.cuda.is_available():
-        raise SetupError(
-            f"device {name!r} is not there: torch {torch.__version__} finds no NVIDIA GPU; use cpu, or install a CUDA build of torch"
-        )
-    device = torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
-    if device.index >= torch.cuda.device_count():
-        raise SetupError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} GPUs, numbered from 0")
-    if importlib.util.find_spec("triton") is None:
-        raise SetupError(f"device {name!r} needs the package triton, which is not installed; use cpu, or install triton")
-    return device
 
 
 def _ops(device: torch.device) -> Ops:
