@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.bench.roofline import Bound, Limits, ModelShape, Work, weight_bytes_per_s
+from twostep.bench.roofline import Bound, Limits, ModelShape, Work
 from twostep.engine.batch import KvShape
 from twostep.kernels.torch_ops import TorchOps
 from twostep.models.config import ModelConfig
@@ -63,7 +63,8 @@ def shape_of(config: ModelConfig, dtype: str = "bfloat16") -> ModelShape:
 
 
 def test_seven_billion_parameters_at_a_hundred_steps_read_1400_gigabytes_a_second() -> None:
-    assert weight_bytes_per_s(7e9, 2, 100) == 1400e9
+    step = Work(flops=2 * 7e9, num_bytes=7e9 * 2)
+    assert step.mbu(1 / 100, Limits(bytes_per_s=1400e9, flops_per_s=1e15)) == pytest.approx(1.0)
 
 
 def test_llama_8b_is_what_it_is_called() -> None:

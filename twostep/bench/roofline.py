@@ -62,11 +62,6 @@ class Work:
         return max(self.flops / limits.flops_per_s, self.num_bytes / limits.bytes_per_s)
 
 
-def weight_bytes_per_s(num_params: float, item_bytes: float, steps_per_s: float) -> float:
-    """The bandwidth that decoding takes for its weights alone: 7e9 parameters of 2 bytes at 100 steps/s are 1,400 GB/s."""
-    return num_params * item_bytes * steps_per_s
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The parameters that matrix products read, and what a token's keys and values take."""
