@@ -151,11 +151,12 @@ class DecodeGraphs:
         rows[:4, :num_seqs] = batch.token_ids, batch.positions, batch.slots, batch.seq_lens
         if batch.carried is not None:
             rows[4, :num_seqs] = batch.carried
-        inputs, tables, *listed = self._ops.upload.send((rows, batch.block_tables, *(() if listing is None else (listing,))))
-        captured.inputs.copy_(inputs)
-        if captured.shared is not None:
-            captured.shared.listed.copy_(listed[0])
-        self._tables[:num_seqs, : tables.shape[1]].copy_(tables)
+        arrays = rows, batch.block_tables, *(() if listing is None else (listing,))
+        with self._ops.upload.ahead(arrays) as (inputs, tables, *listed):
+            captured.inputs.copy_(inputs)
+            if captured.shared is not None:
+                captured.shared.listed.copy_(listed[0])
+            self._tables[:num_seqs, : tables.shape[1]].copy_(tables)
         captured.graph.replay()
         return captured.logits[:num_seqs]
 

@@ -22,7 +22,7 @@ _MAX_UNDELIVERED = 64
 _POLL_S = 0.1
 _MAX_FAILED_STEPS = 3
 # How long another thread may keep the interpreter when this one's step is done. Python's own 5 ms would be gaps between tokens.
-_SWITCH_S = 0.0005
+_SWITCH_S = 0.0001
 
 
 class EngineLoop:
