@@ -1,15 +1,17 @@
 """The contract every KV transport keeps.
 
-A transport copies chunks (a range of a sequence's blocks, all layers) from a prefill worker's pool to a decode worker's.
-Bytes only: it knows nothing of sequences, tokens or tickets' meaning. Who frees, what blocks, what may be retried:
+A transport copies chunks (a range of a sequence's blocks, all layers or a range of them) from a prefill worker's pool to a decode
+worker's. Bytes only: it knows nothing of sequences, tokens or tickets' meaning. Who frees, what blocks, what may be retried:
 
-  publish   returns once the source blocks may be reused: the bytes were copied out, or (one-sided transports) the source
-            keeps the blocks until `drop`. Awaits while the byte budget is full, up to `deadline`, then ResourceExhausted.
+  publish   `copies_out`: returns once the source blocks may be reused. Else (one-sided transports) the reader reads the pool itself:
+            the source keeps the blocks until the lease ends, and the reader commits only what the source, asked after the read, still
+            held under the lease. Awaits while the byte budget is full, up to `deadline`, then ResourceExhausted.
             Not retried on the same lease: after any error the lease is aborted and dropped.
   fetch     pulls one published chunk, verifies its checksum and writes it into the target blocks. Until it returns, the target
             blocks hold garbage. DataLoss (checksum) may be retried once; Unavailable (source dead, Ray lost) must not be:
             prefill again. Cancelling it leaves nothing behind but garbage in the target blocks; whoever cancels waits for the
             coroutine to end before it frees them.
+  probe     copies some of the peer's memory as `fetch` would and says at what rate. A transport is offered for a pair only after that.
   drop      frees everything published under the lease. Idempotent, never raises for an unknown lease, never blocks on a peer.
             A transport also drops by itself `ttl_s` after a lease's last publish or fetch.
 """
@@ -34,13 +36,32 @@ class BlockStore(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkInfo:
-    """One published chunk: blocks [first_block, first_block + num_blocks) of a sequence, in its own order, all layers."""
+    """One published chunk: blocks [first_block, first_block + num_blocks) of a sequence, in its own order, of layers
+    [first_layer, first_layer + num_layers); num_layers 0: all of them."""
 
     index: int
     first_block: int
     num_blocks: int
     num_bytes: int
-    checksum: int  # xxh3_64 of the bytes, block after block
+    checksum: int  # by the algorithm that the transport's `checksum_name` names, of the bytes, block after block
+    first_layer: int = 0
+    num_layers: int = 0
+    # Of one-sided transports: the blocks' ids in the source's pool.
+    source_blocks: tuple[int, ...] = ()
+    # The source blocks' generations when they were published: one more each time the pool gives a block out.
+    generations: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What a probe copy moved and how long it took."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +79,16 @@ class KvTransport(Protocol):
     @property
     def name(self) -> str:
         """ "local", "ray", "cuda_ipc" or "nixl"."""
+        ...
+
+    @property
+    def copies_out(self) -> bool:
+        """Whether the source's blocks may be reused once a chunk is published."""
+        ...
+
+    @property
+    def checksum_name(self) -> str:
+        """Of ChunkInfo.checksum: "xxh3_64" (kv_transfer.checksum) or "sum64" (computed on GPUs beside a copy)."""
         ...
 
     @property
@@ -88,6 +119,10 @@ class KvTransport(Protocol):
         ...
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None: ...
+
+    async def probe(self, endpoint: str, *, deadline: float) -> Probe:
+        """Reader's side. Raises Unavailable with the reason where this transport does not work with that peer."""
+        ...
 
     async def drop(self, lease_id: str) -> None: ...
 
