@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from twostep.bench.limits import measure_limits
 from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import Batch, InFlight, KvShape, Sampled, SamplingRow
 from twostep.engine.engine import Engine, EngineConfig
@@ -102,6 +103,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.device != "cpu":
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+        limits = measure_limits(torch.device(args.device), torch.bfloat16)
+        print(f"limits of the card: reads {limits.bytes_per_s / 1e12:.2f} TB/s, cuBLAS {limits.flops_per_s / 1e12:.0f} TFLOP/s", flush=True)
     check(args.device)
     if args.tiny:
         args.batch, args.steps = [1, 4], 6
