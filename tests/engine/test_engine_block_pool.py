@@ -180,6 +180,10 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_available == self.pool.num_free + self.pool.num_cached
 
     @invariant()
+    def generations_are_counted(self) -> None:
+        assert self.pool.generations(range(self.num_blocks)) == self.generations
+
+    @invariant()
     def chains_are_whole(self) -> None:
         known = set(self.content_of.values())
         assert len(known) == len(self.content_of)
@@ -223,6 +227,20 @@ def test_writing_to_a_block_of_one_s_own_needs_no_copy() -> None:
     assert pool.copy_on_write(block) is None
 
 
+def test_a_generation_is_a_new_content_and_wraps() -> None:
+    pool = BlockPool(2, block_size=16, hash_unit=16)
+    blocks = chain(pool, 2)
+    before = pool.generations(blocks)
+    pool.free(blocks)
+    pool.share(blocks)
+    assert pool.generations(blocks) == before, "the content is the same"
+    pool.free(blocks)
+    pool._generations = [2**32 - 1, 2**32 - 1]
+    pool._num_given = sum(pool._generations)
+    assert pool.generations(pool.allocate(2)) == [0, 0]
+    pool.check_integrity([[0, 1]])
+
+
 def break_count(pool: BlockPool) -> None:
     pool._num_owners[0] += 1
 
@@ -243,7 +261,11 @@ def break_free_hash(pool: BlockPool) -> None:
     pool._hash_of[pool._free[0]] = b"left behind"
 
 
-@pytest.mark.parametrize("damage", [break_count, break_free_list, break_lru, break_hash, break_free_hash])
+def break_generation(pool: BlockPool) -> None:
+    pool._generations[4] += 1
+
+
+@pytest.mark.parametrize("damage", [break_count, break_free_list, break_lru, break_hash, break_free_hash, break_generation])
 def test_integrity_finds_damage(damage: Callable[[BlockPool], None]) -> None:
     pool = BlockPool(6, block_size=16, hash_unit=16)
     owned = chain(pool, 3)

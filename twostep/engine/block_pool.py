@@ -10,6 +10,9 @@
 A full block is registered under the hash of all tokens up to its end. Its parent is the block of the unit before. Whoever owns a
 registered block owns its registered parents too (see `register`), and `free` lets go of tails first; so plain LRU order never
 evicts a head before its tail, and every registered hash can be found from the sequence's start.
+
+A block's generation is one more each time `allocate` gives the block to new content; sharing what it holds changes nothing. Whoever
+reads a block without owning it compares generations afterwards: equal ones mean that the content was not replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -33,6 +36,10 @@ class BlockCopy:
     target: int
 
 
+# Generations wrap like this unsigned integer: no reader is late by four thousand million reuses of one block.
+_GENERATIONS = 1 << 32
+
+
 class BlockPool:
     """Not thread-safe: the engine's lock guards it."""
 
@@ -43,6 +50,8 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_owners = [0] * num_blocks
         self._generations = [0] * num_blocks
+        # The sum of all generations, counted apart from them.
+        self._num_given = 0
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._boundary = bytearray(num_blocks)  # 1: the block ends at a hash-unit boundary
         self._block_of: dict[bytes, int] = {}
@@ -72,8 +81,12 @@ class BlockPool:
         return self._num_owners[block]
 
     def generation(self, block: int) -> int:
-        """Grows each time the block is given to new content: a late reader compares it."""
+        """uint32; see above."""
         return self._generations[block]
+
+    def generations(self, blocks: Iterable[int]) -> list[int]:
+        """uint32 each, in the same order."""
+        return [self._generations[block] for block in blocks]
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known chain. They are not owned yet: `share` them before anything is allocated."""
@@ -112,8 +125,9 @@ class BlockPool:
                 block, _ = self._lru.popitem(last=False)
                 self._forget(block)
             self._num_owners[block] = 1
-            self._generations[block] += 1
+            self._generations[block] = (self._generations[block] + 1) % _GENERATIONS
             taken.append(block)
+        self._num_given += count
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -205,3 +219,6 @@ class BlockPool:
             raise InternalError("a free block has a hash, or a cached one has none")
         if len(self._block_of) != len(hashed) or any(self._hash_of[block] != digest for digest, block in self._block_of.items()):
             raise InternalError(f"{len(hashed)} blocks have a hash and {len(self._block_of)} hashes a block, or they disagree")
+        generations = np.asarray(self._generations, dtype=np.uint64)
+        if int(generations.max(initial=0)) >= _GENERATIONS or (int(generations.sum()) - self._num_given) % _GENERATIONS:
+            raise InternalError(f"the blocks' generations add up to {int(generations.sum())}, but {self._num_given} blocks were given out")

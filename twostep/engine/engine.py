@@ -141,6 +141,12 @@ class Engine:
                 raise NotFound(f"{seq_id} is not here; it ended or was cancelled")
             return [int(block) for block in sequence.blocks]
 
+    def generations(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """Of each block uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation does
+        not change, and who read the block without owning it compares."""
+        with self._changed:
+            return self._pool.generations(block_ids)
+
     def release(self, seq_id: str) -> bool:
         """Gives back a held sequence's blocks (full ones stay findable as cached prefix); one submitted with `hold` that is not
         held yet is cancelled. Idempotent; False: nothing held."""
