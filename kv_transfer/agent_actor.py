@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import RayError
 
 from kv_transfer.object_book import ObjectBook
+from kv_transfer.probing import PROBE_BYTES, PROBE_LEASE, probe_pattern
 from kv_transfer.ring import SharedMemory
 from kv_transfer.waiting import finish
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, Unavailable
@@ -51,6 +52,8 @@ class KvAgentActor:
         self._book: ObjectBook[Any] = ObjectBook(budget_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-agent")
         self._peers: OrderedDict[str, Any] = OrderedDict()
+        # Probes take memory that no budget counts: one at a time.
+        self._probing = asyncio.Semaphore(1)
 
     async def serve(self) -> int:
         """Opens the unix socket (0600) and returns this process's id."""
@@ -72,6 +75,13 @@ class KvAgentActor:
         """Another agent's call. The ref travels inside the answer: Ray then keeps count of who borrows it."""
         ref = self._book.get(lease_id, chunk, now=time.monotonic())
         return [] if ref is None else [ref]
+
+    async def probe(self, num_bytes: int) -> list[Any]:
+        """Another agent's call: the pattern of kv_transfer.probing, put for the caller alone. Freed once the caller lets go of it."""
+        if not 0 < num_bytes <= PROBE_BYTES:
+            return []
+        async with self._probing:
+            return [await self._in_thread(lambda: ray.put(probe_pattern(num_bytes)))]
 
     async def put(self, lease_id: str, chunk: int, offset: int, num_bytes: int, ttl_s: float) -> int:
         """Copies a slot of the ring into the object store. The copy is over when this returns or raises."""
@@ -97,7 +107,10 @@ class KvAgentActor:
         try:
             async with asyncio.timeout(request.timeout_s):
                 peer = await self._peer(request.endpoint)
-                refs = await peer.fetch.remote(request.lease_id, request.chunk)
+                if request.lease_id == PROBE_LEASE:
+                    refs = await peer.probe.remote(request.num_bytes)
+                else:
+                    refs = await peer.fetch.remote(request.lease_id, request.chunk)
         except TimeoutError:
             raise Unavailable(f"Ray's KV agent {request.endpoint} did not answer in {request.timeout_s:.1f} s; prefill again") from None
         except Exception as error:  # while a peer dies Ray raises more than its own errors, and all of it means the same here

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from kv_transfer.checksum import checksum
 from kv_transfer.object_book import Entry, ObjectBook
-from kv_transfer.transport import BlockStore, ChunkInfo, TransportStats
+from kv_transfer.probing import PROBE_BYTES, probe_pattern
+from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import FifoGate, finish
 from twostep.errors import DataLoss, InvalidRequest, NotFound, Unavailable
 
@@ -41,6 +42,14 @@ def write_verified(store: BlockStore, chunk: ChunkInfo, block_ids: Sequence[int]
     if checksum(data) != chunk.checksum:
         raise DataLoss(f"chunk {chunk.index} does not match its checksum; fetch it again once, then prefill again")
     store.write_blocks(block_ids, data.reshape(chunk.num_blocks, -1))
+
+
+def _copy_pattern(num_bytes: int) -> Probe:
+    """Times one copy within this process. Runs in a thread."""
+    source, target = probe_pattern(num_bytes), np.zeros(num_bytes, np.uint8)
+    start = time.perf_counter()
+    target[:] = source
+    return Probe(num_bytes=num_bytes, seconds=max(time.perf_counter() - start, 1e-9))
 
 
 class LocalHub:
@@ -83,6 +92,14 @@ class LocalTransport:
     @property
     def name(self) -> str:
         return "local"
+
+    @property
+    def copies_out(self) -> bool:
+        return True
+
+    @property
+    def checksum_name(self) -> str:
+        return "xxh3_64"
 
     @property
     def endpoint(self) -> str:
@@ -136,6 +153,11 @@ class LocalTransport:
         check_blocks(chunk, block_ids, self._block_bytes)
         data = self._hub.find(endpoint)._published(lease_id, chunk)
         await finish(self._in_thread(write_verified, self._store, chunk, tuple(block_ids), data))
+
+    async def probe(self, endpoint: str, *, deadline: float) -> Probe:
+        if not self._hub.find(endpoint).ready:
+            raise Unavailable(f"KV source {endpoint} is closed; its worker ended")
+        return await finish(self._in_thread(_copy_pattern, PROBE_BYTES))
 
     async def drop(self, lease_id: str) -> None:
         self._book.drop(lease_id)

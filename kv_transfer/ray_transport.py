@@ -19,12 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from kv_transfer.agent_session import AgentConfig, AgentSession, Slot
 from kv_transfer.checksum import checksum
 from kv_transfer.local import check_blocks, write_verified
 from kv_transfer.object_book import Entry
+from kv_transfer.probing import PROBE_BYTES, PROBE_LEASE, probe_pattern
 from kv_transfer.ring import default_ring_dir
-from kv_transfer.transport import BlockStore, ChunkInfo, TransportStats
+from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import finish
 from twostep.errors import ResourceExhausted, SetupError, TwostepError, Unavailable
 
@@ -90,6 +93,14 @@ class RayTransport:
     @property
     def name(self) -> str:
         return "ray"
+
+    @property
+    def copies_out(self) -> bool:
+        return True
+
+    @property
+    def checksum_name(self) -> str:
+        return "xxh3_64"
 
     @property
     def endpoint(self) -> str:
@@ -164,11 +175,24 @@ class RayTransport:
             await asyncio.shield(pull)
             await finish(self._in_thread(write_verified, self._store, chunk, tuple(block_ids), slot.bytes))
         finally:
-            if pull.done():
-                session.give_back(slot)
-            else:
-                # Cancelled while the agent may still write the slot: it stays taken until the agent has answered.
-                self._give_back_late(pull, session, slot)
+            self._give_back(pull, session, slot)
+
+    async def probe(self, endpoint: str, *, deadline: float) -> Probe:
+        """The source's agent puts a known pattern into its object store for this one call; `seconds` holds that, the pull and the copy
+        into the ring."""
+        session = self._running_session()
+        num_bytes = max(1, min(PROBE_BYTES, self._config.ring_bytes // 4))
+        slot = await session.take_slot(num_bytes, deadline=deadline)
+        start = time.monotonic()
+        pull = asyncio.create_task(session.fetch(endpoint, PROBE_LEASE, 0, slot, deadline=deadline))
+        try:
+            await asyncio.shield(pull)
+            seconds = max(time.monotonic() - start, 1e-6)
+            if not await finish(self._in_thread(np.array_equal, slot.bytes, probe_pattern(num_bytes))):
+                raise Unavailable(f"a probe of {num_bytes} bytes from {endpoint} arrived altered; look at the machines' memory")
+        finally:
+            self._give_back(pull, session, slot)
+        return Probe(num_bytes=num_bytes, seconds=seconds)
 
     async def drop(self, lease_id: str) -> None:
         session = self._session
@@ -208,7 +232,12 @@ class RayTransport:
                     raise
                 await asyncio.sleep(_RETRY_PUT_S)
 
-    def _give_back_late(self, pull: asyncio.Task[None], session: AgentSession, slot: Slot) -> None:
+    def _give_back(self, pull: asyncio.Task[None], session: AgentSession, slot: Slot) -> None:
+        """Cancelled while the agent may still write the slot: it stays taken until the agent has answered."""
+        if pull.done():
+            session.give_back(slot)
+            return
+
         def ended(task: asyncio.Task[None]) -> None:
             self._late_fetches.discard(task)
             if not task.cancelled():
