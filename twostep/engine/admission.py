@@ -34,6 +34,9 @@ class Admission:
     def __init__(self, pool: BlockPool, preemptor: Preemptor, running: dict[str, EngineSequence], *, block_size: int) -> None:
         """`running` is the ledger's own table: who is admitted is put into it."""
         self.waiting: dict[str, EngineSequence] = {}
+        # Prompt tokens looked up among cached prefixes and found there, ever. Who comes back after giving way does not count again.
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
         self._pool = pool
         self._preemptor = preemptor
         self._running = running
@@ -83,10 +86,16 @@ class Admission:
                 loads += self._loads(sequence, num_found)
             else:
                 del self.waiting[sequence.seq_id]
-                sequence.num_cached = sequence.num_matched
+                self.found(sequence, sequence.num_matched)
             sequence.state = SequenceState.RUNNING
             self._running[sequence.seq_id] = sequence
         return copies, loads
+
+    def found(self, sequence: EngineSequence, num_cached: int) -> None:
+        """So many tokens' KV of a sequence that comes new was there."""
+        sequence.num_cached = num_cached
+        self.num_queried_tokens += len(sequence.tokens)
+        self.num_hit_tokens += num_cached
 
     def _loads(self, sequence: EngineSequence, num_found: int) -> list[BlockLoad]:
         """What is to be copied back of a preempted sequence, whose first `num_found` blocks were found in the pool."""

@@ -326,6 +326,8 @@ class Engine:
                 num_cached_blocks=self._pool.num_cached,
                 num_preemptions=self._ledger.preemptor.num_preemptions,
                 swapped_bytes=self._ledger.preemptor.swapped_bytes,
+                num_queried_tokens=self._ledger.num_queried_tokens,
+                num_hit_tokens=self._ledger.num_hit_tokens,
                 steps=self._steps,
                 stalled_s=0.0 if since is None else time.monotonic() - since,
             )

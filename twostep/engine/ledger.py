@@ -87,6 +87,14 @@ class SequenceLedger:
         return len(self._admission.waiting) + self.preemptor.num_preempted
 
     @property
+    def num_queried_tokens(self) -> int:
+        return self._admission.num_queried_tokens
+
+    @property
+    def num_hit_tokens(self) -> int:
+        return self._admission.num_hit_tokens
+
+    @property
     def has_work(self) -> bool:
         """Whether `plan` may find something to do, a planned step is to be settled, or blocks are to be copied out."""
         return bool(self._planned or self.preemptor.busy) or (bool(self._running or self.num_waiting) and not self._blocked)
@@ -124,7 +132,7 @@ class SequenceLedger:
         self._pool.share(cached)
         sequence.blocks = np.array(cached + self._pool.allocate(num_new), np.int32)
         sequence.num_registered = len(cached)
-        sequence.num_cached = len(cached) * self._block_size
+        self._admission.found(sequence, len(cached) * self._block_size)
         self._arrive(sequence)
         self.num_reserved += 1
         return Reservation(seq_id=sequence.seq_id, block_ids=sequence.blocks.tolist(), num_cached_tokens=sequence.num_cached)

@@ -115,6 +115,9 @@ class EngineStats:
     # Since the start: sequences that gave way for a while, and bytes copied to the host and back for it.
     num_preemptions: int = 0
     swapped_bytes: int = 0
+    # Since the start: tokens of new sequences that were looked up among cached prefixes, and found there.
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
     # Seconds since the last finished step while there was work, 0 when idle: what liveness looks at.
     stalled_s: float = field(default=0.0)
 

@@ -1,0 +1,76 @@
+"""What a worker's engine does: counted once a step, the rest read when somebody scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from twostep.engine.types import EngineStats, StepOutput
+from twostep.metrics.family import STEP_SECONDS, counter, gauge, histogram
+from twostep.metrics.registry import MetricsRegistry, Reading
+
+_ROLE = ["role"]
+
+RUNNING = gauge("twostep_num_requests_running", "Sequences in the engine's batch.", _ROLE)
+WAITING = gauge("twostep_num_requests_waiting", "Prompts that wait for a place in the batch, and sequences that gave way.", _ROLE)
+RESERVED = gauge("twostep_num_requests_reserved", "Sequences with blocks whose KV is still to come (decode workers).", _ROLE)
+HELD = gauge("twostep_num_requests_held", "Computed prompts that keep their blocks for the hand-over (prefill workers).", _ROLE)
+KV_USAGE = gauge("twostep_kv_cache_usage_ratio", "Share of the KV blocks that sequences own, 0 to 1.", _ROLE)
+KV_BLOCKS = gauge(
+    "twostep_kv_cache_blocks", "KV blocks by state: used (owned), cached (reusable prefixes, evictable), free.", ["role", "state"]
+)
+STALLED = gauge("twostep_engine_stalled_seconds", "Since the last finished step while there is work; 0 when idle.", _ROLE)
+PREEMPTIONS = counter("twostep_num_preemptions_total", "How often a sequence gave its blocks to an older one.", _ROLE)
+SWAPPED = counter("twostep_kv_swapped_bytes_total", "KV copied to the host and back for sequences that gave way.", _ROLE)
+STEPS = counter("twostep_engine_steps_total", "Steps that were launched.", _ROLE)
+PREFIX_QUERIES = counter("twostep_prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", _ROLE)
+PREFIX_HITS = counter("twostep_prefix_cache_hits_total", "Prompt tokens whose KV was found there.", _ROLE)
+STEP_TOKENS = counter("twostep_engine_tokens_total", "Tokens computed, by kind: prefill, decode.", ["role", "kind"])
+FAILED = counter("twostep_engine_failed_sequences_total", "Sequences given up because a step of theirs failed.", _ROLE)
+STEP_DURATION = histogram("twostep_engine_step_duration_seconds", "A step by kind: prefill, decode, mixed.", STEP_SECONDS, ["role", "kind"])
+
+_READ = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, PREEMPTIONS, SWAPPED, STEPS, PREFIX_QUERIES, PREFIX_HITS)
+FAMILIES = (*_READ, STEP_TOKENS, FAILED, STEP_DURATION)
+
+
+class EngineMetrics:
+    """on_step() on one thread; `stats` is called from scrapes' threads."""
+
+    def __init__(self, registry: MetricsRegistry, *, role: str, stats: Callable[[], EngineStats]) -> None:
+        self._role = role
+        self._stats = stats
+        registry.on_scrape(_READ, self._read)
+        tokens, durations = registry.counter(STEP_TOKENS), registry.histogram(STEP_DURATION)
+        self._prefill_tokens, self._decode_tokens = tokens.labels(role, "prefill"), tokens.labels(role, "decode")
+        self._durations = {kind: durations.labels(role, kind) for kind in ("prefill", "decode", "mixed")}
+        self._failed = registry.counter(FAILED).labels(role)
+
+    def on_step(self, output: StepOutput) -> None:
+        prefill, decode = output.num_prefill_tokens, output.num_decode_tokens
+        if prefill:
+            self._prefill_tokens.inc(prefill)
+        if decode:
+            self._decode_tokens.inc(decode)
+        if prefill or decode:
+            self._durations["decode" if not prefill else "mixed" if decode else "prefill"].observe(output.duration_s)
+        if output.failures:
+            self._failed.inc(len(output.failures))
+
+    def _read(self) -> Iterable[Reading]:
+        stats, role = self._stats(), (self._role,)
+        used = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
+        values = {
+            RUNNING: stats.num_running,
+            WAITING: stats.num_waiting,
+            RESERVED: stats.num_reserved,
+            HELD: stats.num_held,
+            KV_USAGE: used / stats.num_blocks if stats.num_blocks else 0.0,
+            STALLED: stats.stalled_s,
+            PREEMPTIONS: stats.num_preemptions,
+            SWAPPED: stats.swapped_bytes,
+            STEPS: stats.steps,
+            PREFIX_QUERIES: stats.num_queried_tokens,
+            PREFIX_HITS: stats.num_hit_tokens,
+        }
+        yield from (Reading(family, value, role) for family, value in values.items())
+        for state, count in (("used", used), ("cached", stats.num_cached_blocks), ("free", stats.num_free_blocks)):
+            yield Reading(KV_BLOCKS, count, (self._role, state))

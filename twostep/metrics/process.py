@@ -1,0 +1,17 @@
+"""Who a process is."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from twostep.metrics.family import gauge
+from twostep.metrics.registry import MetricsRegistry
+
+INFO = gauge("twostep_process_info", "1, with the process's role and the version it runs.", ["role", "version"])
+
+FAMILIES = (INFO,)
+
+
+def register_process(registry: MetricsRegistry, role: str) -> None:
+    """`role`: "router", "prefill" or "decode"."""
+    registry.gauge(INFO).labels(role, version("twostep")).set(1)

@@ -1,0 +1,112 @@
+"""`GET /metrics` of a process: plain HTTP, on threads of its own, so that it answers while the engine or the event loop is stuck.
+
+Whether a process should be restarted is for its health service to say (twostep.rpc.health); this one says what was counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import make_wsgi_app
+
+from twostep.errors import SetupError
+from twostep.metrics.registry import MetricsRegistry
+
+log = logging.getLogger(__name__)
+
+# Scrapers ask one at a time. Connections beyond so many are closed, and so is one that says nothing for so long.
+_MAX_CONNECTIONS = 8
+_TIMEOUT_S = 5.0
+
+
+class MetricsServer:
+    """start(), close(). `port` 0: any free one; `port` is the real one once it is started."""
+
+    def __init__(self, registry: MetricsRegistry, *, host: str, port: int) -> None:
+        self._registry = registry
+        self._host = host
+        self.port = port
+        self._server: _Server | None = None
+
+    def start(self) -> int:
+        """Returns the real port. Raises SetupError if nobody can listen there."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            server = _Server((self._host, self.port), family)
+        except OSError as error:
+            raise SetupError(
+                f"cannot serve metrics on {self._host}:{self.port} ({error.strerror or error}); "
+                "choose another port with --metrics-port, -1 for none, or another --host"
+            ) from error
+        server.set_app(_only_metrics(make_wsgi_app(self._registry.collectors)))
+        self._server = server
+        self.port = server.server_port
+        threading.Thread(target=server.serve_forever, name="metrics", kwargs={"poll_interval": 0.5}, daemon=True).start()
+        return self.port
+
+    def close(self) -> None:
+        """Idempotent. Returns within a second."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    # An answer under way does not hold up the end of the process.
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
+        self.address_family = family
+        self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        # Not WSGIServer's own, which asks the resolver for this machine's name: where there is none, that takes seconds.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            # The thread did not start, and will not give the place back.
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a scrape from %s failed", client_address, exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug(format, *args)
+
+
+def _only_metrics(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    def routed(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/metrics":
+            start_response("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"metrics are at /metrics\n"]
+        return app(environ, start_response)
+
+    return routed
