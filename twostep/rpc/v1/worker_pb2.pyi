@@ -66,6 +66,7 @@ class WorkerStats(_message.Message):
     BLOCKS_REUSED_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     SWAPPED_BYTES_FIELD_NUMBER: _builtins.int
+    OLDEST_LEASE_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -98,6 +99,8 @@ class WorkerStats(_message.Message):
     back for it. Those that wait to go on are among num_waiting.
     """
     swapped_bytes: _builtins.int
+    oldest_lease_s: _builtins.float
+    """Age of the oldest hand-over under way, 0 if there is none. Prefill: of a lease. Decode: of a sequence whose KV is still to come."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStats]: ...
     def __init__(
@@ -127,10 +130,11 @@ class WorkerStats(_message.Message):
         blocks_reused: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
         swapped_bytes: _builtins.int = ...,
+        oldest_lease_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "blocks_reused", b"blocks_reused", "bytes_moved", b"bytes_moved", "draining", b"draining", "epoch", b"epoch", "integrity_error", b"integrity_error", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_sequences", b"num_sequences", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "ready", b"ready", "role", b"role", "stalled_s", b"stalled_s", "steps", b"steps", "swapped_bytes", b"swapped_bytes", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "blocks_reused", b"blocks_reused", "bytes_moved", b"bytes_moved", "draining", b"draining", "epoch", b"epoch", "integrity_error", b"integrity_error", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_sequences", b"num_sequences", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "oldest_lease_s", b"oldest_lease_s", "ready", b"ready", "role", b"role", "stalled_s", b"stalled_s", "steps", b"steps", "swapped_bytes", b"swapped_bytes", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
