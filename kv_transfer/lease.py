@@ -13,14 +13,21 @@ whole is PUBLISHING until its last chunk is out. COMMITTED is once, for the whol
     a running publisher   still reads the blocks: ending the lease under it first asks for CANCEL_PUBLISHER, and frees only at
                           PublisherStopped
     repeated, reordered   events that come too late, or twice, change nothing and are answered with the state as it is
+
+Where the transport does not copy out, the reader looks at the pool itself, and nobody can stop it. Its blocks are kept until the lease
+ends, and it asks for the commit after its last read and before it uses what it read: `Transition.refusal` must be empty. It is not if
+the lease has ended (another life of the worker, expired, aborted: its blocks may hold anything by now), if another reader committed,
+or if what was read is not what was published here. The last is told by blocks and generations, since ids of forgotten leases may come
+again. Asking again after a lost answer is answered as before: reading was over before the first time.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, auto
+from itertools import chain
 
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted, Unavailable
 
@@ -65,7 +72,11 @@ class PublisherStarted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPublished:
+    """Of transports that do not copy out with the source's blocks, and their generations while the sequence owns them."""
+
     index: int
+    source_blocks: tuple[int, ...] = ()
+    generations: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +93,17 @@ class FetchProgress:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The peer has all of it, verified."""
+    """The peer has all of it, verified; of one-sided transports it asks whether that may be used. See `Transition.refusal`.
+
+    reader         number that the peer gave to this one fetching of its; whoever commits first is the reader
+    source_blocks  and `generations`: those of all chunks that it read, as it was told of them, chunk after chunk by index
+    now_in_pool    filled in by this side, not the peer: the generations that the pool gives for the lease's `source_blocks` now
+    """
+
+    reader: int = 0
+    source_blocks: tuple[int, ...] = ()
+    generations: tuple[int, ...] = ()
+    now_in_pool: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +140,11 @@ class Lease:
     state: LeaseState = LeaseState.RESERVED
     publishing: bool = False
     fetched: bool = False
-    chunks: frozenset[int] = frozenset()
+    chunks: Mapping[int, ChunkPublished] = field(default_factory=dict)
     num_chunks: int | None = None
     reason: str = ""
+    # Who committed.
+    reader: int | None = None
     # Actions already given out.
     given: frozenset[Action] = frozenset()
     freed: bool = False
@@ -131,6 +154,16 @@ class Lease:
         if self.state < LeaseState.COMMITTED:
             return Owner.PREFILL
         return Owner.DECODE if self.state in (LeaseState.COMMITTED, LeaseState.RELEASED) else Owner.NOBODY
+
+    @property
+    def source_blocks(self) -> tuple[int, ...]:
+        """Of all chunks published so far, chunk after chunk by index."""
+        return tuple(chain.from_iterable(self.chunks[i].source_blocks for i in sorted(self.chunks)))
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        """Aligned with `source_blocks`."""
+        return tuple(chain.from_iterable(self.chunks[i].generations for i in sorted(self.chunks)))
 
     @property
     def finished(self) -> bool:
@@ -143,20 +176,20 @@ class Transition:
     lease: Lease
     # In the order in which to execute them.
     actions: tuple[Action, ...] = ()
+    # Of a Commit: why the reader must not use what it read. Empty: it may.
+    refusal: str = ""
 
 
 def advance(lease: Lease, event: Event, now: float) -> Transition:
     """Applies one event. Never raises for one that comes late or twice; raises InvalidRequest for one no order of messages explains:
-    a commit before everything was published, a wrong number of chunks."""
+    a commit before everything was published, a wrong number of chunks, a chunk without generations where they are needed."""
     match event:
         case PublisherStarted():
             if lease.state is not LeaseState.RESERVED:
                 return Transition(lease)
             return Transition(_renewed(replace(lease, state=LeaseState.PUBLISHING, publishing=True), now))
-        case ChunkPublished(index):
-            if lease.state is not LeaseState.PUBLISHING or index in lease.chunks:
-                return Transition(lease)
-            return Transition(_renewed(replace(lease, chunks=lease.chunks | {index}), now))
+        case ChunkPublished():
+            return _chunk_published(lease, event, now)
         case PublisherStopped(num_chunks):
             return _publisher_stopped(lease, num_chunks, now)
         case FetchProgress():
@@ -165,11 +198,7 @@ def advance(lease: Lease, event: Event, now: float) -> Transition:
             state = LeaseState.FETCHING if lease.state is LeaseState.READY else lease.state
             return Transition(_renewed(replace(lease, state=state, fetched=True), now))
         case Commit():
-            if lease.state.ended:
-                return Transition(lease)
-            if lease.num_chunks is None:
-                raise InvalidRequest(f"lease {lease.lease_id} was committed before all of it was published; commit after Complete")
-            return _end(lease, LeaseState.COMMITTED, "")
+            return _commit(lease, event)
         case Abort(reason):
             return Transition(lease) if lease.state.ended else _end(lease, LeaseState.ABORTED, reason)
         case Tick():
@@ -183,6 +212,33 @@ def advance(lease: Lease, event: Event, now: float) -> Transition:
             return Transition(replace(released, freed=True))
 
 
+def _chunk_published(lease: Lease, chunk: ChunkPublished, now: float) -> Transition:
+    if lease.state is not LeaseState.PUBLISHING or chunk.index in lease.chunks:
+        return Transition(lease)
+    if not lease.copies_out and (not chunk.source_blocks or len(chunk.source_blocks) != len(chunk.generations)):
+        raise InvalidRequest(
+            f"chunk {chunk.index} of lease {lease.lease_id} is read where it lies: give its source_blocks and a generation for each"
+        )
+    return Transition(_renewed(replace(lease, chunks={**lease.chunks, chunk.index: chunk}), now))
+
+
+def _commit(lease: Lease, commit: Commit) -> Transition:
+    if lease.state in (LeaseState.ABORTED, LeaseState.EXPIRED):
+        return Transition(lease, refusal=f"lease {lease.lease_id} has ended ({lease.state.name} {lease.reason}); prefill again")
+    if lease.state.ended and lease.reader != commit.reader:
+        return Transition(lease, refusal=f"another reader has committed lease {lease.lease_id}; prefill again")
+    if not lease.copies_out:
+        if (commit.source_blocks, commit.generations) != (lease.source_blocks, lease.generations):
+            return Transition(lease, refusal=f"what was read is not what lease {lease.lease_id} published; prefill again")
+        if not lease.state.ended and commit.now_in_pool is not None and commit.now_in_pool != lease.generations:
+            return Transition(lease, refusal=f"blocks of lease {lease.lease_id} were reused under it; prefill again")
+    if lease.state.ended:
+        return Transition(lease)
+    if lease.num_chunks is None:
+        raise InvalidRequest(f"lease {lease.lease_id} was committed before all of it was published; commit after Complete")
+    return _end(replace(lease, reader=commit.reader), LeaseState.COMMITTED, "")
+
+
 def _publisher_stopped(lease: Lease, num_chunks: int | None, now: float) -> Transition:
     if not lease.publishing:
         return Transition(lease)
@@ -191,7 +247,7 @@ def _publisher_stopped(lease: Lease, num_chunks: int | None, now: float) -> Tran
         return _free(stopped)
     if num_chunks is None:
         return _end(stopped, LeaseState.ABORTED, "publishing failed")
-    if lease.chunks != frozenset(range(num_chunks)):
+    if lease.chunks.keys() != set(range(num_chunks)):
         raise InvalidRequest(f"lease {lease.lease_id} was completed with {num_chunks} chunks, but {sorted(lease.chunks)} were published")
     state = LeaseState.FETCHING if lease.fetched else LeaseState.READY
     ready = _renewed(replace(stopped, state=state, num_chunks=num_chunks), now)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -29,6 +32,25 @@ from twostep.rpc.v1 import kv_pb2
 TTL_S = 10.0
 NUM_CHUNKS = 3
 _ORDER = [LeaseState.RESERVED, LeaseState.PUBLISHING, LeaseState.READY, LeaseState.FETCHING, LeaseState.COMMITTED, LeaseState.RELEASED]
+
+
+READER = 77
+# Two blocks a chunk.
+CHUNKS = [ChunkPublished(i, (10 + i, 20 + i), (1, i)) for i in range(NUM_CHUNKS)]
+
+
+def commit_of(num_chunks: int = NUM_CHUNKS, **changes: Any) -> Commit:
+    """What a reader of so many chunks says."""
+    blocks = tuple(block for chunk in CHUNKS[:num_chunks] for block in chunk.source_blocks)
+    generations = tuple(generation for chunk in CHUNKS[:num_chunks] for generation in chunk.generations)
+    return replace(Commit(reader=READER, source_blocks=blocks, generations=generations), **changes)
+
+
+def published(table: LeaseTable, lease_id: str = "a", *, copies_out: bool = False) -> None:
+    """Opens a lease and publishes all of it."""
+    table.open(lease_id, now=0, ttl_s=TTL_S, copies_out=copies_out)
+    for event in (PublisherStarted(), *CHUNKS, PublisherStopped(NUM_CHUNKS)):
+        table.apply(lease_id, event, now=0)
 
 
 class HandOver(RuleBasedStateMachine):
@@ -68,7 +90,7 @@ class HandOver(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         if self.reading and self.next_chunk < NUM_CHUNKS:
-            self.apply(ChunkPublished(self.next_chunk))
+            self.apply(CHUNKS[self.next_chunk])
             self.next_chunk += 1
 
     @rule(chunk=st.integers(0, NUM_CHUNKS - 1))
@@ -97,9 +119,11 @@ class HandOver(RuleBasedStateMachine):
     def peer_commits(self) -> None:
         if self.lease.num_chunks is None and not self.lease.state.ended:
             with pytest.raises(InvalidRequest):
-                self.apply(Commit())
-        else:
-            self.apply(Commit())
+                self.apply(commit_of(len(self.lease.chunks)))
+            return
+        gone = self.lease.state in (LeaseState.ABORTED, LeaseState.EXPIRED)
+        assert bool(self.apply(commit_of(len(self.lease.chunks))).refusal) == gone
+        assert self.lease.reader == (None if gone else READER)
 
     @rule()
     def somebody_aborts(self) -> None:
@@ -224,6 +248,45 @@ def test_table_is_bounded_fences_epochs_and_remembers() -> None:
         table.get("a")
     with pytest.raises(InvalidRequest):
         table.open("b", now=0, ttl_s=TTL_S)
+
+
+def test_only_the_first_reader_of_what_was_published_may_use_it() -> None:
+    table = LeaseTable(epoch=1)
+    published(table)
+    for wrong, why in [
+        (commit_of(generations=(1, 0, 1, 1, 1, 3)), "not what lease a published"),
+        (commit_of(source_blocks=(10, 20, 11, 21, 12, 23)), "not what lease a published"),
+        (commit_of(2), "not what lease a published"),
+        (Commit(reader=READER), "not what lease a published"),
+        (commit_of(now_in_pool=(1, 0, 1, 1, 1, 3)), "reused under it"),
+    ]:
+        refused = table.apply("a", wrong, now=0)
+        assert why in refused.refusal
+        assert (refused.lease.state, refused.actions) == (LeaseState.READY, ())
+    taken = table.apply("a", commit_of(now_in_pool=(1, 0, 1, 1, 1, 2)), now=0)
+    assert (taken.refusal, taken.actions) == ("", (Action.RELEASE_BLOCKS, Action.DROP_OBJECTS))
+    assert "another reader" in table.apply("a", commit_of(reader=READER + 1), now=0).refusal
+    table.apply("a", Freed(), now=0)
+    assert table.apply("a", commit_of(), now=0) == Transition(table.get("a")), "its first answer was lost: the same again"
+    assert "another reader" in table.apply("a", commit_of(reader=READER + 1), now=0).refusal
+
+
+@pytest.mark.parametrize("copies_out", [False, True])
+def test_a_commit_after_the_end_is_refused(copies_out: bool) -> None:
+    table = LeaseTable(epoch=1)
+    for lease_id, end in (("a", Abort("gone")), ("b", Tick())):
+        published(table, lease_id, copies_out=copies_out)
+        table.apply(lease_id, end, now=2 * TTL_S)
+        assert f"lease {lease_id} has ended" in table.apply(lease_id, commit_of(), now=0).refusal
+
+
+def test_a_chunk_that_is_read_where_it_lies_has_generations() -> None:
+    table = LeaseTable(epoch=1)
+    table.open("a", now=0, ttl_s=TTL_S, copies_out=False)
+    table.apply("a", PublisherStarted(), now=0)
+    for chunk in (ChunkPublished(0), ChunkPublished(0, (1, 2), (1,))):
+        with pytest.raises(InvalidRequest, match="a generation for each"):
+            table.apply("a", chunk, now=0)
 
 
 def test_states_are_those_of_the_wire() -> None:
