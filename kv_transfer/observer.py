@@ -34,6 +34,9 @@ class Transfer:
     scatter_s   FETCH: the part of copy_s that verified and wrote the blocks, where the transport tells it apart; else 0
     total_s     PUBLISH: from the first block that was final to the last chunk published. FETCH: from the manifest to the last block in place
     exposed_s   PUBLISH: what of it came after the first token. FETCH: from Complete to the last block in place
+
+    `request_id` (with the attempt behind a slash) and `peer` (the prefill worker's id; empty: unknown) are for logs and spans; neither may
+    become a label.
     """
 
     transport: str
@@ -46,8 +49,17 @@ class Transfer:
     scatter_s: float = 0.0
     total_s: float = 0.0
     exposed_s: float = 0.0
+    # Chunks that were asked for again.
+    num_retries: int = 0
     # Empty: it succeeded.
     failure: str = ""
+    request_id: str = ""
+    peer: str = ""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """0: nothing was moved."""
+        return self.num_bytes / self.total_s if self.total_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
