@@ -180,19 +180,63 @@ class StreamRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamPosition]:
+        """Every attempt that the router has on this worker."""
+
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        positions: _abc.Iterable[Global___StreamPosition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamRequest: _TypeAlias = StreamRequest  # noqa: Y015
+
+@_typing.final
+class StreamPosition(_message.Message):
+    """How far a router has got with one attempt. One that the worker does not know, or has no longer all events of, is answered with
+    DecodeFailed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    NEXT_POSITION_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    RESERVING_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    next_position: _builtins.int
+    """The first token that is missing."""
+    committed: _builtins.bool
+    """Committed has arrived."""
+    reserving: _builtins.bool
+    """Its Reserve has not been answered: that it is not here yet means nothing."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        next_position: _builtins.int = ...,
+        committed: _builtins.bool = ...,
+        reserving: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed", b"committed", "next_position", b"next_position", "request_id", b"request_id", "reserving", b"reserving"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamPosition: _TypeAlias = StreamPosition  # noqa: Y015
 
 @_typing.final
 class StepEvents(_message.Message):

@@ -84,7 +84,8 @@ class DecodeServicer:
     def Stream(self, request, context):
         """One stream for each router: all its sequences' tokens of one step in one message.
         Initial metadata is sent as soon as the stream is registered: a router reserves only after it.
-        A second stream of the same router takes over from the first. Without a stream for the lease time, the router's sequences are dropped.
+        A second stream of the same router takes over from the first. It says which attempts the router still wants and from where on: those
+        are replayed and then go on; the router's others are dropped. Without a stream for the lease time, all of them are.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

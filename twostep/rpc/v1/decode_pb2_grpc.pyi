@@ -42,7 +42,8 @@ class DecodeStub:
     Stream: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamRequest, _decode_pb2.StepEvents]
     """One stream for each router: all its sequences' tokens of one step in one message.
     Initial metadata is sent as soon as the stream is registered: a router reserves only after it.
-    A second stream of the same router takes over from the first. Without a stream for the lease time, the router's sequences are dropped.
+    A second stream of the same router takes over from the first. It says which attempts the router still wants and from where on: those
+    are replayed and then go on; the router's others are dropped. Without a stream for the lease time, all of them are.
     """
 
 @_typing.type_check_only
@@ -59,7 +60,8 @@ class DecodeAsyncStub(DecodeStub):
     Stream: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamRequest, _decode_pb2.StepEvents]  # type: ignore[assignment]
     """One stream for each router: all its sequences' tokens of one step in one message.
     Initial metadata is sent as soon as the stream is registered: a router reserves only after it.
-    A second stream of the same router takes over from the first. Without a stream for the lease time, the router's sequences are dropped.
+    A second stream of the same router takes over from the first. It says which attempts the router still wants and from where on: those
+    are replayed and then go on; the router's others are dropped. Without a stream for the lease time, all of them are.
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
@@ -97,7 +99,8 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.StepEvents], _abc.AsyncIterator[_decode_pb2.StepEvents]]:
         """One stream for each router: all its sequences' tokens of one step in one message.
         Initial metadata is sent as soon as the stream is registered: a router reserves only after it.
-        A second stream of the same router takes over from the first. Without a stream for the lease time, the router's sequences are dropped.
+        A second stream of the same router takes over from the first. It says which attempts the router still wants and from where on: those
+        are replayed and then go on; the router's others are dropped. Without a stream for the lease time, all of them are.
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -51,6 +51,8 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    NO_MIGRATION_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served here. A name that is not served: NOT_FOUND."""
     text: _builtins.str
@@ -58,12 +60,20 @@ class GenerateRequest(_message.Message):
     """Empty: the router makes one. Returned as initial metadata `x-request-id`."""
     cache_salt: _builtins.str
     """Requests share cached prefixes only with requests of the same salt."""
+    no_migration: _builtins.bool
+    """A worker lost after the first token ends the stream with UNAVAILABLE; otherwise another pair goes on from the next token."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def resume_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of this answer that the client has from an earlier stream of the same request, with that stream's seed and parameters:
+        the answer goes on after them, in positions and in text. max_tokens, min_tokens and the usage count them.
+        """
+
     def __init__(
         self,
         *,
@@ -74,10 +84,12 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         request_id: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        no_migration: _builtins.bool = ...,
+        resume_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "no_migration", b"no_migration", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -178,7 +190,7 @@ class SamplingParams(_message.Message):
     top_p: _builtins.float
     min_p: _builtins.float
     seed: _builtins.int
-    """Sampling noise is a function of (seed, position) alone. Unset: the router draws one."""
+    """Sampling noise is a function of (seed, position) alone. Unset: the router draws one. Returned as initial metadata `x-twostep-seed`."""
     repetition_penalty: _builtins.float
     frequency_penalty: _builtins.float
     presence_penalty: _builtins.float
