@@ -106,6 +106,7 @@ class Ticket(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     EXPIRES_UNIX_MS_FIELD_NUMBER: _builtins.int
     MAC_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     """host:port of the worker's Kv service."""
@@ -116,7 +117,9 @@ class Ticket(_message.Message):
     """Hash of the KvLayout."""
     expires_unix_ms: _builtins.int
     mac: _builtins.bytes
-    """HMAC-SHA256 of the fields above under the deployment secret."""
+    """HMAC-SHA256 of all other fields under the deployment secret."""
+    tenant: _builtins.str
+    """Whose request it is: a reader attaches it to no other tenant's."""
     def __init__(
         self,
         *,
@@ -128,10 +131,11 @@ class Ticket(_message.Message):
         layout: _builtins.str = ...,
         expires_unix_ms: _builtins.int = ...,
         mac: _builtins.bytes = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "epoch", b"epoch", "expires_unix_ms", b"expires_unix_ms", "layout", b"layout", "mac", b"mac", "request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "epoch", b"epoch", "expires_unix_ms", b"expires_unix_ms", "layout", b"layout", "mac", b"mac", "request_id", b"request_id", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -142,16 +146,28 @@ class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transports that work between the two, best first. The source publishes by the first that it can use; the first Watch decides."""
+
+    @_builtins.property
+    def wire(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Wire encodings that the reader takes beside "raw", best first."""
+
     def __init__(
         self,
         *,
         ticket: Global___Ticket | None = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
+        wire: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket", "transports", b"transports", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -196,12 +212,18 @@ class Manifest(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     endpoint: _builtins.str
     """Where the transport finds the source; for `ray` the name of the KV agent's actor."""
     first_block: _builtins.int
     """Blocks that will be published, in the sequence's own order, from first_block on."""
     num_blocks: _builtins.int
+    checksum: _builtins.str
+    """Algorithm of Chunk.checksum: "xxh3_64" or "sum64"."""
+    wire: _builtins.str
+    """How chunks' bytes are encoded; empty or "raw": as they lie in the pool."""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     def __init__(
@@ -212,10 +234,12 @@ class Manifest(_message.Message):
         endpoint: _builtins.str = ...,
         first_block: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        checksum: _builtins.str = ...,
+        wire: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "first_block", b"first_block", "layout", b"layout", "num_blocks", b"num_blocks", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "endpoint", b"endpoint", "first_block", b"first_block", "layout", b"layout", "num_blocks", b"num_blocks", "transport", b"transport", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -235,6 +259,7 @@ class Chunk(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
+    SOURCE_BLOCKS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     first_layer: _builtins.int
     num_layers: _builtins.int
@@ -242,11 +267,13 @@ class Chunk(_message.Message):
     num_blocks: _builtins.int
     num_bytes: _builtins.int
     checksum: _builtins.int
-    """xxh3_64 of the bytes as they lie in the pool, block after block."""
+    """Of the bytes as they travel, block after block, by the algorithm that the manifest names."""
     @_builtins.property
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Source block generations, for transports that read the pool itself."""
+        """Of transports that read the pool itself: the blocks' ids there, and their generations when they were published."""
 
+    @_builtins.property
+    def source_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -258,10 +285,11 @@ class Chunk(_message.Message):
         num_bytes: _builtins.int = ...,
         checksum: _builtins.int = ...,
         generations: _abc.Iterable[_builtins.int] | None = ...,
+        source_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "first_block", b"first_block", "first_layer", b"first_layer", "generations", b"generations", "index", b"index", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "first_block", b"first_block", "first_layer", b"first_layer", "generations", b"generations", "index", b"index", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_layers", b"num_layers", "source_blocks", b"source_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,6 +381,78 @@ class AcknowledgeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AcknowledgeResponse: _TypeAlias = AcknowledgeResponse  # noqa: Y015
+
+@_typing.final
+class ProbeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _builtins.int
+    MAC_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Whom the reader means to ask, and until when the request is good."""
+    epoch: _builtins.int
+    expires_unix_ms: _builtins.int
+    mac: _builtins.bytes
+    """HMAC-SHA256 of the fields above under the deployment secret."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        expires_unix_ms: _builtins.int = ...,
+        mac: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expires_unix_ms", b"expires_unix_ms", "mac", b"mac", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeRequest: _TypeAlias = ProbeRequest  # noqa: Y015
+
+@_typing.final
+class ProbeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Path(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TRANSPORT_FIELD_NUMBER: _builtins.int
+        ENDPOINT_FIELD_NUMBER: _builtins.int
+        transport: _builtins.str
+        endpoint: _builtins.str
+        def __init__(
+            self,
+            *,
+            transport: _builtins.str = ...,
+            endpoint: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "transport", b"transport"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PATHS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeResponse.Path]:
+        """Those that are ready."""
+
+    def __init__(
+        self,
+        *,
+        paths: _abc.Iterable[Global___ProbeResponse.Path] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paths", b"paths"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeResponse: _TypeAlias = ProbeResponse  # noqa: Y015
 
 @_typing.final
 class AgentPutRequest(_message.Message):

@@ -44,6 +44,11 @@ class KvStub:
                 request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AcknowledgeRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AcknowledgeResponse.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/twostep.v1.Kv/Probe',
+                request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.ProbeResponse.FromString,
+                _registered_method=True)
 
 
 class KvServicer:
@@ -58,6 +63,15 @@ class KvServicer:
 
     def Acknowledge(self, request, context):
         """Progress renews the lease; committed or aborted ends it. Idempotent, and safe to repeat in any order.
+        A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: only if
+        the answer is COMMITTED or RELEASED were the blocks still the lease's when they were read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Probe(self, request, context):
+        """Where a reader's transports find this worker, to try them before the first hand-over. Whoever holds the deployment secret may ask.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,6 +89,11 @@ def add_KvServicer_to_server(servicer, server):
                     servicer.Acknowledge,
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AcknowledgeRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AcknowledgeResponse.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.ProbeRequest.FromString,
+                    response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.ProbeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +150,33 @@ class Kv:
             '/twostep.v1.Kv/Acknowledge',
             twostep_dot_rpc_dot_v1_dot_kv__pb2.AcknowledgeRequest.SerializeToString,
             twostep_dot_rpc_dot_v1_dot_kv__pb2.AcknowledgeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostep.v1.Kv/Probe',
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.ProbeRequest.SerializeToString,
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,7 +34,12 @@ class KvStub:
     Watch: _grpc.UnaryStreamMultiCallable[_kv_pb2.WatchRequest, _kv_pb2.WatchEvent]
     """What is published under a ticket, as it becomes ready: Manifest, then each Chunk, then Complete. May be opened again."""
     Acknowledge: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AcknowledgeRequest, _kv_pb2.AcknowledgeResponse]
-    """Progress renews the lease; committed or aborted ends it. Idempotent, and safe to repeat in any order."""
+    """Progress renews the lease; committed or aborted ends it. Idempotent, and safe to repeat in any order.
+    A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: only if
+    the answer is COMMITTED or RELEASED were the blocks still the lease's when they were read.
+    """
+    Probe: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ProbeRequest, _kv_pb2.ProbeResponse]
+    """Where a reader's transports find this worker, to try them before the first hand-over. Whoever holds the deployment secret may ask."""
 
 @_typing.type_check_only
 class KvAsyncStub(KvStub):
@@ -42,7 +47,12 @@ class KvAsyncStub(KvStub):
     Watch: _aio.UnaryStreamMultiCallable[_kv_pb2.WatchRequest, _kv_pb2.WatchEvent]  # type: ignore[assignment]
     """What is published under a ticket, as it becomes ready: Manifest, then each Chunk, then Complete. May be opened again."""
     Acknowledge: _aio.UnaryUnaryMultiCallable[_kv_pb2.AcknowledgeRequest, _kv_pb2.AcknowledgeResponse]  # type: ignore[assignment]
-    """Progress renews the lease; committed or aborted ends it. Idempotent, and safe to repeat in any order."""
+    """Progress renews the lease; committed or aborted ends it. Idempotent, and safe to repeat in any order.
+    A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: only if
+    the answer is COMMITTED or RELEASED were the blocks still the lease's when they were read.
+    """
+    Probe: _aio.UnaryUnaryMultiCallable[_kv_pb2.ProbeRequest, _kv_pb2.ProbeResponse]  # type: ignore[assignment]
+    """Where a reader's transports find this worker, to try them before the first hand-over. Whoever holds the deployment secret may ask."""
 
 class KvServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -59,7 +69,18 @@ class KvServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.AcknowledgeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.AcknowledgeResponse, _abc.Awaitable[_kv_pb2.AcknowledgeResponse]]:
-        """Progress renews the lease; committed or aborted ends it. Idempotent, and safe to repeat in any order."""
+        """Progress renews the lease; committed or aborted ends it. Idempotent, and safe to repeat in any order.
+        A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: only if
+        the answer is COMMITTED or RELEASED were the blocks still the lease's when they were read.
+        """
+
+    @_abc_1.abstractmethod
+    def Probe(
+        self,
+        request: _kv_pb2.ProbeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.ProbeResponse, _abc.Awaitable[_kv_pb2.ProbeResponse]]:
+        """Where a reader's transports find this worker, to try them before the first hand-over. Whoever holds the deployment secret may ask."""
 
 def add_KvServicer_to_server(servicer: KvServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -144,16 +144,79 @@ Global___WorkerStats: _TypeAlias = WorkerStats  # noqa: Y015
 class TransportStats(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RetriesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class FailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     NUM_LEASES_FIELD_NUMBER: _builtins.int
     NUM_OBJECTS_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_TRANSFERS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_CHUNKS_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    COPY_S_FIELD_NUMBER: _builtins.int
+    SCATTER_S_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
+    RETRIES_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     ready: _builtins.bool
     num_leases: _builtins.int
     num_objects: _builtins.int
     stored_bytes: _builtins.int
+    num_transfers: _builtins.int
+    """Since the process started. Seconds are summed over transfers; see kv_transfer/observer.py."""
+    num_bytes: _builtins.int
+    num_chunks: _builtins.int
+    queue_s: _builtins.float
+    copy_s: _builtins.float
+    scatter_s: _builtins.float
+    exposed_s: _builtins.float
+    @_builtins.property
+    def retries(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By reason: chunks fetched again, and transfers that failed."""
+
+    @_builtins.property
+    def failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
         self,
         *,
@@ -162,10 +225,19 @@ class TransportStats(_message.Message):
         num_leases: _builtins.int = ...,
         num_objects: _builtins.int = ...,
         stored_bytes: _builtins.int = ...,
+        num_transfers: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        num_chunks: _builtins.int = ...,
+        queue_s: _builtins.float = ...,
+        copy_s: _builtins.float = ...,
+        scatter_s: _builtins.float = ...,
+        exposed_s: _builtins.float = ...,
+        retries: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_leases", b"num_leases", "num_objects", b"num_objects", "ready", b"ready", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_s", b"copy_s", "exposed_s", b"exposed_s", "failures", b"failures", "name", b"name", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "num_leases", b"num_leases", "num_objects", b"num_objects", "num_transfers", b"num_transfers", "queue_s", b"queue_s", "ready", b"ready", "retries", b"retries", "scatter_s", b"scatter_s", "stored_bytes", b"stored_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
