@@ -32,7 +32,7 @@ class Transfer:
     queue_s     PUBLISH: waiting for room in the transport's budget. FETCH: chunks waiting for their turn
     copy_s      PUBLISH: from the pool to where readers find it. FETCH: from there to this worker, verified, written into its pool
     scatter_s   FETCH: the part of copy_s that verified and wrote the blocks, where the transport tells it apart; else 0
-    total_s     PUBLISH: from the first block that was final to the last chunk published. FETCH: from the manifest to the last block in place
+    total_s     PUBLISH: from the first final block to the last chunk published. FETCH: from the manifest to the last block in place
     exposed_s   PUBLISH: what of it came after the first token. FETCH: from Complete to the last block in place
 
     `request_id` (with the attempt behind a slash) and `peer` (the prefill worker's id; empty: unknown) are for logs and spans; neither may
