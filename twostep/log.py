@@ -37,6 +37,9 @@ class _JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        # What the caller gave as extra={"data": ...}: the same as in the message, for machines.
+        if (data := getattr(record, "data", None)) is not None:
+            line["data"] = data
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

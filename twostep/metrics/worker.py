@@ -1,0 +1,65 @@
+"""What a worker's edge holds: the same figures as its Stats call gives, asked for once a second."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from twostep.metrics.family import gauge
+from twostep.metrics.registry import MetricsRegistry
+
+_ROLE = ["role"]
+
+READY = gauge("twostep_worker_ready", "1: the worker takes new work.", _ROLE)
+LEASES = gauge("twostep_kv_leases", "prefill: leases that hold something. decode: reservations without a ticket.", _ROLE)
+OLDEST_LEASE = gauge(
+    "twostep_kv_oldest_lease_seconds",
+    "Age of the oldest hand-over under way, 0 if there is none. prefill: of a lease. decode: of a sequence whose KV is still to come.",
+    _ROLE,
+)
+SEQUENCES = gauge("twostep_worker_sequences", "decode: sequences of all states. prefill: running calls of routers.", _ROLE)
+STREAMS = gauge("twostep_worker_streams", "Token streams open to routers (decode workers).", _ROLE)
+TRANSPORT_READY = gauge("twostep_kv_transport_ready", "1: the KV transport works on this worker now.", ["role", "transport"])
+STORED = gauge("twostep_kv_stored_bytes", "KV published and not dropped yet, in the KV agent and the pool.", ["role", "transport"])
+OBJECTS = gauge("twostep_kv_stored_objects", "Published chunks that are not dropped yet.", ["role", "transport"])
+
+FAMILIES = (READY, LEASES, OLDEST_LEASE, SEQUENCES, STREAMS, TRANSPORT_READY, STORED, OBJECTS)
+
+
+class HeldByTransport(Protocol):
+    """As in worker_pb2.TransportStats."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def num_objects(self) -> int: ...
+    @property
+    def stored_bytes(self) -> int: ...
+
+
+class WorkerMetrics:
+    """set() whenever the figures are known."""
+
+    def __init__(self, registry: MetricsRegistry, *, role: str) -> None:
+        self._role = role
+        self._ready = registry.gauge(READY).labels(role)
+        self._leases = registry.gauge(LEASES).labels(role)
+        self._oldest = registry.gauge(OLDEST_LEASE).labels(role)
+        self._sequences = registry.gauge(SEQUENCES).labels(role)
+        self._streams = registry.gauge(STREAMS).labels(role)
+        self._transport_ready = registry.gauge(TRANSPORT_READY)
+        self._stored = registry.gauge(STORED)
+        self._objects = registry.gauge(OBJECTS)
+
+    def set(self, *, ready: bool, num_leases: int, oldest_lease_s: float, num_sequences: int, num_streams: int) -> None:
+        self._ready.set(ready)
+        self._leases.set(num_leases)
+        self._oldest.set(oldest_lease_s)
+        self._sequences.set(num_sequences)
+        self._streams.set(num_streams)
+
+    def set_transport(self, held: HeldByTransport) -> None:
+        self._transport_ready.labels(self._role, held.name).set(held.ready)
+        self._stored.labels(self._role, held.name).set(held.stored_bytes)
+        self._objects.labels(self._role, held.name).set(held.num_objects)
