@@ -185,6 +185,7 @@ def test_up_refuses_what_cannot_be(tmp_path: Path, model_dir: Path) -> None:
     assert "is no model directory: it has no config.json" in done.stderr
     assert "neither a directory nor a known name" in run("up", "--model", str(tmp_path / "missing")).stderr
     assert "--prefill and --decode of 1 or more" in run("up", "--model", str(model_dir), "--decode", "0").stderr
+    assert "give 1 or more" in run("up", "--model", str(model_dir), "--tensor-parallel-size", "0").stderr
     (model_dir / "config.json").write_text("{")
     assert "config.json cannot be read" in run("up", "--model", str(model_dir)).stderr
 

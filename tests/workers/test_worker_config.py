@@ -43,6 +43,11 @@ def test_flags_that_make_no_sense_are_refused(flags: list[str], capsys: pytest.C
     assert flags[0] in capsys.readouterr().err
 
 
+def test_known_models_lie_where_the_user_s_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert parse_config("prefill", ["--runner", "fake"]).cache_dir == tmp_path / "twostep"
+
+
 def test_a_model_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_config("prefill", [])

@@ -47,6 +47,8 @@ class LocalOptions:
             raise SetupError("a system needs at least one prefill and one decode worker; give --prefill and --decode of 1 or more")
         if self.num_prefill + self.num_decode > _MAX_WORKERS:
             raise SetupError(f"{self.num_prefill} + {self.num_decode} workers are too many for one machine; give at most {_MAX_WORKERS}")
+        if self.tensor_parallel_size < 1:
+            raise SetupError(f"--tensor-parallel-size {self.tensor_parallel_size} is no number of GPUs; give 1 or more")
         if not 0 <= self.port <= 65534:
             raise SetupError(f"--port {self.port} is not a port; give one from 1 to 65534, or 0 for any free one")
 

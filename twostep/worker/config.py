@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.engine.preemption import PreemptionMode
 from twostep.flags import FlagParser
+from twostep.models.store import default_cache_dir
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
 
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
@@ -59,6 +61,8 @@ class WorkerConfig:
     kv_transfer: str = "auto"
     ray_address: str = "127.0.0.1:6379"
     run_dir: Path | None = None
+    # Where known models are; None: ~/.cache/twostep.
+    cache_dir: Path | None = None
     kv_budget_bytes: int = 0
     chunk_bytes: int = 8 << 20
     transport_timeout: float = 60.0
@@ -88,7 +92,7 @@ def parse_config(role: str, argv: Sequence[str] | None = None) -> WorkerConfig:
         parser.error("--model is missing: give a model directory or a known model's name, or --runner fake")
     tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"))
     args["served_model_name"] = args["served_model_name"] or Path(args["model"]).name or "fake"
-    return WorkerConfig(role=role, tls=tls, **args)
+    return WorkerConfig(role=role, tls=tls, cache_dir=default_cache_dir(os.environ), **args)
 
 
 def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:

@@ -56,7 +56,7 @@ class ServedModel:
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> ServedModel:
     """Blocks until the weights are there and a GPU is warm. Raises SetupError with what to change."""
     config = settle(config)
-    model_dir = resolve(config.model, progress=log.info) if config.model else None
+    model_dir = resolve(config.model, cache_dir=config.cache_dir, progress=log.info) if config.model else None
     ranks: Ranks | None = None
     if config.runner == "fake" or model_dir is None:
         runner = _fake_runner(config, model_dir)
