@@ -65,6 +65,7 @@ class DecodeSequence:
     request_id: str
     attempt: int
     router_id: str
+    tenant: str
     target: Target
     expires_at: float  # as a reservation, in monotonic seconds
     state: State = State.RESERVED
@@ -137,7 +138,7 @@ class Sequences:
             outbox = self._outboxes[router_id] = Outbox(router_id, max_events=self.config.max_buffered_events)
         return outbox
 
-    def reserve(self, request: EngineRequest, *, request_id: str, attempt: int, router_id: str) -> Reservation:
+    def reserve(self, request: EngineRequest, *, request_id: str, attempt: int, router_id: str, tenant: str = "") -> Reservation:
         """Raises ResourceExhausted (no room now), InvalidRequest."""
         self.outbox(router_id)
         reservation = self._engine.reserve(request)
@@ -146,6 +147,7 @@ class Sequences:
             request_id=request_id,
             attempt=attempt,
             router_id=router_id,
+            tenant=tenant,
             target=Target(
                 block_ids=reservation.block_ids,
                 num_cached_blocks=reservation.num_cached_tokens // self._block_size,
@@ -164,6 +166,8 @@ class Sequences:
         ticket.check_signature(self._secret)
         if (ticket.request_id, ticket.attempt) != (request_id, attempt):
             raise InvalidRequest(f"the ticket is for attempt {ticket.attempt} of {ticket.request_id}; attach the one of this attempt")
+        if ticket.tenant != sequence.tenant:
+            raise Unauthenticated("the ticket is for another tenant's request; attach the one that this request's prefill worker gave")
         if ticket.layout != self._layout:
             raise Incompatible("the ticket's KV layout is not this worker's; pair workers with equal model, dtype and --block-size")
         if sequence.ticket is not None:

@@ -41,7 +41,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if self.refusal is not None:
             raise Unavailable(self.refusal)
         reservation = self._sequences.reserve(
-            self._reader.read(request), request_id=request.request_id, attempt=request.attempt, router_id=request.router_id
+            self._reader.read(request),
+            request_id=request.request_id,
+            attempt=request.attempt,
+            router_id=request.router_id,
+            tenant=request.tenant,
         )
         return decode_pb2.ReserveResponse(
             num_cached_tokens=reservation.num_cached_tokens,

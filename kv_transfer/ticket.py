@@ -1,4 +1,4 @@
-"""Tickets: the right to fetch what one worker life published for one attempt of one request.
+"""Tickets: the right to fetch what one worker life published for one attempt of one request of one tenant.
 
 A ticket is signed with the deployment secret (HMAC-SHA256 over a canonical encoding of every field), so that a decode worker can
 carry it and a prefill worker need not look anything up to know that it wrote it.
@@ -16,7 +16,7 @@ from twostep.errors import Incompatible, Unauthenticated, Unavailable
 from twostep.rpc.v1 import kv_pb2
 
 # Separates tickets from everything else the same secret signs; changes with the encoding.
-_DOMAIN = b"twostep.ticket.v1\0"
+_DOMAIN = b"twostep.ticket.v2\0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class Ticket:
     attempt: int
     layout: str
     expires_unix_ms: int
+    tenant: str = ""
     mac: bytes = b""
 
     @property
@@ -71,8 +72,9 @@ class Ticket:
 
     def _canonical(self) -> bytes:
         """Each field in order, strings as UTF-8 behind their length, ints as 8 bytes little-endian: no two tickets encode alike."""
+        fields = self.worker_id, self.address, self.epoch, self.request_id, self.attempt, self.layout, self.expires_unix_ms, self.tenant
         parts: list[bytes] = []
-        for value in (self.worker_id, self.address, self.epoch, self.request_id, self.attempt, self.layout, self.expires_unix_ms):
+        for value in fields:
             if isinstance(value, str):
                 raw = value.encode("utf-8", "surrogatepass")
                 parts.append(struct.pack("<Q", len(raw)) + raw)
@@ -89,6 +91,7 @@ class Ticket:
             attempt=self.attempt,
             layout=self.layout,
             expires_unix_ms=self.expires_unix_ms,
+            tenant=self.tenant,
             mac=self.mac,
         )
 
@@ -105,5 +108,6 @@ class Ticket:
             attempt=message.attempt,
             layout=message.layout,
             expires_unix_ms=message.expires_unix_ms,
+            tenant=message.tenant,
             mac=message.mac,
         )

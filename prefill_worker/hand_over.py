@@ -28,6 +28,7 @@ from kv_transfer.lease import (
     PublisherStopped,
     Transition,
 )
+from kv_transfer.probing import ProbePass
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import KvTransport
 from kv_transfer.waiting import FifoGate
@@ -100,7 +101,7 @@ class HandOvers:
 
     # ---- a job's life -------------------------------------------------------------------------------------------------
 
-    def open(self, request: EngineRequest, *, num_decode_cached_tokens: int, life_s: float) -> Job:
+    def open(self, request: EngineRequest, *, num_decode_cached_tokens: int, life_s: float, tenant: str = "") -> Job:
         """Queues the prompt and opens its lease. Raises Unavailable (no transport), ResourceExhausted and InvalidRequest, and then
         holds nothing."""
         if not self.transport.ready:
@@ -115,7 +116,7 @@ class HandOvers:
         life_s = min(life_s, self.config.max_life_s)
         first, count = num_decode_cached_tokens // size, -(-len(request.token_ids) // size)
         self._check_size(count - first)
-        ticket = self._ticket(request, life_s)
+        ticket = self._ticket(request, life_s, tenant)
         self._engine.submit(request, hold=True)
         try:
             lease = self._table.open(ticket.lease_id, now=time.monotonic(), ttl_s=self.config.lease_ttl_s, max_life_s=life_s)
@@ -328,7 +329,7 @@ class HandOvers:
 
     # ---- tickets --------------------------------------------------------------------------------------------------------
 
-    def _ticket(self, request: EngineRequest, life_s: float) -> Ticket:
+    def _ticket(self, request: EngineRequest, life_s: float, tenant: str) -> Ticket:
         request_id, _, attempt = request.seq_id.rpartition("/")
         return Ticket(
             worker_id=self.config.worker_id,
@@ -338,7 +339,13 @@ class HandOvers:
             attempt=int(attempt),
             layout=self.layout_fingerprint,
             expires_unix_ms=time.time_ns() // 1_000_000 + int(life_s * 1000),
+            tenant=tenant,
         ).signed(self._secret)
+
+    def probed(self, request: ProbePass) -> list[KvTransport]:
+        """The transports that a reader may try now. Raises what ProbePass.verify raises."""
+        request.verify(self._secret, worker_id=self.config.worker_id, epoch=self.config.epoch)
+        return [self.transport] if self.transport.ready else []
 
     def _verify(self, ticket: Ticket, *, expired_too: bool = False) -> None:
         ticket.verify(

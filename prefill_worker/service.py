@@ -23,6 +23,7 @@ import grpc.aio
 
 from kv_transfer import layout as kv_layout
 from kv_transfer.lease import Abort, Commit, FetchProgress
+from kv_transfer.probing import ProbePass
 from kv_transfer.ticket import Ticket
 from prefill_worker.hand_over import HandOvers
 from prefill_worker.job import Job
@@ -49,6 +50,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._reader.read(request),
             num_decode_cached_tokens=request.num_decode_cached_tokens,
             life_s=self._hand_overs.config.max_life_s if life_s is None else max(0.0, life_s),
+            tenant=request.tenant,
         )
         self.num_running += 1
         try:
@@ -123,6 +125,14 @@ class KvService(kv_pb2_grpc.KvServicer):
             self._hand_overs.renew(job)
             if num_sent == len(job.published):
                 await job.wait_change(config.lease_ttl_s / 3)
+
+    async def Probe(self, request: kv_pb2.ProbeRequest, context: _Context) -> kv_pb2.ProbeResponse:
+        return kv_pb2.ProbeResponse(
+            paths=[
+                kv_pb2.ProbeResponse.Path(transport=transport.name, endpoint=transport.endpoint)
+                for transport in self._hand_overs.probed(ProbePass.from_proto(request))
+            ]
+        )
 
     async def Acknowledge(self, request: kv_pb2.AcknowledgeRequest, context: _Context) -> kv_pb2.AcknowledgeResponse:
         event: FetchProgress | Commit | Abort

@@ -272,3 +272,19 @@ async def test_cancelling_at_any_moment_leaks_nothing(make_pair: MakePair) -> No
         chunk = await publish(pair, lease, 0, list(range(16)))
         await fetch(pair, lease, chunk, list(range(16)))
         await drop(pair, lease)
+
+
+async def test_a_probe_moves_bytes_and_leaves_nothing(make_pair: MakePair) -> None:
+    pair = await make_pair()
+    for _ in range(2):
+        probe = await pair.decode.transport.probe(pair.prefill.transport.endpoint, deadline=in_s(20))
+        assert probe.num_bytes >= 1 << 20
+        assert probe.seconds > 0
+        assert probe.bytes_per_s == pytest.approx(probe.num_bytes / probe.seconds)
+    assert not pair.decode.store.blocks.any()
+
+
+async def test_a_probe_of_an_unknown_source_is_unavailable(make_pair: MakePair) -> None:
+    pair = await make_pair()
+    with pytest.raises(Unavailable):
+        await pair.decode.transport.probe("kv:nobody:1:1", deadline=in_s(20))

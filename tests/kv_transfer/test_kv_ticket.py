@@ -28,6 +28,7 @@ tickets = st.builds(
     attempt=st.integers(0, 2**32 - 1),
     layout=text,
     expires_unix_ms=st.integers(0, 2**63 - 1),
+    tenant=text,
 )
 
 
@@ -82,6 +83,8 @@ def verify(ticket: Ticket, now: int = 999) -> None:
         (ticket_of(epoch=6), Unavailable, "epoch 6"),
         (ticket_of(layout="other"), Incompatible, "layout other"),
         (ticket_of(expires_unix_ms=999), Unavailable, "expired"),
+        (replace(ticket_of(), tenant="x"), Unauthenticated, "secret-file"),
+        (replace(ticket_of(), tenant="x"), Unauthenticated, "secret-file"),
     ],
 )
 def test_refused_with_what_to_do(ticket: Ticket, error: type[Exception], says: str) -> None:
