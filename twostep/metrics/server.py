@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 # Scrapers ask one at a time. Connections beyond so many are closed, and so is one that says nothing for so long.
 _MAX_CONNECTIONS = 8
 _TIMEOUT_S = 5.0
+# How long close() takes at most.
+_POLL_S = 0.1
 
 
 class MetricsServer:
@@ -33,6 +35,16 @@ class MetricsServer:
         self._host = host
         self.port = port
         self._server: _Server | None = None
+
+    @classmethod
+    def beside(cls, registry: MetricsRegistry, *, host: str, port: int, metrics_port: int | None) -> MetricsServer | None:
+        """For a process with a gRPC server on `host` and `port`. `metrics_port` None: port + 2 (gRPC's health port is + 1), any free one
+        if `port` is 0; -1: none."""
+        if metrics_port == -1:
+            return None
+        if metrics_port is None:
+            metrics_port = port + 2 if port else 0
+        return cls(registry, host=host, port=metrics_port)
 
     def start(self) -> int:
         """Returns the real port. Raises SetupError if nobody can listen there."""
@@ -47,11 +59,11 @@ class MetricsServer:
         server.set_app(_only_metrics(make_wsgi_app(self._registry.collectors)))
         self._server = server
         self.port = server.server_port
-        threading.Thread(target=server.serve_forever, name="metrics", kwargs={"poll_interval": 0.5}, daemon=True).start()
+        threading.Thread(target=server.serve_forever, name="metrics", kwargs={"poll_interval": _POLL_S}, daemon=True).start()
         return self.port
 
     def close(self) -> None:
-        """Idempotent. Returns within a second."""
+        """Idempotent."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

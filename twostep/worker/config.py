@@ -54,6 +54,7 @@ class WorkerConfig:
     host: str = "127.0.0.1"
     port: int = 0
     health_port: int | None = None
+    metrics_port: int | None = None
     advertise_address: str = ""
     worker_id: str = ""
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -174,6 +175,9 @@ def _network_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None
     parser.flag("--port", type=_between(0, 65535), default=DEFAULT_PORTS[role], help="gRPC port, 0 for any free one")
     parser.flag(
         "--health-port", type=_between(-1, 65535), default=None, help="plaintext health-only port; --port + 1 if not given, -1 for none"
+    )
+    parser.flag(
+        "--metrics-port", type=_between(-1, 65535), default=None, help="plaintext HTTP, GET /metrics; --port + 2 if not given, -1 for none"
     )
     parser.flag(
         "--advertise-address", default="", metavar="HOST[:PORT]", help="how others reach this worker; --host and --port if not given"

@@ -9,6 +9,7 @@ from typing import Protocol
 from twostep.engine.engine import Engine
 from twostep.engine.types import StepOutput
 from twostep.errors import TwostepError
+from twostep.metrics.registry import MetricsRegistry
 from twostep.rpc.server import GrpcServer
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.config import WorkerConfig
@@ -28,6 +29,7 @@ class EdgeParts:
     engine: Engine
     reader: RequestReader
     address: Callable[[], str]
+    metrics: MetricsRegistry
 
 
 class Edge(Protocol):

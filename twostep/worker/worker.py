@@ -17,6 +17,7 @@ from twostep.cluster.records import WorkerLoad, WorkerRecord
 from twostep.cluster.registration import Registration
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.preemption import PreemptionMode
+from twostep.engine.types import StepOutput
 from twostep.errors import SetupError, Unavailable
 from twostep.prefix import secret_check
 from twostep.rpc.health import READINESS
@@ -28,6 +29,7 @@ from twostep.worker.engine_loop import EngineLoop
 from twostep.worker.model import ServedModel
 from twostep.worker.requests import RequestReader
 from twostep.worker.stats import WorkerService
+from twostep.worker.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Worker:
                 swap_bytes=swap_bytes,
             ),
         )
+        self.telemetry = Telemetry(config, self.engine)
         self.engine_failed = asyncio.Event()
         self._model = model
         self._secret_check = secret_check(secret)
@@ -72,9 +75,10 @@ class Worker:
                 engine=self.engine,
                 reader=RequestReader(secret=secret, layout=model.layout, eos_token_ids=model.eos_token_ids),
                 address=lambda: self.address,
+                metrics=self.telemetry.registry,
             )
         )
-        self._loop = EngineLoop(self.engine, self.edge.on_step, self._on_engine_failure)
+        self._loop = EngineLoop(self.engine, self._on_step, self._on_engine_failure)
         self.server = GrpcServer(
             ServerConfig(
                 host=config.host,
@@ -123,6 +127,7 @@ class Worker:
     async def start(self) -> None:
         """Returns when the worker is ready and registered. Raises SetupError with what to change; everything is stopped then."""
         try:
+            self.telemetry.start(self._describe_stats, self.edge.fill_stats)
             self._loop.start()
             if self._model.ranks is not None:
                 self._model.ranks.watch(self._loop.fail)
@@ -137,7 +142,13 @@ class Worker:
             await self._stop()
             raise
         self.server.health.set(READINESS, True)
-        log.info("ready: %s at %s, health on port %d", self.worker_id, self.address, self.server.health_port)
+        log.info(
+            "ready: %s at %s, health on port %d, metrics on port %d",
+            self.worker_id,
+            self.address,
+            self.server.health_port,
+            self.telemetry.port,
+        )
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Drains: what runs may end within `drain_timeout_s`. Then everything is freed and stopped. Call it once."""
@@ -156,6 +167,7 @@ class Worker:
         await self.edge.close()
         await self.server.drain(_GOODBYE_S)
         await self._loop.stop()
+        await self.telemetry.close()
 
     async def _wait_for_transport(self) -> None:
         if not await _until(lambda: bool(self.edge.ready_transports), self.config.transport_timeout):
@@ -163,6 +175,10 @@ class Worker:
                 f"no KV transport works after {self.config.transport_timeout:g} s (--kv-transfer {self.config.kv_transfer}); "
                 f"is Ray running at --ray-address {self.config.ray_address}?"
             )
+
+    def _on_step(self, output: StepOutput) -> None:
+        self.edge.on_step(output)
+        self.telemetry.on_step(output)
 
     def _on_engine_failure(self, error: Exception) -> None:
         self._ready = False

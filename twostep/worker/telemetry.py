@@ -1,0 +1,78 @@
+"""What a worker counts and who may read it: the registry, the engine's and the edge's figures, `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from twostep.engine.engine import Engine
+from twostep.engine.types import StepOutput
+from twostep.metrics.engine import EngineMetrics
+from twostep.metrics.process import register_process
+from twostep.metrics.registry import MetricsRegistry
+from twostep.metrics.server import MetricsServer
+from twostep.metrics.worker import WorkerMetrics
+from twostep.rpc.v1 import worker_pb2
+from twostep.worker.config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+_SAMPLE_EVERY_S = 1.0
+_SAMPLE_TIMEOUT_S = 5.0
+
+
+class Telemetry:
+    """start(), on_step() after every step, close()."""
+
+    def __init__(self, config: WorkerConfig, engine: Engine) -> None:
+        self.registry = MetricsRegistry()
+        register_process(self.registry, config.role)
+        self.on_step: Callable[[StepOutput], None] = EngineMetrics(self.registry, role=config.role, stats=engine.stats).on_step
+        self._worker = WorkerMetrics(self.registry, role=config.role)
+        self._server = MetricsServer.beside(self.registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
+        self._sampling: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """0: no metrics are served."""
+        return 0 if self._server is None else self._server.port
+
+    def start(self, describe: Callable[[], worker_pb2.WorkerStats], fill: Callable[[worker_pb2.WorkerStats], Awaitable[None]]) -> None:
+        """`describe` and `fill` as in WorkerService. Raises SetupError if the port is taken."""
+        if self._server is not None:
+            self._server.start()
+            self._sampling = asyncio.create_task(self._sample(describe, fill), name="metrics")
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._sampling is not None:
+            self._sampling.cancel()
+            await asyncio.wait([self._sampling])
+            self._sampling = None
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+
+    async def _sample(
+        self, describe: Callable[[], worker_pb2.WorkerStats], fill: Callable[[worker_pb2.WorkerStats], Awaitable[None]]
+    ) -> None:
+        complained = False
+        while True:
+            stats = describe()
+            try:
+                async with asyncio.timeout(_SAMPLE_TIMEOUT_S):
+                    await fill(stats)
+                complained = False
+            except Exception as error:  # noqa: BLE001 - whatever a KV agent fails with, the next second it is asked again
+                log.log(logging.DEBUG if complained else logging.WARNING, "the worker's figures are not to be had now: %r", error)
+                complained = True
+            self._worker.set(
+                ready=stats.ready,
+                num_leases=stats.num_leases,
+                oldest_lease_s=stats.oldest_lease_s,
+                num_sequences=stats.num_sequences,
+                num_streams=stats.num_streams,
+            )
+            for held in stats.transports:
+                self._worker.set_transport(held)
+            await asyncio.sleep(_SAMPLE_EVERY_S)
