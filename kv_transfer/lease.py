@@ -67,7 +67,10 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PublisherStarted:
-    """A task now reads the sequence's blocks. If the answer's `lease.publishing` is False it must not."""
+    """A task now reads the sequence's blocks. If the answer's `lease.publishing` is False it must not. `copies_out`: of the transport
+    that was chosen meanwhile; None: as the lease was opened."""
+
+    copies_out: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +187,11 @@ def advance(lease: Lease, event: Event, now: float) -> Transition:
     """Applies one event. Never raises for one that comes late or twice; raises InvalidRequest for one no order of messages explains:
     a commit before everything was published, a wrong number of chunks, a chunk without generations where they are needed."""
     match event:
-        case PublisherStarted():
+        case PublisherStarted(copies_out):
             if lease.state is not LeaseState.RESERVED:
                 return Transition(lease)
-            return Transition(_renewed(replace(lease, state=LeaseState.PUBLISHING, publishing=True), now))
+            copies_out = lease.copies_out if copies_out is None else copies_out
+            return Transition(_renewed(replace(lease, state=LeaseState.PUBLISHING, publishing=True, copies_out=copies_out), now))
         case ChunkPublished():
             return _chunk_published(lease, event, now)
         case PublisherStopped(num_chunks):
