@@ -152,7 +152,9 @@ class WatchRequest(_message.Message):
     def ticket(self) -> Global___Ticket: ...
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Transports that work between the two, best first. The source publishes by the first that it can use; the first Watch decides."""
+        """Transports that work between the two, best first; none: any that copies out. The source publishes by the first that it can use, and
+        the first Watch decides.
+        """
 
     @_builtins.property
     def wire(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -344,20 +346,34 @@ class AcknowledgeRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    SOURCE_BLOCKS_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
     outcome: Global___AcknowledgeRequest.Outcome.ValueType
     reason: _builtins.str
+    reader: _builtins.int
+    """With COMMITTED, of transports that do not copy out. A number of this one fetching: whoever commits first is the reader, and may ask
+    again. And what it read, chunk after chunk by index.
+    """
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
+    @_builtins.property
+    def source_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         ticket: Global___Ticket | None = ...,
         outcome: Global___AcknowledgeRequest.Outcome.ValueType = ...,
         reason: _builtins.str = ...,
+        reader: _builtins.int = ...,
+        source_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "reason", b"reason", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generations", b"generations", "outcome", b"outcome", "reader", b"reader", "reason", b"reason", "source_blocks", b"source_blocks", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -368,15 +384,19 @@ class AcknowledgeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
     state: Global___LeaseState.ValueType
+    refusal: _builtins.str
+    """Of COMMITTED: why what was read must not be used; empty: it may."""
     def __init__(
         self,
         *,
         state: Global___LeaseState.ValueType = ...,
+        refusal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusal", b"refusal", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

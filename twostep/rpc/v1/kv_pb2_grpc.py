@@ -63,8 +63,8 @@ class KvServicer:
 
     def Acknowledge(self, request, context):
         """Progress renews the lease; committed or aborted ends it. Idempotent, and safe to repeat in any order.
-        A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: only if
-        the answer is COMMITTED or RELEASED were the blocks still the lease's when they were read.
+        A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: unless it
+        is refused, the blocks were still the lease's when they were read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,8 +35,8 @@ class KvStub:
     """What is published under a ticket, as it becomes ready: Manifest, then each Chunk, then Complete. May be opened again."""
     Acknowledge: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AcknowledgeRequest, _kv_pb2.AcknowledgeResponse]
     """Progress renews the lease; committed or aborted ends it. Idempotent, and safe to repeat in any order.
-    A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: only if
-    the answer is COMMITTED or RELEASED were the blocks still the lease's when they were read.
+    A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: unless it
+    is refused, the blocks were still the lease's when they were read.
     """
     Probe: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ProbeRequest, _kv_pb2.ProbeResponse]
     """Where a reader's transports find this worker, to try them before the first hand-over. Whoever holds the deployment secret may ask."""
@@ -48,8 +48,8 @@ class KvAsyncStub(KvStub):
     """What is published under a ticket, as it becomes ready: Manifest, then each Chunk, then Complete. May be opened again."""
     Acknowledge: _aio.UnaryUnaryMultiCallable[_kv_pb2.AcknowledgeRequest, _kv_pb2.AcknowledgeResponse]  # type: ignore[assignment]
     """Progress renews the lease; committed or aborted ends it. Idempotent, and safe to repeat in any order.
-    A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: only if
-    the answer is COMMITTED or RELEASED were the blocks still the lease's when they were read.
+    A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: unless it
+    is refused, the blocks were still the lease's when they were read.
     """
     Probe: _aio.UnaryUnaryMultiCallable[_kv_pb2.ProbeRequest, _kv_pb2.ProbeResponse]  # type: ignore[assignment]
     """Where a reader's transports find this worker, to try them before the first hand-over. Whoever holds the deployment secret may ask."""
@@ -70,8 +70,8 @@ class KvServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.AcknowledgeResponse, _abc.Awaitable[_kv_pb2.AcknowledgeResponse]]:
         """Progress renews the lease; committed or aborted ends it. Idempotent, and safe to repeat in any order.
-        A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: only if
-        the answer is COMMITTED or RELEASED were the blocks still the lease's when they were read.
+        A reader whose transport does not copy out (the source's blocks are read in place) asks with COMMITTED before it commits: unless it
+        is refused, the blocks were still the lease's when they were read.
         """
 
     @_abc_1.abstractmethod
