@@ -1,0 +1,439 @@
+"""The hand-over's state machine, as the decode worker keeps it: one pure function. kv_transfer.lease is its other half.
+
+    WATCHING ──▶ FETCHING ──▶ COMPLETE ──▶ COMMITTING ──▶ COMMITTED
+       │            │            │  one-sided:  │  the source still holds it
+       └────────────┴────────────┴── transports ┴──▶ ABORTED
+
+    chunk        ANNOUNCED ──▶ FETCHING ──▶ VERIFIED,   a mismatch: ──▶ AGAIN ──▶ VERIFIED, else the whole is ABORTED with DataLoss
+
+    COMPLETE     every block is here and verified. What the source copied out is committed to the engine now
+    COMMITTING   of what lay in the source's own memory, the source is asked first, with what was read: see Transition.refusal of
+                 kv_transfer.lease. Nothing is read any more once it was asked. An answer that is lost is asked for again
+    owner of     this machine up to its end, which is exactly one of two: COMMIT_TO_ENGINE that the engine took, or FREE_TARGETS. The
+    the targets  latter comes only when every fetch that was started has ended, since each writes into them
+    repeated     events that come twice, or too late, change nothing
+
+Whoever applies an event executes the returned actions in their order; nothing here waits, and no clock is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from itertools import chain
+
+from kv_transfer.transport import ChunkInfo
+from twostep.errors import Cancelled, DataLoss, InvalidRequest, TwostepError, Unavailable
+
+
+class ReaderState(Enum):
+    WATCHING = auto()
+    FETCHING = auto()
+    COMPLETE = auto()
+    COMMITTING = auto()
+    COMMITTED = auto()
+    ABORTED = auto()
+
+    @property
+    def ended(self) -> bool:
+        return self in (ReaderState.COMMITTED, ReaderState.ABORTED)
+
+
+class ChunkState(Enum):
+    ANNOUNCED = auto()
+    FETCHING = auto()
+    AGAIN = auto()  # fetched a second time: its first bytes did not match
+    VERIFIED = auto()
+
+
+# ---- events -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """Blocks [first_block, first_block + num_blocks) of the sequence, counted in the source's blocks."""
+
+    first_block: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestCame:
+    """`published`: what the source will publish, `wanted`: what the targets lack; `one_sided`: its transport does not copy out."""
+
+    published: BlockSpan
+    wanted: BlockSpan
+    num_layers: int
+    one_sided: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAnnounced:
+    chunk: ChunkInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteCame:
+    """All is published. `output_ids`: tokens sampled after it."""
+
+    num_chunks: int
+    output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """A fetch that was started writes nothing any more. `error`: None, its bytes are verified; DataLoss: they do not match; any other,
+    also Cancelled after CancelFetches: it failed."""
+
+    index: int
+    error: TwostepError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceAnswered:
+    """To AskSource. `refusal`: why what was read must not be used; empty: it may."""
+
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AskFailed:
+    """AskSource found no answer: the source may have committed or not."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswered:
+    """To CommitToEngine. `error`: why the engine did not take the blocks."""
+
+    error: TwostepError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLost:
+    """The watch broke off or was refused. After Complete this says nothing."""
+
+    error: TwostepError
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """This side wants it no more: cancelled, or anything unforeseen."""
+
+    error: TwostepError = field(default_factory=lambda: Cancelled("the hand-over was cancelled"))
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    ManifestCame | ChunkAnnounced | CompleteCame | FetchEnded | SourceAnswered | AskFailed | EngineAnswered | SourceLost | GivenUp | Tick
+)
+
+
+# ---- actions ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartFetch:
+    """Pull the chunk into its targets, then apply FetchEnded, whatever happens."""
+
+    chunk: ChunkInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CancelFetches:
+    """Cancel those that run; FetchEnded of each is still due."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenewLease:
+    """Tell the source of progress; no answer is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskSource:
+    """May what was read be used? The fields are those of kv_transfer.lease.Commit. Then apply SourceAnswered or AskFailed."""
+
+    reader: int
+    source_blocks: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitToEngine:
+    """Give the targets to the engine, then apply EngineAnswered."""
+
+    output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellSource:
+    """How it ended here; nothing depends on its arrival. Not sent where the source knows."""
+
+    committed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeTargets:
+    """Give the targets back to the pool: nothing writes into them any more."""
+
+
+Action = StartFetch | CancelFetches | RenewLease | AskSource | CommitToEngine | TellSource | FreeTargets
+
+
+# ---- the machine ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """One fetching of one hand-over. Times are seconds of a monotonic clock.
+
+    reader_id   64 random bits: tells this fetching from any other of the same ticket
+    deadline    when it is given up, at the latest the ticket's expiry
+    """
+
+    reader_id: int
+    deadline: float
+    max_fetching: int = 4
+    renew_every_s: float = 2.0
+    max_asks: int = 3
+
+    state: ReaderState = ReaderState.WATCHING
+    manifest: ManifestCame | None = None
+    complete: CompleteCame | None = None
+    complete_at: float = 0.0
+    # By index, in the order in which they were announced.
+    infos: Mapping[int, ChunkInfo] = field(default_factory=dict)
+    chunks: Mapping[int, ChunkState] = field(default_factory=dict)
+    num_again: int = 0
+    renewed_at: float = 0.0
+    num_asks: int = 0
+    engine_asked: bool = False
+    # Why it was aborted.
+    error: TwostepError | None = None
+    targets_freed: bool = False
+
+    @property
+    def num_running(self) -> int:
+        """Fetches that write into the targets."""
+        return sum(state in (ChunkState.FETCHING, ChunkState.AGAIN) for state in self.chunks.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Verified so far."""
+        return sum(self.infos[i].num_bytes for i, state in self.chunks.items() if state is ChunkState.VERIFIED)
+
+    @property
+    def finished(self) -> bool:
+        """The targets are the engine's, or free: it may be forgotten."""
+        return self.state is ReaderState.COMMITTED or self.targets_freed
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    reader: Reader
+    # In the order in which to execute them.
+    actions: tuple[Action, ...] = ()
+
+
+def advance(reader: Reader, event: Event, now: float) -> Step:
+    """Applies one event. Never raises: what no honest source says ends in ABORTED, with `error`."""
+    if isinstance(event, FetchEnded):
+        return _fetch_ended(reader, event, now)
+    if reader.state.ended:
+        return Step(reader)
+    if isinstance(event, EngineAnswered):
+        return _engine_answered(reader, event)
+    if reader.engine_asked:
+        # The engine decides; it is asked and answers in one go.
+        return Step(reader)
+    match event:
+        case ManifestCame():
+            return _manifest_came(reader, event, now)
+        case ChunkAnnounced(chunk):
+            return _chunk_announced(reader, chunk)
+        case CompleteCame():
+            return _complete_came(reader, event, now)
+        case SourceAnswered(refusal):
+            if reader.state is not ReaderState.COMMITTING:
+                return Step(reader)
+            return _abort(reader, Unavailable(refusal), tell=False) if refusal else _to_engine(reader)
+        case AskFailed(reason):
+            return _ask_failed(reader, reason)
+        case SourceLost(error):
+            return _abort(reader, error) if reader.complete is None else Step(reader)
+        case GivenUp(error):
+            return _abort(reader, error)
+        case Tick():
+            if now < reader.deadline:
+                return Step(reader)
+            return _abort(reader, Unavailable("the hand-over did not end in its ticket's time; prefill again"))
+
+
+def _manifest_came(reader: Reader, manifest: ManifestCame, now: float) -> Step:
+    if reader.manifest is not None:
+        # Of a watch that was opened again.
+        if manifest == reader.manifest:
+            return Step(reader)
+        return _abort(reader, InvalidRequest("a second manifest differs from the first; the two workers run different versions"))
+    published, wanted = manifest.published, manifest.wanted
+    if published != wanted:
+        return _abort(
+            reader,
+            InvalidRequest(
+                f"blocks {published.first_block} + {published.num_blocks} are published, but {wanted.first_block} + {wanted.num_blocks} "
+                "are missing; give the reservation's num_cached_tokens as num_decode_cached_tokens"
+            ),
+        )
+    return Step(replace(reader, state=ReaderState.FETCHING, manifest=manifest, renewed_at=now))
+
+
+def _chunk_announced(reader: Reader, chunk: ChunkInfo) -> Step:
+    if reader.manifest is None:
+        return _abort(reader, InvalidRequest("a chunk came before the manifest; the two workers run different versions"))
+    if reader.infos.get(chunk.index) == chunk:
+        return Step(reader)
+    # A chunk outside of the manifest, or of blocks announced before, must not be written anywhere.
+    if not _inside(chunk, reader.manifest) or chunk.index in reader.infos or any(_overlap(chunk, c, reader) for c in reader.infos.values()):
+        return _abort(reader, InvalidRequest(f"chunk {chunk.index} does not fit the manifest; the two workers run different versions"))
+    if reader.manifest.one_sided and not len(chunk.source_blocks) == len(chunk.generations) == chunk.num_blocks:
+        return _abort(
+            reader, InvalidRequest(f"chunk {chunk.index} does not say which blocks to read; the two workers run different versions")
+        )
+    known = replace(reader, infos={**reader.infos, chunk.index: chunk}, chunks={**reader.chunks, chunk.index: ChunkState.ANNOUNCED})
+    return _start_more(known)
+
+
+def _complete_came(reader: Reader, complete: CompleteCame, now: float) -> Step:
+    if reader.manifest is None:
+        return _abort(reader, InvalidRequest("the end came before the manifest; the two workers run different versions"))
+    if reader.complete is not None:
+        return Step(reader)
+    wanted = reader.manifest.wanted.num_blocks * reader.manifest.num_layers
+    announced = sum(chunk.num_blocks * len(_layers(chunk, reader.manifest)) for chunk in reader.infos.values())
+    if complete.num_chunks != len(reader.infos) or announced != wanted or not complete.output_ids:
+        return _abort(
+            reader,
+            DataLoss(
+                f"{announced} of {wanted} blocks of a layer came in {len(reader.infos)} of {complete.num_chunks} chunks, with "
+                f"{len(complete.output_ids)} tokens; prefill again"
+            ),
+        )
+    return _maybe_complete(replace(reader, complete=complete, complete_at=now))
+
+
+def _fetch_ended(reader: Reader, event: FetchEnded, now: float) -> Step:
+    was = reader.chunks.get(event.index)
+    if was not in (ChunkState.FETCHING, ChunkState.AGAIN):
+        return Step(reader)
+    if reader.state is ReaderState.ABORTED:
+        return _free_if_quiet(replace(reader, chunks={**reader.chunks, event.index: ChunkState.ANNOUNCED}))
+    if event.error is None:
+        verified = replace(reader, chunks={**reader.chunks, event.index: ChunkState.VERIFIED})
+        actions: tuple[Action, ...] = ()
+        if now - verified.renewed_at >= verified.renew_every_s:
+            verified, actions = replace(verified, renewed_at=now), (RenewLease(),)
+        more = _start_more(verified)
+        done = _maybe_complete(more.reader)
+        return Step(done.reader, (*actions, *more.actions, *done.actions))
+    if isinstance(event.error, DataLoss) and was is ChunkState.FETCHING:
+        again = replace(reader, chunks={**reader.chunks, event.index: ChunkState.AGAIN}, num_again=reader.num_again + 1)
+        return Step(again, (StartFetch(reader.infos[event.index]),))
+    return _abort(replace(reader, chunks={**reader.chunks, event.index: ChunkState.ANNOUNCED}), event.error)
+
+
+def _ask_failed(reader: Reader, reason: str) -> Step:
+    if reader.state is not ReaderState.COMMITTING:
+        return Step(reader)
+    if reader.num_asks < reader.max_asks:
+        return _ask(reader)
+    return _abort(reader, Unavailable(f"the prefill worker does not say whether it still held what was read ({reason}); prefill again"))
+
+
+def _engine_answered(reader: Reader, event: EngineAnswered) -> Step:
+    if not reader.engine_asked:
+        return Step(reader)
+    knows = reader.state is ReaderState.COMMITTING
+    if event.error is not None:
+        return _abort(reader, event.error, tell=not knows)
+    return Step(replace(reader, state=ReaderState.COMMITTED), () if knows else (TellSource(committed=True),))
+
+
+def _start_more(reader: Reader) -> Step:
+    room = reader.max_fetching - reader.num_running
+    waiting = [i for i, state in reader.chunks.items() if state is ChunkState.ANNOUNCED][: max(0, room)]
+    if not waiting:
+        return Step(reader)
+    started = replace(reader, chunks={**reader.chunks, **dict.fromkeys(waiting, ChunkState.FETCHING)})
+    return Step(started, tuple(StartFetch(reader.infos[i]) for i in waiting))
+
+
+def _maybe_complete(reader: Reader) -> Step:
+    if reader.complete is None or any(state is not ChunkState.VERIFIED for state in reader.chunks.values()):
+        return Step(reader)
+    assert reader.manifest is not None
+    if not reader.manifest.one_sided:
+        return _to_engine(replace(reader, state=ReaderState.COMPLETE))
+    return _ask(replace(reader, state=ReaderState.COMMITTING))
+
+
+def _ask(reader: Reader) -> Step:
+    infos = [reader.infos[i] for i in sorted(reader.infos)]
+    ask = AskSource(
+        reader=reader.reader_id,
+        source_blocks=tuple(chain.from_iterable(info.source_blocks for info in infos)),
+        generations=tuple(chain.from_iterable(info.generations for info in infos)),
+    )
+    return Step(replace(reader, num_asks=reader.num_asks + 1), (ask,))
+
+
+def _to_engine(reader: Reader) -> Step:
+    assert reader.complete is not None
+    return Step(replace(reader, engine_asked=True), (CommitToEngine(reader.complete.output_ids),))
+
+
+def _abort(reader: Reader, error: TwostepError, *, tell: bool = True) -> Step:
+    """`tell`: the source does not know yet."""
+    actions: tuple[Action, ...] = (TellSource(committed=False, reason=error.message),) if tell else ()
+    if reader.num_running:
+        actions = (CancelFetches(), *actions)
+    freed = _free_if_quiet(replace(reader, state=ReaderState.ABORTED, error=error))
+    return Step(freed.reader, (*actions, *freed.actions))
+
+
+def _free_if_quiet(reader: Reader) -> Step:
+    if reader.num_running or reader.targets_freed:
+        return Step(reader)
+    return Step(replace(reader, targets_freed=True), (FreeTargets(),))
+
+
+def _layers(chunk: ChunkInfo, manifest: ManifestCame) -> range:
+    count = chunk.num_layers or manifest.num_layers
+    return range(chunk.first_layer, chunk.first_layer + count)
+
+
+def _blocks(chunk: ChunkInfo) -> range:
+    return range(chunk.first_block, chunk.first_block + chunk.num_blocks)
+
+
+def _inside(chunk: ChunkInfo, manifest: ManifestCame) -> bool:
+    span, blocks, layers = manifest.wanted, _blocks(chunk), _layers(chunk, manifest)
+    return (
+        span.first_block <= blocks.start < blocks.stop <= span.first_block + span.num_blocks
+        and 0 <= layers.start < layers.stop <= manifest.num_layers
+    )
+
+
+def _overlap(one: ChunkInfo, other: ChunkInfo, reader: Reader) -> bool:
+    assert reader.manifest is not None
+    pairs: Sequence[tuple[range, range]] = (
+        (_blocks(one), _blocks(other)),
+        (_layers(one, reader.manifest), _layers(other, reader.manifest)),
+    )
+    return all(a.start < b.stop and b.start < a.stop for a, b in pairs)
