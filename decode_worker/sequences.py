@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from decode_worker.fetch import Fetched, Fetcher, Target
-from decode_worker.outbox import Outbox
+from decode_worker.history import AttemptId, History
+from decode_worker.outbox import Connection, Outbox
 from kv_transfer.ticket import Ticket
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, Reservation, StepOutput
@@ -33,7 +34,7 @@ from twostep.errors import (
     status_of,
 )
 from twostep.rpc.v1 import decode_pb2, kv_pb2
-from twostep.worker.requests import attempt_id, token_to_proto
+from twostep.worker.requests import attempt_id
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,15 @@ _FINAL_ERRORS = (Incompatible, InvalidRequest, Unauthenticated)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequencesConfig:
-    """`reservation_lease_s`: a reservation without a ticket ends. `router_lease_s`: so do all sequences of a router without a stream.
-    `max_buffered_events`: for each router."""
+    """`reservation_lease_s`: a reservation without a ticket ends. `router_lease_s`: so do all sequences of a router without a stream, and
+    what could be replayed of those that have ended is kept for so long. `max_buffered_events`, `max_ended_kept`: for each router.
+    `max_replay_tokens`: for each sequence, about 150 bytes each (100 more for each logprob)."""
 
     reservation_lease_s: float = 30.0
     router_lease_s: float = 5.0
     max_buffered_events: int = 16384
+    max_replay_tokens: int = 2048
+    max_ended_kept: int = 1024
     max_routers: int = 256
 
 
@@ -62,8 +66,7 @@ class State(Enum):
 @dataclass(slots=True, eq=False, kw_only=True)
 class DecodeSequence:
     seq_id: str
-    request_id: str
-    attempt: int
+    history: History
     router_id: str
     tenant: str
     target: Target
@@ -71,9 +74,6 @@ class DecodeSequence:
     state: State = State.RESERVED
     ticket: Ticket | None = None
     fetching: asyncio.Task[None] | None = None
-
-    def event(self) -> decode_pb2.DecodeEvent:
-        return decode_pb2.DecodeEvent(request_id=self.request_id, attempt=self.attempt)
 
 
 class Sequences:
@@ -135,17 +135,58 @@ class Sequences:
         if outbox is None:
             if len(self._outboxes) >= self.config.max_routers:
                 raise ResourceExhausted(f"{self.config.max_routers} routers are connected already; use another decode worker")
-            outbox = self._outboxes[router_id] = Outbox(router_id, max_events=self.config.max_buffered_events)
+            outbox = self._outboxes[router_id] = Outbox(
+                router_id, max_events=self.config.max_buffered_events, max_ended=self.config.max_ended_kept
+            )
         return outbox
+
+    def connect(self, router_id: str, positions: Iterable[decode_pb2.StreamPosition]) -> tuple[Outbox, Connection]:
+        """A new stream of the router, which goes on from `positions`; what it does not name is dropped. Raises InvalidRequest,
+        ResourceExhausted."""
+        outbox = self.outbox(router_id)
+        wanted = {(p.request_id, p.attempt): p for p in positions}
+        self._drop_unwanted(outbox, wanted.keys())
+        missed: list[decode_pb2.DecodeEvent] = []
+        for attempt, position in wanted.items():
+            history = outbox.history(attempt)
+            if history is None:
+                if not position.reserving:
+                    missed.append(_not_here(attempt))
+            elif history.reaches(position.next_position):
+                missed += history.since(position)
+            else:
+                log.warning("%s: router %s asks for tokens that are no longer kept", attempt, router_id)
+                missed += self._fail_behind(history)
+        if missed:
+            log.info("router %s is back: %d events are sent again", router_id, len(missed))
+        return outbox, outbox.connect(missed, step=self._step)
+
+    def _drop_unwanted(self, outbox: Outbox, wanted: Iterable[AttemptId]) -> None:
+        unwanted = set(outbox.attempts).difference(wanted)
+        for attempt in unwanted:
+            outbox.forget(attempt)
+        for sequence in [s for s in self._sequences.values() if s.router_id == outbox.router_id and s.history.attempt in unwanted]:
+            log.info("%s: its router does not want it any more", sequence.seq_id)
+            self._end(sequence, "its router does not want it any more")
+
+    def _fail_behind(self, history: History) -> list[decode_pb2.DecodeEvent]:
+        """The router has fallen behind what is kept. Returns what it must be told now; of a running sequence, once that is freed."""
+        message = f"the router asks for tokens further back than the last {self.config.max_replay_tokens}, which are all that is kept"
+        sequence = self._sequences.get(attempt_id(*history.attempt))
+        if sequence is not None:
+            self._fail(sequence, ResourceExhausted(message))
+            return []
+        if history.failed is None:
+            history.failed = decode_pb2.DecodeFailed(code="RESOURCE_EXHAUSTED", message=message, retryable=True)
+        return [history.failed_event()] if history.ended_at is not None else []
 
     def reserve(self, request: EngineRequest, *, request_id: str, attempt: int, router_id: str, tenant: str = "") -> Reservation:
         """Raises ResourceExhausted (no room now), InvalidRequest."""
-        self.outbox(router_id)
+        outbox = self.outbox(router_id)
         reservation = self._engine.reserve(request)
         self._sequences[request.seq_id] = DecodeSequence(
             seq_id=request.seq_id,
-            request_id=request_id,
-            attempt=attempt,
+            history=outbox.begin((request_id, attempt), max_tokens=self.config.max_replay_tokens),
             router_id=router_id,
             tenant=tenant,
             target=Target(
@@ -184,6 +225,8 @@ class Sequences:
         sequence = self._sequences.get(attempt_id(request_id, attempt))
         if sequence is None:
             return False
+        if (outbox := self._outboxes.get(sequence.router_id)) is not None:
+            outbox.forget(sequence.history.attempt)
         # Shielded: freeing goes on even if the router does not wait for it.
         await asyncio.shield(self._end(sequence, "cancelled"))
         return True
@@ -212,18 +255,15 @@ class Sequences:
         self.bytes_fetched += fetched.num_bytes
         self.blocks_fetched += fetched.num_blocks
         self.blocks_reused += sequence.target.num_cached_blocks
-        event = sequence.event()
-        event.committed.CopyFrom(
-            decode_pb2.Committed(
-                transport=fetched.transport,
-                bytes=fetched.num_bytes,
-                chunks=fetched.num_chunks,
-                blocks_moved=fetched.num_blocks,
-                blocks_reused=sequence.target.num_cached_blocks,
-                fetch_s=fetched.fetch_s,
-            )
+        sequence.history.committed = decode_pb2.Committed(
+            transport=fetched.transport,
+            bytes=fetched.num_bytes,
+            chunks=fetched.num_chunks,
+            blocks_moved=fetched.num_blocks,
+            blocks_reused=sequence.target.num_cached_blocks,
+            fetch_s=fetched.fetch_s,
         )
-        self._send(sequence.router_id, decode_pb2.StepEvents(step=self._step, events=[event]))
+        self._send(sequence.router_id, decode_pb2.StepEvents(step=self._step, events=[sequence.history.committed_event()]))
 
     # ---- the engine's steps -------------------------------------------------------------------------------------------------
 
@@ -235,11 +275,13 @@ class Sequences:
             sequence = self._sequences.get(token.seq_id)
             if sequence is None:
                 continue
-            event = sequence.event()
-            event.token.CopyFrom(token_to_proto(token))
-            messages.setdefault(sequence.router_id, decode_pb2.StepEvents(step=output.step)).events.append(event)
+            history = sequence.history
+            history.add(token)
+            messages.setdefault(sequence.router_id, decode_pb2.StepEvents(step=output.step)).events.append(history.token_event(token))
             if token.finish_reason is not None:
                 del self._sequences[token.seq_id]
+                if (outbox := self._outboxes.get(sequence.router_id)) is not None:
+                    outbox.end(history)
         for router_id, message in messages.items():
             self._send(router_id, message)
         for failure in output.failures:
@@ -275,13 +317,13 @@ class Sequences:
         ending = self._end(sequence, error.message)
 
         def tell(_: asyncio.Task[None]) -> None:
-            event = sequence.event()
+            history, outbox = sequence.history, self._outboxes.get(sequence.router_id)
+            if outbox is None or outbox.history(history.attempt) is not history:
+                return  # nobody wants to know any more
             retryable = not isinstance(error, _FINAL_ERRORS)
-            failed = decode_pb2.DecodeFailed(code=status_of(error).grpc, message=error.message[:1000], retryable=retryable)
-            event.failed.CopyFrom(failed)
-            outbox = self._outboxes.get(sequence.router_id)
-            if outbox is not None:
-                outbox.put(decode_pb2.StepEvents(step=self._step, events=[event]), force=True)
+            history.failed = decode_pb2.DecodeFailed(code=status_of(error).grpc, message=error.message[:1000], retryable=retryable)
+            outbox.end(history)
+            outbox.put(decode_pb2.StepEvents(step=self._step, events=[history.failed_event()]), force=True)
 
         ending.add_done_callback(tell)
 
@@ -322,6 +364,7 @@ class Sequences:
                 if sequence.state is State.RESERVED and now >= sequence.expires_at:
                     self._fail(sequence, Unavailable(f"no ticket was attached for {self.config.reservation_lease_s:g} s; reserve again"))
             for outbox in list(self._outboxes.values()):
+                outbox.expire(now - self.config.router_lease_s)
                 if outbox.alone_s(now) > self.config.router_lease_s:
                     self._drop_router(outbox)
 
@@ -337,3 +380,10 @@ class Sequences:
         del self._outboxes[outbox.router_id]
         for sequence in orphans:
             self._end(sequence, "its router is gone")
+
+
+def _not_here(attempt: AttemptId) -> decode_pb2.DecodeEvent:
+    failed = decode_pb2.DecodeFailed(
+        code="NOT_FOUND", message="it is not here: the worker has restarted, or has dropped it because its router was away", retryable=True
+    )
+    return decode_pb2.DecodeEvent(request_id=attempt[0], attempt=attempt[1], failed=failed)

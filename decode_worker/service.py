@@ -11,6 +11,9 @@ The life of a request here:
  4. commit    only once all of it is here and verified: engine.commit, Acknowledge COMMITTED, a Committed event.
  5. steps     continuous batching; all tokens of one step go to a router in one message on its one stream, buffered within bounds.
  6. end       the token with a finish reason; or DecodeFailed; or Cancel, after which nothing is told. The blocks are free by then.
+
+A stream that broke is opened again within the router's lease, from where it had got for each request: the events since then are sent
+again out of their histories (decode_worker.history), which outlive their sequences for the length of that lease.
 """
 
 from __future__ import annotations
@@ -61,9 +64,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         return decode_pb2.CancelResponse(found=await self._sequences.cancel(request.request_id, request.attempt))
 
     async def Stream(self, request: decode_pb2.StreamRequest, context: _Context) -> AsyncIterator[decode_pb2.StepEvents]:
-        """Initial metadata is sent as soon as the stream is the router's one."""
-        outbox = self._sequences.outbox(request.router_id)
-        connection = outbox.connect()
+        """Initial metadata is sent as soon as the stream is the router's one; what the router has missed comes first."""
+        outbox, connection = self._sequences.connect(request.router_id, request.positions)
         try:
             await context.send_initial_metadata(())
             while (message := await outbox.next(connection)) is not None:

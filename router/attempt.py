@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _UNARY_TIMEOUT_S = 5.0
 _ACCEPT_TIMEOUT_S = 10.0
 _STREAM_TIMEOUT_S = 1.0
+_BREAK_SPREADS_S = 0.1
 # How long the prefill worker's closing figures may hold up the end of an answer.
 _DONE_TIMEOUT_S = 1.0
 # After the prefill side is lost, how long the decode worker has to say whether it got the KV before.
@@ -110,7 +111,10 @@ class Attempt:
         self._run: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._on_decode = False
+        self._reserved = False
         self._committed = False
+        # The first of the decode worker's tokens that has not come; the prefill worker gives the one before.
+        self._next_decode_position = self._first_position + 1
         decode.tenants.add(self)
         prefill.tenants.add(self)
 
@@ -147,6 +151,7 @@ class Attempt:
         if response.epoch != self._decode.life.epoch:
             # A new life listens at the old address, and the registry has not told yet.
             raise WorkerRefused(self._decode.life, _gone(self._decode), full=False)
+        self._reserved = True
         self._num_decode_cached = response.num_cached_tokens
 
     async def accept(self, cached_tokens: int) -> None:
@@ -220,6 +225,8 @@ class Attempt:
             token = event.token
             if token.finish_reason:
                 self._on_decode = False
+            if token.position == self._next_decode_position:
+                self._next_decode_position += 1
             self._report.on_decode_token()
             self._on_token(token)
         elif kind == "committed":
@@ -230,9 +237,18 @@ class Attempt:
             failed = event.failed
             message = f"decode worker {self._decode.record.worker_id}: {failed.message}"
             # Before the commit a transfer fails because of its source, unless the decode worker is itself at fault or full.
-            at_source = not self._committed and failed.code not in ("RESOURCE_EXHAUSTED", "INTERNAL")
+            at_source = not self._committed and failed.code not in ("RESOURCE_EXHAUSTED", "INTERNAL", "NOT_FOUND")
             blame = self._prefill if at_source else self._decode
             self._fail(blame, failed.code, message, retryable=failed.retryable)
+
+    def position(self) -> decode_pb2.StreamPosition:
+        return decode_pb2.StreamPosition(
+            request_id=self._job.request_id,
+            attempt=self._id[1],
+            next_position=self._next_decode_position,
+            committed=self._committed,
+            reserving=not self._reserved,
+        )
 
     def on_worker_lost(self, life: WorkerLife, error: TwostepError) -> None:
         if life == self._prefill.life:
@@ -268,9 +284,29 @@ class Attempt:
             self._ended.set_result(None)
 
     async def _attach(self, ticket: kv_pb2.Ticket) -> None:
+        """Repeated, which is safe, if the connection broke under it and came back: the reservation outlives that."""
         request = decode_pb2.AttachRequest(request_id=self._job.request_id, attempt=self._id[1], ticket=ticket)
+        stream = self._decode.stream
+        num_opened: int | None = None
         try:
-            await self._decode.stub.Attach(request, timeout=min(_UNARY_TIMEOUT_S, self._job.remaining_s()), metadata=self._job.metadata)
+            while True:
+                repeated, num_opened = num_opened is not None, stream.num_opened
+                try:
+                    await self._decode.stub.Attach(
+                        request, timeout=min(_UNARY_TIMEOUT_S, self._job.remaining_s()), metadata=self._job.metadata
+                    )
+                    return
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.NOT_FOUND and repeated:
+                        return  # the first one had arrived and it is over already; the stream tells how
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+                    # All calls of a connection break together, but one learns of it after the other.
+                    await asyncio.sleep(_BREAK_SPREADS_S)
+                    if stream.open and stream.num_opened == num_opened:
+                        raise  # it was the worker that said so
+                    # If it does not come back, the stream's loss ends the attempt.
+                    await stream.wait_open(self._job.remaining_s())
         except (grpc.aio.UsageError, asyncio.CancelledError) as error:
             if not _cancelled_by_peer(error):
                 raise

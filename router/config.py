@@ -35,6 +35,7 @@ class RouterConfig:
     request_timeout: float = 600.0
     client_write_timeout: float = 30.0
     no_worker_grace: float = 3.0
+    stream_lease: float = 5.0
     prefix_lookup_timeout: float = 0.002
     drain_timeout: float = 30.0
     redis_start_timeout: float = 10.0
@@ -104,6 +105,13 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         type=_seconds,
         default=default.no_worker_grace,
         help="how long a request waits for a missing worker to come back",
+    )
+    parser.flag(
+        "--stream-lease",
+        type=_seconds,
+        default=default.stream_lease,
+        help="how long a decode worker's broken token stream may take to reopen before its requests are begun again on another; "
+        "more than the workers' --router-lease is no use",
     )
     parser.flag(
         "--prefix-lookup-timeout",

@@ -59,7 +59,7 @@ class Router:
         deployment = Deployment(model_fingerprint=fingerprint, secret_check=secret_check(secret), hash_unit=config.hash_unit)
         self.registry = Registry(self._redis, deployment)
         self.cleanup = Cleanup()
-        self.pool = WorkerPool(router_id=self.router_id, cleanup=self.cleanup, tls=config.tls)
+        self.pool = WorkerPool(router_id=self.router_id, cleanup=self.cleanup, tls=config.tls, stream_lease_s=config.stream_lease)
         self._index = PrefixIndex(self._index_redis, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
         room = Room()
         self.registry.on_poll(self.pool.sync)

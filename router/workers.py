@@ -72,11 +72,17 @@ class PrefillLink(WorkerLink):
 
 
 class DecodeLink(WorkerLink):
-    def __init__(self, record: WorkerRecord, tls: TlsFiles, router_id: str, cleanup: Cleanup) -> None:
+    def __init__(self, record: WorkerRecord, tls: TlsFiles, router_id: str, cleanup: Cleanup, stream_lease_s: float) -> None:
         super().__init__(record, tls)
         self.stub = decode_pb2_grpc.DecodeStub(self.channel)
         self.stream = DecodeStream(
-            self.stub, router_id=router_id, worker_id=record.worker_id, cleanup=cleanup, on_message=self.touch, on_lost=self.lose
+            self.stub,
+            router_id=router_id,
+            worker_id=record.worker_id,
+            lease_s=stream_lease_s,
+            cleanup=cleanup,
+            on_message=self.touch,
+            on_lost=self.lose,
         )
 
     async def close(self) -> None:
@@ -87,8 +93,10 @@ class DecodeLink(WorkerLink):
 class WorkerPool:
     """All links. `changed` is notified whenever a worker comes, goes, or changes what it can do."""
 
-    def __init__(self, *, router_id: str, cleanup: Cleanup, tls: TlsFiles = PLAINTEXT) -> None:
+    def __init__(self, *, router_id: str, cleanup: Cleanup, tls: TlsFiles = PLAINTEXT, stream_lease_s: float = 5.0) -> None:
+        """`stream_lease_s`: a broken token stream that is open again within it costs no attempt."""
         self._router_id = router_id
+        self._stream_lease_s = stream_lease_s
         self._cleanup = cleanup
         self._tls = tls
         self._prefill: dict[WorkerLife, PrefillLink] = {}
@@ -126,7 +134,7 @@ class WorkerPool:
             elif link is None and record.role == "prefill":
                 self._prefill[life] = PrefillLink(record, self._tls)
             elif link is None:
-                self._decode[life] = DecodeLink(record, self._tls, self._router_id, self._cleanup)
+                self._decode[life] = DecodeLink(record, self._tls, self._router_id, self._cleanup, self._stream_lease_s)
             else:
                 log.warning("worker %s changed its address without a new epoch; it is not used until it is restarted", record.worker_id)
                 link.retired = True

@@ -250,7 +250,8 @@ class Script:
     fail_code: str = "UNAVAILABLE"
     fail_retryable: bool = True
     fail_before_commit: bool = False
-    break_stream_at: int | None = None  # the stream is closed before the token at this position
+    break_stream_at: int | None = None  # the stream breaks before the token at this position
+    forget_at_break: bool = False  # and the sequence is lost with it
     repeat: bool = False  # every token twice, and once more out of the past
     swap: bool = False  # tokens in pairs, the later one first
     skip: int | None = None  # the token at this position never comes
@@ -272,6 +273,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self._reservations: dict[AttemptId, decode_pb2.ReserveRequest] = {}
         self._tasks: dict[AttemptId, asyncio.Task[None]] = {}
         self._streams: dict[str, asyncio.Queue[decode_pb2.StepEvents | None]] = {}
+        self._history: dict[AttemptId, list[decode_pb2.DecodeEvent]] = {}
+        self.positions: list[list[decode_pb2.StreamPosition]] = []  # of each Stream
         self.num_streams = 0
 
     def _add(self) -> None:
@@ -285,6 +288,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def break_stream(self) -> None:
         for queue in self._streams.values():
             queue.put_nowait(None)
+        self._streams.clear()
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
         self.requests.append(request)
@@ -332,13 +336,36 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         queue: asyncio.Queue[decode_pb2.StepEvents | None] = asyncio.Queue()
         self._streams[request.router_id] = queue
         self.num_streams += 1
+        self.positions.append(list(request.positions))
+        for position in request.positions:
+            self._replay(queue, position)
         await context.send_initial_metadata(())
         while (message := await queue.get()) is not None:
             yield message
         await context.abort(grpc.StatusCode.UNAVAILABLE, "this stream breaks")
 
+    def _replay(self, queue: asyncio.Queue[decode_pb2.StepEvents | None], position: decode_pb2.StreamPosition) -> None:
+        attempt = (position.request_id, position.attempt)
+        history = self._history.get(attempt, [] if attempt in self._reservations else None)
+        if history is not None:
+            missed = [
+                e
+                for e in history
+                if e.HasField("failed")
+                or (e.HasField("committed") and not position.committed)
+                or (e.HasField("token") and e.token.position >= position.next_position)
+            ]
+            queue.put_nowait(decode_pb2.StepEvents(events=missed))
+        elif not position.reserving:
+            self.held.discard(attempt)
+            failed = decode_pb2.DecodeFailed(code="NOT_FOUND", message="not here", retryable=True)
+            queue.put_nowait(
+                decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(request_id=attempt[0], attempt=attempt[1], failed=failed)])
+            )
+
     async def _decode(self, attempt: AttemptId, reserved: decode_pb2.ReserveRequest, script: Script) -> None:
         def send(*events: decode_pb2.DecodeEvent) -> None:
+            history.extend(events)
             queue = self._streams.get(reserved.router_id)
             if queue is not None:
                 queue.put_nowait(decode_pb2.StepEvents(events=events))
@@ -350,6 +377,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             self.held.discard(attempt)
             return event(failed=decode_pb2.DecodeFailed(code=script.fail_code, message="scripted", retryable=script.fail_retryable))
 
+        history = self._history.setdefault(attempt, [])
         hand_over = self.exchange.of(attempt)
         first = await hand_over.first
         if script.fail_before_commit:
@@ -367,8 +395,11 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                     return
                 if position == script.break_stream_at:
                     send(*batch)
+                    batch = []
                     self.break_stream()
-                    return
+                    if script.forget_at_break:
+                        del self._history[attempt], self._reservations[attempt]
+                        return
                 token = self.exchange.token(position, reserved.sampling)
                 if position != script.skip:
                     batch.append(event(token=token))

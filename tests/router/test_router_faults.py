@@ -312,9 +312,23 @@ async def test_a_decode_worker_that_dies_is_replaced_and_the_answer_goes_on_wher
     assert all(len(w.requests) == 1 for w in workers)
 
 
-async def test_a_broken_token_stream_is_opened_again_and_its_requests_begun_again(cluster: Cluster) -> None:
+async def test_a_broken_token_stream_is_opened_again_and_replayed(cluster: Cluster) -> None:
     _, decode = await cluster.prefill(), await cluster.decode()
     decode.script = Script(break_stream_at=5)
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=12)
+        assert reply.token_ids == cluster.expected(12)
+        assert attempts(reply) == 1
+        assert decode.num_streams == 2
+        first, again = decode.positions
+        assert first == []
+        assert [(p.attempt, p.next_position, p.committed, p.reserving) for p in again] == [(1, 5, True, False)]
+        await cluster.all_free()
+
+
+async def test_what_a_worker_has_lost_with_the_stream_is_begun_again(cluster: Cluster) -> None:
+    _, decode = await cluster.prefill(), await cluster.decode()
+    decode.script = Script(break_stream_at=5, forget_at_break=True)
     async with cluster.serving():
         reply = await cluster.ask(max_tokens=12)
         assert reply.token_ids == cluster.expected(12)

@@ -191,7 +191,7 @@ async def test_another_stream_of_the_router_takes_over_and_gets_what_is_buffered
         await until_event(router, "token")
         old = router._call
         again = RouterDouble(pair, router.router_id)
-        await again.open()
+        await again.open(at("r", 1 + max(e.token.position for m in router.messages for e in m.events if e.HasField("token"))))
         await asyncio.wait([router._reader])
         assert await old.code() is grpc.StatusCode.CANCELLED
         assert "took over" in await old.details()
@@ -210,13 +210,19 @@ async def test_tokens_before_the_stream_is_up_are_kept(redis_url: str) -> None:
         call, ticket = await _reserve_run(router)
         await router.attach("r", ticket)
         await until(lambda: _released(pair))
-        await router.open()
+        await router.open(at("r", 1))
         answer = Answer()
         await router.collect("r", answer)
         assert answer.positions == list(range(1, 20))
         call.cancel()
         await router.close()
         await pair.settled()
+
+
+def at(request_id: str, next_position: int, *, committed: bool = False, reserving: bool = False) -> decode_pb2.StreamPosition:
+    return decode_pb2.StreamPosition(
+        request_id=request_id, attempt=1, next_position=next_position, committed=committed, reserving=reserving
+    )
 
 
 async def _reserve_run(router: RouterDouble) -> tuple[Any, kv_pb2.Ticket]:
@@ -255,7 +261,7 @@ async def test_a_router_that_does_not_read_is_cut_and_others_go_on(redis_url: st
             await read_to_end(stream)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         # A router that comes back is told what became of its sequences.
-        await slow.open()
+        await slow.open(*(at(f"s{i}", 1) for i in range(8)))
         for i in range(8):
             failed = (await until_event(slow, "failed", f"s{i}")).failed
             assert (failed.code, failed.retryable) == ("RESOURCE_EXHAUSTED", True)

@@ -139,8 +139,8 @@ class RouterDouble:
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
 
-    async def open(self) -> None:
-        self._call = self.pair.decode.Stream(decode_pb2.StreamRequest(router_id=self.router_id))
+    async def open(self, *positions: decode_pb2.StreamPosition) -> None:
+        self._call = self.pair.decode.Stream(decode_pb2.StreamRequest(router_id=self.router_id, positions=positions))
         await self._call.initial_metadata()
         self._reader = asyncio.create_task(self._read())
 
