@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.object_book import ObjectBook
-from kv_transfer.ring import RingAllocator, SharedMemory
+from kv_transfer.ring import Pin, RingAllocator, SharedMemory
 from kv_transfer.waiting import FifoGate
 from twostep.errors import InvalidRequest, TwostepError, Unavailable, error_from_grpc
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
@@ -50,6 +50,7 @@ class AgentConfig:
     ring_bytes: int
     budget_bytes: int
     start_timeout_s: float
+    pin: Pin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,9 @@ class AgentSession:
         self._stub: Any = kv_pb2_grpc.KvAgentStub(self._channel)
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._suspicion = asyncio.Event()
+        self._unused = asyncio.Event()  # no slot is taken
+        self._unused.set()
+        self._unpin: Callable[[], None] | None = None
 
     @classmethod
     async def launch(cls, config: AgentConfig, *, endpoint: str, life: int) -> AgentSession:
@@ -100,6 +104,8 @@ class AgentSession:
                 start_new_session=True,
             )
             session = cls(endpoint, ring, socket_path, process)
+            if config.pin is not None:
+                await session._pin_ring(config.pin)
             await session._wait_ready(config.start_timeout_s)
         except BaseException:
             if session is not None:
@@ -159,6 +165,7 @@ class AgentSession:
         with suppress(asyncio.CancelledError):
             await self._stderr_reader
         self._socket_path.unlink(missing_ok=True)
+        await self._unpin_ring()
 
     async def take_slot(self, num_bytes: int, *, deadline: float) -> Slot:
         """Raises ResourceExhausted at the deadline, InvalidRequest if the ring is too small for it at all, Unavailable."""
@@ -172,11 +179,15 @@ class AgentSession:
             return self._slots.allocate(num_bytes)
 
         offset = await self._slots_freed.take(attempt, deadline=deadline)
+        self._unused.clear()
         return Slot(offset, self._ring.bytes[offset : offset + num_bytes])
 
     def give_back(self, slot: Slot) -> None:
+        """Nothing reads or writes it any more."""
         self._slots.free(slot.offset)
         self._slots_freed.pump()
+        if not self._slots.used_bytes:
+            self._unused.set()
 
     @property
     def ring_used_bytes(self) -> int:
@@ -228,6 +239,24 @@ class AgentSession:
             if self._lost.done() and (task is None or not task.cancelling()):
                 self.check_alive()
             raise
+
+    async def _pin_ring(self, pin: Pin) -> None:
+        """While the agent starts, which takes longer."""
+        try:
+            self._unpin = await asyncio.to_thread(pin, self._ring.bytes)
+        except RuntimeError as error:
+            log.warning("the KV agent's ring is not pinned, so that KV is copied once more on its way: %s", error)
+
+    async def _unpin_ring(self) -> None:
+        """Once no copy can be under way: whoever took a slot gives it back when its copy has ended."""
+        unpin, self._unpin = self._unpin, None
+        if unpin is None:
+            return
+        await self._unused.wait()
+        try:
+            await asyncio.to_thread(unpin)
+        except RuntimeError as error:
+            log.warning("the KV agent's ring stays pinned: %s", error)
 
     async def _wait_ready(self, timeout_s: float) -> None:
         assert self.process.stdout is not None

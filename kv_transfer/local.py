@@ -18,6 +18,7 @@ from kv_transfer.object_book import Entry, ObjectBook
 from kv_transfer.probing import PROBE_BYTES, probe_pattern
 from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import FifoGate, finish
+from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, NotFound, Unavailable
 
 Bytes = npt.NDArray[np.uint8]
@@ -28,12 +29,22 @@ _SWEEP_S = 0.1
 _NUM_THREADS = 4
 
 
-def check_blocks(chunk: ChunkInfo, block_ids: Sequence[int], block_bytes: int) -> None:
-    """Raises InvalidRequest unless the chunk fills exactly these blocks."""
-    if len(block_ids) != chunk.num_blocks or chunk.num_bytes != chunk.num_blocks * block_bytes:
+def part_bytes(block_bytes: int, num_layers: int, layers: LayerRange | None) -> int:
+    """Bytes of some layers, None: all, of a block of `num_layers`. Raises InvalidRequest if it has no such layers."""
+    if layers is None:
+        return block_bytes
+    if not 0 <= layers.first < layers.stop <= num_layers:
+        raise InvalidRequest(f"layers {layers.first} + {layers.num_layers} are not among {num_layers}; compare the layouts before fetching")
+    return block_bytes // num_layers * layers.num_layers
+
+
+def check_blocks(chunk: ChunkInfo, block_ids: Sequence[int], block_bytes: int, num_layers: int = 1) -> None:
+    """Raises InvalidRequest unless the chunk fills exactly its layers of these blocks."""
+    each = part_bytes(block_bytes, num_layers, chunk.layers)
+    if len(block_ids) != chunk.num_blocks or chunk.num_bytes != chunk.num_blocks * each:
         raise InvalidRequest(
             f"chunk {chunk.index} holds {chunk.num_blocks} blocks in {chunk.num_bytes} bytes, "
-            f"but was to fill {len(block_ids)} blocks of {block_bytes} bytes; compare the layouts before fetching"
+            f"but was to fill {len(block_ids)} blocks of {each} bytes; compare the layouts before fetching"
         )
 
 
@@ -41,7 +52,7 @@ def write_verified(store: BlockStore, chunk: ChunkInfo, block_ids: Sequence[int]
     """Writes uint8 [num_bytes] into the blocks if its checksum is the chunk's. Raises DataLoss. Runs in a thread."""
     if checksum(data) != chunk.checksum:
         raise DataLoss(f"chunk {chunk.index} does not match its checksum; fetch it again once, then prefill again")
-    store.write_blocks(block_ids, data.reshape(chunk.num_blocks, -1))
+    store.write_blocks(block_ids, data.reshape(chunk.num_blocks, -1), chunk.layers)
 
 
 def _copy_pattern(num_bytes: int) -> Probe:
@@ -78,10 +89,20 @@ class LocalTransport:
     """See kv_transfer.transport for the contract."""
 
     def __init__(
-        self, store: BlockStore, block_bytes: int, hub: LocalHub, *, worker_id: str, epoch: int = 0, budget_bytes: int = 1 << 30
+        self,
+        store: BlockStore,
+        block_bytes: int,
+        hub: LocalHub,
+        *,
+        worker_id: str,
+        epoch: int = 0,
+        num_layers: int = 1,
+        budget_bytes: int = 1 << 30,
     ) -> None:
+        """`num_layers` of a block, which chunks may take some of."""
         self._store = store
         self._block_bytes = block_bytes
+        self._num_layers = num_layers
         self._hub = hub
         self._endpoint = f"local:{worker_id}/{epoch}"
         self._book: ObjectBook[Bytes] = ObjectBook(budget_bytes)
@@ -131,9 +152,17 @@ class LocalTransport:
             await asyncio.to_thread(threads.shutdown)
 
     async def publish(
-        self, lease_id: str, index: int, first_block: int, block_ids: Sequence[int], *, ttl_s: float, deadline: float
+        self,
+        lease_id: str,
+        index: int,
+        first_block: int,
+        block_ids: Sequence[int],
+        *,
+        layers: LayerRange | None = None,
+        ttl_s: float,
+        deadline: float,
     ) -> ChunkInfo:
-        num_bytes = len(block_ids) * self._block_bytes
+        num_bytes = len(block_ids) * part_bytes(self._block_bytes, self._num_layers, layers)
 
         def attempt() -> Entry[Bytes] | None:
             self._running_threads()
@@ -141,16 +170,24 @@ class LocalTransport:
 
         entry = await self._room.take(attempt, deadline=deadline)
         try:
-            data, digest = await finish(self._in_thread(self._copy_out, tuple(block_ids)))
+            data, digest = await finish(self._in_thread(self._copy_out, tuple(block_ids), num_bytes, layers))
             self._book.fill(entry, data, now=time.monotonic())
         except BaseException:
             self._book.cancel(entry)
             self._room.pump()
             raise
-        return ChunkInfo(index=index, first_block=first_block, num_blocks=len(block_ids), num_bytes=num_bytes, checksum=digest)
+        return ChunkInfo(
+            index=index,
+            first_block=first_block,
+            num_blocks=len(block_ids),
+            num_bytes=num_bytes,
+            checksum=digest,
+            first_layer=layers.first if layers else 0,
+            num_layers=layers.num_layers if layers else 0,
+        )
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
-        check_blocks(chunk, block_ids, self._block_bytes)
+        check_blocks(chunk, block_ids, self._block_bytes, self._num_layers)
         data = self._hub.find(endpoint)._published(lease_id, chunk)
         await finish(self._in_thread(write_verified, self._store, chunk, tuple(block_ids), data))
 
@@ -174,10 +211,11 @@ class LocalTransport:
             raise DataLoss(f"chunk {chunk.index} has {data.size} bytes where {chunk.num_bytes} were announced; prefill again")
         return data
 
-    def _copy_out(self, block_ids: Sequence[int]) -> tuple[Bytes, int]:
-        data = np.empty((len(block_ids), self._block_bytes), np.uint8)
-        self._store.read_blocks(block_ids, data)
-        return data.reshape(-1), checksum(data)
+    def _copy_out(self, block_ids: Sequence[int], num_bytes: int, layers: LayerRange | None) -> tuple[Bytes, int]:
+        data = np.empty(num_bytes, np.uint8)
+        if num_bytes:
+            self._store.read_blocks(block_ids, data.reshape(len(block_ids), -1), layers)
+        return data, checksum(data)
 
     def _running_threads(self) -> ThreadPoolExecutor:
         if self._threads is None:

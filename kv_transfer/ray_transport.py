@@ -23,12 +23,13 @@ import numpy as np
 
 from kv_transfer.agent_session import AgentConfig, AgentSession, Slot
 from kv_transfer.checksum import checksum
-from kv_transfer.local import check_blocks, write_verified
+from kv_transfer.local import check_blocks, part_bytes, write_verified
 from kv_transfer.object_book import Entry
 from kv_transfer.probing import PROBE_BYTES, PROBE_LEASE, probe_pattern
-from kv_transfer.ring import default_ring_dir
+from kv_transfer.ring import Pin, default_ring_dir
 from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import finish
+from twostep.engine.batch import LayerRange
 from twostep.errors import ResourceExhausted, SetupError, TwostepError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class RayTransport:
     """See kv_transfer.transport for the contract.
 
     `ray_address` is host:port of the GCS; token authentication comes from the environment (RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH).
+    `num_layers` of a block, which chunks may take some of. `pin` is the Runner's `pin_host`: the ring is pinned where that helps.
     `run_dir` is private to this worker and short; `ring_dir` (default /dev/shm) and `run_dir` must be visible to Ray's worker processes.
     `budget_bytes` bounds what this worker keeps published; 0 is 70 % of the node's object store: divide it where workers share a node.
     """
@@ -61,9 +63,11 @@ class RayTransport:
         epoch: int,
         ray_address: str,
         run_dir: Path,
+        num_layers: int = 1,
         ring_bytes: int = 64 << 20,
         budget_bytes: int = 0,
         ring_dir: Path | None = None,
+        pin: Pin | None = None,
         start_timeout_s: float = 60.0,
     ) -> None:
         if block_bytes > ring_bytes:
@@ -74,6 +78,7 @@ class RayTransport:
             raise SetupError(f"{run_dir} is too long for a unix socket in it; give a run directory of at most 88 bytes")
         self._store = store
         self._block_bytes = block_bytes
+        self._num_layers = num_layers
         self._name_prefix = f"kv:{worker_id}:{epoch}"
         self._config = AgentConfig(
             ray_address=ray_address,
@@ -82,6 +87,7 @@ class RayTransport:
             ring_bytes=ring_bytes,
             budget_bytes=budget_bytes,
             start_timeout_s=start_timeout_s,
+            pin=pin,
         )
         self._session: AgentSession | None = None
         self._life = 0
@@ -142,10 +148,18 @@ class RayTransport:
         await asyncio.to_thread(self._threads.shutdown)
 
     async def publish(
-        self, lease_id: str, index: int, first_block: int, block_ids: Sequence[int], *, ttl_s: float, deadline: float
+        self,
+        lease_id: str,
+        index: int,
+        first_block: int,
+        block_ids: Sequence[int],
+        *,
+        layers: LayerRange | None = None,
+        ttl_s: float,
+        deadline: float,
     ) -> ChunkInfo:
         session = self._running_session()
-        num_bytes = len(block_ids) * self._block_bytes
+        num_bytes = len(block_ids) * part_bytes(self._block_bytes, self._num_layers, layers)
 
         def attempt() -> Entry[bool] | None:
             session.check_alive()
@@ -155,7 +169,7 @@ class RayTransport:
         try:
             slot = await session.take_slot(num_bytes, deadline=deadline)
             try:
-                digest = await finish(self._in_thread(self._copy_out, tuple(block_ids), slot))
+                digest = await finish(self._in_thread(self._copy_out, tuple(block_ids), slot, layers))
                 await self._put(session, lease_id, index, slot, ttl_s=ttl_s, deadline=deadline)
             finally:
                 session.give_back(slot)
@@ -164,10 +178,18 @@ class RayTransport:
             session.book.cancel(entry)
             session.room.pump()
             raise
-        return ChunkInfo(index=index, first_block=first_block, num_blocks=len(block_ids), num_bytes=num_bytes, checksum=digest)
+        return ChunkInfo(
+            index=index,
+            first_block=first_block,
+            num_blocks=len(block_ids),
+            num_bytes=num_bytes,
+            checksum=digest,
+            first_layer=layers.first if layers else 0,
+            num_layers=layers.num_layers if layers else 0,
+        )
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
-        check_blocks(chunk, block_ids, self._block_bytes)
+        check_blocks(chunk, block_ids, self._block_bytes, self._num_layers)
         session = self._running_session()
         slot = await session.take_slot(chunk.num_bytes, deadline=deadline)
         pull = asyncio.create_task(session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
@@ -218,8 +240,8 @@ class RayTransport:
 
     # ---- bytes --------------------------------------------------------------------------------------------------------
 
-    def _copy_out(self, block_ids: Sequence[int], slot: Slot) -> int:
-        self._store.read_blocks(block_ids, slot.bytes.reshape(len(block_ids), self._block_bytes))
+    def _copy_out(self, block_ids: Sequence[int], slot: Slot, layers: LayerRange | None) -> int:
+        self._store.read_blocks(block_ids, slot.bytes.reshape(len(block_ids), -1), layers)
         return checksum(slot.bytes)
 
     async def _put(self, session: AgentSession, lease_id: str, index: int, slot: Slot, *, ttl_s: float, deadline: float) -> None:

@@ -3,6 +3,8 @@
     worker ──read_blocks──▶ [ slot ][ slot ]      [ slot ] ──ray.put──▶ object store      (publish)
     worker ◀─write_blocks── [ slot ][ slot ]      [ slot ] ◀──ray.get── object store      (fetch)
 
+On a GPU's machine the worker pins its mapping, so that the device copies straight to and from it.
+
 The file has a name only while the agent starts: once both have mapped it, it is unlinked, and the memory is gone with the processes.
 """
 
@@ -11,12 +13,16 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from twostep.errors import SetupError
+
+# Makes memory fast to copy to and from a device; what it returns undoes that (see twostep.engine.batch.Runner.pin_host).
+Pin = Callable[[npt.NDArray[np.uint8]], Callable[[], None]]
 
 # Slots start at multiples of this.
 _ALIGNMENT = 4096

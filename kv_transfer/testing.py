@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.ray_head import RayHead, free_port
+from twostep.engine.batch import LayerRange
 from twostep.errors import SetupError
 
 _START_S = 60.0
@@ -47,16 +48,20 @@ class StoreUsage:
 
 
 class ArrayStore:
-    """A BlockStore on an array: `blocks` is uint8 [num_blocks, block_bytes]."""
+    """A BlockStore on an array: `blocks` is uint8 [num_blocks, block_bytes], of `num_layers` equal parts each."""
 
-    def __init__(self, blocks: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, blocks: npt.NDArray[np.uint8], num_layers: int = 1) -> None:
         self.blocks = blocks
+        self._layer_bytes = blocks.shape[1] // num_layers
 
-    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        np.take(self.blocks, list(block_ids), axis=0, out=out)
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        np.take(self.blocks[:, self._columns(layers)], list(block_ids), axis=0, out=out)
 
-    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        self.blocks[list(block_ids)] = data
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        self.blocks[list(block_ids), self._columns(layers)] = data
+
+    def _columns(self, layers: LayerRange | None) -> slice:
+        return slice(None) if layers is None else slice(layers.first * self._layer_bytes, layers.stop * self._layer_bytes)
 
 
 class LocalRay:

@@ -25,13 +25,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from twostep.engine.batch import LayerRange
+
 
 class BlockStore(Protocol):
     """What a transport needs of a pool. Callable from any thread; see twostep.engine.batch.Runner."""
 
-    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None: ...
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None: ...
 
-    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None: ...
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,11 @@ class ChunkInfo:
     source_blocks: tuple[int, ...] = ()
     # The source blocks' generations when they were published: one more each time the pool gives a block out.
     generations: tuple[int, ...] = ()
+
+    @property
+    def layers(self) -> LayerRange | None:
+        """None: all of them."""
+        return LayerRange(self.first_layer, self.num_layers) if self.num_layers else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +120,17 @@ class KvTransport(Protocol):
         ...
 
     async def publish(
-        self, lease_id: str, index: int, first_block: int, block_ids: Sequence[int], *, ttl_s: float, deadline: float
+        self,
+        lease_id: str,
+        index: int,
+        first_block: int,
+        block_ids: Sequence[int],
+        *,
+        layers: LayerRange | None = None,
+        ttl_s: float,
+        deadline: float,
     ) -> ChunkInfo:
-        """`deadline` is in time.monotonic() seconds."""
+        """All layers of the blocks, or some. `deadline` is in time.monotonic() seconds."""
         ...
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None: ...

@@ -20,20 +20,21 @@ ROW_BYTES = 64
 class SlotDouble:
     """A slot whose copies take effect at once, and which knows whether anybody has waited for them."""
 
-    def __init__(self, num_rows: int, row_bytes: int, device: torch.device) -> None:
-        self._memory = torch.empty(num_rows, row_bytes, dtype=torch.uint8)
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._memory, self._gathered = torch.empty(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
         self._under_way = False
         self.stream = None
 
-    @property
-    def memory(self) -> torch.Tensor:
+    def memory(self, num_rows: int, width: int) -> torch.Tensor:
         self._under_way = True
-        return self._memory
+        return self._memory[: num_rows * width].view(num_rows, width)
 
-    @property
-    def host(self) -> Any:
+    def gathered(self, num_rows: int, width: int) -> torch.Tensor:
+        return self._gathered[: num_rows * width].view(num_rows, width)
+
+    def host(self, num_rows: int, width: int) -> Any:
         assert not self._under_way, "the host touched a slot that the device may still read or write"
-        return self._memory.numpy()
+        return self._memory[: num_rows * width].view(num_rows, width).numpy()
 
     def wait(self) -> None:
         self._under_way = False
@@ -50,24 +51,46 @@ def staging(monkeypatch: pytest.MonkeyPatch) -> PinnedStaging:
     return PinnedStaging(torch.zeros(400, ROW_BYTES, dtype=torch.uint8))
 
 
-def test_many_threads_read_back_what_they_wrote(staging: PinnedStaging) -> None:
+@pytest.mark.parametrize("columns", [None, slice(8, 48), slice(4, 60), slice(6, 12), slice(3, 20), slice(0, 1)])
+def test_many_threads_read_back_what_they_wrote(staging: PinnedStaging, columns: slice | None) -> None:
     rng = random.Random(3)
+    width = ROW_BYTES if columns is None else columns.stop - columns.start
     order = rng.sample(range(400), 400)
 
     def work(i: int) -> None:
         mine = order[50 * i : 50 * (i + 1)]
         mine.sort(key=lambda block: block // 7)  # some runs, some not
         for count in (50, 1, 3, 20, 7):
-            data = np.random.default_rng(100 * i + count).integers(0, 256, (count, ROW_BYTES), dtype=np.uint8)
+            data = np.random.default_rng(100 * i + count).integers(0, 256, (count, width), dtype=np.uint8)
             data.flags.writeable = count % 2 == 0
-            staging.write(mine[:count], data)
+            staging.write(mine[:count], data, columns)
             back = np.zeros_like(data)
-            staging.read(mine[:count], back)
+            staging.read(mine[:count], back, columns)
             np.testing.assert_array_equal(back, data)
 
     with ThreadPoolExecutor(8) as threads:
         for done in [threads.submit(work, i) for i in range(8)]:
             done.result(timeout=60)
+
+
+@pytest.mark.parametrize("columns", [slice(8, 48), slice(4, 60), slice(6, 12), slice(3, 20)])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_columns_alone_are_touched(staging: PinnedStaging, columns: slice, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
+    rng = np.random.default_rng(7)
+    rows = rng.integers(0, 256, (400, ROW_BYTES), dtype=np.uint8)
+    staging.write(range(400), rows)
+    ids = rng.permutation(400)[:57].tolist()
+    part = rng.integers(0, 256, (57, columns.stop - columns.start), dtype=np.uint8)
+    staging.write(ids, part, columns)
+    rows[ids, columns] = part
+    whole = np.empty_like(rows)
+    staging.read(range(400), whole)
+    np.testing.assert_array_equal(whole, rows)
+    other = slice(columns.start + 1, columns.stop)
+    odd = np.empty((57, other.stop - other.start), np.uint8)
+    staging.read(ids, odd, other)
+    np.testing.assert_array_equal(odd, rows[ids, other])
 
 
 def test_a_transfer_that_fails_gives_its_slots_back(staging: PinnedStaging) -> None:

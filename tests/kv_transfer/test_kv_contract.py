@@ -15,6 +15,7 @@ from kv_pairs import MakePair, Pair, in_s, wait_for_stats
 
 from kv_transfer.testing import ArrayStore
 from kv_transfer.transport import ChunkInfo
+from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, TwostepError, Unavailable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -203,15 +204,15 @@ class SlowStore(ArrayStore):
         self.inside = threading.Event()
         self.go_on = threading.Event()
 
-    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
         self.inside.set()
         assert self.go_on.wait(10)
-        super().read_blocks(block_ids, out)
+        super().read_blocks(block_ids, out, layers)
 
-    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
         self.inside.set()
         assert self.go_on.wait(10)
-        super().write_blocks(block_ids, data)
+        super().write_blocks(block_ids, data, layers)
 
 
 async def test_cancelled_publish_ends_when_nobody_reads_the_blocks(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.engine import parallel_channel
-from twostep.engine.batch import Batch, KvShape
+from twostep.engine.batch import Batch, KvShape, LayerRange
 from twostep.engine.kv_cache import KvCache
 from twostep.engine.parallel_blocks import BlockParts
 from twostep.engine.parallel_channel import Command, Kind, StepMemory, Transfer
@@ -215,9 +215,10 @@ def test_a_step_larger_than_its_slot_is_refused(memory: StepMemory, monkeypatch:
         memory.put(1, small_batch(), never, 0.0)
 
 
-@given(st.sampled_from([Kind.READ, Kind.WRITE]), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
-def test_transfers_pass_as_messages(kind: Kind, after: int, count: int) -> None:
-    assert Transfer.unpack(Transfer(kind, after, count).pack()) == Transfer(kind, after, count)
+@given(st.sampled_from([Kind.READ, Kind.WRITE]), st.integers(0, 2**64 - 1), *[st.integers(0, 2**32 - 1)] * 3)
+def test_transfers_pass_as_messages(kind: Kind, after: int, count: int, first_layer: int, num_layers: int) -> None:
+    transfer = Transfer(kind, after, count, LayerRange(first_layer, num_layers))
+    assert Transfer.unpack(transfer.pack()) == transfer
 
 
 def small_batch() -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -42,6 +42,7 @@ class Batch:
     sampling       R SamplingRows, aligned with sample_rows
     carried        int32 [T]      r >= 0: the token is what row r of the step launched just before samples, and token_ids says nothing;
                                   -1: token_ids has it. None: none is carried
+    mark_layers    after how many layers the step is to be marked (see InFlight.layer_marks), ascending
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -53,6 +54,7 @@ class Batch:
     sample_rows: npt.NDArray[np.int64]
     sampling: Sequence[SamplingRow]
     carried: npt.NDArray[np.int32] | None = None
+    mark_layers: Sequence[int] = ()
 
     def with_carried(self, token_ids: Sequence[int]) -> Batch:
         """The same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the host."""
@@ -78,6 +80,22 @@ class Sampled:
     top_logprobs: Sequence[tuple[TopLogprob, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Layers [first, first + num_layers) of a model."""
+
+    first: int
+    num_layers: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.num_layers
+
+    def covers(self, num_layers: int) -> bool:
+        """Whether it is all of so many."""
+        return self.first == 0 and self.num_layers == num_layers
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
     """Shape of the pool's one tensor, [block, layer, K/V, kv_head, slot, head_dim], and of its bytes."""
@@ -98,9 +116,36 @@ class KvShape:
             return vectors * (self.head_dim + 2)
         return vectors * self.head_dim * (4 if self.dtype == "float32" else 2)
 
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one block."""
+        return self.block_bytes // self.num_layers
+
+    def bytes_of(self, layers: LayerRange) -> slice:
+        """Where the layers lie in a block's bytes. Raises ValueError if there are no such layers."""
+        if not 0 <= layers.first < layers.stop <= self.num_layers:
+            raise ValueError(f"layers {layers.first} + {layers.num_layers} are not among {self.num_layers}")
+        return slice(layers.first * self.layer_bytes, layers.stop * self.layer_bytes)
+
+
+class LayerMark(Protocol):
+    """A place in a launched step: the KV of layers [0, num_layers) of all its tokens is in the pool, and does not change any more."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def wait(self) -> None:
+        """Blocks until the device is there, from any thread, without burning a core. Raises what the device failed with."""
+        ...
+
 
 class InFlight(Protocol):
     """A launched step."""
+
+    @property
+    def layer_marks(self) -> Sequence[LayerMark]:
+        """One after each of the batch's `mark_layers` that can be told of, in order; may be none."""
+        ...
 
     def result(self) -> Sampled:
         """Waits until the step is done: its KV is in the pool and its tokens are here. Called once, in the order of the launches. Raises
@@ -113,6 +158,7 @@ class FinishedStep:
     """An InFlight of a runner that computes in `launch`."""
 
     sampled: Sampled
+    layer_marks: Sequence[LayerMark] = ()
 
     def result(self) -> Sampled:
         return self.sampled
@@ -120,7 +166,7 @@ class FinishedStep:
 
 class Runner(Protocol):
     """Executes batches on one device, in the order launched. Not thread-safe but for read_blocks and write_blocks, which any thread may
-    call for blocks that no launched step uses."""
+    call for blocks, or layers of blocks, that no launched step writes any more."""
 
     @property
     def kv_shape(self) -> KvShape: ...
@@ -136,22 +182,34 @@ class Runner(Protocol):
         """Whether `launch` returns before the device is done, so that planning a step while another one runs gains time."""
         ...
 
+    @property
+    def marks_layers(self) -> bool:
+        """Whether steps of prompts tell how many of their layers are done (see InFlight.layer_marks)."""
+        ...
+
     def launch(self, batch: Batch) -> InFlight:
         """Queues a step that writes the KV of all T tokens and samples R of them. At most one other step has been launched and not
         collected; it is the one that carried tokens come from. The arrays of `batch` are not looked at after the step's result, nor
         histories after the return. If this raises, nothing was launched, and the next step carries nothing from it."""
         ...
 
-    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        """Copies whole blocks (all layers) out, in the order given. `out` is uint8 [len(block_ids), block_bytes], contiguous."""
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        """Copies whole blocks, or some layers of them, out, in the order given. `out` is uint8 [len(block_ids), block_bytes] or
+        [len(block_ids), layers.num_layers * layer_bytes], contiguous."""
         ...
 
-    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """The inverse of read_blocks. `data` is uint8 [len(block_ids), block_bytes], contiguous."""
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        """The inverse of read_blocks, of data of the same shape."""
         ...
 
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
         """uint8 [count, block_bytes] of undefined content, in the memory that read_blocks and write_blocks copy to and from fastest."""
+        ...
+
+    def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        """Makes memory that exists, such as a mapping shared with another process, as fast to copy to and from as that of
+        `new_host_blocks`. The function returned undoes it; call it before the memory is unmapped, when no copy is under way. Raises
+        RuntimeError where the device does not take it: copies work all the same."""
         ...
 
     def copy_block(self, source: int, target: int) -> None:

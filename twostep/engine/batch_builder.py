@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from twostep.engine.batch import Batch, SamplingRow
 from twostep.engine.step_work import StepWork
 
 
-def build_batch(work: StepWork, *, block_size: int) -> Batch:
+def build_batch(work: StepWork, *, block_size: int, mark_layers: Sequence[int] = ()) -> Batch:
     """The planned chunks, S >= 1. Histories are the sequences' live lists: they do not change before the launch."""
     num_seqs = len(work.sequences)
     starts = np.array(work.starts, np.int64)
@@ -70,4 +72,5 @@ def build_batch(work: StepWork, *, block_size: int) -> Batch:
             if complete
         ],
         carried=carried,
+        mark_layers=mark_layers,
     )

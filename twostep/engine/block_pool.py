@@ -152,12 +152,13 @@ class BlockPool:
 
     # ---- prefixes ---------------------------------------------------------------------------------------------------
 
-    def register(self, block: int, digest: bytes, index: int) -> int:
+    def register(self, block: int, digest: bytes, index: int, *, exchange: bool = True) -> int:
         """The owned block, `index`-th of its sequence, is full and computed: findable as `digest` from now on. The blocks before
         it must be registered. If another block holds the same prefix already, the caller takes that one in exchange for its own,
-        so that chains stay whole; the return value is the block it owns now."""
+        so that chains stay whole; the return value is the block it owns now. Without `exchange` it keeps its own, which then is not
+        findable."""
         known = self._block_of.get(digest)
-        if known == block:
+        if known == block or (known is not None and not exchange):
             return block
         if known is not None:
             self.share((known,))

@@ -59,19 +59,38 @@ class DeviceSteps:
             raise InternalError(f"{num_rows} rows are sampled in one step; at most {len(self._tokens)} can be")
         logits = None if self._graphs is None else self._graphs.logits(batch)
         picked = logits is not None
+        marks: list[EventMark] = []
         if logits is None:
-            logits = self._model.forward(batch, self._cache)
+            wanted = frozenset(batch.mark_layers if self._on_gpu else ())
+
+            def passed(num_layers: int) -> None:
+                if num_layers in wanted:
+                    marks.append(EventMark(num_layers))
+
+            logits = self._model.forward(batch, self._cache, passed if wanted else None)
         logprobs = self._sampler.sample(logits, batch, picked=picked) if num_rows else None
         tokens = self._to_host(self._tokens[:num_rows])
         values = None if logprobs is None else self._to_host(logprobs.values)
         done = torch.cuda.Event() if self._on_gpu else None
         if done is not None:
             done.record()
-        return DeviceStep(batch.sampling, tokens, logprobs, values, done)
+        return DeviceStep(batch.sampling, tokens, logprobs, values, done, marks)
 
     def _to_host(self, values: torch.Tensor) -> torch.Tensor:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._on_gpu)
         return host.copy_(values, non_blocking=True)
+
+
+class EventMark:
+    """A LayerMark: an event recorded on the current stream when this is made."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 class DeviceStep:
@@ -84,6 +103,7 @@ class DeviceStep:
         logprobs: Logprobs | None,
         values: torch.Tensor | None,
         done: torch.cuda.Event | None,
+        layer_marks: Sequence[EventMark],
     ) -> None:
         """tokens int64 [R] and values (see Logprobs), on the host, there when `done`."""
         self._rows = rows
@@ -91,6 +111,7 @@ class DeviceStep:
         self._asking = () if logprobs is None else logprobs.rows
         self._values = values
         self._done = done
+        self.layer_marks = layer_marks
 
     def result(self) -> Sampled:
         if self._done is not None:

@@ -25,13 +25,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from twostep.engine.batch import InFlight, Runner, Sampled
+from twostep.engine.batch import InFlight, LayerMark, Runner, Sampled
 from twostep.engine.batch_builder import build_batch
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.host_blocks import HostSlabs
+from twostep.engine.layer_progress import MarkedStep, layers_to_mark
 from twostep.engine.ledger import SequenceLedger
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
@@ -80,6 +81,10 @@ class _NotLaunched:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
+    @property
+    def layer_marks(self) -> Sequence[LayerMark]:
+        return ()
+
     def result(self) -> Sampled:
         raise self._error
 
@@ -112,6 +117,7 @@ class Engine:
         self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._launched: deque[_Launched] = deque()
         self._settled_at = 0.0
+        self._on_marked: Callable[[MarkedStep], None] | None = None
         # Since when there is work without a finished step; None: idle.
         self._busy_since: float | None = None
         if config.swap_bytes and config.preemption_mode is not PreemptionMode.RECOMPUTE:
@@ -183,6 +189,11 @@ class Engine:
             sequence = self._ledger.live(seq_id)
             return sequence is not None and self._end(sequence)
 
+    def follow_layers(self, on_marked: Callable[[MarkedStep], None]) -> None:
+        """From now on `on_marked` gets each launched step that tells of its layers, on the engine's thread: it must not block. Only
+        prompts submitted with `hold` are told of."""
+        self._on_marked = on_marked
+
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def wait_for_work(self, timeout_s: float) -> bool:
@@ -223,12 +234,19 @@ class Engine:
                 return False
         try:
             # Nobody else changes sequences and blocks of a planned step.
-            batch = build_batch(work, block_size=self._runner.kv_shape.block_size)
+            shape = self._runner.kv_shape
+            mark_layers = layers_to_mark(work, shape) if self._on_marked is not None and self._runner.marks_layers else ()
+            batch = build_batch(work, block_size=shape.block_size, mark_layers=mark_layers)
+            if mark_layers:
+                for sequence in work.sequences:
+                    sequence.leaves_early = sequence.leaves_early or sequence.hold
             for copy in work.copies:
                 self._runner.copy_block(copy.source, copy.target)
             for load in work.loads:
                 self._load(load)
             in_flight, failed = self._runner.launch(batch), False
+            if self._on_marked is not None and mark_layers and (marks := in_flight.layer_marks):
+                self._on_marked(MarkedStep.of(work, marks))
         except Exception as error:  # noqa: BLE001 - its result raises it
             in_flight, failed = _NotLaunched(error), True
         self._launched.append(_Launched(step=step, work=work, in_flight=in_flight, since=since, failed=failed))

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import Batch, InFlight, KvShape, Sampled, SamplingRow
+from twostep.engine.batch import Batch, InFlight, KvShape, LayerMark, LayerRange, Sampled, SamplingRow
 from twostep.engine.types import TopLogprob
 from twostep.errors import InvalidRequest
 
@@ -49,9 +50,11 @@ class FakeRunner:
         num_kv_heads: int = 1,
         head_dim: int = 4,
         dtype: str = "float32",
+        marks_layers: bool = False,
     ) -> None:
         """A step takes at least `step_s + per_token_s * tokens` seconds (both may be changed at any time). Layers, heads and head_dim only
-        make blocks larger. Raises InvalidRequest if one head's slot is no multiple of 8 bytes."""
+        make blocks larger. With `marks_layers` a step's time is spread over its layers, whose KV is written as late as any device may.
+        Raises InvalidRequest if one head's slot is no multiple of 8 bytes."""
         self._shape = KvShape(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -66,6 +69,8 @@ class FakeRunner:
         self._max_model_len = max_model_len
         self.step_s = step_s
         self.per_token_s = per_token_s
+        self._marks_layers = marks_layers
+        self._marks: Sequence[FakeMark] = ()  # of the step that runs
         self._last_token_ids: Sequence[int] = ()
         # uint8 [block, block_bytes], and the same bytes as int32 [block, layer, K/V, kv_head, slot, word].
         self._bytes = np.zeros((num_blocks, self._shape.block_bytes), np.uint8)
@@ -89,22 +94,36 @@ class FakeRunner:
     def overlaps(self) -> bool:
         return False
 
+    @property
+    def marks_layers(self) -> bool:
+        return self._marks_layers
+
     def launch(self, batch: Batch) -> InFlight:
         """The step runs when its result is asked for: as late as any device may."""
-        return _FakeStep(partial(self._step, batch))
+        marks = [FakeMark(num_layers) for num_layers in batch.mark_layers] if self._marks_layers else []
+        return _FakeStep(partial(self._step, batch, marks), marks)
 
-    def _step(self, batch: Batch) -> Sampled:
+    def _step(self, batch: Batch, marks: Sequence[FakeMark]) -> Sampled:
         batch = batch.with_carried(self._last_token_ids)
         # What a step that fails would have sampled is carried by nobody who is not over.
         self._last_token_ids = [0] * len(batch.sample_rows)
-        sampled = self.run(batch)
+        self._marks = marks
+        try:
+            sampled = self.run(batch)
+        except BaseException as error:
+            for mark in marks:
+                mark.fail(error)
+            raise
         self._last_token_ids = sampled.token_ids
         return sampled
 
     def run(self, batch: Batch) -> Sampled:
         """One step of the device, now. Nothing is carried."""
         start = time.monotonic()
-        self._write(batch)
+        if self._marks:
+            self._write_slowly(batch)
+        else:
+            self._write(batch, slice(None))
         token_ids = self._next_tokens(batch)
         for i, row in enumerate(batch.sampling):
             if row.position < row.params.min_tokens:
@@ -120,26 +139,41 @@ class FakeRunner:
             time.sleep(pause)
         return sampled
 
-    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        np.take(self._bytes, np.asarray(block_ids, dtype=np.int64), axis=0, out=out, mode="clip")
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        rows = self._bytes if layers is None else self._bytes[:, self._shape.bytes_of(layers)]
+        np.take(rows, np.asarray(block_ids, dtype=np.int64), axis=0, out=out, mode="clip")
 
-    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        self._bytes[np.asarray(block_ids, dtype=np.int64)] = data
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        columns = slice(None) if layers is None else self._shape.bytes_of(layers)
+        self._bytes[np.asarray(block_ids, dtype=np.int64), columns] = data
 
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
         return np.empty((count, self._shape.block_bytes), np.uint8)
 
+    def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        return lambda: None
+
     def copy_block(self, source: int, target: int) -> None:
         self._bytes[target] = self._bytes[source]
 
-    def _write(self, batch: Batch) -> None:
+    def _write_slowly(self, batch: Batch) -> None:
+        """Layer by layer, each at the end of its share of the step's time."""
+        num_layers = self._shape.num_layers
+        for layer in range(num_layers):
+            time.sleep((self.step_s + self.per_token_s * len(batch.token_ids)) / num_layers)
+            self._write(batch, slice(layer, layer + 1))
+            for mark in self._marks:
+                if mark.num_layers == layer + 1:
+                    mark.reach()
+
+    def _write(self, batch: Batch, layers: slice) -> None:
         size = self._shape.block_size
         blocks, slots = np.divmod(batch.slots, size)
         rows = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start))
         assert np.array_equal(batch.block_tables[rows, batch.positions // size], blocks), "slots and block tables disagree"
         assert np.array_equal(batch.positions % size, slots), "slots and positions disagree"
         assert np.array_equal(batch.positions[batch.query_start[1:] - 1] + 1, batch.seq_lens), "positions and seq_lens disagree"
-        cells = (blocks, slice(None), slice(None), slice(None), slots)
+        cells = (blocks, layers, slice(None), slice(None), slots)
         shape = (-1, 1, 1, 1, 1)
         self._words[(*cells, slice(0, None, 2))] = batch.token_ids.reshape(shape)
         self._words[(*cells, slice(1, None, 2))] = batch.positions.reshape(shape) + 1
@@ -164,9 +198,28 @@ class FakeRunner:
         return tuple(TopLogprob((token + k) % self._vocab_size, -float(k)) for k in range(row.params.logprobs or 0))
 
 
+class FakeMark:
+    """A twostep.engine.batch.LayerMark."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._reached: Future[None] = Future()
+
+    def wait(self) -> None:
+        self._reached.result()
+
+    def reach(self) -> None:
+        self._reached.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        if not self._reached.done():
+            self._reached.set_exception(error)
+
+
 class _FakeStep:
-    def __init__(self, step: Callable[[], Sampled]) -> None:
+    def __init__(self, step: Callable[[], Sampled], layer_marks: Sequence[LayerMark]) -> None:
         self._step = step
+        self.layer_marks = layer_marks
 
     def result(self) -> Sampled:
         return self._step()

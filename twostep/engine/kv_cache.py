@@ -10,15 +10,15 @@ Of quantized KV (twostep/engine/kv_quantization.py) it is uint8 [block, layer, b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostep.engine.batch import KvShape
+from twostep.engine.batch import KvShape, LayerRange
 from twostep.engine.kv_quantization import QuantizedRows, check_shape
-from twostep.engine.kv_staging import PinnedStaging
+from twostep.engine.kv_staging import PinnedStaging, pin
 from twostep.errors import SetupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -88,22 +88,24 @@ class KvCache:
         heads = torch.arange(self.shape.num_kv_heads, device=blocks.device).expand(len(blocks), -1)
         return self.quantized.read(layer, blocks[:, None].expand_as(heads), heads).transpose(0, 1)
 
-    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        """Copies whole blocks into `out`, uint8 [len(block_ids), block_bytes], contiguous. Raises ValueError if it is not that."""
-        index = self._check(block_ids, out)
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        """Copies whole blocks, or a range of their layers, into `out`: uint8 [len(block_ids), block_bytes], or
+        [len(block_ids), num_layers * layer_bytes], contiguous. Raises ValueError if it is not that."""
+        index, columns = self._check(block_ids, out, layers)
         if self._staging is not None:
-            self._staging.read(block_ids, out)
+            self._staging.read(block_ids, out, columns)
             return
-        torch.index_select(self._bytes, 0, index, out=torch.from_numpy(out))
+        rows = self._bytes if columns is None else self._bytes[:, columns]
+        torch.index_select(rows, 0, index, out=torch.from_numpy(out))
 
-    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
         """The inverse of read_blocks; `data` may be read-only."""
-        index = self._check(block_ids, data)
+        index, columns = self._check(block_ids, data, layers)
         if self._staging is not None:
-            self._staging.write(block_ids, data)
+            self._staging.write(block_ids, data, columns)
             return
         # numpy copies straight from read-only memory, which torch.from_numpy would warn about.
-        self._bytes.numpy()[index.numpy()] = data
+        self._bytes.numpy()[index.numpy(), columns or slice(None)] = data
 
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
         """See Runner: pinned where there is a GPU."""
@@ -112,18 +114,29 @@ class KvCache:
         ).numpy()
         return memory
 
+    def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        """See Runner."""
+        return _no_pin if self._staging is None else pin(memory)
+
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block onto another."""
         self.tensor[target].copy_(self.tensor[source])
 
-    def _check(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> torch.Tensor:
-        want = (len(block_ids), self.shape.block_bytes)
+    def _check(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None) -> tuple[torch.Tensor, slice | None]:
+        """The ids as int64 [n], and which bytes of the blocks are meant; None: all."""
+        shape = self.shape
+        columns = None if layers is None or layers.covers(shape.num_layers) else shape.bytes_of(layers)
+        want = (len(block_ids), shape.block_bytes if columns is None else columns.stop - columns.start)
         if data.shape != want or data.dtype != np.uint8 or not data.flags.c_contiguous:
             raise ValueError(f"{len(block_ids)} blocks need a contiguous uint8 array of shape {want}, not {data.dtype} {data.shape}")
         index = torch.tensor(block_ids, dtype=torch.int64)
-        if len(block_ids) and not (int(index.min()) >= 0 and int(index.max()) < self.shape.num_blocks):
-            raise ValueError(f"block ids must be from 0 to {self.shape.num_blocks - 1}")
-        return index
+        if len(block_ids) and not (int(index.min()) >= 0 and int(index.max()) < shape.num_blocks):
+            raise ValueError(f"block ids must be from 0 to {shape.num_blocks - 1}")
+        return index, columns
+
+
+def _no_pin() -> None:
+    """Memory of a machine without a GPU is as it is."""
 
 
 def _allocate(shape: KvShape, device: str) -> torch.Tensor:

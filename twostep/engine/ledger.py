@@ -273,7 +273,7 @@ class SequenceLedger:
             block = int(sequence.blocks[i])
             if sequence.num_steps:
                 self._pool.share((block,))  # a launched step reads it, whatever the sequence owns from now on
-            found = self._pool.register(block, hashes[i], i)
+            found = self._pool.register(block, hashes[i], i, exchange=not sequence.leaves_early)
             if sequence.num_steps and found == block:
                 self._pool.free((block,))
             elif sequence.num_steps:

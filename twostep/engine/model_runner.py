@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, Sampled
+from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, LayerRange, Sampled
 from twostep.engine.device import device_of
 from twostep.engine.kv_cache import DTYPES, KvCache
 from twostep.engine.pool_sizing import PoolSizing, free_memory, graph_bytes, measured_blocks
@@ -139,6 +139,10 @@ class ModelRunner:
     def overlaps(self) -> bool:
         return self._steps is not None
 
+    @property
+    def marks_layers(self) -> bool:
+        return self._steps is not None and self._member is None
+
     def launch(self, batch: Batch) -> InFlight:
         with torch.inference_mode(), self._on_device():
             if self._steps is not None:
@@ -212,14 +216,17 @@ class ModelRunner:
         """Kernels are launched on the thread's current device."""
         return nullcontext() if self._device.type == "cpu" else torch.cuda.device(self._device)
 
-    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        self._cache.read_blocks(block_ids, out)
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        self._cache.read_blocks(block_ids, out, layers)
 
-    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        self._cache.write_blocks(block_ids, data)
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        self._cache.write_blocks(block_ids, data, layers)
 
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
         return self._cache.new_host_blocks(count)
+
+    def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        return self._cache.pin_host(memory)
 
     def copy_block(self, source: int, target: int) -> None:
         # On the stream of the steps, before the next one.

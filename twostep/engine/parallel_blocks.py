@@ -18,12 +18,11 @@ from twostep.models.sharding import shard_of
 
 
 class BlockParts:
-    """Arithmetic of one pool's blocks; holds no memory."""
+    """Arithmetic of one pool's blocks, or of the same layers of them; holds no memory."""
 
     def __init__(self, local: KvShape, config: ModelConfig, size: int) -> None:
         """`local`: the shape of any rank's pool (all are alike)."""
         self.shape = replace(local, num_kv_heads=config.num_kv_heads)
-        self._num_layers = local.num_layers
         self._planes = _planes(local)
         shards = [shard_of(config, rank, size) for rank in range(size)]
         self._heads = [shard.kv_heads for shard in shards]
@@ -31,7 +30,7 @@ class BlockParts:
         self.owners = [rank for rank, shard in enumerate(shards) if shard.owns_kv]
 
     def join(self, part: npt.NDArray[np.uint8], rank: int, whole: npt.NDArray[np.uint8]) -> None:
-        """Puts a rank's parts [n, its bytes] into whole blocks [n, block_bytes]."""
+        """Puts a rank's parts [n, its bytes] into whole blocks [n, block_bytes], or some layers of both."""
         heads = self._heads[rank]
         for of_whole, of_part in zip(self._by_heads(whole, heads.whole), self._by_heads(part, len(heads)), strict=True):
             of_whole[:, :, heads.slice] = of_part
@@ -44,11 +43,12 @@ class BlockParts:
 
     def _by_heads(self, blocks: npt.NDArray[np.uint8], num_heads: int) -> Iterator[npt.NDArray[np.uint8]]:
         """Views [n, layer, head, bytes] of what a layer consists of."""
-        layers = blocks.reshape(len(blocks), self._num_layers, -1)
+        num_layers = blocks.shape[1] // (num_heads * sum(self._planes))
+        layers = blocks.reshape(len(blocks), num_layers, -1)
         start = 0
         for head_bytes in self._planes:
             stop = start + num_heads * head_bytes
-            yield layers[:, :, start:stop].reshape(len(blocks), self._num_layers, num_heads, head_bytes)
+            yield layers[:, :, start:stop].reshape(len(blocks), num_layers, num_heads, head_bytes)
             start = stop
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import Batch
+from twostep.engine.batch import Batch, LayerRange
 from twostep.engine.pool_sizing import PoolSizing
 from twostep.errors import InternalError, Unavailable
 
@@ -44,7 +44,7 @@ MAX_TRANSFER_BLOCKS = 1024
 TRANSFER_BYTES = 16 << 20
 
 _COMMAND = struct.Struct("<BQ6I")
-_TRANSFER = struct.Struct("<BQI")
+_TRANSFER = struct.Struct("<BQ3I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,19 +105,20 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Moves `count` blocks once step `after` is done."""
+    """Moves some layers of `count` blocks once step `after` is done."""
 
     kind: Kind
     after: int
     count: int
+    layers: LayerRange
 
     def pack(self) -> bytes:
-        return _TRANSFER.pack(self.kind, self.after, self.count)
+        return _TRANSFER.pack(self.kind, self.after, self.count, self.layers.first, self.layers.num_layers)
 
     @staticmethod
     def unpack(message: bytes) -> Transfer:
-        kind, after, count = _TRANSFER.unpack(message)
-        return Transfer(Kind(kind), after, count)
+        kind, after, count, first_layer, num_layers = _TRANSFER.unpack(message)
+        return Transfer(Kind(kind), after, count, LayerRange(first_layer, num_layers))
 
 
 class StepMemory:

@@ -102,16 +102,16 @@ class _Rank:
             self._clock.note(command.number)
 
     def serve_blocks(self, channel: socket.socket) -> None:
-        block_bytes = self._runner.kv_shape.block_bytes
+        layer_bytes = self._runner.kv_shape.layer_bytes
         while message := receive(channel):
             transfer = Transfer.unpack(message)
             ids = self._blocks.ids(transfer.count).tolist()
-            part = self._blocks.part(self._rank, transfer.count, block_bytes)
+            part = self._blocks.part(self._rank, transfer.count, transfer.layers.num_layers * layer_bytes)
             self._clock.wait(transfer.after)
             if transfer.kind == Kind.READ:
-                self._runner.read_blocks(ids, part)
+                self._runner.read_blocks(ids, part, transfer.layers)
             else:
-                self._runner.write_blocks(ids, part)
+                self._runner.write_blocks(ids, part, transfer.layers)
             channel.send(DONE)
 
 

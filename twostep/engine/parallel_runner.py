@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, Sampled
+from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, LayerMark, LayerRange, Sampled
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.parallel_blocks import BlockParts
 from twostep.engine.parallel_channel import DONE, BlockMemory, Command, Hello, Kind, StepMemory, Transfer, blocks_at_once, receive
@@ -135,6 +135,10 @@ class ParallelRunner:
     def overlaps(self) -> bool:
         return self._local.overlaps
 
+    @property
+    def marks_layers(self) -> bool:
+        return False
+
     def launch(self, batch: Batch) -> InFlight:
         self._check()
         if not self.overlaps:
@@ -164,39 +168,43 @@ class ParallelRunner:
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
         return np.empty((count, self.kv_shape.block_bytes), np.uint8)
 
+    def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        # Blocks go through memory that the ranks share.
+        return lambda: None
+
     def copy_block(self, source: int, target: int) -> None:
         self._check()
         self._ranks.tell(Command(Kind.COPY, self._number, (source, target)).pack())
         self._local.copy_block(source, target)
 
-    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        self._check_blocks(block_ids, out)
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        self._check_blocks(block_ids, out, layers)
         with self._transfers:
             for start in range(0, len(block_ids), self._at_once):
                 ids = block_ids[start : start + self._at_once]
                 whole = out[start : start + len(ids)]
                 others = [rank for rank in self._parts.owners if rank != 0]
-                self._ask(Kind.READ, ids, others)
-                part = np.empty((len(ids), self._local.kv_shape.block_bytes), np.uint8)
-                self._local.read_blocks(ids, part)
+                self._ask(Kind.READ, ids, others, layers)
+                part = np.empty((len(ids), self._part_bytes(layers)), np.uint8)
+                self._local.read_blocks(ids, part, layers)
                 self._parts.join(part, 0, whole)
                 for rank in others:
                     self._await(rank)
                     self._parts.join(self._blocks.part(rank, *part.shape), rank, whole)
 
-    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        self._check_blocks(block_ids, data)
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        self._check_blocks(block_ids, data, layers)
         with self._transfers:
             for start in range(0, len(block_ids), self._at_once):
                 ids = block_ids[start : start + self._at_once]
                 whole = data[start : start + len(ids)]
-                part = np.empty((len(ids), self._local.kv_shape.block_bytes), np.uint8)
+                part = np.empty((len(ids), self._part_bytes(layers)), np.uint8)
                 others = range(1, self._size)
                 for rank in others:
                     self._parts.cut(whole, rank, self._blocks.part(rank, *part.shape))
-                self._ask(Kind.WRITE, ids, others)
+                self._ask(Kind.WRITE, ids, others, layers)
                 self._parts.cut(whole, 0, part)
-                self._local.write_blocks(ids, part)
+                self._local.write_blocks(ids, part, layers)
                 for rank in others:
                     self._await(rank)
 
@@ -223,10 +231,15 @@ class ParallelRunner:
         self._settled = number
         self._last = token_ids
 
-    def _ask(self, kind: Kind, ids: Sequence[int], ranks: Sequence[int]) -> None:
+    def _part_bytes(self, layers: LayerRange | None) -> int:
+        """Of one block on one rank."""
+        shape = self._local.kv_shape
+        return shape.block_bytes if layers is None else layers.num_layers * shape.layer_bytes
+
+    def _ask(self, kind: Kind, ids: Sequence[int], ranks: Sequence[int], layers: LayerRange | None) -> None:
         self._blocks.ids(len(ids))[...] = ids
         # Rank 0 saw this step end; another one may still be writing its last layer.
-        message = Transfer(kind, self._settled, len(ids)).pack()
+        message = Transfer(kind, self._settled, len(ids), layers or LayerRange(0, self.kv_shape.num_layers)).pack()
         for rank in ranks:
             self._ranks.blocks(rank).send(message)
 
@@ -235,9 +248,10 @@ class ParallelRunner:
             self._check()
             raise Unavailable(f"tensor-parallel rank {rank} is gone; restart the worker")
 
-    def _check_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+    def _check_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None) -> None:
         self._check()
-        want = (len(block_ids), self.kv_shape.block_bytes)
+        columns = self.kv_shape.bytes_of(layers or LayerRange(0, self.kv_shape.num_layers))
+        want = (len(block_ids), columns.stop - columns.start)
         if data.shape != want or data.dtype != np.uint8 or not data.flags.c_contiguous:
             raise ValueError(f"{len(block_ids)} blocks need a contiguous uint8 array of shape {want}, not {data.dtype} {data.shape}")
         if any(not 0 <= block < self.kv_shape.num_blocks for block in block_ids):
@@ -276,6 +290,8 @@ class _InFlight:
     runner: ParallelRunner
     number: int
     inner: InFlight
+    # Rank 0 does not know how far the others are.
+    layer_marks: Sequence[LayerMark] = ()
 
     def result(self) -> Sampled:
         token_ids: Sequence[int] = ()

@@ -58,6 +58,8 @@ class EngineSequence:
     # Tokens found in the pool when it was first admitted.
     num_cached: int = 0
     num_registered: int = 0  # blocks
+    # Its blocks are handed over while steps still write them: they are not exchanged for others of the same prefix.
+    leaves_early: bool = False
     # Given tokens whose KV was reported to be there.
     num_reported: int = 0
     # Place in the order of arrival: who came later gives way.

@@ -64,6 +64,16 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProgress:
+    """In the step under way: of a sequence's first `num_computed_tokens` tokens, KV of layers [0, num_layers) is in the pool and does
+    not change any more. (Of the tokens before the step, all layers are.) The step may fail yet."""
+
+    seq_id: str
+    num_computed_tokens: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFailure:
     """The runner failed in a step of this sequence: it is over, its blocks are free, no more of it is reported."""
 

@@ -9,6 +9,7 @@ weights in that order of rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -122,13 +123,14 @@ class Decoder(ABC):
         """cos and sin, float32 [max_model_len, R / 2] each, on the device; R is head_dim, or 0 without RoPE."""
         return self._cos, self._sin
 
-    def forward(self, batch: Batch, cache: KvCache) -> torch.Tensor:
-        """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype."""
+    def forward(self, batch: Batch, cache: KvCache, passed: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype.
+        `passed` is called with a number of layers whenever what writes their KV has been queued."""
         c = self.config
         plan = self._ops.plan_attention(batch, cache, num_heads=c.num_heads, cos=self._cos, sin=self._sin, windows=c.windows)
-        return self.compute(plan)
+        return self.compute(plan, passed)
 
-    def compute(self, plan: AttentionPlan) -> torch.Tensor:
+    def compute(self, plan: AttentionPlan, passed: Callable[[int], None] | None = None) -> torch.Tensor:
         """forward of a planned step. All it takes is on the device already: it can be captured."""
         rows = plan.sample_rows
         residual = self._embed(plan)
@@ -136,6 +138,8 @@ class Decoder(ABC):
         following = [(layer.input_norm, layer.qkv) for layer in self._layers[1:]] + [(self._norm, self._head)]
         for layer, (next_norm, next_linear) in zip(self._layers, following, strict=True):
             attended = layer.attend(plan, projected)
+            if passed is not None:
+                passed(layer.index + 1)
             if layer is self._layers[-1] and rows is not None:
                 # Past the last attention, only the rows to sample matter.
                 if not len(rows):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from twostep.engine.engine import Engine
-from twostep.engine.types import StepOutput
+from twostep.engine.layer_progress import MarkedStep
+from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import InternalError
 
 log = logging.getLogger(__name__)
@@ -33,8 +35,14 @@ class EngineLoop:
     tells the callers and exits.
     """
 
-    def __init__(self, engine: Engine, on_step: Callable[[StepOutput], None], on_failure: Callable[[Exception], None]) -> None:
-        """Needs a running event loop."""
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[StepOutput], None],
+        on_failure: Callable[[Exception], None],
+        on_layers: Callable[[Sequence[LayerProgress]], None] | None = None,
+    ) -> None:
+        """Needs a running event loop. `on_layers` is called on it while a step runs, where the runner tells how far that is."""
         self._engine = engine
         self._on_step = on_step
         self._on_failure = on_failure
@@ -43,10 +51,19 @@ class EngineLoop:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: Exception | None = None
+        self._on_layers = on_layers
+        # Of launched steps, two at most, and those just settled.
+        self._marked: queue.SimpleQueue[MarkedStep | None] = queue.SimpleQueue()
+        self._follower: threading.Thread | None = None
+        if on_layers is not None and engine.runner.marks_layers:
+            self._follower = threading.Thread(target=self._follow_layers, name="engine-layers", daemon=True)
+            engine.follow_layers(self._marked.put)
 
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_S)
         self._thread.start()
+        if self._follower is not None:
+            self._follower.start()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Lets the launched steps finish. Idempotent; a step longer than `timeout_s` is left behind and said so."""
@@ -56,6 +73,9 @@ class EngineLoop:
         await asyncio.to_thread(self._thread.join, timeout_s)
         if self._thread.is_alive():
             log.warning("the engine's step did not finish within %g s; leaving it behind", timeout_s)
+        elif self._follower is not None:
+            self._marked.put(None)
+            await asyncio.to_thread(self._follower.join, timeout_s)
 
     def alive(self, stall_timeout_s: float) -> bool:
         """False once the thread has ended by itself, or the oldest work has seen no step for `stall_timeout_s`."""
@@ -85,6 +105,20 @@ class EngineLoop:
         except Exception as error:
             log.exception("the engine stopped")
             self.fail(error)
+
+    def _follow_layers(self) -> None:
+        while (step := self._marked.get()) is not None:
+            for mark in step.marks:
+                try:
+                    mark.wait()
+                except Exception as error:  # noqa: BLE001 - the step's own result says so too, and ends its sequences
+                    log.debug("a step failed before its layer %d: %s", mark.num_layers, error)
+                    break
+                self._call(self._deliver_layers, step.at(mark))
+
+    def _deliver_layers(self, progress: Sequence[LayerProgress]) -> None:
+        assert self._on_layers is not None
+        self._on_layers(progress)
 
     def _hand_over(self, output: StepOutput) -> None:
         if not (output.tokens or output.progress or output.failures):
