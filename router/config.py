@@ -22,6 +22,7 @@ class RouterConfig:
     host: str = "0.0.0.0"
     port: int = 50051
     health_port: int | None = None
+    metrics_port: int | None = None
     served_model_name: str = ""
     secret_file: Path | None = None
     router_id: str = ""
@@ -56,6 +57,9 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     parser.flag("--port", type=_between(0, 65535), default=default.port, help="gRPC port, 0 for any free one")
     parser.flag(
         "--health-port", type=_between(-1, 65535), default=None, help="plaintext health-only port; --port + 1 if not given, -1 for none"
+    )
+    parser.flag(
+        "--metrics-port", type=_between(-1, 65535), default=None, help="plaintext HTTP, GET /metrics; --port + 2 if not given, -1 for none"
     )
     parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")
     parser.flag("--secret-file", type=Path, default=None, help="deployment secret, the same file on every process")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from twostep.metrics.router import RouterMetrics
 from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
 
 
@@ -15,6 +16,7 @@ class Report:
 
     num_prompt_tokens: int
     started: float
+    metrics: RouterMetrics
     attempts: int = 1
     cached_tokens: int = 0
     route_s: float = 0.0
@@ -26,6 +28,9 @@ class Report:
     committed_at: float | None = None
     first_decode_at: float | None = None
     last_decode_at: float | None = None
+    # Of all attempts: what the client sees.
+    last_token_at: float | None = None
+    has_second_token: bool = False
     transfer: inference_pb2.Transfer = field(default_factory=inference_pb2.Transfer)
 
     def begin_attempt(self, prefill_worker: str, decode_worker: str) -> None:
@@ -36,7 +41,10 @@ class Report:
     def on_first_token(self, first: prefill_pb2.FirstToken, accepted_at: float) -> None:
         if self.first_token_at is not None:
             return
-        self.first_token_at = time.monotonic()
+        self.first_token_at = now = time.monotonic()
+        self.metrics.ttft.observe(now - self.started)
+        if self.last_token_at is None:
+            self.last_token_at = now
         self.route_s = accepted_at - self.started
         self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
         self.cached_tokens = min(first.cached_tokens, self.num_prompt_tokens)
@@ -49,9 +57,16 @@ class Report:
         self.fetch_s = committed.fetch_s
 
     def on_decode_token(self) -> None:
-        self.last_decode_at = time.monotonic()
+        """For every token of every request: keep it short."""
+        now = self.last_decode_at = time.monotonic()
+        if self.last_token_at is not None:
+            self.metrics.itl.observe(now - self.last_token_at)
+        self.last_token_at = now
         if self.first_decode_at is None:
-            self.first_decode_at = self.last_decode_at
+            self.first_decode_at = now
+            if self.first_token_at is not None and not self.has_second_token:
+                self.has_second_token = True
+                self.metrics.second_token.observe(now - self.first_token_at)
 
     def on_prefill_done(self, done: prefill_pb2.PrefillDone) -> None:
         self.publish_s = done.publish_s

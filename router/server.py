@@ -27,6 +27,10 @@ from router.workers import WorkerPool
 from twostep.cluster.registration import connect
 from twostep.errors import SetupError
 from twostep.fingerprint import model_fingerprint
+from twostep.metrics.process import register_process
+from twostep.metrics.registry import MetricsRegistry
+from twostep.metrics.router import RouterMetrics, RouterState
+from twostep.metrics.server import MetricsServer
 from twostep.prefix import secret_check
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
@@ -61,7 +65,7 @@ class Router:
         self.cleanup = Cleanup()
         self.pool = WorkerPool(router_id=self.router_id, cleanup=self.cleanup, tls=config.tls, stream_lease_s=config.stream_lease)
         self._index = PrefixIndex(self._index_redis, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
-        room = Room()
+        room = self._room = Room()
         self.registry.on_poll(self.pool.sync)
         self.admission = Admission(
             max_inflight=config.max_inflight, max_waiting=config.max_waiting, max_prompt_tokens=config.max_inflight_prompt_tokens
@@ -74,6 +78,9 @@ class Router:
             room,
             DispatchConfig(max_attempts=config.max_attempts, no_worker_grace_s=config.no_worker_grace),
         )
+        registry = MetricsRegistry()
+        register_process(registry, "router")
+        self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
         self._service = InferenceService(
             ServiceConfig(
                 model_name=config.served_model_name or config.model.resolve().name,
@@ -88,6 +95,7 @@ class Router:
             admission=self.admission,
             dispatcher=dispatcher,
             pool=self.pool,
+            metrics=RouterMetrics(registry, self._state),
         )
         self._last_tick = time.monotonic()
         self._draining = False
@@ -113,9 +121,16 @@ class Router:
     def health_port(self) -> int:
         return self._server.health_port
 
+    @property
+    def metrics_port(self) -> int:
+        """0: no metrics are served."""
+        return 0 if self._metrics_server is None else self._metrics_server.port
+
     async def start(self) -> None:
         """Returns once it listens. Raises SetupError: no Redis, port taken."""
         try:
+            if self._metrics_server is not None:
+                self._metrics_server.start()
             await _wait_for_redis(self._redis, self.config.redis_start_timeout)
             await self.registry.poll()
             await self._server.start()
@@ -144,6 +159,19 @@ class Router:
         self._prompts.close()
         await self._redis.aclose()
         await self._index_redis.aclose()
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.close)
+
+    def _state(self) -> RouterState:
+        """From any thread. Requests that wait for room on the workers are admitted already; to whoever looks they wait."""
+        roles = [record.role for record in self.pool.records() if record.ready and not record.draining]
+        num_queued = self._room.num_queued
+        return RouterState(
+            num_running=max(0, self.admission.num_inflight - num_queued),
+            num_waiting=self.admission.num_waiting + num_queued,
+            num_streams=sum(link.stream.open for link in list(self.pool.decode.values())),
+            workers={role: roles.count(role) for role in ("prefill", "decode")},
+        )
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs a task that never ends by itself. If it does, that is a bug, and liveness must show it."""

@@ -32,9 +32,11 @@ from router.attempt import Job, Metadata
 from router.dispatch import Dispatcher
 from router.output import Output
 from router.prompt import PromptReader
+from router.recorder import Record, recorded
 from router.report import Report
 from router.workers import WorkerPool
 from twostep.errors import DeadlineExceeded, InternalError, InvalidRequest, NotFound
+from twostep.metrics.router import RouterMetrics
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
 from twostep.text.tokenizer import Tokenizer
 
@@ -69,8 +71,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         admission: Admission,
         dispatcher: Dispatcher,
         pool: WorkerPool,
+        metrics: RouterMetrics,
     ) -> None:
         self._config = config
+        self._metrics = metrics
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._admission = admission
@@ -81,15 +85,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     # ---- rpcs -----------------------------------------------------------------------------------------------------------
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        started = time.monotonic()
-        request_id = _request_id(request.request_id)
-        await context.send_initial_metadata((("x-request-id", request_id),))
-        job = await self._job(request, request_id, context, started)
-        report = Report(num_prompt_tokens=len(job.prompt), started=started)
-        answer = Answer(self._tokenizer, job.sampling)
-        finish = await self._stream(job, report, answer, context)
+        with recorded(self._metrics) as record:
+            end = record.end = await self._generate(request, context, record)
         # Everything is free by now but this call.
-        yield inference_pb2.GenerateResponse(end=report.end(finish.reason, finish.stop_reason, answer.num_tokens))
+        yield inference_pb2.GenerateResponse(end=end)
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: _Context) -> inference_pb2.TokenizeResponse:
         self._check_model(request.model)
@@ -115,6 +114,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return self._config.model_name
 
     # ---- a Generate call ------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: inference_pb2.GenerateRequest, context: _Context, record: Record) -> inference_pb2.End:
+        started = time.monotonic()
+        request_id = _request_id(request.request_id)
+        await context.send_initial_metadata((("x-request-id", request_id),))
+        job = await self._job(request, request_id, context, started)
+        report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
+        answer = record.answer = Answer(self._tokenizer, job.sampling)
+        finish = await self._stream(job, report, answer, context)
+        return report.end(finish.reason, finish.stop_reason, answer.num_tokens)
 
     async def _job(self, request: inference_pb2.GenerateRequest, request_id: str, context: _Context, started: float) -> Job:
         self._check_model(request.model)
@@ -142,6 +151,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     batch = await output.take()
                     piece = answer.piece(batch.tokens)
                     if piece is not None:
+                        self._metrics.num_generation_tokens += len(piece.token_ids)
                         await context.write(inference_pb2.GenerateResponse(piece=piece))
                     if answer.finish is not None and (batch.last or answer.stopped_by_text):
                         return answer.finish

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 from twostep.engine.types import EngineStats, StepOutput
 from twostep.metrics.family import STEP_SECONDS, counter, gauge, histogram
 from twostep.metrics.registry import MetricsRegistry, Reading
+from twostep.metrics.requests import RUNNING, WAITING
 
 _ROLE = ["role"]
 
-RUNNING = gauge("twostep_num_requests_running", "Sequences in the engine's batch.", _ROLE)
-WAITING = gauge("twostep_num_requests_waiting", "Prompts that wait for a place in the batch, and sequences that gave way.", _ROLE)
 RESERVED = gauge("twostep_num_requests_reserved", "Sequences with blocks whose KV is still to come (decode workers).", _ROLE)
 HELD = gauge("twostep_num_requests_held", "Computed prompts that keep their blocks for the hand-over (prefill workers).", _ROLE)
 KV_USAGE = gauge("twostep_kv_cache_usage_ratio", "Share of the KV blocks that sequences own, 0 to 1.", _ROLE)
@@ -29,7 +28,7 @@ FAILED = counter("twostep_engine_failed_sequences_total", "Sequences given up be
 STEP_DURATION = histogram("twostep_engine_step_duration_seconds", "A step by kind: prefill, decode, mixed.", STEP_SECONDS, ["role", "kind"])
 
 _READ = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, PREEMPTIONS, SWAPPED, STEPS, PREFIX_QUERIES, PREFIX_HITS)
-FAMILIES = (*_READ, STEP_TOKENS, FAILED, STEP_DURATION)
+FAMILIES = (*_READ[2:], STEP_TOKENS, FAILED, STEP_DURATION)
 
 
 class EngineMetrics:

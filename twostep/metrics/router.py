@@ -1,0 +1,95 @@
+"""What clients get: requests by outcome, latencies by phase, tokens. Counted by the router's event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from twostep.metrics.family import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, gauge, histogram
+from twostep.metrics.registry import MetricsRegistry, Reading
+from twostep.metrics.requests import RUNNING, WAITING
+
+REQUESTS = counter(
+    "twostep_requests_total",
+    "Ended requests by gRPC status (OK, UNAVAILABLE, CANCELLED, ...) and finish_reason (stop, length; empty unless OK).",
+    ["status", "finish_reason"],
+)
+TTFT = histogram("twostep_time_to_first_token_seconds", "From a request's arrival to its first token.", REQUEST_SECONDS)
+ITL = histogram(
+    "twostep_inter_token_latency_seconds",
+    "Between two tokens of a request, each gap one observation; the gap after the first token and those of migrations included.",
+    STEP_SECONDS,
+)
+SECOND_TOKEN = histogram("twostep_second_token_seconds", "From the first token to the second: what the hand-over adds.", STEP_SECONDS)
+E2E = histogram(
+    "twostep_e2e_request_latency_seconds", "From a request's arrival to its last token, of those that ended OK.", REQUEST_SECONDS
+)
+QUEUE = histogram(
+    "twostep_request_queue_time_seconds", "From a request's arrival until a prefill worker computes it: route and queue.", REQUEST_SECONDS
+)
+PHASES = histogram(
+    "twostep_request_phase_seconds",
+    "A phase of a request that ended OK: route (until two workers accepted it), queue (in the prefill worker), prefill, publish (after the "
+    "first token), fetch (after the last block was published), first_decode, decode.",
+    REQUEST_SECONDS,
+    ["phase"],
+)
+PROMPT_TOKENS = counter("twostep_prompt_tokens_total", "Prompt tokens of requests that got a first token.")
+CACHED_TOKENS = counter("twostep_prompt_tokens_cached_total", "Those of them that prefill workers had in their prefix cache.")
+GENERATION_TOKENS = counter("twostep_generation_tokens_total", "Tokens sent to clients.")
+PROMPT_SIZES = histogram("twostep_request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+GENERATION_SIZES = histogram("twostep_request_generation_tokens", "Tokens of an answer, complete or not.", TOKENS)
+ATTEMPTS = counter("twostep_request_attempts_total", "Pairs of workers that requests ran on; one for each unless a worker was lost.")
+MIGRATIONS = counter("twostep_request_migrations_total", "How often a request went on elsewhere because a worker was lost.")
+STREAMS = gauge("twostep_router_streams", "Token streams open to decode workers.")
+WORKERS = gauge("twostep_router_workers", "Workers that may get new work, by role.", ["worker_role"])
+
+_READ = (RUNNING, WAITING, GENERATION_TOKENS, STREAMS, WORKERS)
+FAMILIES = (
+    *(REQUESTS, TTFT, ITL, SECOND_TOKEN, E2E, QUEUE, PHASES, PROMPT_TOKENS, CACHED_TOKENS, GENERATION_TOKENS),
+    *(PROMPT_SIZES, GENERATION_SIZES, ATTEMPTS, MIGRATIONS, STREAMS, WORKERS),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterState:
+    """A moment of a router. `workers` by role."""
+
+    num_running: int
+    num_waiting: int
+    num_streams: int
+    workers: Mapping[str, int]
+
+
+class RouterMetrics:
+    """One thread counts. What is counted for every token costs well below a microsecond: `itl` is a tally, `num_generation_tokens` a
+    plain number; both are read when somebody scrapes."""
+
+    def __init__(self, registry: MetricsRegistry, state: Callable[[], RouterState]) -> None:
+        """`state` is called from scrapes' threads."""
+        self._state = state
+        self.requests = registry.counter(REQUESTS)
+        self.ttft = registry.histogram(TTFT)
+        self.itl = registry.tally(ITL)
+        self.second_token = registry.histogram(SECOND_TOKEN)
+        self.e2e = registry.histogram(E2E)
+        self.queue = registry.histogram(QUEUE)
+        phases = registry.histogram(PHASES)
+        names = ("route", "queue", "prefill", "publish", "fetch", "first_decode", "decode")
+        self.phases = {name: phases.labels(name) for name in names}
+        self.prompt_tokens = registry.counter(PROMPT_TOKENS)
+        self.cached_tokens = registry.counter(CACHED_TOKENS)
+        self.prompt_sizes = registry.histogram(PROMPT_SIZES)
+        self.generation_sizes = registry.histogram(GENERATION_SIZES)
+        self.attempts = registry.counter(ATTEMPTS)
+        self.migrations = registry.counter(MIGRATIONS)
+        self.num_generation_tokens = 0
+        registry.on_scrape(_READ, self._read)
+
+    def _read(self) -> Iterable[Reading]:
+        state = self._state()
+        yield Reading(RUNNING, state.num_running, ("router",))
+        yield Reading(WAITING, state.num_waiting, ("router",))
+        yield Reading(GENERATION_TOKENS, self.num_generation_tokens)
+        yield Reading(STREAMS, state.num_streams)
+        yield from (Reading(WORKERS, count, (role,)) for role, count in state.workers.items())
