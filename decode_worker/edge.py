@@ -75,6 +75,7 @@ class DecodeEdge:
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
         stats.num_leases = self._sequences.num_reservations
+        stats.oldest_lease_s = self._sequences.oldest_hand_over_s
         stats.num_sequences = len(self._sequences)
         stats.num_streams = self._sequences.num_streams
         stats.bytes_moved = self._sequences.bytes_fetched

@@ -104,6 +104,13 @@ class Sequences:
         return sum(1 for s in self._sequences.values() if s.state is State.RESERVED)
 
     @property
+    def oldest_hand_over_s(self) -> float:
+        """Age of the oldest sequence whose KV is still to come; 0: there is none."""
+        now = time.monotonic()
+        waiting = (s.expires_at for s in self._sequences.values() if s.state is not State.DECODING)
+        return now + self.config.reservation_lease_s - min(waiting, default=now + self.config.reservation_lease_s)
+
+    @property
     def num_streams(self) -> int:
         return sum(1 for outbox in self._outboxes.values() if outbox.connected)
 

@@ -66,6 +66,7 @@ class PrefillEdge:
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
         stats.num_leases = len(self._hand_overs)
+        stats.oldest_lease_s = self._hand_overs.oldest_s
         stats.num_sequences = self._prefill.num_running
         stats.bytes_moved = self._hand_overs.bytes_published
         stats.blocks_moved = self._hand_overs.blocks_published

@@ -85,6 +85,12 @@ class HandOvers:
         """Leases that still hold something."""
         return len(self._table)
 
+    @property
+    def oldest_s(self) -> float:
+        """Age of the oldest lease that still holds something; 0: there is none."""
+        oldest = next(iter(self._jobs.values()), None)
+        return 0.0 if oldest is None else time.monotonic() - oldest.submitted_at
+
     async def start(self) -> None:
         await self.transport.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="lease-sweep")
