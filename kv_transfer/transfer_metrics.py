@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.observer import ProbeResult, Transfer
+from kv_transfer.observer import Observers, ProbeResult, Transfer, TransferLedger
 from twostep.metrics import transfer as families
 from twostep.metrics.registry import MetricsRegistry
 
@@ -22,6 +22,11 @@ Tracer = Callable[[Transfer], None]
 
 # Worker ids come and go with their processes; the latest probes are kept.
 _MAX_PROBED = 256
+
+
+def worker_observers(registry: MetricsRegistry, ledger: TransferLedger, tracer: Tracer | None = None) -> Observers:
+    """Everything a worker tells of its hand-overs; `ledger` is the worker's own. Call it once for a registry."""
+    return Observers((ledger, TransferMetrics(registry), TransferLog(tracer)))
 
 
 class TransferMetrics:
