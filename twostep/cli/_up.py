@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         target = "" if system.plan.port == 50051 else f" --target {system.target}"
         say(f"  {command} chat{target}")
         say(f'  {command} generate "Once upon a time"{target}')
+        say(f"Metrics: {', '.join(f'{name} {url}' for name, url in system.metrics_urls.items())}")
         say(f"Logs: {system.plan.run_dir / 'logs'}. Ctrl-C drains and stops.")
         say("")
         await system.wait()

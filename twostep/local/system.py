@@ -46,6 +46,7 @@ class LocalWorker:
     module: str
     port: int
     health_port: int
+    metrics_port: int
     gpu: GpuShare | None = None
 
     @property
@@ -66,6 +67,7 @@ class Plan:
     run_dir: Path
     port: int
     router_health_port: int
+    router_metrics_port: int
     redis_url: str
     own_redis: bool
     ray_address: str
@@ -84,13 +86,15 @@ def plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callabl
     if not options.redis_url:
         redis_server.server_binary()
     num_workers = options.num_prefill + options.num_decode
-    ports = iter(free_ports(4 + 2 * num_workers))
+    ports = iter(free_ports(5 + 3 * num_workers))
     port = options.port or next(ports)
     roles = [("prefill", i) for i in range(options.num_prefill)] + [("decode", i) for i in range(options.num_decode)]
     names = [f"{role}-{index}" for role, index in roles]
     gpus = _deal_gpus(options, names, environ, progress)
     workers = tuple(
-        LocalWorker(worker_id=name, module=f"{role}_worker", port=next(ports), health_port=next(ports), gpu=gpu)
+        LocalWorker(
+            worker_id=name, module=f"{role}_worker", port=next(ports), health_port=next(ports), metrics_port=next(ports), gpu=gpu
+        )
         for name, (role, _), gpu in zip(names, roles, gpus, strict=True)
     )
     ray_port = next(ports)
@@ -101,6 +105,7 @@ def plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callabl
         run_dir=run_dir,
         port=port,
         router_health_port=next(ports),
+        router_metrics_port=next(ports),
         redis_url=options.redis_url or redis_server.server_url(run_dir / "redis"),
         own_redis=not options.redis_url,
         ray_address=options.ray_address or f"{_RAY_HOST}:{ray_port}",
@@ -177,6 +182,13 @@ class LocalSystem:
         """Where a client on this machine finds the router."""
         host = self._options.host
         return f"{'localhost' if host in ('', '0.0.0.0', '::', _LOOPBACK) else host}:{self.plan.port}"
+
+    @property
+    def metrics_urls(self) -> dict[str, str]:
+        """Where each process serves its metrics."""
+        found = {"router": self.plan.router_metrics_port} | {worker.worker_id: worker.metrics_port for worker in self.plan.workers}
+        hosts = {"router": self.target.rpartition(":")[0]}
+        return {name: f"http://{hosts.get(name, _LOOPBACK)}:{port}/metrics" for name, port in found.items()}
 
     async def start(self) -> None:
         """Returns when the system serves. Raises SetupError, with the end of a log and what to do."""
@@ -267,6 +279,7 @@ class LocalSystem:
         shared += ("--served-model-name", plan.model_name)
         drain = ("--drain-timeout", f"{options.drain_timeout_s:g}")
         router_ports = ("--host", options.host, "--port", str(plan.port), "--health-port", str(plan.router_health_port))
+        router_ports += ("--metrics-port", str(plan.router_metrics_port))
         health_host = options.host if options.host not in ("", "0.0.0.0", "::") else _LOOPBACK
         components.append(
             Component(
@@ -287,6 +300,7 @@ class LocalSystem:
         options = self._options
         threads = str(options.threads_per_worker)
         flags = [*shared, "--host", _LOOPBACK, "--port", str(worker.port), "--health-port", str(worker.health_port)]
+        flags += ["--metrics-port", str(worker.metrics_port)]
         flags += ["--worker-id", worker.worker_id, "--ray-address", self.plan.ray_address]
         flags += ["--run-dir", str(self.plan.run_dir / worker.worker_id)]
         flags += ["--runner", options.runner, "--cpu-threads", threads]
