@@ -92,9 +92,7 @@ def plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callabl
     names = [f"{role}-{index}" for role, index in roles]
     gpus = _deal_gpus(options, names, environ, progress)
     workers = tuple(
-        LocalWorker(
-            worker_id=name, module=f"{role}_worker", port=next(ports), health_port=next(ports), metrics_port=next(ports), gpu=gpu
-        )
+        LocalWorker(worker_id=name, module=f"{role}_worker", port=next(ports), health_port=next(ports), metrics_port=next(ports), gpu=gpu)
         for name, (role, _), gpu in zip(names, roles, gpus, strict=True)
     )
     ray_port = next(ports)
@@ -278,8 +276,8 @@ class LocalSystem:
         shared: tuple[str, ...] = ("--model", str(plan.model_dir), "--redis-url", plan.redis_url, "--secret-file", str(self._secret))
         shared += ("--served-model-name", plan.model_name)
         drain = ("--drain-timeout", f"{options.drain_timeout_s:g}")
-        router_ports = ("--host", options.host, "--port", str(plan.port), "--health-port", str(plan.router_health_port))
-        router_ports += ("--metrics-port", str(plan.router_metrics_port))
+        router_ports = [f"--host={options.host}", f"--port={plan.port}", f"--health-port={plan.router_health_port}"]
+        router_ports.append(f"--metrics-port={plan.router_metrics_port}")
         health_host = options.host if options.host not in ("", "0.0.0.0", "::") else _LOOPBACK
         components.append(
             Component(
