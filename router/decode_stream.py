@@ -135,7 +135,8 @@ class DecodeStream:
                 self._open.clear()
                 if not isinstance(error, grpc.aio.AioRpcError | TwostepError | TimeoutError):
                     log.error("token stream of decode worker %s", self._worker_id, exc_info=error)
-                if opened_at is not None and time.monotonic() - opened_at > _LAST_BACKOFF_S:
+                # Not reset by two routers of one name that take the stream from each other.
+                if opened_at is not None and time.monotonic() - opened_at > 2 * _FIRST_BACKOFF_S:
                     backoff = _FIRST_BACKOFF_S
                 detail = (error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)) or "no answer"
                 if outage is None:

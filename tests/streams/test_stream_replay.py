@@ -1,0 +1,147 @@
+"""A router-worker stream that breaks is replayed: nobody notices within its lease, and after it the requests begin again elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import pytest
+from cutting_proxy import CuttingProxy
+from whole_system import WholeSystem, expected, until, whole_system
+
+from decode_worker.sequences import SequencesConfig
+from twostep import AsyncClient, Completion
+from twostep.text.model_card import ModelCard
+
+
+def prompt_of(rng: random.Random, vocab_size: int) -> list[int]:
+    return [rng.randrange(3, vocab_size) for _ in range(rng.randrange(2, 60))]
+
+
+async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Completion:
+    """The SDK resumes nothing here: what is whole was kept whole by the servers."""
+    return await client.generate(token_ids=prompt, max_tokens=max_tokens, ignore_eos=True).result()
+
+
+async def cut_at_random(proxy: CuttingProxy, rng: random.Random) -> None:
+    """Every now and then, and sometimes it stays down for a moment."""
+    while True:
+        await asyncio.sleep(rng.uniform(0.02, 0.25))
+        if rng.random() < 0.5:
+            proxy.down = True
+            proxy.cut()
+            await asyncio.sleep(rng.uniform(0.0, 0.4))
+            proxy.down = False
+        else:
+            proxy.cut()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(fake_model_dir: Path, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    vocab_size = ModelCard.load(fake_model_dir).vocab_size
+    cases = [(prompt_of(rng, vocab_size), rng.randrange(2, 250)) for _ in range(24)]
+    async with (
+        whole_system(fake_model_dir, tmp_path, stream_lease=20.0, limits=SequencesConfig(router_lease_s=20.0)) as system,
+        AsyncClient(system.target(), timeout=60, max_retries=0) as client,
+    ):
+        stream = next(iter(system.routers[0].pool.decode.values())).stream
+        cutter = asyncio.create_task(cut_at_random(system.proxies[0], rng))
+
+        async def later(prompt: list[int], max_tokens: int) -> Completion:
+            await asyncio.sleep(rng.uniform(0.0, 1.0))
+            return await ask(client, prompt, max_tokens)
+
+        answers = await asyncio.gather(*(later(*case) for case in cases))
+        cutter.cancel()
+        await asyncio.wait([cutter])
+        system.proxies[0].down = False
+        assert stream.num_opened >= 4, "it broke while they ran"
+        for (prompt, max_tokens), answer in zip(cases, answers, strict=True):
+            assert list(answer.token_ids) == expected(prompt, max_tokens, vocab_size)
+            assert answer.attempts == 1, "by replay, not by migration"
+        await system.settled()
+
+
+async def cut_while_decoding(system: WholeSystem, client: AsyncClient, prompt: list[int], max_tokens: int) -> asyncio.Task[Completion]:
+    """A request whose decode worker has become unreachable on the way; the worker is the first of them."""
+    task = asyncio.create_task(ask(client, prompt, max_tokens))
+    while True:
+        for worker, proxy in zip(system.decodes, system.proxies, strict=True):
+            if worker.record().load.num_running:
+                proxy.down = True
+                proxy.cut()
+                return task
+        assert not task.done()
+        await asyncio.sleep(0.002)
+
+
+async def test_an_answer_that_ends_while_the_stream_is_down_is_delivered(fake_model_dir: Path, tmp_path: Path) -> None:
+    vocab_size = ModelCard.load(fake_model_dir).vocab_size
+    async with (
+        whole_system(fake_model_dir, tmp_path, stream_lease=20.0, limits=SequencesConfig(router_lease_s=20.0)) as system,
+        AsyncClient(system.target(), timeout=30, max_retries=0) as client,
+    ):
+        prompt = list(range(3, 40))
+        task = await cut_while_decoding(system, client, prompt, 80)
+        await until(lambda: not system.decodes[0].record().load.num_running, "all of it is decoded")
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        system.proxies[0].down = False
+        answer = await task
+        assert list(answer.token_ids) == expected(prompt, 80, vocab_size)
+        assert answer.attempts == 1
+        await system.settled()
+
+
+async def test_after_the_lease_the_request_moves_to_another_worker(fake_model_dir: Path, tmp_path: Path) -> None:
+    vocab_size = ModelCard.load(fake_model_dir).vocab_size
+    limits = SequencesConfig(router_lease_s=1.0)
+    async with (
+        whole_system(fake_model_dir, tmp_path, num_decode=2, stream_lease=1.0, limits=limits) as system,
+        AsyncClient(system.target(), timeout=30, max_retries=0) as client,
+    ):
+        prompt = list(range(3, 40))
+        started = time.monotonic()
+        task = await cut_while_decoding(system, client, prompt, 300)
+        answer = await task
+        assert time.monotonic() - started >= 1.0
+        assert list(answer.token_ids) == expected(prompt, 300, vocab_size)
+        assert answer.attempts == 2
+        # What the unreachable worker held is dropped with the router's lease.
+        await system.settled()
+
+
+async def test_a_worker_that_kept_too_little_says_so_and_the_request_begins_again(fake_model_dir: Path, tmp_path: Path) -> None:
+    vocab_size = ModelCard.load(fake_model_dir).vocab_size
+    limits = SequencesConfig(router_lease_s=20.0, max_replay_tokens=8)
+    async with (
+        whole_system(fake_model_dir, tmp_path, stream_lease=20.0, limits=limits) as system,
+        AsyncClient(system.target(), timeout=30, max_retries=0) as client,
+    ):
+        prompt = list(range(3, 40))
+        task = await cut_while_decoding(system, client, prompt, 400)
+        await asyncio.sleep(0.5)
+        system.proxies[0].down = False
+        answer = await task
+        assert list(answer.token_ids) == expected(prompt, 400, vocab_size)
+        assert answer.attempts == 2
+        await system.settled()
+
+
+async def test_a_dead_worker_is_not_waited_for_as_long_as_the_lease(fake_model_dir: Path, tmp_path: Path) -> None:
+    vocab_size = ModelCard.load(fake_model_dir).vocab_size
+    async with (
+        whole_system(fake_model_dir, tmp_path, num_decode=2, stream_lease=60.0) as system,
+        AsyncClient(system.target(), timeout=40, max_retries=0) as client,
+    ):
+        prompt = list(range(3, 40))
+        task = asyncio.create_task(ask(client, prompt, 300))
+        await until(lambda: any(w.record().load.num_running for w in system.decodes), "it is decoding")
+        # Nobody listens at its address any more; the process behind it matters no more.
+        await next(p for w, p in zip(system.decodes, system.proxies, strict=True) if w.record().load.num_running).stop()
+        answer = await task
+        assert list(answer.token_ids) == expected(prompt, 300, vocab_size)
+        assert answer.attempts == 2

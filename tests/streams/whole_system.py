@@ -1,0 +1,231 @@
+"""Routers and workers as they are, in one process: real gRPC between them, a real Redis, the local transport, and proxies in front of the
+decode workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+from cutting_proxy import CuttingProxy, proxying
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from decode_worker.edge import DecodeEdge
+from decode_worker.sequences import SequencesConfig
+from kv_transfer.local import LocalHub, LocalTransport
+from prefill_worker.edge import PrefillEdge
+from router.config import RouterConfig
+from router.server import Router
+from twostep.engine.batch import Runner
+from twostep.engine.fake import FakeRunner, fake_next_token
+from twostep.fingerprint import model_fingerprint
+from twostep.local.redis_server import server_argv, server_binary, server_url
+from twostep.rpc.channel import open_channel
+from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.text.model_card import ModelCard
+from twostep.worker.config import WorkerConfig
+from twostep.worker.edge import EdgeParts
+from twostep.worker.model import ServedModel, layout_of
+from twostep.worker.worker import Worker
+
+SECRET = b"a secret of the tests, long enough"
+BLOCK = 16
+MAX_MODEL_LEN = 2048
+EOS_ID = 2
+
+
+def make_model_dir(path: Path) -> Path:
+    """Everything a router and a fake runner's worker read; the weights are one number."""
+    path.mkdir(parents=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["rivers run to the sea, and so on to the end of the answer"], trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "eos_token_id": EOS_ID,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+    return path
+
+
+@contextmanager
+def redis_serving(directory: Path) -> Iterator[str]:
+    """A server's URL."""
+    directory.mkdir()
+    process = subprocess.Popen(server_argv(server_binary(), directory), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = server_url(directory)
+    give_up = time.monotonic() + 10
+    client = redis.Redis.from_url(url)
+    try:
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.exceptions.RedisError:
+                assert time.monotonic() < give_up, "the Redis server did not start"
+                time.sleep(0.01)
+        yield url
+    finally:
+        client.close()
+        process.kill()
+        process.wait()
+
+
+def fake_runner(model_dir: Path, *, step_s: float = 0.004) -> FakeRunner:
+    card = ModelCard.load(model_dir)
+    return FakeRunner(num_blocks=1024, block_size=BLOCK, vocab_size=card.vocab_size, max_model_len=MAX_MODEL_LEN, step_s=step_s)
+
+
+def expected(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
+    """The fake runner's answer."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(fake_next_token(tokens, vocab_size))
+    return tokens[len(prompt) :]
+
+
+@dataclass(eq=False)
+class WholeSystem:
+    model_dir: Path
+    redis_url: str
+    secret_file: Path
+    prefill: Worker
+    decodes: list[Worker] = field(default_factory=list)
+    proxies: list[CuttingProxy] = field(default_factory=list)
+    routers: list[Router] = field(default_factory=list)
+
+    def target(self, router: int = 0) -> str:
+        return f"127.0.0.1:{self.routers[router].port}"
+
+    async def add_router(self, **options: Any) -> Router:
+        router = Router(
+            RouterConfig(
+                **{
+                    "model": self.model_dir,
+                    "redis_url": self.redis_url,
+                    "host": "127.0.0.1",
+                    "port": 0,
+                    "served_model_name": "m",
+                    "secret_file": self.secret_file,
+                    "no_worker_grace": 10.0,
+                    "prefix_lookup_timeout": 5.0,
+                }
+                | options
+            )
+        )
+        await router.start()
+        self.routers.append(router)
+        return router
+
+    async def stats(self) -> list[worker_pb2.WorkerStats]:
+        """Of all workers, asked around the proxies."""
+        result = []
+        for worker in (self.prefill, *self.decodes):
+            async with open_channel(f"127.0.0.1:{worker.server.port}") as channel:
+                request = worker_pb2.WorkerStatsRequest(check_integrity=True)
+                result.append(await worker_pb2_grpc.WorkerStub(channel).Stats(request, timeout=10))
+        return result
+
+    async def settled(self, within_s: float = 15.0) -> None:
+        """Waits until no worker holds anything; fails with what still is held."""
+        give_up = time.monotonic() + within_s
+        while True:
+            held = [
+                (s.num_running, s.num_waiting, s.num_reserved, s.num_held, s.num_leases, s.num_sequences, s.integrity_error)
+                for s in await self.stats()
+            ]
+            if not any(any(h) for h in held):
+                return
+            assert time.monotonic() < give_up, held
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def whole_system(
+    model_dir: Path,
+    tmp_path: Path,
+    *,
+    num_decode: int = 1,
+    num_routers: int = 1,
+    make_runner: Callable[[], Runner] | None = None,
+    limits: SequencesConfig | None = None,
+    **router_options: Any,
+) -> AsyncIterator[WholeSystem]:
+    async with AsyncExitStack() as stack:
+        url = stack.enter_context(redis_serving(tmp_path / "redis"))
+        secret_file = tmp_path / "secret"
+        secret_file.write_bytes(SECRET)
+        hub = LocalHub()
+        runner_of = make_runner or (lambda: fake_runner(model_dir))
+
+        async def start(role: str, number: int, advertise: str = "") -> Worker:
+            runner = runner_of()
+            model = ServedModel(
+                name="m",
+                runner=runner,
+                layout=layout_of(runner.kv_shape, model_fingerprint(model_dir)),
+                eos_token_ids=ModelCard.load(model_dir).eos_token_ids,
+            )
+            config = WorkerConfig(
+                role=role, worker_id=f"{role}-{number}", redis_url=url, advertise_address=advertise, transport_timeout=5.0, chunk_bytes=4096
+            )
+            worker = Worker(config, model, SECRET, _prefill_edge(hub) if role == "prefill" else _decode_edge(hub, limits))
+            await worker.start()
+            stack.push_async_callback(worker.stop, 0.5)
+            return worker
+
+        system = WholeSystem(model_dir, url, secret_file, await start("prefill", 0))
+        for number in range(num_decode):
+            proxy = await stack.enter_async_context(proxying())
+            worker = await start("decode", number, proxy.address)
+            proxy.target = f"127.0.0.1:{worker.server.port}"
+            system.proxies.append(proxy)
+            system.decodes.append(worker)
+        stack.push_async_callback(_drain, system.routers)
+        for _ in range(num_routers):
+            await system.add_router(**router_options)
+        yield system
+
+
+async def _drain(routers: Sequence[Router]) -> None:
+    await asyncio.gather(*(router.drain(0.0) for router in routers))
+
+
+def _prefill_edge(hub: LocalHub) -> Callable[[EdgeParts], PrefillEdge]:
+    return lambda parts: PrefillEdge(parts, _transport(parts, hub))
+
+
+def _decode_edge(hub: LocalHub, limits: SequencesConfig | None) -> Callable[[EdgeParts], DecodeEdge]:
+    return lambda parts: DecodeEdge(parts, [_transport(parts, hub)], limits=limits)
+
+
+def _transport(parts: EdgeParts, hub: LocalHub) -> LocalTransport:
+    runner = parts.model.runner
+    return LocalTransport(runner, runner.kv_shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=64 << 20)
+
+
+async def until(condition: Callable[[], bool], what: str, timeout: float = 15.0) -> None:
+    give_up = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < give_up, f"not within {timeout} s: {what}"
+        await asyncio.sleep(0.01)
