@@ -87,7 +87,8 @@ def _runtime_env() -> dict[str, Any]:
     try:
         importlib.metadata.version("twostep")
     except importlib.metadata.PackageNotFoundError:
-        return {"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}}
+        root = str(Path(__file__).resolve().parents[1])
+        return {"env_vars": {"PYTHONPATH": os.pathsep.join([root, *(path for path in sys.path if path)])}}
     return {}
 
 
