@@ -1,0 +1,96 @@
+"""The page and the code say the same, and every process exports what the page says it does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kv_transfer.transfer_metrics import TransferMetrics
+from router.config import RouterConfig
+from twostep.engine.types import EngineStats
+from twostep.metrics import catalogue
+from twostep.metrics.engine import EngineMetrics
+from twostep.metrics.family import Kind
+from twostep.metrics.process import register_process
+from twostep.metrics.registry import MetricsRegistry
+from twostep.metrics.router import RouterMetrics, RouterState
+from twostep.metrics.worker import WorkerMetrics
+from twostep.worker.config import DEFAULT_PORTS
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+STATS = EngineStats(num_running=0, num_waiting=0, num_reserved=0, num_held=0, num_blocks=4, num_free_blocks=4, num_cached_blocks=0, steps=0)
+STATE = RouterState(num_running=0, num_waiting=0, num_streams=0, workers={"prefill": 0})
+
+
+def exported(registry: MetricsRegistry) -> dict[str, tuple[str, str]]:
+    """Kind and help of each family, as scraped."""
+    families = text_string_to_metric_families(generate_latest(registry.collectors).decode())
+    return {f.name: (f.type, f.documentation) for f in families if f.name.startswith("twostep_") and not f.name.endswith("_created")}
+
+
+def router() -> MetricsRegistry:
+    registry = MetricsRegistry()
+    register_process(registry, "router")
+    RouterMetrics(registry, lambda: STATE)
+    return registry
+
+
+def worker() -> MetricsRegistry:
+    registry = MetricsRegistry()
+    register_process(registry, "decode")
+    EngineMetrics(registry, role="decode", stats=lambda: STATS)
+    WorkerMetrics(registry, role="decode")
+    TransferMetrics(registry)
+    return registry
+
+
+def test_the_page_is_what_the_code_declares() -> None:
+    assert PAGE.read_text() == catalogue.page(), "run: python -m twostep.metrics.catalogue > docs/metrics.md"
+
+
+def test_every_exported_metric_is_on_the_page_and_every_one_on_it_is_exported() -> None:
+    listed = set(re.findall(r"^\| `(twostep_\w+)` \|", PAGE.read_text(), re.MULTILINE))
+    found = exported(router()) | exported(worker())
+    assert {name + "_total" if kind == "counter" else name for name, (kind, _) in found.items()} == listed
+
+
+def test_each_section_is_exported_by_the_processes_it_names() -> None:
+    processes = {"router": exported(router()), "prefill and decode worker": exported(worker())}
+    for title, where, families in catalogue.SECTIONS:
+        named = [found for name, found in processes.items() if name.split()[0] in where.split()]
+        assert named, title
+        for family in families:
+            name = family.name.removesuffix("_total") if family.kind is Kind.COUNTER else family.name
+            for found in named:
+                assert found[name] == (family.kind.value, family.help)
+
+
+def test_labels_are_few_and_never_a_request() -> None:
+    allowed = {
+        "role",
+        "worker_role",
+        "transport",
+        "direction",
+        "status",
+        "finish_reason",
+        "reason",
+        "phase",
+        "state",
+        "kind",
+        "peer",
+        "version",
+    }
+    assert {label for family in catalogue.FAMILIES for label in family.labels} <= allowed
+
+
+def test_the_ports_on_the_page_are_the_defaults() -> None:
+    ports = {
+        "router": RouterConfig(model=Path()).port,
+        "prefill worker": DEFAULT_PORTS["prefill"],
+        "decode worker": DEFAULT_PORTS["decode"],
+    }
+    for process, port in ports.items():
+        assert f"| {process} | {port + 2} |" in PAGE.read_text()

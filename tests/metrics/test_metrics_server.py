@@ -1,0 +1,131 @@
+"""GET /metrics over real sockets."""
+
+from __future__ import annotations
+
+import http.client
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from twostep.errors import SetupError
+from twostep.metrics.family import gauge
+from twostep.metrics.registry import MetricsRegistry, Reading
+from twostep.metrics.server import MetricsServer
+
+LEVEL = gauge("twostep_level", "A level.")
+
+
+@pytest.fixture
+def registry() -> MetricsRegistry:
+    made = MetricsRegistry()
+    made.gauge(LEVEL).set(42)
+    return made
+
+
+@pytest.fixture
+def server(registry: MetricsRegistry) -> Iterator[MetricsServer]:
+    made = MetricsServer(registry, host="127.0.0.1", port=0)
+    made.start()
+    yield made
+    made.close()
+
+
+def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, str, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, response.headers["Content-Type"] or "", response.read().decode()
+    finally:
+        connection.close()
+
+
+def test_it_serves_metrics_and_nothing_else(server: MetricsServer) -> None:
+    status, kind, text = get(server.port)
+    assert (status, kind.partition(";")[0]) == (200, "text/plain")
+    assert "\ntwostep_level 42.0\n" in text
+    assert "# HELP twostep_level A level." in text
+    assert get(server.port, "/")[0] == 404
+    assert get(server.port, "/metrics/x")[0] == 404
+    assert get(server.port, method="POST")[0] == 405
+
+
+def test_connections_that_say_nothing_are_few_and_hold_nobody_up_for_long(server: MetricsServer) -> None:
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(12)]
+    try:
+        give_up = time.monotonic() + 10
+        closed: set[socket.socket] = set()
+        while len(closed) < 4:
+            readable, _, _ = select.select([s for s in silent if s not in closed], [], [], 0.1)
+            closed |= {connection for connection in readable if connection.recv(1) == b""}
+            assert time.monotonic() < give_up, "all beyond eight are closed"
+        assert len(closed) == 4
+        for connection in silent:
+            connection.close()
+        while True:
+            try:
+                assert get(server.port)[0] == 200
+                break
+            except (ConnectionError, http.client.HTTPException):
+                assert time.monotonic() < give_up, "a place that was given back is taken again"
+                time.sleep(0.05)
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_one_slow_reading_does_not_keep_the_port_from_closing(registry: MetricsRegistry) -> None:
+    held, began = threading.Event(), threading.Event()
+
+    def slow() -> list[Reading]:
+        began.set()
+        held.wait(20)
+        return []
+
+    registry.on_scrape([gauge("twostep_slow", "Slow.")], slow)
+    server = MetricsServer(registry, host="127.0.0.1", port=0)
+    port = server.start()
+    began.clear()  # registering asks for nothing, but let that be no assumption
+    scrape = threading.Thread(target=get, args=(port,))
+    scrape.start()
+    try:
+        assert began.wait(10)
+        closing = threading.Thread(target=server.close)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+        with pytest.raises(ConnectionError):
+            get(port)
+    finally:
+        held.set()
+        scrape.join(10)
+
+
+def test_a_taken_port_is_named_with_its_flag(registry: MetricsRegistry, server: MetricsServer) -> None:
+    with pytest.raises(SetupError, match=rf"{server.port}.*--metrics-port"):
+        MetricsServer(registry, host="127.0.0.1", port=server.port).start()
+
+
+def test_a_closed_server_gives_its_port_back(registry: MetricsRegistry) -> None:
+    first = MetricsServer(registry, host="127.0.0.1", port=0)
+    port = first.start()
+    first.close()
+    first.close()
+    second = MetricsServer(registry, host="127.0.0.1", port=port)
+    assert second.start() == port
+    second.close()
+
+
+@pytest.mark.parametrize(("port", "metrics_port", "expected"), [(50051, None, 50053), (0, None, 0), (50051, 9100, 9100), (50051, 0, 0)])
+def test_the_port_beside_a_grpc_server(registry: MetricsRegistry, port: int, metrics_port: int | None, expected: int) -> None:
+    made = MetricsServer.beside(registry, host="127.0.0.1", port=port, metrics_port=metrics_port)
+    assert made is not None
+    assert made.port == expected
+
+
+def test_none_is_served_on_request(registry: MetricsRegistry) -> None:
+    assert MetricsServer.beside(registry, host="127.0.0.1", port=50051, metrics_port=-1) is None
