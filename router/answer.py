@@ -34,6 +34,10 @@ class Answer:
         # The workers know nothing of it: whoever reads the answer ends the request.
         self.stopped_by_text = False
 
+    def resume(self, tokens: Sequence[prefill_pb2.Token]) -> None:
+        """Takes tokens whose pieces the client has, from the first on: text and stop strings go on after them."""
+        self.piece(tokens)
+
     def piece(self, tokens: Sequence[prefill_pb2.Token]) -> inference_pb2.Piece | None:
         """One piece for all of `tokens`, text held back included if they end the answer. None: nothing to send."""
         taken: list[prefill_pb2.Token] = []

@@ -53,7 +53,8 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
-    """A validated request. `deadline` is in time.monotonic() seconds; `metadata` goes along with every call to a worker."""
+    """A validated request. `deadline` is in time.monotonic() seconds; `metadata` goes along with every call to a worker. `resumed`: tokens
+    of the answer that the client has already. Without `migrate`, nothing is begun again once the client has been sent tokens."""
 
     request_id: str
     prompt: Sequence[int]
@@ -61,6 +62,8 @@ class Job:
     deadline: float
     tenant: str = ""
     cache_salt: str = ""
+    resumed: Sequence[int] = ()
+    migrate: bool = True
     metadata: Metadata = ()
 
     def remaining_s(self) -> float:

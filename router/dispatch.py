@@ -86,6 +86,8 @@ class Dispatcher:
             except AttemptFailed as failed:
                 if not failed.retryable:
                     raise failed.error from failed
+                if not job.migrate and output.next_position > len(job.resumed):
+                    raise _not_migrated(job, output, failed) from failed
                 log.warning("request %s, attempt %d of %d: %s", job.request_id, report.attempts, self._config.max_attempts, failed)
                 if report.attempts >= self._config.max_attempts:
                     raise Unavailable(f"given up after {report.attempts} attempts, the last one: {failed}; repeat the request") from failed
@@ -184,3 +186,11 @@ class Dispatcher:
         if lost and isinstance(placed, NoPlacement) and placed.shortage is Shortage.EXCLUDED:
             return place(self._pool.snapshot(cached, refused), demand)
         return placed
+
+
+def _not_migrated(job: Job, output: Output, failed: AttemptFailed) -> Unavailable:
+    sent = output.next_position - len(job.resumed)
+    return Unavailable(
+        f"{failed}; {sent} tokens were sent and the request declined migration (no_migration). To go on, send it again with all tokens "
+        "of the answer so far as resume_token_ids and the seed of the metadata x-twostep-seed; or repeat it from the start"
+    )

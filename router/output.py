@@ -24,10 +24,11 @@ class Batch:
 
 
 class Output:
-    """One request's tokens over all attempts. `token_ids` are all that ever came, in order; `on_cut` must stop the client's call."""
+    """One request's tokens over all attempts. `token_ids` are all that ever came, in order, after those of `resumed`, which the client has
+    already; `on_cut` must stop the client's call."""
 
-    def __init__(self, *, max_buffered: int, on_cut: Callable[[], object]) -> None:
-        self.token_ids: list[int] = []
+    def __init__(self, *, max_buffered: int, on_cut: Callable[[], object], resumed: Sequence[int] = ()) -> None:
+        self.token_ids: list[int] = list(resumed)
         self.cut: ResourceExhausted | None = None
         self._max_buffered = max_buffered
         self._on_cut = on_cut

@@ -6,7 +6,10 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+from router.answer import Answer
+from router.resume import resumed_tokens
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted
 from twostep.rpc.v1 import inference_pb2
 from twostep.sampling_params import SamplingParams
@@ -16,6 +19,8 @@ from twostep.text.tokenizer import Tokenizer
 
 # Up to here tokenizing takes well under a millisecond and is done in the event loop.
 _MAX_INLINE_CHARS = 4096
+# Detokenizing goes token by token.
+_CHARS_FOR_TOKEN = 32
 # What a template may add to a message, about.
 _MESSAGE_CHARS = 32
 _MAX_THREADED = 64
@@ -34,6 +39,9 @@ _NUMBERS = (
 )
 # Optional fields of the message that a model's generation config may have a default for.
 _MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+T = TypeVar("T")
 
 
 class PromptReader:
@@ -129,6 +137,11 @@ class PromptReader:
             **values,
         )
 
+    async def resume(self, answer: Answer, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Brings `answer` to where a client is that has `token_ids` of it. Raises InvalidRequest, ResourceExhausted."""
+        tokens = resumed_tokens(token_ids, sampling, eos_token_ids=self._card.eos_token_ids, vocab_size=self._card.vocab_size)
+        await self._in_thread_if_long(lambda: answer.resume(tokens), len(tokens) * _CHARS_FOR_TOKEN)
+
     def _check_length(self, num_chars: int) -> None:
         """Megabytes that can never fit would keep the tokenizer's threads from everybody else for seconds."""
         if (least := self._tokenizer.least_tokens(num_chars)) >= self._card.max_model_len:
@@ -136,14 +149,14 @@ class PromptReader:
                 f"the prompt has {num_chars} characters, at least {least} tokens, and the context {self._card.max_model_len}; shorten it"
             )
 
-    async def _in_thread_if_long(self, encode: Callable[[], list[int]], num_chars: int) -> Sequence[int]:
+    async def _in_thread_if_long(self, work: Callable[[], T], num_chars: int) -> T:
         if num_chars <= _MAX_INLINE_CHARS:
-            return encode()
+            return work()
         if self._num_threaded >= _MAX_THREADED:
             raise ResourceExhausted(f"{self._num_threaded} long prompts are being tokenized; repeat later")
         self._num_threaded += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             self._num_threaded -= 1
 

@@ -8,6 +8,9 @@
     5. this call takes what is there, makes text of it, looks for stop strings, and writes one piece             answer.py
     6. after the last token the end: why, how many tokens, how long each phase took, how the KV travelled        report.py
 
+A client that has the beginning of an answer, from a router that is gone, sends it along: step 1 brings text and stop strings to where it
+is, and steps 3 to 5 go on from there, as they do after a lost worker.
+
 Whatever ends the call early (the client, a deadline, a stop string, a client too slow) cancels step 3, and that frees
 what both workers hold.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -118,11 +122,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _generate(self, request: inference_pb2.GenerateRequest, context: _Context, record: Record) -> inference_pb2.End:
         started = time.monotonic()
         request_id = _request_id(request.request_id)
-        await context.send_initial_metadata((("x-request-id", request_id),))
+        if not request.sampling.HasField("seed"):
+            request.sampling.seed = secrets.randbits(63)
+        # Whoever wants to go on elsewhere needs the seed, however early this call breaks.
+        await context.send_initial_metadata((("x-request-id", request_id), ("x-twostep-seed", str(request.sampling.seed))))
         job = await self._job(request, request_id, context, started)
         report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
         answer = record.answer = Answer(self._tokenizer, job.sampling)
-        finish = await self._stream(job, report, answer, context)
+        await self._prompts.resume(answer, job.resumed, job.sampling)
+        # What the client has may be all of it but the end.
+        finish = answer.finish or await self._stream(job, report, answer, context)
         return report.end(finish.reason, finish.stop_reason, answer.num_tokens)
 
     async def _job(self, request: inference_pb2.GenerateRequest, request_id: str, context: _Context, started: float) -> Job:
@@ -136,6 +145,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             sampling=self._prompts.sampling(request.sampling, len(prompt), self._max_model_len()),
             deadline=started + min(self._config.request_timeout_s, context.time_remaining() or float("inf")),
             cache_salt=request.cache_salt,
+            resumed=list(request.resume_token_ids),
+            migrate=not request.no_migration,
             metadata=_forwarded(context),
         )
 
@@ -144,9 +155,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         this coroutine, which then says why."""
         task = asyncio.current_task()
         assert task is not None, "grpc runs every call in a task"
-        output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel)
+        output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel, resumed=job.resumed)
+        num_tokens = len(job.prompt) + len(job.resumed)
         try:
-            async with asyncio.timeout(job.remaining_s()), self._admission.slot(len(job.prompt)), self._serving(job, output, report):
+            async with asyncio.timeout(job.remaining_s()), self._admission.slot(num_tokens), self._serving(job, output, report):
                 while True:
                     batch = await output.take()
                     piece = answer.piece(batch.tokens)
