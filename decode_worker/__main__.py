@@ -32,6 +32,8 @@ def _make_edge(parts: EdgeParts, run_dir: Path) -> DecodeEdge:
                 worker_id=parts.worker_id,
                 epoch=parts.epoch,
                 ray_address=parts.config.ray_address,
+                num_layers=parts.model.runner.kv_shape.num_layers,
+                pin=parts.model.runner.pin_host,
                 run_dir=parts.config.run_dir or run_dir,
             )
         ],

@@ -11,7 +11,7 @@ from decode_worker.sequences import Sequences, SequencesConfig
 from decode_worker.service import DecodeService
 from kv_transfer import layout as kv_layout
 from kv_transfer.transport import KvTransport
-from twostep.engine.types import StepOutput
+from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.server import GrpcServer
 from twostep.rpc.v1 import decode_pb2_grpc, worker_pb2
@@ -51,6 +51,9 @@ class DecodeEdge:
 
     def on_step(self, output: StepOutput) -> None:
         self._sequences.on_step(output)
+
+    def on_layers(self, progress: Sequence[LayerProgress]) -> None:
+        """Nothing is handed over from here."""
 
     def refuse(self, reason: str) -> None:
         self._service.refusal = reason

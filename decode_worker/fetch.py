@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import grpc
 import grpc.aio
@@ -56,7 +57,8 @@ class _Progress:
     """What of one hand-over has been announced and fetched."""
 
     manifest: kv_pb2.Manifest | None = None
-    blocks: set[int] = field(default_factory=set)
+    # (block, layer)
+    cells: set[tuple[int, int]] = field(default_factory=set)
     num_chunks: int = 0
     num_bytes: int = 0
     complete_at: float = 0.0
@@ -138,10 +140,13 @@ class Fetcher:
         if state.manifest is None:
             raise InvalidRequest("a chunk came before the manifest; the two workers run different versions")
         blocks = range(chunk.first_block, chunk.first_block + chunk.num_blocks)
+        layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
         inside = target.num_cached_blocks <= blocks.start < blocks.stop <= target.num_blocks
-        if not inside or not state.blocks.isdisjoint(blocks) or (chunk.first_layer, chunk.num_layers) != (0, self._layout.num_layers):
+        inside = inside and layers.start < layers.stop <= self._layout.num_layers
+        cells = set(product(blocks, layers)) if inside else set()
+        if not inside or not state.cells.isdisjoint(cells):
             raise InvalidRequest(f"chunk {chunk.index} does not fit the manifest; the two workers run different versions")
-        state.blocks.update(blocks)
+        state.cells.update(cells)
         state.num_chunks += 1
         return ChunkInfo(
             index=chunk.index,
@@ -149,6 +154,8 @@ class Fetcher:
             num_blocks=chunk.num_blocks,
             num_bytes=chunk.num_bytes,
             checksum=chunk.checksum,
+            first_layer=chunk.first_layer,
+            num_layers=0 if len(layers) == self._layout.num_layers else len(layers),
         )
 
     async def _fetch_chunk(
@@ -178,9 +185,11 @@ class Fetcher:
         num_blocks = target.num_blocks - target.num_cached_blocks
         if complete is None or state.manifest is None:
             raise Unavailable("the prefill worker ended the hand-over before it was complete; prefill again")
-        if complete.num_chunks != state.num_chunks or len(state.blocks) != num_blocks or not complete.output_ids:
+        num_cells = num_blocks * self._layout.num_layers
+        if complete.num_chunks != state.num_chunks or len(state.cells) != num_cells or not complete.output_ids:
             raise DataLoss(
-                f"{len(state.blocks)} of {num_blocks} blocks came in {state.num_chunks} of {complete.num_chunks} chunks; prefill again"
+                f"{len(state.cells)} of {num_cells} layers of blocks came in {state.num_chunks} of {complete.num_chunks} chunks; "
+                "prefill again"
             )
         return Fetched(
             output_ids=tuple(complete.output_ids),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kv_transfer.transport import KvTransport
 from prefill_worker.hand_over import HandOverConfig, HandOvers
 from prefill_worker.service import KvService, PrefillService
-from twostep.engine.types import StepOutput
+from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.server import GrpcServer
 from twostep.rpc.v1 import kv_pb2_grpc, prefill_pb2_grpc, worker_pb2
@@ -50,6 +50,9 @@ class PrefillEdge:
 
     def on_step(self, output: StepOutput) -> None:
         self._hand_overs.on_step(output)
+
+    def on_layers(self, progress: Sequence[LayerProgress]) -> None:
+        self._hand_overs.on_layers(progress)
 
     def refuse(self, reason: str) -> None:
         self._prefill.refusal = reason

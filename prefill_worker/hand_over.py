@@ -35,7 +35,7 @@ from kv_transfer.waiting import FifoGate
 from prefill_worker.job import Job
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.engine import Engine
-from twostep.engine.types import EngineRequest, StepOutput
+from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
 from twostep.errors import InternalError, InvalidRequest, TwostepError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ class HandOvers:
         self.blocks_published = 0
         self.blocks_skipped = 0
         self._engine = engine
+        # Layer by layer only where the steps tell of it, and where a copy out is what would be waited for.
+        self._num_layers = engine.runner.kv_shape.num_layers if engine.runner.marks_layers and transport.copies_out else 1
         self._secret = secret
         self._address = address
         self._table = LeaseTable(epoch=config.epoch, max_leases=config.max_leases)
@@ -137,6 +139,7 @@ class HandOvers:
                 first_block=first,
                 num_blocks=count - first,
                 block_bytes=self._engine.runner.kv_shape.block_bytes,
+                num_layers=self._num_layers,
                 target_bytes=self.config.chunk_bytes,
             ),
             block_size=size,
@@ -210,6 +213,15 @@ class HandOvers:
             if job is not None:
                 self.abort(job, failure.message, Unavailable(f"{failure.message}; another worker may do better"))
 
+    def on_layers(self, progress: Sequence[LayerProgress]) -> None:
+        """While a step runs: what of it is done already."""
+        for each in progress:
+            job = self._by_seq.get(each.seq_id)
+            if job is not None and not job.lease.state.ended:
+                job.on_layers(each)
+                if job.publisher is None:
+                    self._start_publisher(job)
+
     def _start_publisher(self, job: Job) -> None:
         self._apply(job, PublisherStarted())
         if job.lease.publishing:
@@ -224,7 +236,7 @@ class HandOvers:
                 while True:
                     # Asked for again each time: the engine may exchange a block until it is final.
                     blocks = self._engine.block_ids(job.seq_id)
-                    for chunk in job.plan.take(job.final_blocks):
+                    for chunk in job.plan.take(job.final_blocks, step_blocks=job.step_blocks, step_layers=job.step_layers):
                         chunks.create_task(self._publish_chunk(job, chunk, blocks, room))
                     if job.plan.done and job.first_token is not None:
                         break
@@ -263,14 +275,16 @@ class HandOvers:
                 job.lease_id,
                 chunk.index,
                 chunk.first_block,
-                blocks[chunk.first_block : chunk.first_block + chunk.num_blocks],
+                blocks[chunk.first_block : chunk.stop_block],
+                layers=chunk.layers,
                 # The lease decides; the transport's own time only catches what a lost lease would leave.
                 ttl_s=2 * self.config.lease_ttl_s,
                 deadline=self._publish_deadline(job),
             )
         job.on_chunk(info)
         self.bytes_published += info.num_bytes
-        self.blocks_published += info.num_blocks
+        if not info.first_layer:
+            self.blocks_published += info.num_blocks
         self._apply(job, ChunkPublished(info.index))
 
     # ---- lease events and actions ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from kv_transfer.chunking import ChunkPlan
 from kv_transfer.lease import Lease
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import ChunkInfo
-from twostep.engine.types import EngineRequest, PrefillProgress, TokenOutput
+from twostep.engine.types import EngineRequest, LayerProgress, PrefillProgress, TokenOutput
 from twostep.errors import TwostepError
 
 
@@ -20,6 +20,7 @@ class Job:
 
     first_block .. num_blocks   the sequence's blocks that are published; those before are on the decode worker already
     final_blocks                blocks, from the sequence's start, whose KV does not change any more
+    step_blocks, step_layers    the same of the first layers, while a step is under way
     published                   chunks in the order in which they became ready
     """
 
@@ -32,6 +33,8 @@ class Job:
     num_blocks: int
     submitted_at: float = field(default_factory=time.monotonic)
     final_blocks: int = 0
+    step_blocks: int = 0
+    step_layers: int = 0
     num_cached_tokens: int = 0
     first_token: TokenOutput | None = None
     published: list[ChunkInfo] = field(default_factory=list)
@@ -59,6 +62,10 @@ class Job:
     def num_bytes(self) -> int:
         return sum(chunk.num_bytes for chunk in self.published)
 
+    @property
+    def num_published_blocks(self) -> int:
+        return sum(chunk.num_blocks for chunk in self.published if not chunk.first_layer)
+
     def on_progress(self, progress: PrefillProgress, step_s: float) -> None:
         """`step_s`: how long the step took that computed it."""
         if progress.first_scheduled or not self._started_at:
@@ -67,6 +74,14 @@ class Job:
             self.num_cached_tokens = progress.num_cached_tokens
         self.final_blocks = max(self.final_blocks, progress.num_computed_tokens // self.block_size)
         self.changed()
+
+    def on_layers(self, progress: LayerProgress) -> None:
+        whole = progress.num_computed_tokens >= len(self.request.token_ids)
+        num_blocks = self.num_blocks if whole else progress.num_computed_tokens // self.block_size
+        # What is told late, of the step before, is known.
+        if (num_blocks, progress.num_layers) > (self.step_blocks, self.step_layers):
+            self.step_blocks, self.step_layers = num_blocks, progress.num_layers
+            self.changed()
 
     def on_token(self, token: TokenOutput) -> None:
         self.first_token = token

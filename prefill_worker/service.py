@@ -73,7 +73,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             transport=self._hand_overs.transport.name,
             bytes=job.num_bytes,
             chunks=len(job.published),
-            blocks=sum(chunk.num_blocks for chunk in job.published),
+            blocks=job.num_published_blocks,
             publish_s=job.publish_s,
         )
 
@@ -107,8 +107,8 @@ class KvService(kv_pb2_grpc.KvServicer):
                 yield kv_pb2.WatchEvent(
                     chunk=kv_pb2.Chunk(
                         index=chunk.index,
-                        first_layer=0,
-                        num_layers=config.layout.num_layers,
+                        first_layer=chunk.first_layer,
+                        num_layers=chunk.num_layers or config.layout.num_layers,
                         first_block=chunk.first_block,
                         num_blocks=chunk.num_blocks,
                         num_bytes=chunk.num_bytes,

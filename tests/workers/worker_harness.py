@@ -99,7 +99,15 @@ def decode_edge(hub: LocalHub, limits: SequencesConfig | None = None) -> Callabl
 
 def _transport(parts: EdgeParts, hub: LocalHub, budget_bytes: int) -> LocalTransport:
     runner = parts.model.runner
-    return LocalTransport(runner, runner.kv_shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=budget_bytes)
+    return LocalTransport(
+        runner,
+        runner.kv_shape.block_bytes,
+        hub,
+        worker_id=parts.worker_id,
+        epoch=parts.epoch,
+        num_layers=runner.kv_shape.num_layers,
+        budget_bytes=budget_bytes,
+    )
 
 
 def expected(prompt: Sequence[int], count: int) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from twostep.engine.engine import Engine
-from twostep.engine.types import StepOutput
+from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.metrics.registry import MetricsRegistry
 from twostep.rpc.server import GrpcServer
@@ -47,6 +47,10 @@ class Edge(Protocol):
         ...
 
     def on_step(self, output: StepOutput) -> None: ...
+
+    def on_layers(self, progress: Sequence[LayerProgress]) -> None:
+        """While a step of prompts to be handed over runs, where the runner tells how far it is."""
+        ...
 
     def refuse(self, reason: str) -> None:
         """From now on new requests get UNAVAILABLE with this reason; what runs goes on."""

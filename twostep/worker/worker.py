@@ -78,7 +78,7 @@ class Worker:
                 metrics=self.telemetry.registry,
             )
         )
-        self._loop = EngineLoop(self.engine, self._on_step, self._on_engine_failure)
+        self._loop = EngineLoop(self.engine, self._on_step, self._on_engine_failure, self.edge.on_layers)
         self.server = GrpcServer(
             ServerConfig(
                 host=config.host,
