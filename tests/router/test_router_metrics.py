@@ -1,0 +1,101 @@
+"""What a router's /metrics says after requests of every outcome."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+import pytest
+from router_fakes import Cluster, Reply, Script, until
+from scraping import Scrape, scrape
+
+from twostep.rpc.v1 import inference_pb2
+
+NAMES = ("route", "queue", "prefill", "publish", "fetch", "first_decode", "decode")
+
+
+def told_by(cluster: Cluster) -> Scrape:
+    return scrape(cluster.router.metrics_port)
+
+
+async def test_latencies_tokens_and_outcome_of_a_request(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving():
+        before = told_by(cluster)
+        assert before("twostep_requests_total") is None
+        assert before("twostep_time_to_first_token_seconds_count") == 0
+        replies = [await cluster.ask(max_tokens=n) for n in (1, 2, 12)]
+        assert [len(reply.token_ids) for reply in replies] == [1, 2, 12]
+        told = told_by(cluster)
+        assert told("twostep_requests_total") == 3
+        assert told("twostep_requests_total", status="OK", finish_reason="length") == 3
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+            assert told(f"twostep_{name}_count") == 3
+        for phase in NAMES:
+            assert told("twostep_request_phase_seconds_count", phase=phase) == 3
+        # The first gap of two of them, and all gaps: 0 + 1 + 11.
+        assert told("twostep_second_token_seconds_count") == 2
+        assert told("twostep_inter_token_latency_seconds_count") == 12
+        assert told("twostep_generation_tokens_total") == 15
+        assert told("twostep_request_generation_tokens_sum") == 15
+        prompt = sum(reply.end.usage.prompt_tokens for reply in replies if reply.end is not None)
+        assert told("twostep_prompt_tokens_total") == told("twostep_request_prompt_tokens_sum") == prompt > 0
+        assert told("twostep_request_attempts_total") == 3
+        assert told("twostep_request_migrations_total") == 0
+        total = sum(reply.end.phases.ttft_s for reply in replies if reply.end is not None)
+        assert told("twostep_time_to_first_token_seconds_sum") == pytest.approx(total)
+        assert told("twostep_num_requests_running", role="router") == 0
+        assert told("twostep_num_requests_waiting", role="router") == 0
+        assert told("twostep_router_streams") == 1
+        assert told("twostep_router_workers", worker_role="prefill") == told("twostep_router_workers", worker_role="decode") == 1
+
+
+async def test_outcomes_that_are_not_ok(cluster: Cluster) -> None:
+    await cluster.prefill()
+    decode = await cluster.decode()
+    decode.script = Script(step_s=0.05, once=False)
+    async with cluster.serving():
+        with pytest.raises(grpc.aio.AioRpcError):
+            await cluster.ask(inference_pb2.GenerateRequest(text="hello", model="another"))
+        call = cluster.stub.Generate(cluster.request(max_tokens=1000), timeout=20)
+        reply = Reply()
+        async for response in call:
+            reply.add(response)
+            if len(reply.token_ids) >= 3:
+                break
+        told = told_by(cluster)
+        assert told("twostep_num_requests_running", role="router") == 1
+        call.cancel()
+        await until(
+            lambda: told_by(cluster)("twostep_requests_total", status="CANCELLED", finish_reason="") == 1, "the cancelled one is counted"
+        )
+        told = told_by(cluster)
+        assert told("twostep_requests_total", status="NOT_FOUND", finish_reason="") == 1
+        assert told("twostep_requests_total") == 2
+        assert told("twostep_num_requests_running", role="router") == 0
+        assert told("twostep_time_to_first_token_seconds_count") == 1
+        assert told("twostep_e2e_request_latency_seconds_count") == 0
+        tokens = told("twostep_generation_tokens_total")
+        assert tokens is not None
+        assert tokens >= 3
+
+
+async def test_a_migration_is_one_request_with_two_attempts(cluster: Cluster) -> None:
+    await cluster.prefill()
+    first, second = await cluster.decode("d0"), await cluster.decode("d1")
+    for worker in (first, second):
+        worker.script = Script(step_s=0.05, once=False)
+    async with cluster.serving():
+        asking = asyncio.create_task(cluster.ask(max_tokens=20))
+        await until(lambda: bool(first.held or second.held), "one of them decodes")
+        await asyncio.sleep(0.2)
+        await (first if first.held else second).die()
+        reply = await asking
+        assert reply.token_ids == cluster.expected(20)
+        told = told_by(cluster)
+        assert told("twostep_requests_total", status="OK") == 1
+        assert told("twostep_request_attempts_total") == 2
+        assert told("twostep_request_migrations_total") == 1
+        assert told("twostep_time_to_first_token_seconds_count") == told("twostep_second_token_seconds_count") == 1
+        assert told("twostep_generation_tokens_total") == 20

@@ -1,0 +1,112 @@
+"""What a worker's /metrics says of its engine and its edge, also while either is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+from scraping import Scrape, scrape
+from worker_harness import BLOCK, WAIT_S, Pair, expected, make_runner, prompt_of, routed, started
+
+from twostep.errors import SetupError
+
+
+def both(pair: Pair) -> tuple[Scrape, Scrape]:
+    return scrape(pair.prefill_worker.telemetry.port), scrape(pair.decode_worker.telemetry.port)
+
+
+async def decode_until(pair: Pair, condition: Callable[[Scrape], bool]) -> Scrape:
+    """The decode worker's metrics once they say so; each scrape blocks the event loop."""
+    give_up = time.monotonic() + WAIT_S
+    while not condition(told := scrape(pair.decode_worker.telemetry.port)):
+        assert time.monotonic() < give_up, "the metrics never came to say so"
+        await asyncio.sleep(0.05)
+    return told
+
+
+async def test_engine_figures_of_both_roles(redis_url: str) -> None:
+    async with started(redis_url) as pair, routed(pair) as router:
+        for name in ("a", "b"):
+            assert (await router.generate(name, prompt_of(41), 20)).tokens == expected(prompt_of(41), 20)
+        await pair.settled()
+        prefill, decode = both(pair)
+        # The second prompt's first 40 tokens were cached.
+        assert prefill("twostep_engine_tokens_total", role="prefill", kind="prefill") == 41 + 1
+        assert prefill("twostep_engine_tokens_total", role="prefill", kind="decode") == 0
+        assert prefill("twostep_prefix_cache_queries_total", role="prefill") == 82
+        assert prefill("twostep_prefix_cache_hits_total", role="prefill") == 40
+        # The first of 20 tokens is the prefill worker's. Each other one is computed here, from the first one on.
+        tokens = decode("twostep_engine_tokens_total", role="decode")
+        assert tokens == 2 * 19
+        assert decode("twostep_prefix_cache_hits_total", role="decode") == 40
+        steps = decode("twostep_engine_steps_total", role="decode")
+        assert steps is not None
+        assert steps >= 19
+        durations = decode("twostep_engine_step_duration_seconds_count", role="decode")
+        assert durations is not None
+        assert 19 <= durations <= steps
+        for told, role in ((prefill, "prefill"), (decode, "decode")):
+            assert told("twostep_process_info", role=role) == 1
+            for family in ("num_requests_running", "num_requests_waiting", "num_requests_reserved", "num_requests_held"):
+                assert told(f"twostep_{family}", role=role) == 0
+            assert told("twostep_kv_cache_usage_ratio", role=role) == 0
+            assert told("twostep_kv_cache_blocks", role=role) == 256
+            assert told("twostep_kv_cache_blocks", role=role, state="used") == 0
+            assert told("twostep_engine_stalled_seconds", role=role) == 0
+            assert told("twostep_num_preemptions_total", role=role) == 0
+
+
+async def test_what_is_under_way_shows(redis_url: str) -> None:
+    async with started(redis_url, decode_runner=make_runner(step_s=0.02)) as pair, routed(pair) as router:
+        prompt = prompt_of(40)
+        # Reserved and never attached: a hand-over that does not come about.
+        await router.reserve("hangs", prompt, 4)
+        running = asyncio.create_task(router.generate("runs", prompt_of(40, seed=2), 400))
+        # The edge's figures are asked for once a second.
+        decode = await decode_until(
+            pair,
+            lambda told: told("twostep_num_requests_running") == 1 and (told("twostep_kv_oldest_lease_seconds") or 0) > 0.5,
+        )
+        assert decode("twostep_num_requests_reserved", role="decode") == 1
+        assert decode("twostep_kv_leases", role="decode") == 1
+        assert decode("twostep_worker_sequences", role="decode") == 2
+        assert decode("twostep_worker_streams", role="decode") == 1
+        assert decode("twostep_worker_ready", role="decode") == 1
+        assert decode("twostep_kv_transport_ready", role="decode", transport="local") == 1
+        used = decode("twostep_kv_cache_blocks", role="decode", state="used")
+        assert used is not None
+        assert used >= 2 * 40 // BLOCK
+        assert decode("twostep_kv_cache_usage_ratio", role="decode") == pytest.approx(used / 256, abs=0.05)
+        running.cancel()
+        await asyncio.wait([running])
+        await router.cancel("runs")
+        await router.cancel("hangs")
+
+
+async def test_metrics_answer_while_the_engine_is_stuck(redis_url: str) -> None:
+    runner = make_runner()
+    async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
+        runner.step_s = 3.0
+        running = asyncio.create_task(router.generate("r", prompt_of(8), 3))
+        # The step that shows it is still under way when it shows.
+        decode = await decode_until(pair, lambda told: (told("twostep_engine_stalled_seconds") or 0) > 0.2)
+        assert decode("twostep_engine_step_duration_seconds_count") in (0, 1)
+        runner.step_s = 0.0
+        assert (await running).tokens == expected(prompt_of(8), 3)
+
+
+async def test_a_taken_metrics_port_ends_the_start(redis_url: str) -> None:
+    async with started(redis_url) as pair:
+        taken = pair.decode_worker.telemetry.port
+        with pytest.raises(SetupError, match="--metrics-port"):
+            async with started(redis_url, prefill_options={"metrics_port": taken, "worker_id": "other"}):
+                pytest.fail("it started")
+
+
+async def test_no_metrics_on_request(redis_url: str) -> None:
+    off = {"metrics_port": -1}
+    async with started(redis_url, prefill_options=off, decode_options=off) as pair, routed(pair) as router:
+        assert pair.decode_worker.telemetry.port == 0
+        assert (await router.generate("r", prompt_of(8), 3)).tokens == expected(prompt_of(8), 3)
