@@ -1,0 +1,275 @@
+"""Both halves of the hand-over's state machine (kv_transfer.lease, kv_transfer.reader) in one world, under any interleaving.
+
+Leases are opened, published, watched, fetched block by block while memory is reused, committed, acknowledged, aborted and expire; readers
+come late, twice, and give up; messages overtake each other, come twice or never; the source restarts over the same memory. Always:
+
+    each block is freed exactly once for each lease and each reader, and belongs to nobody twice
+    no reader commits anything but what its ticket's prompt computed, though checksums may find false matches where memory is read in place
+    when all is over nothing is held, on either side, whatever still arrives
+
+The run below makes at least 20,000 random operations. TWOSTEP_PROPERTY_STEPS asks for about so many instead, e.g.
+
+    TWOSTEP_PROPERTY_STEPS=1000000 python -m pytest tests/kv_transfer/test_hand_over_model.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import ClassVar
+
+import pytest
+from hand_over_world import SOURCE_BLOCKS, World
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from kv_transfer import lease, reader
+from kv_transfer.lease import Abort, Commit, Lease, LeaseState, LeaseTable, PublisherStopped, Transition
+from kv_transfer.reader import FreeTargets, GivenUp, Reader, ReaderState, SourceLost, Step
+from twostep.errors import InvalidRequest, Unavailable
+
+OPERATIONS = 20_000
+STEPS = 80
+ENDS = ["aborts", "fails", "expires", "restarts"]
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+class HandOvers(RuleBasedStateMachine):
+    num_operations: ClassVar[int] = 0
+    seen: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.steps = 0
+
+    def pick(self, data: st.DataObject, count: int) -> int:
+        return data.draw(st.integers(0, count - 1))
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.steps += 1
+        type(self).num_operations += 1
+        self.world.check()
+
+    def teardown(self) -> None:
+        world = self.world
+        world.end()
+        world.check()
+        assert len(world.table) == 0
+        assert not world.objects
+        assert world.pool.num_available == world.pool.num_blocks
+        assert world.target_pool.num_available == world.target_pool.num_blocks
+        assert all(puller.machine.finished and puller.num_frees == 1 for puller in world.pullers)
+        type(self).seen += world.seen
+
+    # ---- what goes well -----------------------------------------------------------------------------------------------------
+
+    @rule(
+        lease_id=st.sampled_from("abc"),
+        content=st.lists(st.integers(0, 1), max_size=3),
+        one_sided=st.sampled_from([True, True, False]),
+        per_chunk=st.integers(1, 2),
+        readers=st.sampled_from([0, 1, 1, 2, 2, 3]),
+        seed=SEEDS,
+        times=st.sampled_from([0, 10, 20, 30]),
+    )
+    def opens(self, lease_id: str, content: list[int], one_sided: bool, per_chunk: int, readers: int, seed: int, times: int) -> None:
+        self.world.open(lease_id, tuple(content), one_sided=one_sided, per_chunk=per_chunk)
+        for _ in range(readers if self.world.tickets else 0):
+            self.world.attach(self.world.tickets[-1])
+        self.go_on(seed, times, "all")
+
+    @rule(data=st.data())
+    def one_thing_goes_on(self, data: st.DataObject) -> None:
+        calls = self.world.forward()
+        if calls:
+            calls[self.pick(data, len(calls))](data.draw(st.booleans()))
+
+    @rule(seed=SEEDS, times=st.sampled_from([4, 8, 16, 40]))
+    def all_go_on(self, seed: int, times: int) -> None:
+        self.go_on(seed, times, "all")
+
+    @rule(seed=SEEDS, times=st.sampled_from([2, 4, 8]), who=st.sampled_from(["source", "readers"]))
+    def some_go_on(self, seed: int, times: int, who: str) -> None:
+        """The others stand still meanwhile: that is how readers come late."""
+        self.go_on(seed, times, who)
+
+    def go_on(self, seed: int, times: int, who: str) -> None:
+        random = Random(f"{seed} {self.steps}")
+        for _ in range(times):
+            calls = self.world.forward(who)
+            if calls:
+                random.choice(calls)(random.random() < 0.8)
+
+    # ---- what does not ------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.world.jobs)
+    @rule(
+        data=st.data(),
+        kind=st.sampled_from(ENDS),
+        again=st.booleans(),
+        count=st.integers(0, SOURCE_BLOCKS),
+        seed=SEEDS,
+        times=st.sampled_from([0, 4, 12, 24]),
+        who=st.sampled_from(["source", "readers", "all"]),
+    )
+    def a_lease_ends_and_its_memory_is_reused(
+        self, data: st.DataObject, kind: str, again: bool, count: int, seed: int, times: int, who: str
+    ) -> None:
+        world = self.world
+        jobs = list(world.jobs.values())
+        job = jobs[self.pick(data, len(jobs))]
+        match kind:
+            case "aborts":
+                world.apply(job, Abort("why not"))
+            case "fails":
+                if job.lease.publishing:
+                    world.apply(job, PublisherStopped())
+            case "expires":
+                world.tick(11.0)
+            case "restarts":
+                world.restart()
+        if again:
+            world.open_again(job)
+            self.go_on(seed, times, "source")
+        world.churn(min(count, world.pool.num_available))
+        if world.churned and count % 4:
+            world.pool.free(world.churned.pop(0))
+        self.go_on(seed, times, who)
+
+    @precondition(lambda self: self.world.soup)
+    @rule(data=st.data(), kind=st.sampled_from(["lost", "twice"]))
+    def a_message_fares_ill(self, data: st.DataObject, kind: str) -> None:
+        place = self.pick(data, len(self.world.soup))
+        if kind == "lost":
+            self.world.lose(place)
+        else:
+            self.world.deliver(place, keep=True)
+
+    @precondition(lambda self: any(not puller.machine.finished for puller in self.world.pullers))
+    @rule(data=st.data(), kind=st.sampled_from(["broken", "doubled", "turned", "given up", "refused", "again"]))
+    def a_reader_fares_ill(self, data: st.DataObject, kind: str) -> None:
+        live = [puller for puller in self.world.pullers if not puller.machine.finished]
+        puller = live[self.pick(data, len(live))]
+        match kind:
+            case "broken":
+                puller.stream[:] = [SourceLost(Unavailable("the connection broke"))]
+            case "doubled":
+                puller.stream[:] = [event for event in puller.stream for _ in range(2)]
+            case "turned":
+                puller.stream.reverse()
+            case "given up":
+                self.world.react(puller, GivenUp())
+            case "refused":
+                self.world.engine_error = InvalidRequest("nothing is left to decode")
+            case "again":
+                self.world.attach(puller.ticket)
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 2.5]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.tick(seconds)
+
+
+def run(operations: int, *, find_only: bool = False) -> type[HandOvers]:
+    """A fresh class, so that its counts are of this run. `find_only`: a failure is raised as it was found."""
+    machine = type("HandOvers", (HandOvers,), {"num_operations": 0, "seen": Counter()})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=-(-operations // STEPS) * 6 // 5,
+            stateful_step_count=STEPS,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate] if find_only else [Phase.explicit, Phase.generate, Phase.shrink],
+            report_multiple_bugs=False,
+            print_blob=False,
+        ),
+    )
+    return machine
+
+
+@pytest.mark.timeout(0)
+def test_no_interleaving_leaks_or_commits_what_is_stale() -> None:
+    operations = int(os.environ.get("TWOSTEP_PROPERTY_STEPS", OPERATIONS))
+    machine = run(operations)
+    print(f"{machine.num_operations} operations: {dict(machine.seen)}")
+    assert machine.num_operations >= operations
+    if operations >= OPERATIONS:
+        for what in ("committed, copied out", "committed, read where it lay", "torn or stale bytes", "asked and accepted"):
+            assert machine.seen[what] >= 20, f"{what} hardly ever happens: {machine.seen}"
+        for why in ("has ended", "another reader", "not what lease", "epoch", "no lease"):
+            assert machine.seen[f"refused: {why}"], f"nothing is ever refused for {why!r}: {machine.seen}"
+
+
+def accept_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = lease._commit
+
+    def wrong(one: Lease, commit: Commit) -> Transition:
+        transition = right(one, commit)
+        return replace(transition, refusal="") if one.state in (LeaseState.ABORTED, LeaseState.EXPIRED) else transition
+
+    monkeypatch.setattr(lease, "_commit", wrong)
+
+
+def accept_any_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = lease._commit
+    monkeypatch.setattr(
+        lease, "_commit", lambda one, commit: right(one, replace(commit, source_blocks=one.source_blocks, generations=one.generations))
+    )
+
+
+def accept_any_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = lease._commit
+    monkeypatch.setattr(
+        lease, "_commit", lambda one, commit: right(one, commit if one.reader is None else replace(commit, reader=one.reader))
+    )
+
+
+def accept_any_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LeaseTable.apply
+    monkeypatch.setattr(LeaseTable, "apply", lambda table, lease_id, event, *, now, epoch=None: right(table, lease_id, event, now=now))
+
+
+def free_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_give", lambda one, *actions: Transition(replace(one, given=one.given | set(actions)), actions))
+
+
+def ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reader._maybe_complete
+
+    def wrong(one: Reader) -> Step:
+        done = right(one).reader.state is ReaderState.COMMITTING
+        return reader._to_engine(replace(one, state=ReaderState.COMPLETE)) if done else right(one)
+
+    monkeypatch.setattr(reader, "_maybe_complete", wrong)
+
+
+def free_targets_under_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        reader,
+        "_free_if_quiet",
+        lambda one: Step(one) if one.targets_freed else Step(replace(one, targets_freed=True), (FreeTargets(),)),
+    )
+
+
+@pytest.mark.parametrize(
+    "break_a_rule",
+    [
+        accept_after_the_end,
+        accept_any_generation,
+        accept_any_reader,
+        accept_any_epoch,
+        free_twice,
+        ask_nobody,
+        free_targets_under_a_fetch,
+    ],
+)
+def test_the_model_finds_a_broken_rule(break_a_rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    break_a_rule(monkeypatch)
+    with pytest.raises(AssertionError):
+        run(5 * OPERATIONS, find_only=True)
