@@ -21,6 +21,10 @@ class FifoGate:
         self._max_waiting = max_waiting
         self._waiters: deque[asyncio.Event] = deque()
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
+
     async def take(self, attempt: Callable[[], T | None], *, deadline: float) -> T:
         """What `attempt` returns, once it is not None. It runs on the event loop, now and after a `pump`; what it raises is raised.
 

@@ -1,0 +1,353 @@
+"""NIXL between two GPUs of one host, two processes: the link's copy rate, raw reads by layout and size of descriptors, and whole fetches
+of the `nixl` transport; then a peer that is killed or stopped in mid-read.
+
+    PYTHONPATH=. python benchmarks/gpu_nixl.py [--section link raw fetch faults] [--cpu]
+
+341 MB: 163 blocks of 2 MiB, a prompt of 2600 tokens of Llama-3.1-8B's shape in bfloat16. Wall times on the host, medians. The source is
+a process on cuda:0, the reader this one on cuda:1. What arrives is compared bit for bit. `--cpu`: both pools in host
+memory, to try the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+from kv_transfer import nixl_device
+from kv_transfer.nixl_agent import NixlAgent, Peer
+from kv_transfer.nixl_device import DeviceMemory
+from kv_transfer.nixl_endpoint import NixlEndpoint, laid_out
+from kv_transfer.nixl_memory import HostMemory, NixlMemory
+from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.transport import ChunkInfo
+from twostep.errors import TwostepError
+from twostep.kernels.triton_pull import PullShape, pull_blocks
+
+BLOCK_BYTES = 2 << 20
+NUM_BLOCKS = 163
+POOL_BLOCKS = 400
+NUM_BYTES = NUM_BLOCKS * BLOCK_BYTES
+ARENA_BYTES = 512 << 20
+ON_CPU = "--cpu" in sys.argv
+FAR, NEAR, MEMORY = ("cpu", "cpu", "DRAM") if ON_CPU else ("cuda:0", "cuda:1", "VRAM")
+PROBE_BYTES = 16 << 20
+
+
+def pool_of(device: str, seed: int) -> torch.Tensor:
+    if not seed:
+        return torch.zeros(POOL_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(0, 256, (POOL_BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=device, generator=generator)
+
+
+def memory_of(pool: torch.Tensor) -> NixlMemory:
+    if ON_CPU:
+        return HostMemory(pool.numpy(), arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
+    return DeviceMemory(pool, arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
+
+
+def transport_of(pool: torch.Tensor) -> NixlTransport:
+    return NixlTransport(memory_of(pool))
+
+
+def wait_for(device: str) -> None:
+    if not ON_CPU:
+        torch.cuda.synchronize(device)
+
+
+async def be_source() -> None:
+    """Says where it is, then publishes what standard input asks for."""
+    transport = transport_of(pool_of(FAR, 1))
+    await transport.start()
+    print(json.dumps(transport.endpoint), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        lease, index, ids = json.loads(line)
+        start = time.perf_counter()
+        chunk = await transport.publish(lease, index, 0, ids, ttl_s=60, deadline=time.monotonic() + 10)
+        print(json.dumps([asdict(chunk), time.perf_counter() - start]), flush=True)
+    await transport.close()
+
+
+class Source:
+    """The other process."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--source", *(["--cpu"] if ON_CPU else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ,
+        )
+        self.endpoint: str = self._answer()
+        self._leases = 0
+
+    def publish(self, ids: list[int], num_chunks: int = 1) -> tuple[list[ChunkInfo], float]:
+        assert self.process.stdin is not None
+        self._leases += 1
+        chunks, seconds = [], 0.0
+        for index, part in enumerate(np.array_split(ids, num_chunks)):
+            self.process.stdin.write(json.dumps([f"l{self._leases}", index, part.tolist()]) + "\n")
+            self.process.stdin.flush()
+            fields, took = self._answer()
+            chunks.append(ChunkInfo(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}))
+            seconds += took
+        return chunks, seconds
+
+    def _answer(self) -> list:
+        assert self.process.stdout is not None
+        while not (line := self.process.stdout.readline()).startswith(("[", '"')):
+            assert line, "the source ended"
+            print("source:", line, end="")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def median_ms(run: Callable[[], object], repeats: int = 9, warm: int = 2) -> float:
+    times = []
+    for _ in range(warm + repeats):
+        wait_for(NEAR)
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[warm:]) * 1e3
+
+
+def show(what: str, ms: float, num_bytes: int = NUM_BYTES) -> None:
+    print(f"{what:66s} {ms:8.3f} ms {num_bytes / ms / 1e6:7.1f} GB/s", flush=True)
+
+
+def link() -> None:
+    """What copies of torch reach in one process, and a kernel's local gather and scatter."""
+    far, near = pool_of(FAR, 1), pool_of(NEAR, 0)
+    flat_far, flat_near = far.view(-1)[:NUM_BYTES], near.view(-1)[:NUM_BYTES]
+
+    def copy() -> None:
+        flat_near.copy_(flat_far, non_blocking=True)
+        wait_for(FAR)
+        wait_for(NEAR)
+
+    show("link: one copy of 341 MB, one process", median_ms(copy))
+    rng = np.random.default_rng(5)
+    ids = torch.from_numpy(rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS]).to(NEAR)
+    rows, arena = near.view(torch.int64), torch.empty(NUM_BLOCKS, BLOCK_BYTES // 8, dtype=torch.int64, device=NEAR)
+
+    def scatter() -> None:
+        rows.index_copy_(0, ids, arena)
+        wait_for(NEAR)
+
+    def gather() -> None:
+        torch.index_select(rows, 0, ids, out=arena)
+        wait_for(NEAR)
+
+    show("torch: scatter 163 blocks, local", median_ms(scatter))
+    show("torch: gather 163 blocks, local", median_ms(gather))
+    if ON_CPU:
+        return
+    kernels(near)
+
+
+def kernels(pool: torch.Tensor) -> None:
+    """What verifying costs: the copy from the arena into the pool with its sums, and sums alone, as the transport calls them."""
+    memory = memory_of(pool)
+    memory.enter_thread()
+    targets = np.random.default_rng(5).permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
+    expected = memory.checksum_of_blocks(targets, None)
+    landed = pool[targets].reshape(-1)
+    memory._arena[:NUM_BYTES] = landed
+    default = nixl_device.SHAPE
+    for num_programs in (32, 64, 128, 256):
+        nixl_device.SHAPE = PullShape(num_programs=num_programs)
+        show(f"arena -> pool with sums, {num_programs} programs", median_ms(lambda: memory.land(0, targets, None, expected)))
+        show(f"sums of blocks alone, {num_programs} programs", median_ms(lambda: memory.checksum_of_blocks(targets, None)))
+    nixl_device.SHAPE = default
+    ids = torch.tensor([list(range(NUM_BLOCKS)), targets], dtype=torch.int32, device=NEAR)
+
+    def copy_only() -> None:
+        pull_blocks(
+            memory.arena.address,
+            memory.pool.address,
+            ids,
+            None,
+            block_bytes=BLOCK_BYTES,
+            first_byte=0,
+            num_bytes=BLOCK_BYTES,
+            shape=default,
+        )
+        wait_for(NEAR)
+
+    with torch.cuda.device(NEAR):
+        show("arena -> pool without sums", median_ms(copy_only))
+
+
+def raw(source: Source) -> None:
+    endpoint = NixlEndpoint.parse(source.endpoint)
+    pool = pool_of(NEAR, 0)
+    memory = memory_of(pool)
+    agent = NixlAgent("raw-reader", [memory.pool, memory.arena], enter_thread=memory.enter_thread, backend_params={})
+    agent.start()
+    peer = Peer(endpoint.agent, endpoint.metadata)
+    print(f"endpoint {len(source.endpoint)} characters, metadata {len(endpoint.metadata)} bytes")
+    rng = np.random.default_rng(6)
+    far_ids, near_ids = rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS], rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS]
+
+    def rows(base: int, device: int, ids: np.ndarray, size: int) -> np.ndarray:
+        """Blocks cut into pieces of `size`."""
+        per = BLOCK_BYTES // size
+        places = (ids[:, None] * per + np.arange(per)).reshape(-1) * size + base
+        return np.stack([places, np.full_like(places, size), np.full_like(places, device)], axis=1).astype(np.uint64)
+
+    def read(near: np.ndarray, far: np.ndarray, at_once: int = 1) -> None:
+        parts = zip(np.array_split(near, at_once), np.array_split(far, at_once), strict=True)
+        for future in [agent.read(peer, n, MEMORY, f, MEMORY) for n, f in parts]:
+            future.result(30)
+
+    start = time.perf_counter()
+    read(
+        rows(memory.arena.address, memory.arena.device, near_ids[:1], BLOCK_BYTES), rows(endpoint.pool_address, 0, far_ids[:1], BLOCK_BYTES)
+    )
+    print(f"first read, connecting: {1e3 * (time.perf_counter() - start):.1f} ms")
+    for size in (BLOCK_BYTES, 512 << 10, 128 << 10, 32 << 10):
+        far, near = rows(endpoint.pool_address, 0, far_ids, size), rows(memory.pool.address, memory.pool.device, near_ids, size)
+        few = {"repeats": 5, "warm": 1} if size < BLOCK_BYTES else {}
+        show(f"(a) pool -> pool, {len(far)} descriptors of {size >> 10} KiB", median_ms(lambda f=far, n=near: read(n, f), **few))
+    far, near = rows(endpoint.pool_address, 0, far_ids, BLOCK_BYTES), rows(memory.pool.address, memory.pool.device, near_ids, BLOCK_BYTES)
+    same = (pool[near_ids.tolist()].cpu() == pool_of(FAR, 1)[far_ids.tolist()].cpu()).all()
+    print("bit for bit:", bool(same))
+    arena = laid_out(memory.arena.address, far[:, 1], memory.arena.device)
+    show("(c) pool -> arena, 163 descriptors of 2 MiB", median_ms(lambda: read(arena, far)))
+    for at_once in (2, 4):
+        show(f"(c) in {at_once} reads at once", median_ms(lambda n=at_once: read(arena, far, n)))
+    one = np.array([[endpoint.pool_address, NUM_BYTES, 0]], np.uint64)
+    slot = np.array([[memory.arena.address, NUM_BYTES, memory.arena.device]], np.uint64)
+    show("(b) contiguous -> contiguous, 1 descriptor", median_ms(lambda: read(slot, one)))
+    cut = NUM_BYTES // 4
+    slots = np.array([[memory.arena.address + i * cut, cut, memory.arena.device] for i in range(4)], np.uint64)
+    ones = np.array([[endpoint.pool_address + i * cut, cut, 0] for i in range(4)], np.uint64)
+    show("(b) in 4 reads at once", median_ms(lambda: read(slots, ones, 4)))
+    show("    1 descriptor of 2 MiB", median_ms(lambda: read(near[:1], far[:1])), BLOCK_BYTES)
+    agent.close()
+
+
+async def fetches(source: Source) -> None:
+    pool = pool_of(NEAR, 0)
+    reader = transport_of(pool)
+    await reader.start()
+    truth = pool_of(FAR, 1)
+    start = time.perf_counter()
+    probe = await reader.probe(source.endpoint, deadline=time.monotonic() + 20)
+    print(f"probe: {probe.bytes_per_s / 1e9:.1f} GB/s, in all {1e3 * (time.perf_counter() - start):.1f} ms")
+    rng = np.random.default_rng(7)
+    far, near = rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist(), rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
+    for num_chunks, at_once in ((1, 1), (2, 2), (4, 4), (6, 4), (11, 4), (43, 4)):
+        chunks, published = source.publish(far, num_chunks)
+        targets = np.array_split(near, num_chunks)
+        times, lows = [], []
+        for _ in range(11):
+            pool.zero_()
+            wait_for(NEAR)
+            room = asyncio.Semaphore(at_once)
+
+            async def one(chunk: ChunkInfo, ids: np.ndarray, room: asyncio.Semaphore = room) -> None:
+                async with room:
+                    await reader.fetch(source.endpoint, "l", chunk, ids.tolist(), deadline=time.monotonic() + 10)
+
+            start = time.perf_counter()
+            await asyncio.gather(*(one(c, t) for c, t in zip(chunks, targets, strict=True)))
+            times.append((time.perf_counter() - start) * 1e3)
+        lows = sorted(times[2:])
+        show(
+            f"fetch, {num_chunks} chunks, {at_once} at once (best {lows[0]:.2f}); published in {1e3 * published:.2f} ms",
+            lows[len(lows) // 2],
+        )
+        assert torch.equal(pool[near].cpu(), truth[far].cpu()), "what arrived differs"
+    print("bit for bit: True")
+    await reader.close()
+
+
+async def faults() -> None:
+    """Kill and stop while a read is on its way: many small descriptors, so that it takes long."""
+    for name, signum in (("kill -9", signal.SIGKILL), ("SIGSTOP", signal.SIGSTOP)):
+        for connected in (True, False):
+            source = Source()
+            pool = pool_of(NEAR, 0)
+            reader = transport_of(pool)
+            await reader.start()
+            (chunk,), _ = source.publish(list(range(NUM_BLOCKS)))
+            target = list(range(200, 200 + NUM_BLOCKS))
+            if connected:
+                await reader.fetch(source.endpoint, "l", chunk, target, deadline=time.monotonic() + 10)
+            start = time.perf_counter()
+            tasks = [
+                asyncio.create_task(reader.fetch(source.endpoint, "l", chunk, target, deadline=time.monotonic() + 3)) for _ in range(8)
+            ]
+            await asyncio.sleep(0.001 if connected else 0.0)
+            source.process.send_signal(signum)
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            took = time.perf_counter() - start
+            said = sorted({"fetched" if o is None else f"{type(o).__name__}: {str(o)[:70]}" for o in outcomes})
+            after: object = "fetched"
+            try:
+                await reader.fetch(source.endpoint, "l", chunk, target, deadline=time.monotonic() + 2)
+            except TwostepError as error:
+                after = f"{type(error).__name__}: {str(error)[:70]}"
+            if signum == signal.SIGSTOP:
+                source.process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(2.5)
+            alive = float((torch.ones(1 << 20, device=NEAR) * 2).sum())
+            assert alive == 2 << 20, "the survivor's context is broken"
+            fresh = Source()
+            (chunk,), _ = fresh.publish(list(range(NUM_BLOCKS)))
+            await reader.fetch(fresh.endpoint, "l", chunk, target, deadline=time.monotonic() + 10)
+            whole = torch.equal(pool[target].cpu(), pool_of(FAR, 1)[:NUM_BLOCKS].cpu())
+            print(
+                f"{name}, {'in mid-read' if connected else 'while connecting'}: all over in {took:.2f} s: {'; '.join(said)}\n"
+                f"    next fetch: {after}; slots left {reader.arena.used_bytes}; context lives; from a new peer bit for bit: {whole}",
+                flush=True,
+            )
+            fresh.close()
+            source.close()
+            await reader.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--section", nargs="+", default=["link", "raw", "fetch", "faults"])
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--source", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.source:
+        asyncio.run(be_source())
+        return
+    if "link" in args.section:
+        link()
+    if {"raw", "fetch"} & set(args.section):
+        source = Source()
+        try:
+            if "raw" in args.section:
+                raw(source)
+            if "fetch" in args.section:
+                asyncio.run(fetches(source))
+        finally:
+            source.close()
+    if "faults" in args.section:
+        asyncio.run(faults())
+
+
+if __name__ == "__main__":
+    main()

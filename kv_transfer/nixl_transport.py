@@ -1,0 +1,291 @@
+"""The `nixl` transport: across hosts, from one registered pool to another, one-sided.
+
+    publish   1 checksum of the blocks where they lie (thread)
+    fetch     1 slot of the arena   2 agent: peer's pool -> slot, one descriptor for each run of blocks   3 verify, slot -> pool (thread)
+
+The source's process takes no part in a fetch: it keeps the blocks until the lease ends. Pool and arena are registered once, for good. A
+read cannot be stopped, so it lands in a slot of the arena and never in the pool: a fetch that gives up (deadline, cancel, a dead peer)
+leaves its slot in quarantine until the read has ended, and the target's blocks may be given out again at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from kv_transfer.local import check_blocks, part_bytes
+from kv_transfer.nixl_agent import NixlAgent, Peer
+from kv_transfer.nixl_endpoint import Descriptors, NixlEndpoint, laid_out
+from kv_transfer.nixl_memory import NixlMemory
+from kv_transfer.object_book import ObjectBook
+from kv_transfer.staging_arena import ArenaSlot, StagingArena
+from kv_transfer.transport import ChunkInfo, Probe, TransportStats
+from kv_transfer.waiting import FifoGate, finish
+from twostep.engine.batch import LayerRange
+from twostep.errors import DataLoss, InvalidRequest, Unavailable
+
+_NUM_THREADS = 4
+_SWEEP_S = 0.1
+# Nothing is copied out, so nothing bounds what is published but the pool itself.
+_NO_BUDGET = 1 << 62
+# After an error the library no longer tells when the last byte has landed: so long its memory is let alone. A copy takes milliseconds.
+_GRACE_S = 2.0
+_PROBE_READS = 4
+
+R = TypeVar("R")
+
+
+class NixlTransport:
+    """See kv_transfer.transport for the contract."""
+
+    def __init__(self, memory: NixlMemory, *, num_layers: int = 1, backend_params: dict[str, str] | None = None) -> None:
+        """`num_layers` of a block, which chunks may take some of. `backend_params`: of NIXL's UCX backend. The environment (UCX_TLS,
+        UCX_NET_DEVICES, ...) is the library's own."""
+        self._memory = memory
+        self._num_layers = num_layers
+        self._agent = NixlAgent(
+            f"twostep-{secrets.token_hex(8)}",
+            [memory.pool, memory.arena, memory.probe],
+            enter_thread=memory.enter_thread,
+            backend_params=backend_params or {},
+        )
+        self._endpoint = ""
+        self._book: ObjectBook[bool] = ObjectBook(_NO_BUDGET)
+        self._arena = StagingArena(memory.arena.num_bytes)
+        # By peer: none waits behind one that does not answer.
+        self._rooms: dict[str, FifoGate] = {}
+        # Peers' reads that have not ended though their deadline has passed.
+        self._overdue: Counter[str] = Counter()
+        self._threads: ThreadPoolExecutor | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return "nixl"
+
+    @property
+    def copies_out(self) -> bool:
+        return False
+
+    @property
+    def checksum_name(self) -> str:
+        return self._memory.checksum_name
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    @property
+    def ready(self) -> bool:
+        return self._threads is not None
+
+    @property
+    def max_lease_bytes(self) -> int:
+        """The pool bounds it."""
+        return 0
+
+    @property
+    def arena(self) -> StagingArena:
+        """For those who look after memory."""
+        return self._arena
+
+    async def start(self) -> None:
+        """Raises SetupError."""
+        await asyncio.to_thread(self._agent.start)
+        pool, probe = self._memory.pool, self._memory.probe
+        self._endpoint = str(
+            NixlEndpoint(
+                agent=self._agent.name,
+                metadata=self._agent.metadata,
+                memory=pool.memory,
+                device=pool.device,
+                pool_address=pool.address,
+                num_blocks=self._memory.num_blocks,
+                block_bytes=self._memory.block_bytes,
+                probe_address=probe.address,
+                probe_bytes=probe.num_bytes,
+            )
+        )
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-nixl-copy", initializer=self._memory.enter_thread)
+        self._sweeper = asyncio.create_task(self._sweep(), name="kv-nixl-sweep")
+
+    async def close(self) -> None:
+        self._endpoint = ""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._sweeper
+        self._book.drop_all()
+        threads, self._threads = self._threads, None
+        await asyncio.to_thread(self._agent.close)
+        if threads is not None:
+            await asyncio.to_thread(threads.shutdown)
+
+    # ---- the source's side ------------------------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        lease_id: str,
+        index: int,
+        first_block: int,
+        block_ids: Sequence[int],
+        *,
+        layers: LayerRange | None = None,
+        ttl_s: float,
+        deadline: float,
+    ) -> ChunkInfo:
+        self._running_threads()
+        ids = tuple(block_ids)
+        part = self._part(layers)
+        num_bytes = len(ids) * part_bytes(self._memory.block_bytes, self._num_layers, layers)
+        entry = self._book.reserve(lease_id, index, num_bytes, ttl_s=ttl_s, now=time.monotonic())
+        assert entry is not None, "there is no budget"
+        try:
+            digest = await finish(self._in_thread(self._memory.checksum_of_blocks, ids, part))
+            self._book.fill(entry, True, now=time.monotonic())
+        except BaseException:
+            self._book.cancel(entry)
+            raise
+        return ChunkInfo(
+            index=index,
+            first_block=first_block,
+            num_blocks=len(ids),
+            num_bytes=num_bytes,
+            checksum=digest,
+            first_layer=layers.first if layers else 0,
+            num_layers=layers.num_layers if layers else 0,
+            source_blocks=ids,
+        )
+
+    async def drop(self, lease_id: str) -> None:
+        self._book.drop(lease_id)
+
+    async def stats(self) -> TransportStats:
+        return self._book.stats
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self._book.expire(time.monotonic())
+
+    # ---- the reader's side --------------------------------------------------------------------------------------------------
+
+    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
+        check_blocks(chunk, block_ids, self._memory.block_bytes, self._num_layers)
+        source = self._source(endpoint)
+        if source.block_bytes != self._memory.block_bytes:
+            raise InvalidRequest(
+                f"the source's blocks have {source.block_bytes} bytes, ours {self._memory.block_bytes}; compare the layouts before fetching"
+            )
+        if len(chunk.source_blocks) != chunk.num_blocks:
+            raise DataLoss(f"chunk {chunk.index} names {len(chunk.source_blocks)} source blocks for {chunk.num_blocks}; prefill again")
+        part = self._part(chunk.layers)
+        far = source.of_blocks(chunk.source_blocks, part)
+        slot = await self._take(source, chunk.num_bytes, deadline)
+        await self._read(source, far, slot, deadline)
+        try:
+            await finish(self._in_thread(self._memory.land, slot.offset, tuple(block_ids), part, chunk.checksum))
+        finally:
+            self._give_back(slot)
+
+    def _part(self, layers: LayerRange | None) -> slice | None:
+        """The layers' bytes of a block; None: all. Raises InvalidRequest."""
+        num_bytes = part_bytes(self._memory.block_bytes, self._num_layers, layers)
+        if layers is None or num_bytes == self._memory.block_bytes:
+            return None
+        start = self._memory.block_bytes // self._num_layers * layers.first
+        return slice(start, start + num_bytes)
+
+    async def probe(self, endpoint: str, *, deadline: float) -> Probe:
+        """The best of a few reads of the peer's probe region; the first one connects."""
+        source = self._source(endpoint)
+        slot = await self._take(source, source.probe_bytes, deadline)
+        best = float("inf")
+        for _ in range(_PROBE_READS):
+            start = time.perf_counter()
+            await self._read(source, source.of_probe, slot, deadline)
+            best = min(best, time.perf_counter() - start)
+        try:
+            await finish(self._in_thread(self._memory.check_probe, slot.offset, source.probe_bytes))
+        finally:
+            self._give_back(slot)
+        return Probe(num_bytes=source.probe_bytes, seconds=best)
+
+    def _source(self, endpoint: str) -> NixlEndpoint:
+        self._running_threads()
+        return NixlEndpoint.parse(endpoint)
+
+    async def _take(self, source: NixlEndpoint, num_bytes: int, deadline: float) -> ArenaSlot:
+        if num_bytes > self._arena.num_bytes:
+            raise InvalidRequest(
+                f"a chunk of {num_bytes} bytes does not fit the arena of {self._arena.num_bytes} that nixl reads land in; "
+                "make chunks smaller or the arena larger"
+            )
+
+        def attempt() -> ArenaSlot | None:
+            if self._overdue[source.agent]:
+                raise Unavailable(f"reads from {source.agent} over nixl have not ended by their deadline; prefill on another worker")
+            return self._arena.take(source.agent, num_bytes)
+
+        room = self._rooms.setdefault(source.agent, FifoGate("the arena that nixl reads land in"))
+        try:
+            return await room.take(attempt, deadline=deadline)
+        finally:
+            if not room.num_waiting and self._rooms.get(source.agent) is room:
+                del self._rooms[source.agent]
+
+    async def _read(self, source: NixlEndpoint, far: Descriptors, slot: ArenaSlot, deadline: float) -> None:
+        """Fills the slot, which is given back if that fails: at once, or when the read has ended. Raises Unavailable."""
+        arena = self._memory.arena
+        near = laid_out(arena.address + slot.offset, far[:, 1], arena.device)
+        peer = Peer(source.agent, source.metadata)
+        read = asyncio.wrap_future(self._agent.read(peer, near, arena.memory, far, source.memory))
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                await asyncio.shield(read)
+        except TimeoutError:
+            self._quarantine(slot, read, overdue=True)
+            raise Unavailable(f"{source.agent} did not let itself be read over nixl by the deadline; prefill again") from None
+        except BaseException:
+            self._quarantine(slot, read)
+            raise
+
+    def _quarantine(self, slot: ArenaSlot, read: asyncio.Future[None], *, overdue: bool = False) -> None:
+        self._arena.quarantine(slot)
+        self._overdue[slot.owner] += overdue
+        self._pump()
+
+        def ended(read: asyncio.Future[None]) -> None:
+            self._overdue[slot.owner] -= overdue
+            self._overdue += Counter()  # forgets those at zero
+            if not read.cancelled() and read.exception() is None:
+                self._give_back(slot)
+            else:
+                read.get_loop().call_later(_GRACE_S, self._give_back, slot)
+
+        read.add_done_callback(ended)
+
+    def _give_back(self, slot: ArenaSlot) -> None:
+        self._arena.give_back(slot)
+        self._pump()
+
+    def _pump(self) -> None:
+        for room in self._rooms.values():
+            room.pump()
+
+    # ---- threads --------------------------------------------------------------------------------------------------------------
+
+    def _running_threads(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            raise Unavailable("the nixl transport is not running; try another worker")
+        return self._threads
+
+    async def _in_thread(self, function: Callable[..., R], *args: object) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._running_threads(), partial(function, *args))

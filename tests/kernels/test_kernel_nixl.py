@@ -1,0 +1,52 @@
+"""The nixl transport's memory on a GPU: checksums where blocks lie, and what a read brought into the pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kv_transfer.nixl_device import DeviceMemory
+from kv_transfer.sum64 import block_sums, chunk_sum
+from twostep.errors import DataLoss
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "part"), [(8, None), (40, None), (4096, None), (40_008, None), (96, slice(32, 64)), (80, slice(72, 80))]
+)
+def test_sums_and_landing(block_bytes: int, part: slice | None) -> None:
+    rng = np.random.default_rng(block_bytes)
+    host = rng.integers(0, 256, (9, block_bytes), np.uint8)
+    memory = DeviceMemory(torch.from_numpy(host.copy()).to(DEVICE), arena_bytes=1 << 20, probe_bytes=1000)
+    memory.enter_thread()
+    columns = part or slice(0, block_bytes)
+    source, target = [7, 2, 3, 8], [0, 5, 4, 1]
+    rows = host[source, columns]
+    expected = chunk_sum(block_sums(rows, columns.start))
+    assert memory.checksum_of_blocks(source, part) == expected
+    offset = 4096
+    arrived = torch.from_numpy(rows.reshape(-1).copy()).to(DEVICE)
+    memory._arena[offset : offset + len(arrived)] = arrived
+    memory.land(offset, target, part, expected)
+    host[target, columns] = rows
+    np.testing.assert_array_equal(memory._pool.cpu().numpy(), host)
+    memory._arena[offset + len(arrived) - 1] ^= 64
+    with pytest.raises(DataLoss, match="checksum"):
+        memory.land(offset, target, part, expected)
+
+
+def test_order_counts_and_probes_are_checked() -> None:
+    memory = DeviceMemory(
+        torch.arange(256, dtype=torch.uint8).repeat(8).view(8, 256).roll(3, 0).to(DEVICE), arena_bytes=8192, probe_bytes=500
+    )
+    memory.enter_thread()
+    memory._pool[1] = 7
+    assert memory.checksum_of_blocks([1, 2], None) != memory.checksum_of_blocks([2, 1], None)
+    memory._arena[100:600] = memory._pattern
+    memory.check_probe(100, 500)
+    memory._arena[300] ^= 1
+    with pytest.raises(DataLoss, match="probe"):
+        memory.check_probe(100, 500)
+    assert (memory.pool.num_bytes, memory.arena.num_bytes, memory.probe.num_bytes) == (2048, 8192, 500)

@@ -1,0 +1,287 @@
+"""The nixl transport over a fake of the library, on the host: what is read, when memory is free, and what failures leave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from fake_nixl import FakeLibrary, fake_nixl
+
+from kv_transfer.nixl_endpoint import NixlEndpoint
+from kv_transfer.nixl_memory import HostMemory
+from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.transport import ChunkInfo
+from twostep.engine.batch import LayerRange
+from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, SetupError, Unavailable
+
+BLOCK = 4096
+ARENA = 16 * BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    transport: NixlTransport
+    pool: np.ndarray
+
+    @property
+    def agent(self) -> str:
+        return NixlEndpoint.parse(self.transport.endpoint).agent
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
+    monkeypatch.setattr("kv_transfer.nixl_transport._GRACE_S", 0.05)
+    with fake_nixl(monkeypatch) as library:
+        yield library
+
+
+@asynccontextmanager
+async def side(*, seed: int = 0) -> AsyncIterator[Side]:
+    pool = np.random.default_rng(seed).integers(0, 256, (64, BLOCK), np.uint8) if seed else np.zeros((64, BLOCK), np.uint8)
+    transport = NixlTransport(HostMemory(pool, arena_bytes=ARENA, probe_bytes=2 * BLOCK))
+    await transport.start()
+    try:
+        yield Side(transport, pool)
+    finally:
+        await transport.close()
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[Side, Side]]:
+    async with side(seed=1) as source, side() as reader:
+        yield source, reader
+        assert await settles(lambda: reader.transport.arena.used_bytes == 0)
+
+
+async def settles(condition: object, within_s: float = 10.0) -> bool:
+    assert callable(condition)
+    end = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        await asyncio.sleep(0.01)
+    return True
+
+
+async def publish(source: Side, ids: list[int], *, lease: str = "a", index: int = 0, ttl_s: float = 30.0) -> ChunkInfo:
+    return await source.transport.publish(lease, index, 0, ids, ttl_s=ttl_s, deadline=time.monotonic() + 10)
+
+
+async def fetch(reader: Side, source: Side, chunk: ChunkInfo, ids: list[int], *, within_s: float = 10.0) -> None:
+    await reader.transport.fetch(source.transport.endpoint, "a", chunk, ids, deadline=time.monotonic() + within_s)
+
+
+async def test_blocks_arrive_from_where_they_lie(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        rng = np.random.default_rng(3)
+        for index, count in enumerate((1, 2, 7, 16)):
+            far, near = rng.permutation(64)[:count].tolist(), rng.permutation(64)[:count].tolist()
+            chunk = await publish(source, far, index=index)
+            assert (chunk.source_blocks, chunk.num_bytes) == (tuple(far), count * BLOCK)
+            await fetch(reader, source, chunk, near)
+            np.testing.assert_array_equal(reader.pool[near], source.pool[far])
+        stats = await source.transport.stats()
+        assert (stats.num_leases, stats.num_objects, stats.stored_bytes) == (1, 4, 26 * BLOCK)
+        await source.transport.drop("a")
+        assert (await source.transport.stats()).num_leases == 0
+        with pytest.raises(NotFound):
+            await publish(source, [1])
+
+
+async def test_a_side_reads_from_itself_and_both_ways(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        chunk = await publish(source, [3, 4])
+        await fetch(source, source, chunk, [8, 9])
+        np.testing.assert_array_equal(source.pool[8:10], source.pool[3:5])
+        back = await publish(reader, [0])
+        await fetch(source, reader, back, [3])
+        assert not source.pool[3].any()
+
+
+async def test_reused_source_blocks_are_data_loss_and_nothing_is_written(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        chunk = await publish(source, [3, 4])
+        source.pool[4, 1000] ^= 1
+        with pytest.raises(DataLoss, match="checksum"):
+            await fetch(reader, source, chunk, [1, 2])
+        assert not reader.pool.any()
+        source.pool[4, 1000] ^= 1
+        await fetch(reader, source, chunk, [1, 2])
+        np.testing.assert_array_equal(reader.pool[1:3], source.pool[3:5])
+
+
+async def test_what_does_not_fit_is_refused(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        chunk = await publish(source, [3, 4])
+        with pytest.raises(InvalidRequest):
+            await fetch(reader, source, chunk, [1])
+        with pytest.raises(InvalidRequest, match="64 blocks"):
+            await fetch(reader, source, replace(chunk, source_blocks=(3, 64)), [1, 2])
+        with pytest.raises(DataLoss, match="source blocks"):
+            await fetch(reader, source, replace(chunk, source_blocks=(3,)), [1, 2])
+        large = await publish(source, list(range(17)), index=1)
+        with pytest.raises(InvalidRequest, match="arena"):
+            await fetch(reader, source, large, list(range(17)))
+        other = str(replace(NixlEndpoint.parse(source.transport.endpoint), block_bytes=BLOCK // 2))
+        with pytest.raises(InvalidRequest, match="layouts"):
+            await reader.transport.fetch(other, "a", chunk, [1, 2], deadline=time.monotonic() + 10)
+        assert not reader.pool.any()
+
+
+async def test_ranges_of_layers(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        for s in (source, reader):
+            s.transport._num_layers = 8
+        size = BLOCK // 8
+        for index, layers in enumerate((LayerRange(0, 1), LayerRange(2, 3), LayerRange(7, 1), LayerRange(0, 8))):
+            reader.pool[:] = 0
+            chunk = await source.transport.publish("a", index, 0, [5, 6, 1], layers=layers, ttl_s=30, deadline=time.monotonic() + 10)
+            assert (chunk.num_bytes, chunk.layers) == (3 * layers.num_layers * size, layers)
+            await fetch(reader, source, chunk, [2, 9, 4])
+            expected = np.zeros_like(reader.pool)
+            columns = slice(layers.first * size, layers.stop * size)
+            expected[[2, 9, 4], columns] = source.pool[[5, 6, 1], columns]
+            np.testing.assert_array_equal(reader.pool, expected)
+        with pytest.raises(InvalidRequest, match="layers"):
+            await source.transport.publish("a", 9, 0, [5], layers=LayerRange(7, 2), ttl_s=30, deadline=time.monotonic() + 10)
+
+
+async def test_probe_reads_the_peers_pattern(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        probe = await reader.transport.probe(source.transport.endpoint, deadline=time.monotonic() + 10)
+        assert probe.num_bytes == 2 * BLOCK
+        assert probe.seconds > 0
+        endpoint = NixlEndpoint.parse(source.transport.endpoint)
+        astray = replace(endpoint, probe_address=endpoint.pool_address)
+        with pytest.raises(DataLoss, match="probe"):
+            await reader.transport.probe(str(astray), deadline=time.monotonic() + 10)
+
+
+async def test_a_read_past_its_deadline_cannot_write_into_given_back_blocks(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        chunk = await publish(source, [3, 4])
+        library.held.add(source.agent)
+        start = time.monotonic()
+        with pytest.raises(Unavailable, match="deadline"):
+            await fetch(reader, source, chunk, [1, 2], within_s=0.2)
+        assert time.monotonic() - start < 5
+        assert reader.transport.arena.quarantined_bytes == 2 * BLOCK
+        with pytest.raises(Unavailable, match="have not ended"):
+            await fetch(reader, source, chunk, [1, 2], within_s=5)
+        reader.pool[:] = 7  # the blocks are somebody else's now
+        library.held.clear()
+        assert await settles(lambda: reader.transport.arena.used_bytes == 0)
+        assert (reader.pool == 7).all()
+        await fetch(reader, source, chunk, [1, 2])
+        np.testing.assert_array_equal(reader.pool[1:3], source.pool[3:5])
+
+
+async def test_a_cancelled_fetch_leaves_its_slot_until_the_read_has_ended(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        chunk = await publish(source, [3, 4])
+        library.held.add(source.agent)
+        task = asyncio.create_task(fetch(reader, source, chunk, [1, 2]))
+        assert await settles(lambda: reader.transport.arena.used_bytes > 0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert reader.transport.arena.quarantined_bytes == 2 * BLOCK
+        library.held.clear()
+        assert await settles(lambda: reader.transport.arena.used_bytes == 0)
+        assert not reader.pool.any()
+
+
+async def test_one_peer_that_does_not_answer_leaves_room_for_the_others(library: FakeLibrary) -> None:
+    async with pair() as (silent, reader), side(seed=2) as lively:
+        stuck = await publish(silent, [0, 1, 2, 3])
+        library.held.add(silent.agent)
+        waiting = [
+            asyncio.create_task(fetch(reader, silent, stuck, [4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3], within_s=1.0)) for n in range(6)
+        ]
+        assert await settles(lambda: reader.transport.arena.used_bytes == ARENA // 2)
+        chunk = await publish(lively, [9, 10])
+        await fetch(reader, lively, chunk, [40, 41])
+        np.testing.assert_array_equal(reader.pool[40:42], lively.pool[9:11])
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(o, Unavailable | ResourceExhausted) for o in outcomes), outcomes
+        library.held.clear()
+
+
+async def test_a_dead_peer_is_unavailable_and_forgotten_and_its_successor_is_read(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        chunk = await publish(source, [3, 4])
+        await fetch(reader, source, chunk, [1, 2])
+        known = library.agents[reader.agent].known
+        assert known == {source.agent}
+        library.held.add(source.agent)
+        tasks = [asyncio.create_task(fetch(reader, source, chunk, [1, 2])) for _ in range(3)]
+        assert await settles(lambda: reader.transport.arena.used_bytes == 6 * BLOCK)
+        library.dead.add(source.agent)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(o, Unavailable) for o in outcomes), outcomes
+        assert await settles(lambda: known == set())
+        with pytest.raises(Unavailable):
+            await fetch(reader, source, chunk, [1, 2])
+        async with side(seed=4) as successor:
+            chunk = await publish(successor, [5])
+            await fetch(reader, successor, chunk, [6])
+            np.testing.assert_array_equal(reader.pool[6], successor.pool[5])
+
+
+async def test_metadata_of_another_agent_is_refused(library: FakeLibrary) -> None:
+    async with pair() as (source, reader), side(seed=2) as other:
+        chunk = await publish(source, [3])
+        swapped = replace(NixlEndpoint.parse(source.transport.endpoint), metadata=NixlEndpoint.parse(other.transport.endpoint).metadata)
+        with pytest.raises(Unavailable, match="metadata of"):
+            await reader.transport.fetch(str(swapped), "a", chunk, [1], deadline=time.monotonic() + 10)
+        for garbage in ("kv:nobody:1:1", ""):
+            with pytest.raises(Unavailable):
+                await reader.transport.fetch(garbage, "a", chunk, [1], deadline=time.monotonic() + 10)
+
+
+async def test_leases_expire_and_publish_is_once(library: FakeLibrary) -> None:
+    async with pair() as (source, _):
+        await publish(source, [3], ttl_s=0.2)
+        with pytest.raises(InvalidRequest):
+            await publish(source, [4])
+        end = time.monotonic() + 10
+        while (await source.transport.stats()).num_objects:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.02)
+
+
+async def test_closed_sides_refuse_and_close_does_not_wait_for_ever(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_transfer.nixl_agent._CLOSE_S", 0.2)
+    async with side(seed=1) as source:
+        async with side() as reader:
+            chunk = await publish(source, [3])
+            library.held.add(source.agent)
+            task = asyncio.create_task(fetch(reader, source, chunk, [1]))
+            assert await settles(lambda: reader.transport.arena.used_bytes > 0)
+        with pytest.raises(Unavailable, match="closed"):
+            await task
+        assert reader.transport.endpoint == ""
+        with pytest.raises(Unavailable):
+            await fetch(reader, source, chunk, [1])
+    library.live_handles = 0  # left to the end of the process, as it must be
+
+
+async def test_a_library_that_does_not_start_says_what_to_do(library: FakeLibrary) -> None:
+    transport = NixlTransport(
+        HostMemory(np.zeros((2, BLOCK), np.uint8), arena_bytes=ARENA, probe_bytes=BLOCK), backend_params={"refuse": "1"}
+    )
+    with pytest.raises(SetupError, match="NIXL_LOG_LEVEL"):
+        await transport.start()
+    assert not transport.ready
+
+
+async def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "nixl._api", None)
+    transport = NixlTransport(HostMemory(np.zeros((2, BLOCK), np.uint8), arena_bytes=ARENA, probe_bytes=BLOCK))
+    with pytest.raises(SetupError, match=r"twostep\[nixl\]"):
+        await transport.start()
