@@ -57,12 +57,14 @@ class Unavailable(TwostepError):
 
 
 class StreamBroken(Unavailable):
-    """An answer broke off half-way. `text` and `token_ids` had arrived until then."""
+    """An answer broke off half-way. `text` and `token_ids` had arrived until then; the same request with `resume_token_ids` and
+    `seed` goes on after them (a `seed` of None: the server did not tell it)."""
 
-    def __init__(self, message: str, *, text: str = "", token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, *, text: str = "", token_ids: Sequence[int] = (), seed: int | None = None) -> None:
         super().__init__(message)
         self.text = text
         self.token_ids = tuple(token_ids)
+        self.seed = seed
 
 
 class DeadlineExceeded(TwostepError):

@@ -34,6 +34,7 @@ class Conversation:
 
     def __init__(self, client: Client, args: argparse.Namespace, terminal: bool) -> None:
         self._client, self._model, self._terminal = client, args.model, terminal
+        self._migrate = not args.no_migrate
         self._sampling = cast(SamplingOptions, sampling_of(args))
         self._first = [Message("system", args.system)] if args.system else []
         self._messages = list(self._first)
@@ -64,7 +65,7 @@ class Conversation:
         self._messages.append(Message("user", question))
         started = time.monotonic()
         first = last = started
-        answer = self._client.chat(self._messages, model=self._model, **self._sampling)
+        answer = self._client.chat(self._messages, model=self._model, migrate=self._migrate, **self._sampling)
         try:
             for piece in answer:
                 last = time.monotonic()

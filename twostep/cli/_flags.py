@@ -92,12 +92,16 @@ def _bench_engine(command: FlagParser) -> None:
 
 
 def _connection(command: FlagParser, *, with_model: bool = True) -> None:
-    command.flag("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
+    command.flag("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router; several, with commas, stand in for each other")
     command.add_argument("--timeout", type=float, default=600.0 if with_model else 30.0, metavar="S", help="seconds for a whole request")
     command.flag("--tls-ca", type=Path, metavar="PEM", help="authority to check the router by; switches TLS on")
     command.flag("--tls-cert", type=Path, metavar="PEM", help="own certificate")
     command.flag("--tls-key", type=Path, metavar="PEM", help="key of --tls-cert")
+    command.flag("--grpc-compression", default="none", choices=["none", "gzip"], help="gzip: for long prompts over slow links")
     if with_model:
+        command.add_argument(
+            "--no-migrate", action="store_true", help="when a worker or router is lost half-way, fail instead of going on through another"
+        )
         command.add_argument("--model", default="", help="name of a served model; not needed if there is one only")
 
 

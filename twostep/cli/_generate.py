@@ -17,7 +17,7 @@ from twostep.errors import InvalidRequest
 def run(args: argparse.Namespace) -> int:
     prompt = args.prompt if args.prompt != "-" else _read_stdin()
     sampling = cast(SamplingOptions, sampling_of(args))
-    with client_of(args) as client, client.generate(prompt, model=args.model, **sampling) as answer:
+    with client_of(args) as client, client.generate(prompt, model=args.model, migrate=not args.no_migrate, **sampling) as answer:
         if args.json:
             print(json.dumps(dataclasses.asdict(answer.result()), ensure_ascii=False))
             return 0

@@ -1,18 +1,27 @@
-"""What both kinds of generation know of their answer: pieces in, a completion out."""
+"""What both kinds of generation know of their answer: pieces in, a completion out, and what to send when the stream breaks."""
 
 from __future__ import annotations
 
-from twostep.client import _wire
+from collections.abc import Iterable
+
+from twostep.client import _channel, _wire
 from twostep.client._types import Completion, FinishReason, Phases, Piece, TokenLogprobs, Transfer, Usage
-from twostep.errors import InvalidRequest, StreamBroken, TwostepError, Unavailable
+from twostep.errors import InvalidRequest, ResourceExhausted, StreamBroken, TwostepError, Unavailable
 from twostep.rpc.v1 import inference_pb2 as pb
 
 
 class Answer:
     """The answer so far. Base of Generation and AsyncGeneration; what the end brings is not known before it."""
 
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
+    def __init__(self, request: pb.GenerateRequest, *, resume: bool) -> None:
+        """`resume`: go on through another router when one is lost half-way. A request that declined migration declined that too."""
+        self._request = request
+        self._request_id = request.request_id
+        self._resume = resume and not request.no_migration
+        self._seed = request.sampling.seed if request.sampling.HasField("seed") else None
+        self._num_resumes = 0
+        # The call under way has brought something.
+        self._heard_of_call = False
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -61,17 +70,46 @@ class Answer:
         return f"{type(self).__name__}(request_id={self._request_id!r}, num_tokens={len(self._token_ids)}, {state}, text={self.text!r:.60})"
 
     def _begun(self) -> bool:
-        """From here on the request must not be repeated: something of the answer was handed out."""
+        """From here on the request must not be repeated as it is: something of the answer was handed out."""
         return bool(self._token_ids or self._texts)
+
+    def _heard(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        """What the first call's first word tells."""
+        pairs = tuple(metadata or ())
+        self._request_id = self._request_id or _channel.request_id_of(pairs)
+        if self._seed is None:
+            self._seed = _channel.seed_of(pairs)
+
+    def _next_request(self, error: TwostepError) -> pb.GenerateRequest | None:
+        """What to send after `error`: the request again if nothing of the answer was handed out, else one that goes on after it.
+        None: neither can be."""
+        if not self._begun():
+            return self._request
+        if not self._resume or self._seed is None or (self._heard_of_call and not isinstance(error, Unavailable)):
+            return None
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._request)
+        request.request_id = self._request_id
+        request.sampling.seed = self._seed
+        request.resume_token_ids.extend(self._token_ids)
+        return request
+
+    def _repeats(self, request: pb.GenerateRequest) -> None:
+        """`request` is sent next."""
+        self._heard_of_call = False
+        if request is not self._request:
+            self._num_resumes += 1
 
     def _take(self, response: pb.GenerateResponse) -> Piece | None:
         """Adds one message of the stream. None: it was the end."""
+        self._heard_of_call = True
         if response.HasField("end"):
             self._end = response.end
             return None
         piece = _wire.piece(response.piece)
-        if piece.token_ids and piece.position != len(self._token_ids):
-            raise self._broken(f"tokens from position {piece.position} arrived where {len(self._token_ids)} was next")
+        expected = len(self._request.resume_token_ids) + len(self._token_ids)
+        if piece.token_ids and piece.position != expected:
+            raise self._broken(f"tokens from position {piece.position} arrived where {expected} was next")
         self._texts.append(piece.text)
         self._token_ids.extend(piece.token_ids)
         self._logprobs.extend(piece.logprobs)
@@ -79,13 +117,15 @@ class Answer:
 
     def _failed(self, error: TwostepError) -> TwostepError:
         """The error to raise for a stream that ended with `error`: half-way, it carries what had arrived."""
-        return self._broken(error.message) if isinstance(error, Unavailable) and self._begun() else error
+        refused = isinstance(error, ResourceExhausted) and not self._heard_of_call
+        return self._broken(error.message) if self._begun() and (isinstance(error, Unavailable) or refused) else error
 
     def _broken(self, why: str) -> StreamBroken:
         return StreamBroken(
             f"the answer broke off after {len(self._token_ids)} tokens: {why}; ask again, or go on from what was received",
             text=self.text,
-            token_ids=self.token_ids,
+            token_ids=(*self._request.resume_token_ids, *self._token_ids),
+            seed=self._seed,
         )
 
     def _completion(self) -> Completion:
@@ -102,4 +142,5 @@ class Answer:
             transfer=_wire.transfer(end.transfer),
             attempts=end.attempts,
             request_id=self._request_id,
+            resumes=self._num_resumes,
         )

@@ -13,7 +13,7 @@ import grpc.aio
 
 from twostep.client import _channel, _wire
 from twostep.client._answer import Answer
-from twostep.client._types import Completion, Model, Piece, SamplingOptions, Tokens
+from twostep.client._types import Completion, Compression, Model, Piece, SamplingOptions, Tokens
 from twostep.errors import Cancelled, InvalidRequest, TwostepError
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.rpc.v1 import inference_pb2_grpc as pb_grpc
@@ -31,6 +31,10 @@ class _Call(Protocol):
     async def initial_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
 
 
+# Sends a request to a router, to be answered within so many seconds.
+_Start = Callable[[pb.GenerateRequest, str, float], _Call]
+
+
 class AsyncGeneration(Answer):
     """An answer on its way. Iterate over it once for its pieces, or await result() for all of it.
 
@@ -38,11 +42,14 @@ class AsyncGeneration(Answer):
     dropping the object. Raises while iterating: any twostep.errors.TwostepError; StreamBroken if the answer broke off half-way.
     """
 
-    def __init__(self, start: Callable[[float], _Call], target: str, attempts: _channel.Attempts, request_id: str) -> None:
-        super().__init__(request_id)
-        self._start, self._target, self._attempts = start, target, attempts
+    def __init__(
+        self, request: pb.GenerateRequest, start: _Start, routers: _channel.Routers, attempts: _channel.Attempts, *, resume: bool
+    ) -> None:
+        super().__init__(request, resume=resume)
+        self._start, self._routers, self._attempts = start, routers, attempts
         self._cancelled = False
-        self._call = start(attempts.remaining_s())
+        self._target = routers.current
+        self._call = start(request, self._target, attempts.remaining_s())
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
@@ -100,17 +107,21 @@ class AsyncGeneration(Answer):
                 continue
             except grpc.RpcError as failure:
                 error = _channel.error_of(self._target, failure)
-                delay = None if self._begun() or self._cancelled else self._attempts.delay_s(error)
-                if delay is None:
+                request = None if self._cancelled else self._next_request(error)
+                delay = None if request is None else self._attempts.delay_s(error)
+                if request is None or delay is None:
                     raise self._failed(error) from failure
                 await asyncio.sleep(delay)
                 if not self._cancelled:
-                    self._call = self._start(self._attempts.remaining_s())
+                    self._repeats(request)
+                    self._routers.skip(self._target)
+                    self._target = self._routers.current
+                    self._call = self._start(request, self._target, self._attempts.remaining_s())
                 continue
             if not isinstance(response, pb.GenerateResponse):
                 raise self._broken("the server closed the stream without an end")
-            if not self._request_id:
-                self._request_id = _channel.request_id_of(await self._call.initial_metadata())
+            if not self._begun():
+                self._heard(await self._call.initial_metadata())
             return self._take(response)
 
 
@@ -126,30 +137,32 @@ class AsyncClient:
 
     def __init__(
         self,
-        target: str = _channel.DEFAULT_TARGET,
+        target: str | Sequence[str] = _channel.DEFAULT_TARGET,
         *,
         timeout: float = _channel.DEFAULT_TIMEOUT_S,
         max_retries: int = 3,
+        compression: Compression = "none",
         tls: bool = False,
         tls_ca: str | Path | None = None,
         tls_cert: str | Path | None = None,
         tls_key: str | Path | None = None,
     ) -> None:
-        self._target = _channel.checked_target(target)
+        self._routers = _channel.Routers(target)
+        self._compression = _channel.checked_compression(compression)
         self._timeout = _channel.checked_timeout(timeout, _channel.DEFAULT_TIMEOUT_S)
         self._max_retries = max_retries
         credentials = _channel.credentials_of(tls, tls_ca, tls_cert, tls_key)
         self._tls = credentials is not None
-        options = _channel.options_for(target)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options)
-        else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options)
+        self._channels: list[grpc.aio.Channel] = []
+        self._stubs: dict[str, pb_grpc.InferenceAsyncStub] = {}
+        for address in self._routers.targets:
+            channel = _open(address, credentials)
+            self._channels.append(channel)
+            self._stubs[address] = pb_grpc.InferenceStub(channel)
         self._closed = False
-        self._stub: pb_grpc.InferenceAsyncStub = pb_grpc.InferenceStub(self._channel)
 
     def __repr__(self) -> str:
-        return f"AsyncClient({self._target!r}, timeout={self._timeout:g}, max_retries={self._max_retries}, tls={self._tls})"
+        return f"AsyncClient({self._routers!r}, timeout={self._timeout:g}, max_retries={self._max_retries}, tls={self._tls})"
 
     async def __aenter__(self) -> Self:
         return self
@@ -160,7 +173,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Cancels whatever is still running and closes the connection."""
         self._closed = True
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     def generate(
         self,
@@ -171,13 +185,28 @@ class AsyncClient:
         timeout: float | None = None,
         request_id: str = "",
         cache_salt: str = "",
+        migrate: bool = True,
+        resume: bool = True,
+        resume_token_ids: Sequence[int] = (),
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGeneration:
-        """Continues a text, or token ids as they are. Requests share cached prefixes only with requests of the same `cache_salt`."""
+        """Continues a text, or token ids as they are. Requests share cached prefixes only with requests of the same `cache_salt`.
+
+        A lost worker or router costs the answer nothing but time: servers begin it again elsewhere after its last token (`migrate`), and
+        so does this client when the router itself is lost (`resume`, which needs `migrate`). Without, the answer breaks off with
+        StreamBroken, and `resume_token_ids=broken.token_ids, seed=broken.seed` goes on with it: text and pieces are those after them."""
         request = _wire.generate_request(
-            prompt, token_ids, None, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling
+            prompt,
+            token_ids,
+            None,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            sampling=sampling,
+            migrate=migrate,
+            resume_token_ids=resume_token_ids,
         )
-        return self._generate(request, timeout)
+        return self._generate(request, timeout, resume)
 
     def chat(
         self,
@@ -187,45 +216,69 @@ class AsyncClient:
         timeout: float | None = None,
         request_id: str = "",
         cache_salt: str = "",
+        migrate: bool = True,
+        resume: bool = True,
+        resume_token_ids: Sequence[int] = (),
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGeneration:
-        """The next turn of a conversation, in the model's own chat template."""
-        request = _wire.generate_request(None, None, messages, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling)
-        return self._generate(request, timeout)
+        """The next turn of a conversation, in the model's own chat template. The other options are those of `generate`."""
+        request = _wire.generate_request(
+            None,
+            None,
+            messages,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            sampling=sampling,
+            migrate=migrate,
+            resume_token_ids=resume_token_ids,
+        )
+        return self._generate(request, timeout, resume)
 
     async def tokenize(
         self, text: str | None = None, *, messages: _wire.Messages | None = None, model: str = "", timeout: float | None = None
     ) -> Tokens:
         """The token ids that `generate(text)` or `chat(messages)` would send to the model."""
         request = _wire.tokenize_request(text, messages, model=model)
-        return _wire.tokens(await self._unary(lambda seconds: self._stub.Tokenize(request, timeout=seconds), timeout))
+        how = _channel.compression_for(request.ByteSize(), self._compression)
+        return _wire.tokens(await self._unary(lambda stub, seconds: stub.Tokenize(request, timeout=seconds, compression=how), timeout))
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
         """What is served here."""
-        return _wire.models(await self._unary(lambda seconds: self._stub.ListModels(pb.ListModelsRequest(), timeout=seconds), timeout))
+        return _wire.models(await self._unary(lambda stub, seconds: stub.ListModels(pb.ListModelsRequest(), timeout=seconds), timeout))
 
-    def _generate(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncGeneration:
-        def start(seconds: float) -> _Call:
+    def _generate(self, request: pb.GenerateRequest, timeout: float | None, resume: bool) -> AsyncGeneration:
+        def start(request: pb.GenerateRequest, target: str, seconds: float) -> _Call:
             self._check_open()
-            call: _Call = self._stub.Generate(request, timeout=seconds)
+            how = _channel.compression_for(request.ByteSize(), self._compression)
+            call: _Call = self._stubs[target].Generate(request, timeout=seconds, compression=how)
             return call
 
         attempts = _channel.Attempts(_channel.checked_timeout(timeout, self._timeout), self._max_retries)
-        return AsyncGeneration(start, self._target, attempts, request.request_id)
+        return AsyncGeneration(request, start, self._routers, attempts, resume=resume)
 
-    async def _unary(self, call: Callable[[float], Awaitable[T]], timeout: float | None) -> T:
+    async def _unary(self, call: Callable[[pb_grpc.InferenceAsyncStub, float], Awaitable[T]], timeout: float | None) -> T:
         attempts = _channel.Attempts(_channel.checked_timeout(timeout, min(self._timeout, _channel.UNARY_TIMEOUT_S)), self._max_retries)
         while True:
             self._check_open()
+            target = self._routers.current
             try:
-                return await call(attempts.remaining_s())
+                return await call(self._stubs[target], attempts.remaining_s())
             except grpc.RpcError as failure:
-                problem: TwostepError = _channel.error_of(self._target, failure)
+                problem: TwostepError = _channel.error_of(target, failure)
                 delay = attempts.delay_s(problem)
                 if delay is None:
                     raise problem from failure
                 await asyncio.sleep(delay)
+                self._routers.skip(target)
 
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidRequest("this client is closed; make a new one")
+
+
+def _open(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    options = _channel.options_for(address)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, credentials, options)

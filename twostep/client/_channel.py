@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
+from twostep.client._types import Compression
 from twostep.errors import DeadlineExceeded, InvalidRequest, ResourceExhausted, TwostepError, Unavailable, error_from_grpc
 from twostep.rpc.channel import TlsFiles, channel_options, client_credentials
 
@@ -18,6 +19,8 @@ DEFAULT_TIMEOUT_S = 600.0
 UNARY_TIMEOUT_S = 30.0
 MAX_MESSAGE_BYTES = 64 << 20
 
+# Shorter requests are not compressed: it would take longer than it saves.
+_MIN_COMPRESSED_BYTES = 1024
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _LOOPBACK = ("localhost:", "127.", "[::1]:", "unix:")
@@ -40,6 +43,41 @@ def checked_target(target: str) -> str:
     if port.isdecimal() and int(port) > 65535:
         raise InvalidRequest(f"target {target!r} has no such port; give one from 1 to 65535")
     return target
+
+
+class Routers:
+    """Addresses of routers, any of which answers any request. The one in use stays in use until it fails."""
+
+    def __init__(self, target: str | Sequence[str]) -> None:
+        """Raises InvalidRequest."""
+        targets = (target,) if isinstance(target, str) else tuple(target)
+        if not targets:
+            raise InvalidRequest("there is no target; give at least one host:port")
+        self.targets: tuple[str, ...] = tuple(dict.fromkeys(checked_target(t) for t in targets))
+        self._at = 0
+
+    @property
+    def current(self) -> str:
+        return self.targets[self._at]
+
+    def skip(self, failed: str) -> None:
+        """The next one is in use now, unless somebody else has said so already."""
+        if self.current == failed:
+            self._at = (self._at + 1) % len(self.targets)
+
+    def __repr__(self) -> str:
+        return repr(self.targets[0] if len(self.targets) == 1 else list(self.targets))
+
+
+def checked_compression(compression: Compression) -> grpc.Compression | None:
+    if compression not in ("none", "gzip"):
+        raise InvalidRequest(f"compression is {compression!r}; give 'none' or 'gzip'")
+    return grpc.Compression.Gzip if compression == "gzip" else None
+
+
+def compression_for(num_bytes: int, compression: grpc.Compression | None) -> grpc.Compression | None:
+    """How a request of so many bytes is sent."""
+    return compression if num_bytes >= _MIN_COMPRESSED_BYTES else None
 
 
 def options_for(target: str) -> list[tuple[str, int]]:
@@ -104,3 +142,13 @@ def request_id_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """The name the router gave to the request."""
     value = dict(metadata or ()).get("x-request-id", "")
     return value if isinstance(value, str) else value.decode("ascii", "replace")
+
+
+def seed_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> int | None:
+    """The seed the router sampled with; None if it does not tell."""
+    value = dict(metadata or ()).get("x-twostep-seed", "")
+    text = value if isinstance(value, str) else value.decode("ascii", "replace")
+    try:
+        return int(text)
+    except ValueError:
+        return None

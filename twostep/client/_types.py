@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 FinishReason = Literal["stop", "length"]
+Compression = Literal["none", "gzip"]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -120,6 +121,8 @@ class Completion:
     transfer: Transfer
     attempts: int
     request_id: str
+    resumes: int = 0
+    """How often the stream broke and went on; phases, transfer and attempts are those of its last part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

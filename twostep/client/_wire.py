@@ -37,6 +37,8 @@ def generate_request(
     request_id: str,
     cache_salt: str,
     sampling: SamplingOptions,
+    migrate: bool = True,
+    resume_token_ids: Sequence[int] = (),
 ) -> pb.GenerateRequest:
     """Exactly one of prompt, token_ids and messages is not None. Raises InvalidRequest for what no server could take."""
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
@@ -46,18 +48,20 @@ def generate_request(
         request_id=_text("request_id", request_id),
         cache_salt=_text("cache_salt", cache_salt),
         sampling=_sampling(sampling),
+        no_migration=not migrate,
+        resume_token_ids=_token_ids("resume_token_ids", resume_token_ids),
     )
+    drawn = not (request.sampling.HasField("temperature") and request.sampling.temperature == 0.0)
+    if request.resume_token_ids and drawn and not request.sampling.HasField("seed"):
+        raise InvalidRequest("resume_token_ids needs the seed that these tokens were drawn with: give StreamBroken.seed as seed")
     if prompt is not None:
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one character")
         request.text = _text("prompt", prompt)
     elif token_ids is not None:
-        ids = list(token_ids)
+        ids = _token_ids("token_ids", token_ids)
         if not ids:
             raise InvalidRequest("token_ids is empty; give at least one token")
-        for token_id in ids:
-            if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or not 0 <= token_id <= _MAX_TOKEN_ID:
-                raise InvalidRequest(f"token_ids has {token_id!r}; every id is a whole number from 0 up to the vocabulary's size")
         request.token_ids.ids.extend(ids)
     elif messages is not None:
         request.chat.CopyFrom(_chat(messages))
@@ -73,6 +77,14 @@ def tokenize_request(text: Prompt, messages: Messages | None, *, model: str) -> 
     elif messages is not None:
         request.chat.CopyFrom(_chat(messages))
     return request
+
+
+def _token_ids(field: str, token_ids: Sequence[int]) -> list[int]:
+    ids = list(token_ids)
+    for token_id in ids:
+        if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or not 0 <= token_id <= _MAX_TOKEN_ID:
+            raise InvalidRequest(f"{field} has {token_id!r}; every id is a whole number from 0 up to the vocabulary's size")
+    return ids
 
 
 def _text(field: str, value: object) -> str:
