@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from decode_worker.edge import DecodeEdge
 from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import Batch, InFlight, KvShape, Runner, Sampled
@@ -222,8 +223,8 @@ async def served(runner: Runner, load: Load, arguments: argparse.Namespace) -> d
         redis = await asyncio.create_subprocess_exec(*server_argv(server_binary(), directory), stdout=subprocess.DEVNULL)
         try:
             url = f"unix://{socket_path(directory)}"
-            prefill = _worker("prefill", url, blank, load, lambda parts: PrefillEdge(parts, transport(parts)))
-            decode = _worker("decode", url, runner, load, lambda parts: TimedEdge(parts, [transport(parts)]))
+            prefill = _worker("prefill", url, blank, load, lambda parts: PrefillEdge(parts, Transports([transport(parts)])))
+            decode = _worker("decode", url, runner, load, lambda parts: TimedEdge(parts, Transports([transport(parts)])))
             await prefill.start()
             await decode.start()
             result = directory / "router.json"

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from decode_worker.discovery import Discovery
 from decode_worker.fetch import Fetcher
+from decode_worker.paths import Paths
 from decode_worker.peers import Peers
 from decode_worker.sequences import Sequences, SequencesConfig
 from decode_worker.service import DecodeService
 from kv_transfer import layout as kv_layout
-from kv_transfer.transport import KvTransport
+from kv_transfer.observer import Direction, TransferLedger
+from kv_transfer.reporting import transport_stats
+from kv_transfer.transfer_metrics import worker_observers
+from kv_transfer.transports import Transports
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.server import GrpcServer
@@ -24,12 +29,24 @@ _POLL_S = 0.02
 class DecodeEdge:
     """See twostep.worker.edge.Edge. It owns `transports`."""
 
-    def __init__(self, parts: EdgeParts, transports: Sequence[KvTransport], *, limits: SequencesConfig | None = None) -> None:
-        self._transports = {transport.name: transport for transport in transports}
+    def __init__(
+        self,
+        parts: EdgeParts,
+        transports: Transports,
+        *,
+        limits: SequencesConfig | None = None,
+        floors: dict[str, float] | None = None,
+    ) -> None:
+        """`floors`: least rates of transports, see decode_worker.paths."""
+        self._transports = transports
+        self._ledger = TransferLedger()
+        observers = worker_observers(parts.metrics, self._ledger)
         self._peers = Peers(parts.config.tls)
+        self._paths = Paths(transports, self._peers, parts.secret, observers, floors=floors)
+        self._discovery = Discovery(parts.config.redis_url, self._paths, secret=parts.secret)
         self._sequences = Sequences(
             parts.engine,
-            Fetcher(self._transports, parts.model.layout, self._peers),
+            Fetcher(transports, parts.model.layout, self._peers, self._paths, observers),
             limits or SequencesConfig(reservation_lease_s=parts.config.lease_ttl, router_lease_s=parts.config.router_lease),
             secret=parts.secret,
             layout=kv_layout.fingerprint(parts.model.layout),
@@ -41,13 +58,13 @@ class DecodeEdge:
         server.add(self._service, decode_pb2_grpc.add_DecodeServicer_to_server, "twostep.v1.Decode")
 
     async def start(self) -> None:
-        for transport in self._transports.values():
-            await transport.start()
+        await self._transports.start()
         await self._sequences.start()
+        self._discovery.start()
 
     @property
     def ready_transports(self) -> Sequence[str]:
-        return tuple(name for name, transport in self._transports.items() if transport.ready)
+        return tuple(transport.name for transport in self._transports.ready)
 
     def on_step(self, output: StepOutput) -> None:
         self._sequences.on_step(output)
@@ -72,9 +89,10 @@ class DecodeEdge:
             if self._sequences.num_streams == 0:
                 break
             await asyncio.sleep(_POLL_S)
+        await self._discovery.close()
+        await self._paths.close()
         await self._peers.close()
-        for transport in self._transports.values():
-            await transport.close()
+        await self._transports.close()
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
         stats.num_leases = self._sequences.num_reservations
@@ -84,8 +102,9 @@ class DecodeEdge:
         stats.bytes_moved = self._sequences.bytes_fetched
         stats.blocks_moved = self._sequences.blocks_fetched
         stats.blocks_reused = self._sequences.blocks_reused
-        for name, transport in self._transports.items():
-            held = await transport.stats()
-            stats.transports.add(
-                name=name, ready=transport.ready, num_leases=held.num_leases, num_objects=held.num_objects, stored_bytes=held.stored_bytes
+        for transport in self._transports:
+            stats.transports.append(await transport_stats(transport, self._ledger.of(transport.name, Direction.FETCH)))
+        for path in self._paths.results:
+            stats.paths.add(
+                worker_id=path.worker_id, epoch=path.epoch, transport=path.transport, bytes_per_s=path.bytes_per_s, error=path.error
             )

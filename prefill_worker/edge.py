@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kv_transfer.transport import KvTransport
+from kv_transfer.observer import Direction, TransferLedger
+from kv_transfer.reporting import transport_stats
+from kv_transfer.transfer_metrics import worker_observers
+from kv_transfer.transports import Transports
 from prefill_worker.hand_over import HandOverConfig, HandOvers
 from prefill_worker.service import KvService, PrefillService
 from twostep.engine.types import LayerProgress, StepOutput
@@ -15,14 +18,14 @@ from twostep.worker.edge import EdgeParts
 
 
 class PrefillEdge:
-    """See twostep.worker.edge.Edge. It owns `transport`."""
+    """See twostep.worker.edge.Edge. It owns `transports`."""
 
-    def __init__(self, parts: EdgeParts, transport: KvTransport) -> None:
+    def __init__(self, parts: EdgeParts, transports: Transports) -> None:
         config = parts.config
-        self._transport = transport
+        self._ledger = TransferLedger()
         self._hand_overs = HandOvers(
             parts.engine,
-            transport,
+            transports,
             HandOverConfig(
                 worker_id=parts.worker_id,
                 epoch=parts.epoch,
@@ -33,6 +36,7 @@ class PrefillEdge:
             ),
             secret=parts.secret,
             address=parts.address,
+            observer=worker_observers(parts.metrics, self._ledger),
         )
         self._prefill = PrefillService(self._hand_overs, parts.reader)
         self._kv = KvService(self._hand_overs)
@@ -46,7 +50,7 @@ class PrefillEdge:
 
     @property
     def ready_transports(self) -> Sequence[str]:
-        return (self._transport.name,) if self._transport.ready else ()
+        return tuple(transport.name for transport in self._hand_overs.outlets.transports.ready)
 
     def on_step(self, output: StepOutput) -> None:
         self._hand_overs.on_step(output)
@@ -74,11 +78,5 @@ class PrefillEdge:
         stats.bytes_moved = self._hand_overs.bytes_published
         stats.blocks_moved = self._hand_overs.blocks_published
         stats.blocks_reused = self._hand_overs.blocks_skipped
-        held = await self._transport.stats()
-        stats.transports.add(
-            name=self._transport.name,
-            ready=self._transport.ready,
-            num_leases=held.num_leases,
-            num_objects=held.num_objects,
-            stored_bytes=held.stored_bytes,
-        )
+        for transport in self._hand_overs.outlets.transports:
+            stats.transports.append(await transport_stats(transport, self._ledger.of(transport.name, Direction.PUBLISH)))

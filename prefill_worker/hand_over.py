@@ -1,5 +1,8 @@
 """The prefill side of all hand-overs: opens leases, publishes blocks as they become final, frees what an ended lease holds.
 
+A reader's first Watch says which transports work between the two, and so decides by which one a lease is published: nothing is before.
+It usually comes while the prompt is still queued, since the ticket leaves with Accepted. If it never comes the lease expires.
+
 The lease's state machine (kv_transfer.lease) decides; this module applies its events and executes its actions, on one event loop.
 """
 
@@ -9,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv_transfer import layout as kv_layout
 from kv_transfer.chunking import TARGET_CHUNK_BYTES, ChunkPlan, ChunkRange
@@ -28,15 +31,17 @@ from kv_transfer.lease import (
     PublisherStopped,
     Transition,
 )
+from kv_transfer.observer import Direction, Transfer, TransferLedger, TransferObserver, reason_of
 from kv_transfer.probing import ProbePass
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import KvTransport
-from kv_transfer.waiting import FifoGate
+from kv_transfer.transports import Transports
 from prefill_worker.job import Job
+from prefill_worker.outlet import Outlets
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
-from twostep.errors import InternalError, InvalidRequest, TwostepError, Unavailable
+from twostep.errors import InternalError, InvalidRequest, NotFound, TwostepError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -58,28 +63,40 @@ class HandOverConfig:
     chunk_bytes: int = TARGET_CHUNK_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """The lease's state after a reader's word; `refusal`: why it must not use what it read."""
+
+    state: LeaseState
+    refusal: str = ""
+
+
 class HandOvers:
-    """All attempts of one worker life. `address` gives the host:port where decode workers find Kv."""
+    """All attempts of one worker life. `address` gives the host:port where decode workers find Kv. It owns its transports."""
 
     def __init__(
-        self, engine: Engine, transport: KvTransport, config: HandOverConfig, *, secret: bytes, address: Callable[[], str]
+        self,
+        engine: Engine,
+        transports: Transports,
+        config: HandOverConfig,
+        *,
+        secret: bytes,
+        address: Callable[[], str],
+        observer: TransferObserver | None = None,
     ) -> None:
-        self.transport = transport
+        self.outlets = Outlets(transports)
         self.config = config
         self.layout_fingerprint = kv_layout.fingerprint(config.layout)
         self.bytes_published = 0
         self.blocks_published = 0
         self.blocks_skipped = 0
         self._engine = engine
-        # Layer by layer only where the steps tell of it, and where a copy out is what would be waited for.
-        self._num_layers = engine.runner.kv_shape.num_layers if engine.runner.marks_layers and transport.copies_out else 1
         self._secret = secret
         self._address = address
         self._table = LeaseTable(epoch=config.epoch, max_leases=config.max_leases)
         self._jobs: dict[str, Job] = {}  # by lease id
         self._by_seq: dict[str, Job] = {}
-        self._promised_bytes = 0
-        self._room = FifoGate("published KV")
+        self._observer = observer or TransferLedger()
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -94,7 +111,7 @@ class HandOvers:
         return 0.0 if oldest is None else time.monotonic() - oldest.submitted_at
 
     async def start(self) -> None:
-        await self.transport.start()
+        await self.outlets.transports.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="lease-sweep")
 
     async def close(self) -> None:
@@ -105,17 +122,13 @@ class HandOvers:
         self.abort_all(Unavailable("the prefill worker is stopping; another one will do"))
         while self._tasks:
             await asyncio.wait(self._tasks)
-        await self.transport.close()
+        await self.outlets.transports.close()
 
     # ---- a job's life -------------------------------------------------------------------------------------------------
 
     def open(self, request: EngineRequest, *, num_decode_cached_tokens: int, life_s: float, tenant: str = "") -> Job:
         """Queues the prompt and opens its lease. Raises Unavailable (no transport), ResourceExhausted and InvalidRequest, and then
         holds nothing."""
-        if not self.transport.ready:
-            raise Unavailable(
-                f"the {self.transport.name} KV transport is not ready on this worker; it comes back by itself, try another worker"
-            )
         size = self.config.layout.block_size
         if num_decode_cached_tokens % size or num_decode_cached_tokens > len(request.token_ids):
             raise InvalidRequest(
@@ -123,7 +136,7 @@ class HandOvers:
             )
         life_s = min(life_s, self.config.max_life_s)
         first, count = num_decode_cached_tokens // size, -(-len(request.token_ids) // size)
-        self._check_size(count - first)
+        self.outlets.check_size((count - first) * self._block_bytes)
         ticket = self._ticket(request, life_s, tenant)
         self._engine.submit(request, hold=True)
         try:
@@ -135,13 +148,6 @@ class HandOvers:
             request=request,
             ticket=ticket,
             lease=lease,
-            plan=ChunkPlan(
-                first_block=first,
-                num_blocks=count - first,
-                block_bytes=self._engine.runner.kv_shape.block_bytes,
-                num_layers=self._num_layers,
-                target_bytes=self.config.chunk_bytes,
-            ),
             block_size=size,
             first_block=first,
             num_blocks=count,
@@ -149,14 +155,9 @@ class HandOvers:
         self._jobs[job.lease_id] = self._by_seq[job.seq_id] = job
         return job
 
-    def _check_size(self, num_blocks: int) -> None:
-        """A lease that could never be published whole would wait for room until its deadline."""
-        num_bytes, most = num_blocks * self._engine.runner.kv_shape.block_bytes, self.transport.max_lease_bytes
-        if most and num_bytes > most:
-            raise InvalidRequest(
-                f"the prompt's KV cache takes {num_bytes} bytes and this worker hands over {most} at most; shorten the prompt, "
-                "or raise --kv-budget-bytes (and the object store)"
-            )
+    @property
+    def _block_bytes(self) -> int:
+        return self._engine.runner.kv_shape.block_bytes
 
     def find(self, ticket: Ticket) -> Job:
         """The job of a ticket that verifies. Raises what Ticket.verify raises, and Unavailable if its lease has ended."""
@@ -166,18 +167,44 @@ class HandOvers:
             raise Unavailable("the lease of this ticket has ended and what it held is free; prefill again")
         return job
 
-    def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort) -> LeaseState:
-        """Applies what the decode worker says; the state after it. A lease forgotten long ago is RELEASED. Raises what Ticket.verify
-        raises but for expiry, and InvalidRequest (a commit before all was published)."""
+    def watched(self, job: Job, offered: Sequence[str]) -> KvTransport:
+        """The transport by which the job is published, chosen by the first reader; `offered`: those that work for this one, best first.
+        Raises Unavailable and Incompatible, and then changes nothing."""
+        if job.outlet is None:
+            job.outlet = self.outlets.choose(offered, job.wanted_blocks * self._block_bytes)
+            job.plan = self._plan(job, job.outlet.transport)
+            if job.started:
+                self._start_publisher(job)
+        elif offered and job.outlet.name not in offered:
+            raise Unavailable(f"the lease is published by {job.outlet.name}, this reader takes {', '.join(offered)}; prefill again")
+        return job.outlet.transport
+
+    def _plan(self, job: Job, transport: KvTransport) -> ChunkPlan:
+        """Layer by layer only where the steps tell of it, and where a copy out is what would be waited for."""
+        runner = self._engine.runner
+        return ChunkPlan(
+            first_block=job.first_block,
+            num_blocks=job.wanted_blocks,
+            block_bytes=self._block_bytes,
+            num_layers=runner.kv_shape.num_layers if runner.marks_layers and transport.copies_out else 1,
+            target_bytes=self.config.chunk_bytes,
+        )
+
+    def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort) -> Acknowledged:
+        """Applies what the decode worker says. Raises what Ticket.verify raises but for expiry, and InvalidRequest (a commit before all
+        was published). A lease that is forgotten was RELEASED, as far as the sender of a late word is concerned; but a reader that asks
+        whether it may use what it read is refused, since nobody remembers."""
         self._verify(ticket, expired_too=True)
         job = self._jobs.get(ticket.lease_id)
-        if job is not None:
-            self._apply(job, event)
-            return job.lease.state
+        if isinstance(event, Commit) and job is not None and not job.lease.copies_out:
+            event = replace(event, now_in_pool=tuple(self._engine.generations(job.lease.source_blocks)))
         try:
-            return self._table.get(ticket.lease_id).state
-        except TwostepError:
-            return LeaseState.RELEASED
+            transition = self._table.apply(ticket.lease_id, event, now=time.monotonic())
+        except NotFound:
+            return Acknowledged(LeaseState.RELEASED, "the lease was forgotten long ago; prefill again")
+        if job is not None:
+            self._settle(job, transition)
+        return Acknowledged(transition.lease.state, transition.refusal)
 
     def renew(self, job: Job) -> None:
         """The decode worker watches: it is alive, and waits for us."""
@@ -200,8 +227,7 @@ class HandOvers:
             job = self._by_seq.get(progress.seq_id)
             if job is not None and not job.lease.state.ended:
                 job.on_progress(progress, output.duration_s)
-                if job.publisher is None:
-                    self._start_publisher(job)
+                self._start_publisher(job)
         for token in output.tokens:
             job = self._by_seq.get(token.seq_id)
             if job is not None and not job.lease.state.ended:
@@ -219,18 +245,23 @@ class HandOvers:
             job = self._by_seq.get(each.seq_id)
             if job is not None and not job.lease.state.ended:
                 job.on_layers(each)
-                if job.publisher is None:
-                    self._start_publisher(job)
+                self._start_publisher(job)
 
     def _start_publisher(self, job: Job) -> None:
-        self._apply(job, PublisherStarted())
+        """Once it is known by which transport."""
+        if job.publisher is not None or job.outlet is None:
+            return
+        self._apply(job, PublisherStarted(job.outlet.transport.copies_out))
         if job.lease.publishing:
             job.publisher = asyncio.create_task(self._publish(job), name=f"publish {job.seq_id}")
 
     async def _publish(self, job: Job) -> None:
         """Publishes every chunk as its blocks become final, then says so to the lease. Cancelling leaves that to the canceller."""
+        assert job.plan is not None
+        job.publisher_started_at = time.monotonic()
         try:
             await self._take_room(job)
+            job.room_s = time.monotonic() - job.publisher_started_at
             room = asyncio.Semaphore(_MAX_PUBLISHING)
             async with asyncio.TaskGroup() as chunks:
                 while True:
@@ -245,47 +276,71 @@ class HandOvers:
             first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             log.warning("publishing %s failed: %s", job.seq_id, first, exc_info=None if isinstance(first, TwostepError) else first)
             job.error = first if isinstance(first, TwostepError) else InternalError(f"publishing failed: {first!r}")
+            self._told(job, reason_of(job.error))
             self._apply(job, PublisherStopped())
             return
+        except asyncio.CancelledError:
+            self._told(job, "cancelled")
+            raise
+        self._told(job)
         self._apply(job, PublisherStopped(job.plan.num_chunks))
 
     async def _take_room(self, job: Job) -> None:
-        """Room in the transport's budget for all of a lease, before its first chunk takes any: leases that each held a part of the budget
-        would wait for each other. It is given back once the lease holds nothing any more. Raises ResourceExhausted."""
-        num_bytes = (job.num_blocks - job.first_block) * self._engine.runner.kv_shape.block_bytes
-
-        def attempt() -> bool | None:
-            most = self.transport.max_lease_bytes
-            if most and self._promised_bytes + num_bytes > most:
-                return None
-            job.promised_bytes = num_bytes
-            self._promised_bytes += num_bytes
-            return True
-
+        """Of the transport's budget, for all of the lease. Raises ResourceExhausted."""
+        assert job.outlet is not None
+        num_bytes = job.wanted_blocks * self._block_bytes
         # What the decode worker holds whole waits for nobody.
         if num_bytes:
-            await self._room.take(attempt, deadline=self._publish_deadline(job))
+            await job.outlet.take(num_bytes, deadline=self._publish_deadline(job))
+            job.promised_bytes = num_bytes
+
+    def _told(self, job: Job, failure: str = "") -> None:
+        assert job.outlet is not None
+        self._observer.transfer(
+            Transfer(
+                transport=job.outlet.name,
+                direction=Direction.PUBLISH,
+                num_bytes=job.num_bytes,
+                num_chunks=len(job.published),
+                num_blocks=job.published_blocks,
+                queue_s=job.room_s,
+                copy_s=job.copy_s,
+                total_s=time.monotonic() - job.publisher_started_at,
+                exposed_s=job.publish_s,
+                failure=failure,
+                request_id=job.seq_id,
+            )
+        )
 
     def _publish_deadline(self, job: Job) -> float:
         return min(job.lease.hard_deadline, time.monotonic() + self.config.lease_ttl_s)
 
     async def _publish_chunk(self, job: Job, chunk: ChunkRange, blocks: Sequence[int], room: asyncio.Semaphore) -> None:
+        assert job.outlet is not None
+        transport = job.outlet.transport
+        block_ids = blocks[chunk.first_block : chunk.stop_block]
         async with room:
-            info = await self.transport.publish(
+            start = time.monotonic()
+            info = await transport.publish(
                 job.lease_id,
                 chunk.index,
                 chunk.first_block,
-                blocks[chunk.first_block : chunk.stop_block],
+                block_ids,
                 layers=chunk.layers,
                 # The lease decides; the transport's own time only catches what a lost lease would leave.
                 ttl_s=2 * self.config.lease_ttl_s,
                 deadline=self._publish_deadline(job),
             )
+            job.copy_s += time.monotonic() - start
+        if not transport.copies_out:
+            # What the reader will say that it read. The lease's sequence owns the blocks: they cannot change now.
+            info = replace(info, source_blocks=tuple(block_ids), generations=tuple(self._engine.generations(block_ids)))
+        # To the lease first: who watches may be told only of what a commit may name.
+        self._apply(job, ChunkPublished(info.index, info.source_blocks, info.generations))
         job.on_chunk(info)
         self.bytes_published += info.num_bytes
         if not info.first_layer:
             self.blocks_published += info.num_blocks
-        self._apply(job, ChunkPublished(info.index))
 
     # ---- lease events and actions ---------------------------------------------------------------------------------------
 
@@ -306,8 +361,8 @@ class HandOvers:
                     self._spawn(self._drop(job))
         if job.lease.finished and self._jobs.pop(job.lease_id, None) is not None:
             del self._by_seq[job.seq_id]
-            self._promised_bytes -= job.promised_bytes
-            self._room.pump()
+            if job.outlet is not None:
+                job.outlet.give_back(job.promised_bytes)
             if job.lease.state is LeaseState.RELEASED:
                 self.blocks_skipped += job.first_block
         # Not for a mere renewal: each watcher renews when it wakes, and would wake the others for ever.
@@ -322,7 +377,8 @@ class HandOvers:
 
     async def _drop(self, job: Job) -> None:
         try:
-            await self.transport.drop(job.lease_id)
+            if job.outlet is not None:
+                await job.outlet.transport.drop(job.lease_id)
         finally:
             # Whatever went wrong there, the transport's own time limit frees the rest; the lease must not wait for it.
             self._apply(job, Freed())
@@ -362,10 +418,10 @@ class HandOvers:
             tenant=tenant,
         ).signed(self._secret)
 
-    def probed(self, request: ProbePass) -> list[KvTransport]:
+    def probed(self, request: ProbePass) -> Sequence[KvTransport]:
         """The transports that a reader may try now. Raises what ProbePass.verify raises."""
         request.verify(self._secret, worker_id=self.config.worker_id, epoch=self.config.epoch)
-        return [self.transport] if self.transport.ready else []
+        return self.outlets.transports.ready
 
     def _verify(self, ticket: Ticket, *, expired_too: bool = False) -> None:
         ticket.verify(

@@ -10,6 +10,7 @@ from kv_transfer.chunking import ChunkPlan
 from kv_transfer.lease import Lease
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import ChunkInfo
+from prefill_worker.outlet import Outlet
 from twostep.engine.types import EngineRequest, LayerProgress, PrefillProgress, TokenOutput
 from twostep.errors import TwostepError
 
@@ -27,7 +28,6 @@ class Job:
     request: EngineRequest
     ticket: Ticket
     lease: Lease
-    plan: ChunkPlan
     block_size: int
     first_block: int
     num_blocks: int
@@ -39,13 +39,20 @@ class Job:
     first_token: TokenOutput | None = None
     published: list[ChunkInfo] = field(default_factory=list)
     publisher: asyncio.Task[None] | None = None
-    # Of the transport's budget, set aside for all that is to be published.
+    # Chosen by the first Watch; nothing is published before.
+    outlet: Outlet | None = None
+    plan: ChunkPlan | None = None
+    # Of its budget, set aside for all that is to be published.
     promised_bytes: int = 0
     # Why it failed, where that is not the router's own doing.
     error: TwostepError | None = None
     queue_s: float = 0.0
     prefill_s: float = 0.0
     publish_s: float = 0.0
+    # Waiting for room in the budget; copying, summed over chunks; and from the first final block on.
+    room_s: float = 0.0
+    copy_s: float = 0.0
+    publisher_started_at: float = 0.0
     _started_at: float = 0.0
     _first_token_at: float = 0.0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,12 +66,21 @@ class Job:
         return self.ticket.lease_id
 
     @property
-    def num_bytes(self) -> int:
-        return sum(chunk.num_bytes for chunk in self.published)
+    def started(self) -> bool:
+        """A step has computed some of it, or is about to."""
+        return self._started_at > 0 or self.step_layers > 0
 
     @property
-    def num_published_blocks(self) -> int:
+    def wanted_blocks(self) -> int:
+        return self.num_blocks - self.first_block
+
+    @property
+    def published_blocks(self) -> int:
         return sum(chunk.num_blocks for chunk in self.published if not chunk.first_layer)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.num_bytes for chunk in self.published)
 
     def on_progress(self, progress: PrefillProgress, step_s: float) -> None:
         """`step_s`: how long the step took that computed it."""

@@ -4,12 +4,14 @@ The life of a request here:
 
  1. Run       checks the request, queues the prompt (engine.submit, hold) and opens a lease; Accepted carries the ticket, at once,
               so that the router can attach the decode worker while the prompt is still queued.
- 2. Watch     the decode worker asks what is published: Manifest now, chunks as they become ready.
+ 2. Watch     the decode worker asks what is published, and says which transports work between the two: the first Watch decides by which
+              one (prefill_worker.outlet). Manifest now, chunks as they become ready.
  3. steps     the engine computes the prompt in chunks of its token budget; blocks that have become final are published while the
               next ones are computed (prefill_worker.hand_over).
  4. first     the step that ends the prompt samples the first token: FirstToken leaves at once and never waits for the publishing.
               If it ends the request, the lease is aborted: there is nothing to hand over.
- 5. published the last chunk is out: the blocks go back to the pool (and stay findable as cached prefix); Watch ends with Complete.
+ 5. published the last chunk is out: Watch ends with Complete. What was copied out is in nobody's way any more: the blocks go back to the
+              pool (and stay findable as cached prefix). What is read where it lies stays until the lease ends.
  6. end       Acknowledge (COMMITTED or ABORTED), the end of the Run call, or the lease's expiry ends the lease; the published objects are
               dropped, once; Done.
 """
@@ -70,10 +72,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def _done(self, job: Job) -> prefill_pb2.PrefillDone:
         return prefill_pb2.PrefillDone(
             state=kv_pb2.LeaseState.ValueType(job.lease.state),
-            transport=self._hand_overs.transport.name,
+            transport=job.outlet.name if job.outlet is not None else "",
             bytes=job.num_bytes,
             chunks=len(job.published),
-            blocks=job.num_published_blocks,
+            blocks=job.published_blocks,
             publish_s=job.publish_s,
         )
 
@@ -92,13 +94,15 @@ class KvService(kv_pb2_grpc.KvServicer):
     async def Watch(self, request: kv_pb2.WatchRequest, context: _Context) -> AsyncIterator[kv_pb2.WatchEvent]:
         job = self._hand_overs.find(Ticket.from_proto(request.ticket))
         config = self._hand_overs.config
+        transport = self._hand_overs.watched(job, request.transports)
         yield kv_pb2.WatchEvent(
             manifest=kv_pb2.Manifest(
                 layout=kv_layout.layout_to_proto(config.layout),
-                transport=self._hand_overs.transport.name,
-                endpoint=self._hand_overs.transport.endpoint,
+                transport=transport.name,
+                endpoint=transport.endpoint,
                 first_block=job.first_block,
-                num_blocks=job.num_blocks - job.first_block,
+                num_blocks=job.wanted_blocks,
+                checksum=transport.checksum_name,
             )
         )
         num_sent = 0
@@ -113,6 +117,8 @@ class KvService(kv_pb2_grpc.KvServicer):
                         num_blocks=chunk.num_blocks,
                         num_bytes=chunk.num_bytes,
                         checksum=chunk.checksum,
+                        source_blocks=chunk.source_blocks,
+                        generations=chunk.generations,
                     )
                 )
                 num_sent += 1
@@ -140,10 +146,10 @@ class KvService(kv_pb2_grpc.KvServicer):
             case kv_pb2.AcknowledgeRequest.OUTCOME_PROGRESS:
                 event = FetchProgress()
             case kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED:
-                event = Commit()
+                event = Commit(reader=request.reader, source_blocks=tuple(request.source_blocks), generations=tuple(request.generations))
             case kv_pb2.AcknowledgeRequest.OUTCOME_ABORTED:
                 event = Abort(request.reason[:200] or "aborted by the decode worker")
             case other:
                 raise InvalidRequest(f"outcome is {other}; give PROGRESS, COMMITTED or ABORTED")
-        state = self._hand_overs.acknowledge(Ticket.from_proto(request.ticket), event)
-        return kv_pb2.AcknowledgeResponse(state=kv_pb2.LeaseState.ValueType(state))
+        answer = self._hand_overs.acknowledge(Ticket.from_proto(request.ticket), event)
+        return kv_pb2.AcknowledgeResponse(state=kv_pb2.LeaseState.ValueType(answer.state), refusal=answer.refusal)

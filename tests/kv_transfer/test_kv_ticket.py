@@ -84,7 +84,6 @@ def verify(ticket: Ticket, now: int = 999) -> None:
         (ticket_of(layout="other"), Incompatible, "layout other"),
         (ticket_of(expires_unix_ms=999), Unavailable, "expired"),
         (replace(ticket_of(), tenant="x"), Unauthenticated, "secret-file"),
-        (replace(ticket_of(), tenant="x"), Unauthenticated, "secret-file"),
     ],
 )
 def test_refused_with_what_to_do(ticket: Ticket, error: type[Exception], says: str) -> None:

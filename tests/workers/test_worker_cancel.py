@@ -365,7 +365,7 @@ async def test_a_damaged_chunk_is_fetched_again_once(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, num_losses: int, ends_well: bool
 ) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
-        transport = pair.decode_worker.edge._transports["local"]  # type: ignore[attr-defined]
+        transport = pair.decode_worker.edge._transports.get("local")  # type: ignore[attr-defined]
         fetch, losses = transport.fetch, [DataLoss("damaged")] * num_losses
 
         async def lossy(*args: Any, **options: Any) -> None:
@@ -388,7 +388,7 @@ async def test_a_damaged_chunk_is_fetched_again_once(
 async def test_a_late_fetch_never_writes_into_blocks_of_others(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel returns only once the fetch that was writing has ended; until then its blocks are nobody else's."""
     async with started(redis_url) as pair, routed(pair) as router:
-        transport = pair.decode_worker.edge._transports["local"]  # type: ignore[attr-defined]
+        transport = pair.decode_worker.edge._transports.get("local")  # type: ignore[attr-defined]
         fetch, entered, ended = transport.fetch, asyncio.Event(), asyncio.Event()
 
         async def stubborn(*args: Any, **options: Any) -> None:

@@ -19,6 +19,7 @@ import grpc.aio
 from decode_worker.edge import DecodeEdge
 from decode_worker.sequences import SequencesConfig
 from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.rpc.channel import open_channel
@@ -90,11 +91,11 @@ def worker_config(role: str, redis_url: str, **options: Any) -> WorkerConfig:
 
 
 def prefill_edge(hub: LocalHub, *, budget_bytes: int = 1 << 20) -> Callable[[EdgeParts], Edge]:
-    return lambda parts: PrefillEdge(parts, _transport(parts, hub, budget_bytes))
+    return lambda parts: PrefillEdge(parts, Transports([_transport(parts, hub, budget_bytes)]))
 
 
 def decode_edge(hub: LocalHub, limits: SequencesConfig | None = None) -> Callable[[EdgeParts], Edge]:
-    return lambda parts: DecodeEdge(parts, [_transport(parts, hub, 1 << 20)], limits=limits)
+    return lambda parts: DecodeEdge(parts, Transports([_transport(parts, hub, 1 << 20)]), limits=limits)
 
 
 def _transport(parts: EdgeParts, hub: LocalHub, budget_bytes: int) -> LocalTransport:

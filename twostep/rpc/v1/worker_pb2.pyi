@@ -67,6 +67,7 @@ class WorkerStats(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     SWAPPED_BYTES_FIELD_NUMBER: _builtins.int
     OLDEST_LEASE_S_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -103,6 +104,10 @@ class WorkerStats(_message.Message):
     """Age of the oldest hand-over under way, 0 if there is none. Prefill: of a lease. Decode: of a sequence whose KV is still to come."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStats]: ...
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___PathStats]:
+        """Decode: what was found out about the ways from prefill workers."""
+
     def __init__(
         self,
         *,
@@ -131,14 +136,49 @@ class WorkerStats(_message.Message):
         num_preemptions: _builtins.int = ...,
         swapped_bytes: _builtins.int = ...,
         oldest_lease_s: _builtins.float = ...,
+        paths: _abc.Iterable[Global___PathStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "blocks_reused", b"blocks_reused", "bytes_moved", b"bytes_moved", "draining", b"draining", "epoch", b"epoch", "integrity_error", b"integrity_error", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_sequences", b"num_sequences", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "oldest_lease_s", b"oldest_lease_s", "ready", b"ready", "role", b"role", "stalled_s", b"stalled_s", "steps", b"steps", "swapped_bytes", b"swapped_bytes", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "blocks_reused", b"blocks_reused", "bytes_moved", b"bytes_moved", "draining", b"draining", "epoch", b"epoch", "integrity_error", b"integrity_error", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_sequences", b"num_sequences", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "oldest_lease_s", b"oldest_lease_s", "paths", b"paths", "ready", b"ready", "role", b"role", "stalled_s", b"stalled_s", "steps", b"steps", "swapped_bytes", b"swapped_bytes", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStats: _TypeAlias = WorkerStats  # noqa: Y015
+
+@_typing.final
+class PathStats(_message.Message):
+    """One transport from one life of a prefill worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    epoch: _builtins.int
+    transport: _builtins.str
+    bytes_per_s: _builtins.float
+    """Of the last probe copy; 0: not usable, for the reason in `error`."""
+    error: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        bytes_per_s: _builtins.float = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "epoch", b"epoch", "error", b"error", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PathStats: _TypeAlias = PathStats  # noqa: Y015
 
 @_typing.final
 class TransportStats(_message.Message):

@@ -1,0 +1,337 @@
+"""One hand-over as the decode worker lives it: watch, pull, verify, and ask where it must. kv_transfer.reader decides; this executes.
+
+watch  ──ManifestCame, ChunkAnnounced, CompleteCame, SourceLost──▶┐
+fetches (tasks) ──FetchEnded─────────────────────────────────────▶├─ queue ─▶ advance ─▶ actions
+ask (a task) ──SourceAnswered, AskFailed─────────────────────────▶┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from decode_worker.paths import Paths, Source
+from kv_transfer import layout as kv_layout
+from kv_transfer import reader as rd
+from kv_transfer.observer import Direction, Transfer, TransferObserver, reason_of
+from kv_transfer.ticket import Ticket
+from kv_transfer.transport import ChunkInfo, KvTransport
+from kv_transfer.transports import Transports
+from twostep.cluster.records import LayoutRecord
+from twostep.errors import Cancelled, Incompatible, InternalError, TwostepError, Unavailable
+from twostep.rpc.channel import error_from_rpc
+from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+ACKNOWLEDGE_S = 2.0
+_ASK_AGAIN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a sequence's KV goes: its blocks in its own order, the first `num_cached_blocks` of which hold theirs already, and
+    `num_blocks` of which the prompt fills."""
+
+    block_ids: Sequence[int]
+    num_cached_blocks: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A whole, verified KV cache, and the tokens that were sampled after it. `fetch_s`: seconds from the word that all is published
+    to the last block in place (and the source's word, where it had to be asked); what was pulled before, while the prompt was still
+    being computed, cost nobody any time. `acknowledged`: the source knows already that it is committed."""
+
+    output_ids: Sequence[int]
+    transport: str
+    num_bytes: int
+    num_chunks: int
+    num_blocks: int
+    fetch_s: float
+    acknowledged: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchParts:
+    """What every fetching is made of."""
+
+    transports: Transports
+    layout: LayoutRecord
+    paths: Paths
+    observer: TransferObserver
+    chunk_timeout_s: float
+
+
+class Fetching:
+    """run() once. When it returns, raises or has been cancelled, nothing writes into the target any more."""
+
+    def __init__(
+        self, parts: FetchParts, stub: kv_pb2_grpc.KvAsyncStub, ticket: Ticket, source: Source, target: Target, offered: Sequence[str]
+    ) -> None:
+        self._parts = parts
+        self._stub = stub
+        self._ticket = ticket
+        self._source = source
+        self._target = target
+        self._offered = offered
+        life_s = ticket.expires_unix_ms / 1000 - time.time()
+        self._reader = rd.Reader(reader_id=secrets.randbits(63), deadline=time.monotonic() + life_s)
+        self._transport: KvTransport | None = None
+        self._endpoint = ""
+        self._events: asyncio.Queue[rd.Event] = asyncio.Queue()
+        self._fetches: dict[int, asyncio.Task[TwostepError | None]] = {}
+        self._others: set[asyncio.Task[None]] = set()
+        self._output_ids: Sequence[int] | None = None
+        self._announced_at: dict[int, float] = {}
+        self._started_at = time.monotonic()
+        self._queue_s = 0.0
+        self._copy_s = 0.0
+
+    async def run(self) -> Fetched:
+        """Raises Incompatible, InvalidRequest (never worth repeating) and Unavailable, DataLoss, ... (another attempt may succeed)."""
+        watch = self._spawn(self._watch())
+        try:
+            while self._output_ids is None and not self._reader.targets_freed:
+                self._apply(await self._next_event())
+        except asyncio.CancelledError:
+            await self._give_up()
+            self._tell("cancelled")
+            raise
+        finally:
+            watch.cancel()
+            for task in (*self._others, *self._fetches.values()):
+                task.cancel()
+            await _all_ended((*self._others, *self._fetches.values()))
+        if self._output_ids is None:
+            error = self._reader.error or InternalError("a hand-over ended without a reason; see the decode worker's log")
+            self._tell(reason_of(error))
+            raise error
+        self._tell()
+        assert self._transport is not None
+        return Fetched(
+            output_ids=self._output_ids,
+            transport=self._transport.name,
+            num_bytes=self._reader.num_bytes,
+            num_chunks=len(self._reader.infos),
+            num_blocks=self._target.num_blocks - self._target.num_cached_blocks,
+            fetch_s=time.monotonic() - self._reader.complete_at,
+            acknowledged=not self._transport.copies_out,
+        )
+
+    async def _next_event(self) -> rd.Event:
+        try:
+            async with asyncio.timeout(max(0.0, self._reader.deadline - time.monotonic())):
+                return await self._events.get()
+        except TimeoutError:
+            return rd.Tick()
+
+    async def _give_up(self) -> None:
+        """Returns when no fetch writes any more, however often it is cancelled meanwhile."""
+        self._apply(rd.GivenUp())
+        await _all_ended(self._fetches.values())
+
+    def _apply(self, event: rd.Event) -> None:
+        before = self._reader.num_again
+        step = rd.advance(self._reader, event, time.monotonic())
+        self._reader = step.reader
+        if self._reader.num_again > before:
+            assert self._transport is not None
+            log.warning("fetching a chunk of %s again: its bytes did not match", self._ticket.lease_id)
+            self._parts.observer.retry(self._transport.name, "data_loss")
+        for action in step.actions:
+            match action:
+                case rd.StartFetch(chunk):
+                    self._start_fetch(chunk)
+                case rd.CancelFetches():
+                    for task in self._fetches.values():
+                        task.cancel()
+                case rd.RenewLease():
+                    self._spawn(self._renew())
+                case rd.AskSource():
+                    self._spawn(self._ask(action))
+                case rd.CommitToEngine(output_ids):
+                    self._output_ids = output_ids
+                case rd.TellSource() | rd.FreeTargets():
+                    # Both are the caller's, whose sequence it is.
+                    pass
+
+    # ---- tasks that bring events ---------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Until Complete, or what went wrong."""
+        request = kv_pb2.WatchRequest(ticket=self._ticket.to_proto(), transports=self._offered)
+        call = self._stub.Watch(request, timeout=max(0.001, self._reader.deadline - time.monotonic()))
+        try:
+            async for event in call:
+                match event.WhichOneof("event"):
+                    case "manifest":
+                        self._events.put_nowait(self._manifest(event.manifest))
+                    case "chunk":
+                        self._announced_at[event.chunk.index] = time.monotonic()
+                        self._events.put_nowait(rd.ChunkAnnounced(_info(event.chunk, self._parts.layout.num_layers)))
+                    case "complete":
+                        done = rd.CompleteCame(event.complete.num_chunks, tuple(event.complete.output_ids))
+                        self._events.put_nowait(done)
+            error: TwostepError = Unavailable("the prefill worker ended the hand-over before it was complete; prefill again")
+        except grpc.aio.AioRpcError as failure:
+            error = error_from_rpc(failure)
+        except TwostepError as failure:
+            self._events.put_nowait(rd.GivenUp(failure))
+            return
+        finally:
+            call.cancel()
+        self._events.put_nowait(rd.SourceLost(error))
+
+    def _manifest(self, manifest: kv_pb2.Manifest) -> rd.ManifestCame:
+        """Raises Incompatible and Unavailable."""
+        kv_layout.check_compatible(self._parts.layout, kv_layout.layout_from_proto(manifest.layout))
+        transport = self._parts.transports.get(manifest.transport)
+        if transport is None or manifest.transport not in self._offered:
+            raise Incompatible(
+                f"KV is published by {manifest.transport!r}, but this worker asked for {', '.join(self._offered)}; align --kv-transfer"
+            )
+        if not transport.ready:
+            raise Unavailable(f"the {manifest.transport} KV transport is not ready on the decode worker; it comes back by itself")
+        if manifest.checksum != transport.checksum_name:
+            raise Incompatible(
+                f"{manifest.transport} chunks carry {manifest.checksum!r} checksums, this worker verifies {transport.checksum_name!r}; "
+                "run one version, and devices of one kind"
+            )
+        if manifest.wire not in ("", "raw"):
+            raise Incompatible(f"chunks are encoded as {manifest.wire!r}, which this worker did not ask for; run one version")
+        self._transport, self._endpoint = transport, manifest.endpoint
+        cached = self._target.num_cached_blocks
+        return rd.ManifestCame(
+            published=rd.BlockSpan(manifest.first_block, manifest.num_blocks),
+            wanted=rd.BlockSpan(cached, self._target.num_blocks - cached),
+            num_layers=self._parts.layout.num_layers,
+            one_sided=not transport.copies_out,
+        )
+
+    def _start_fetch(self, chunk: ChunkInfo) -> None:
+        task = asyncio.create_task(self._fetch(chunk), name=f"fetch {self._ticket.lease_id} {chunk.index}")
+
+        def ended(done: asyncio.Task[TwostepError | None]) -> None:
+            # Not by the task itself, which may be cancelled before it begins.
+            del self._fetches[chunk.index]
+            error = Cancelled("the fetch was cancelled") if done.cancelled() else done.result()
+            self._events.put_nowait(rd.FetchEnded(chunk.index, error))
+
+        self._fetches[chunk.index] = task
+        task.add_done_callback(ended)
+
+    async def _fetch(self, chunk: ChunkInfo) -> TwostepError | None:
+        """One chunk; why it failed, or None."""
+        assert self._transport is not None
+        transport, start = self._transport, time.monotonic()
+        self._queue_s += start - self._announced_at.get(chunk.index, start)
+        try:
+            await transport.fetch(
+                self._endpoint,
+                self._ticket.lease_id,
+                chunk,
+                self._target.block_ids[chunk.first_block : chunk.first_block + chunk.num_blocks],
+                deadline=start + self._parts.chunk_timeout_s,
+            )
+        except TwostepError as error:
+            if isinstance(error, Unavailable):
+                self._parts.paths.failed(self._source, transport.name, error)
+            return error
+        except Exception as error:
+            log.exception("fetching a chunk of %s failed unexpectedly", self._ticket.lease_id)
+            return InternalError(f"the hand-over failed: {error!r}; see the decode worker's log")
+        finally:
+            self._copy_s += time.monotonic() - start
+        return None
+
+    async def _renew(self) -> None:
+        try:
+            await self._stub.Acknowledge(
+                kv_pb2.AcknowledgeRequest(ticket=self._ticket.to_proto(), outcome=kv_pb2.AcknowledgeRequest.OUTCOME_PROGRESS),
+                timeout=ACKNOWLEDGE_S,
+            )
+        except grpc.aio.AioRpcError as error:
+            # The next fetch tells whether the source is really gone.
+            log.debug("lease %s could not be renewed: %s", self._ticket.lease_id, error.details())
+
+    async def _ask(self, ask: rd.AskSource) -> None:
+        request = kv_pb2.AcknowledgeRequest(
+            ticket=self._ticket.to_proto(),
+            outcome=kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED,
+            reader=ask.reader,
+            source_blocks=ask.source_blocks,
+            generations=ask.generations,
+        )
+        try:
+            answer = await self._stub.Acknowledge(request, timeout=ACKNOWLEDGE_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                await asyncio.sleep(_ASK_AGAIN_S)
+                self._events.put_nowait(rd.AskFailed(error.details() or error.code().name))
+            else:
+                self._events.put_nowait(rd.SourceAnswered(error_from_rpc(error).message))
+            return
+        self._events.put_nowait(rd.SourceAnswered(answer.refusal))
+
+    # ---- help -------------------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+        return task
+
+    def _tell(self, failure: str = "") -> None:
+        reader, now = self._reader, time.monotonic()
+        self._parts.observer.transfer(
+            Transfer(
+                transport=self._transport.name if self._transport is not None else "none",
+                direction=Direction.FETCH,
+                num_bytes=reader.num_bytes,
+                num_chunks=len(reader.infos),
+                num_blocks=self._target.num_blocks - self._target.num_cached_blocks if not failure else 0,
+                queue_s=self._queue_s,
+                copy_s=self._copy_s,
+                total_s=now - self._started_at,
+                exposed_s=now - reader.complete_at if reader.complete is not None else 0.0,
+                num_retries=reader.num_again,
+                failure=failure,
+                request_id=f"{self._ticket.request_id}/{self._ticket.attempt}",
+                peer=self._ticket.worker_id,
+            )
+        )
+
+
+def _info(chunk: kv_pb2.Chunk, num_layers: int) -> ChunkInfo:
+    """`num_layers`: of the model, which all of a chunk's are called 0."""
+    return ChunkInfo(
+        index=chunk.index,
+        first_block=chunk.first_block,
+        num_blocks=chunk.num_blocks,
+        num_bytes=chunk.num_bytes,
+        checksum=chunk.checksum,
+        first_layer=chunk.first_layer,
+        num_layers=0 if chunk.num_layers == num_layers else chunk.num_layers,
+        source_blocks=tuple(chunk.source_blocks),
+        generations=tuple(chunk.generations),
+    )
+
+
+async def _all_ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Waits for all of them, however often it is cancelled meanwhile."""
+    pending = set(tasks)
+    while pending:
+        try:
+            _, pending = await asyncio.wait(pending)
+        except asyncio.CancelledError:
+            pending = {task for task in pending if not task.done()}

@@ -1,0 +1,256 @@
+"""Which transports work from which prefill worker: found out by copying some of its memory, in the background, before a request needs it.
+
+learned of        in Redis (decode_worker.discovery), or at the first ticket of it
+tried             each transport, again after a while as long as it does not work, or once a fetch found that it does no more
+offered           those whose copy came through, best first. Until the first try is over also those that copy out through the host:
+                  no request waits for a probe while there is any other way
+too slow          a path between GPUs below its floor has fallen back to TCP or to host memory without saying so: that is an error
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from decode_worker.peers import Peers
+from kv_transfer.observer import ProbeResult, TransferObserver
+from kv_transfer.probing import ProbePass
+from kv_transfer.transport import KvTransport
+from kv_transfer.transports import Transports
+from twostep.errors import TwostepError, Unavailable
+from twostep.rpc.channel import error_from_rpc
+from twostep.rpc.v1 import kv_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+# Bytes a second. Any path between two GPUs does ten times better; TCP and detours through the host do not reach it.
+FLOORS = {"cuda_ipc": 5e9, "nixl": 5e9}
+
+_ASK_S = 5.0
+_PROBE_S = 20.0
+# How long a request waits for a probe where nothing is known to work.
+_WAIT_S = 2.0
+_FIRST_BACKOFF_S = 0.25
+_MAX_BACKOFF_S = 30.0
+# A source that cannot even be asked so often in a row is forgotten; its next ticket brings it back.
+_MAX_UNANSWERED = 12
+_MAX_SOURCES = 256
+_AT_ONCE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One life of a prefill worker."""
+
+    worker_id: str
+    epoch: int
+    address: str
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    source: Source
+    results: dict[str, ProbeResult] = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None
+    # Set to look again at once.
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    # Replaced after every round.
+    tried: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def usable(self, name: str) -> bool:
+        return name in self.results and self.results[name].usable
+
+
+class Paths:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        transports: Transports,
+        peers: Peers,
+        secret: bytes,
+        observer: TransferObserver,
+        *,
+        floors: dict[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transports = transports
+        self._peers = peers
+        self._secret = secret
+        self._observer = observer
+        self._floors = FLOORS if floors is None else floors
+        self._clock = clock
+        self._known: OrderedDict[tuple[str, int], _Known] = OrderedDict()
+        self._probing = asyncio.Semaphore(_AT_ONCE)
+        self._closed = False
+
+    @property
+    def results(self) -> list[ProbeResult]:
+        return [result for known in self._known.values() for result in known.results.values()]
+
+    async def close(self) -> None:
+        self._closed = True
+        for key in list(self._known):
+            await self._forget(key)
+
+    def learn(self, source: Source) -> None:
+        """There is such a worker: its paths are tried if they were not."""
+        self._find(source)
+
+    async def forget(self, keys: Collection[tuple[str, int]]) -> None:
+        """Of these (worker id, epoch): they are gone."""
+        for key in keys:
+            if key in self._known:
+                await self._forget(key)
+
+    async def offered(self, source: Source, *, host_only: bool = False) -> tuple[str, ...]:
+        """What may be used from there now, best first. Waits a little where nothing is known to work. Raises Unavailable.
+
+        `host_only`: only what passes through this worker's host memory.
+        """
+        known = self._find(source)
+        names = self._usable(known, host_only)
+        if not names:
+            known.hurry.set()
+            try:
+                async with asyncio.timeout(_WAIT_S):
+                    while not (names := self._usable(known, host_only)):
+                        await known.tried.wait()
+            except TimeoutError:
+                raise Unavailable(f"no KV transport works from {source.worker_id}: {self._why(known)}; another pair may do") from None
+        return names
+
+    def failed(self, source: Source, transport: str, error: TwostepError) -> None:
+        """A fetch found that it does not work any more: it is offered again once a probe has come through."""
+        known = self._known.get((source.worker_id, source.epoch))
+        if known is not None:
+            self._store(known, transport, error=error.message)
+            self._begin(known)
+
+    # ---- what is known ----------------------------------------------------------------------------------------------------
+
+    def _find(self, source: Source) -> _Known:
+        key = source.worker_id, source.epoch
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _Known(source)
+            while len(self._known) > _MAX_SOURCES:
+                _, oldest = self._known.popitem(last=False)
+                if oldest.task is not None:
+                    oldest.task.cancel()
+            self._begin(known)
+        self._known.move_to_end(key)
+        return known
+
+    def _usable(self, known: _Known, host_only: bool) -> tuple[str, ...]:
+        return tuple(
+            transport.name
+            for transport in self._transports.ready
+            if (transport.copies_out or not host_only)
+            and (known.usable(transport.name) or (transport.copies_out and transport.name not in known.results))
+        )
+
+    def _why(self, known: _Known) -> str:
+        reasons = {name: result.error for name, result in known.results.items() if not result.usable}
+        not_ready = {transport.name: "not ready here" for transport in self._transports if not transport.ready}
+        return "; ".join(f"{name}: {why}" for name, why in (reasons | not_ready).items()) or "not tried yet"
+
+    async def _forget(self, key: tuple[str, int]) -> None:
+        known = self._known.pop(key)
+        if known.task is not None:
+            known.task.cancel()
+            await asyncio.wait([known.task])
+
+    def _store(self, known: _Known, transport: str, *, bytes_per_s: float = 0.0, error: str = "") -> None:
+        source, before = known.source, known.results.get(transport)
+        result = ProbeResult(
+            worker_id=source.worker_id, epoch=source.epoch, transport=transport, bytes_per_s=bytes_per_s, error=error[:300]
+        )
+        known.results[transport] = result
+        self._observer.probe(result)
+        if result.usable:
+            log.info("KV from %s by %s: %.2f GB/s", source.worker_id, transport, bytes_per_s / 1e9)
+        elif before is None or before.error != result.error:
+            log.debug("no KV from %s by %s: %s", source.worker_id, transport, error)
+
+    # ---- probing ------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, known: _Known) -> None:
+        if not self._closed and (known.task is None or known.task.done()):
+            known.task = asyncio.create_task(self._probe_until_all_work(known), name=f"probe {known.source.worker_id}")
+            known.task.add_done_callback(_say_failure)
+
+    async def _probe_until_all_work(self, known: _Known) -> None:
+        backoff_s, unanswered = _FIRST_BACKOFF_S, 0
+        while True:
+            known.hurry.clear()
+            missing = [transport for transport in self._transports if not known.usable(transport.name)]
+            if not missing:
+                return
+            async with self._probing:
+                unanswered = 0 if await self._try(known, missing) else unanswered + 1
+            tried, known.tried = known.tried, asyncio.Event()
+            tried.set()
+            if unanswered >= _MAX_UNANSWERED:
+                self._known.pop((known.source.worker_id, known.source.epoch), None)
+                return
+            if all(known.usable(transport.name) for transport in missing):
+                continue
+            try:
+                # Many in a hurry are no reason to ask without a pause.
+                await asyncio.sleep(_FIRST_BACKOFF_S)
+                async with asyncio.timeout(backoff_s):
+                    await known.hurry.wait()
+            except TimeoutError:
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _try(self, known: _Known, transports: Collection[KvTransport]) -> bool:
+        """False: the source did not answer at all."""
+        source = known.source
+        request = ProbePass.issue(self._secret, worker_id=source.worker_id, epoch=source.epoch)
+        try:
+            async with self._peers.channel(source.address) as channel:
+                stub: kv_pb2_grpc.KvAsyncStub = kv_pb2_grpc.KvStub(channel)
+                response = await stub.Probe(request.to_proto(), timeout=_ASK_S)
+        except grpc.aio.AioRpcError as error:
+            for transport in transports:
+                self._store(known, transport.name, error=f"the prefill worker could not be asked: {error_from_rpc(error).message}")
+            return False
+        endpoints = {path.transport: path.endpoint for path in response.paths}
+        for transport in transports:
+            if not transport.ready:
+                self._store(known, transport.name, error="not ready on the decode worker")
+            elif transport.name not in endpoints:
+                self._store(known, transport.name, error="not ready on the prefill worker")
+            else:
+                await self._copy(known, transport, endpoints[transport.name])
+        return True
+
+    async def _copy(self, known: _Known, transport: KvTransport, endpoint: str) -> None:
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                probe = await transport.probe(endpoint, deadline=self._clock() + _PROBE_S)
+        except TwostepError as error:
+            self._store(known, transport.name, error=error.message)
+        except TimeoutError:
+            self._store(known, transport.name, error=f"a probe did not end in {_PROBE_S:g} s")
+        else:
+            floor = self._floors.get(transport.name, 0.0)
+            if probe.bytes_per_s >= floor:
+                self._store(known, transport.name, bytes_per_s=probe.bytes_per_s)
+                return
+            slow = f"{probe.bytes_per_s / 1e9:.2f} GB/s, where {floor / 1e9:g} is the least that a path between GPUs does: it is none"
+            if known.results.get(transport.name) is None:
+                log.warning("KV from %s by %s is not offered: %s", known.source.worker_id, transport.name, slow)
+            self._store(known, transport.name, error=slow)
+
+
+def _say_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("probing failed unexpectedly", exc_info=error)

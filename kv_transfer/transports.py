@@ -1,0 +1,135 @@
+"""Which transports a worker has: made from `--kv-transfer`, started together, the best first.
+
+auto          cuda_ipc, nixl, ray, in this order: those that can exist here. Why another cannot is said once, in the log
+a,b,...       those and no others, in this order of preference; the worker does not start without any one of them
+local         within one process: for tests, never made here
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from kv_transfer.ray_transport import RayTransport
+from kv_transfer.transport import KvTransport
+from twostep.errors import SetupError
+from twostep.worker.config import KV_TRANSPORTS
+from twostep.worker.edge import EdgeParts
+
+log = logging.getLogger(__name__)
+
+AUTO = ("cuda_ipc", "nixl", "ray")
+assert set(AUTO) < set(KV_TRANSPORTS)
+
+
+class Transports:
+    """Those of one worker by name, best first. Belongs to one event loop."""
+
+    def __init__(self, transports: Iterable[KvTransport], *, optional: Iterable[str] = ()) -> None:
+        """`optional`: names of those that are left out, with a warning, if they cannot start."""
+        self._transports = {transport.name: transport for transport in transports}
+        self._optional = frozenset(optional)
+
+    def __iter__(self) -> Iterator[KvTransport]:
+        return iter(tuple(self._transports.values()))
+
+    def __len__(self) -> int:
+        return len(self._transports)
+
+    def get(self, name: str) -> KvTransport | None:
+        return self._transports.get(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._transports)
+
+    @property
+    def ready(self) -> tuple[KvTransport, ...]:
+        return tuple(transport for transport in self._transports.values() if transport.ready)
+
+    async def start(self) -> None:
+        """Raises SetupError."""
+        for transport in self:
+            try:
+                await transport.start()
+            except SetupError as error:
+                if transport.name not in self._optional:
+                    raise
+                log.warning("no KV transfer by %s here: %s", transport.name, error.message)
+                del self._transports[transport.name]
+                await transport.close()
+
+    async def close(self) -> None:
+        for transport in self:
+            await transport.close()
+
+
+def make_transports(parts: EdgeParts, run_dir: Path) -> Transports:
+    """Not started yet. `run_dir`: private to this worker, for sockets. Raises SetupError where one that was asked for by name cannot be."""
+    asked = parts.config.kv_transfer
+    if asked == "auto":
+        return Transports(_possible(AUTO, parts, run_dir), optional=set(AUTO) - {"ray"})
+    names = asked.split(",")
+    if "local" in names:
+        raise SetupError("--kv-transfer local joins workers of one process only; give cuda_ipc, nixl, ray or auto to worker processes")
+    return Transports([_make(name, parts, run_dir) for name in names])
+
+
+def _possible(names: Sequence[str], parts: EdgeParts, run_dir: Path) -> Iterator[KvTransport]:
+    for name in names:
+        try:
+            yield _make(name, parts, run_dir)
+        except SetupError as error:
+            if name == "ray":
+                raise
+            log.info("no KV transfer by %s here: %s", name, error.message)
+
+
+def _make(name: str, parts: EdgeParts, run_dir: Path) -> KvTransport:
+    """Raises SetupError with why it cannot exist here."""
+    makers: dict[str, Callable[[EdgeParts, Path], KvTransport]] = {"cuda_ipc": _cuda_ipc, "nixl": _nixl, "ray": _ray}
+    try:
+        return makers[name](parts, run_dir)
+    except ImportError as error:
+        raise SetupError(f"--kv-transfer {name}: {error}; install what is missing, or leave {name} out") from error
+
+
+def _ray(parts: EdgeParts, run_dir: Path) -> KvTransport:
+    config = parts.config
+    return RayTransport(
+        parts.model.runner,
+        parts.model.runner.kv_shape.block_bytes,
+        worker_id=parts.worker_id,
+        epoch=parts.epoch,
+        ray_address=config.ray_address,
+        num_layers=parts.model.runner.kv_shape.num_layers,
+        pin=parts.model.runner.pin_host,
+        run_dir=config.run_dir or run_dir,
+        budget_bytes=config.kv_budget_bytes,
+    )
+
+
+def _cuda_ipc(parts: EdgeParts, run_dir: Path) -> KvTransport:
+    _check_one_gpu("cuda_ipc", parts)
+    transport: KvTransport = importlib.import_module("kv_transfer.cuda_ipc").CudaIpcTransport.of_worker(parts)
+    return transport
+
+
+def _nixl(parts: EdgeParts, run_dir: Path) -> KvTransport:
+    _check_one_gpu("nixl", parts)
+    transport: KvTransport = importlib.import_module("kv_transfer.nixl_transport").NixlTransport.of_worker(parts)
+    return transport
+
+
+def _check_one_gpu(name: str, parts: EdgeParts) -> None:
+    """Both read one pool in one GPU's memory. Raises SetupError."""
+    config = parts.config
+    if config.runner != "model" or not config.device.startswith("cuda"):
+        raise SetupError(f"--kv-transfer {name} moves KV between GPUs, and this worker has none ({config.device}); leave it out")
+    if config.tensor_parallel_size > 1:
+        raise SetupError(
+            f"--kv-transfer {name} reads one pool, and with --tensor-parallel-size {config.tensor_parallel_size} it is cut over processes; "
+            f"leave {name} out"
+        )
