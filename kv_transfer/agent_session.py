@@ -105,7 +105,7 @@ class AgentSession:
             )
             session = cls(endpoint, ring, socket_path, process)
             if config.pin is not None:
-                await session._pin_ring(config.pin)
+                await session.pin_ring(config.pin)
             await session._wait_ready(config.start_timeout_s)
         except BaseException:
             if session is not None:
@@ -240,7 +240,7 @@ class AgentSession:
                 self.check_alive()
             raise
 
-    async def _pin_ring(self, pin: Pin) -> None:
+    async def pin_ring(self, pin: Pin) -> None:
         """While the agent starts, which takes longer."""
         try:
             self._unpin = await asyncio.to_thread(pin, self._ring.bytes)

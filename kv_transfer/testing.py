@@ -52,6 +52,7 @@ class ArrayStore:
 
     def __init__(self, blocks: npt.NDArray[np.uint8], num_layers: int = 1) -> None:
         self.blocks = blocks
+        self.num_layers = num_layers
         self._layer_bytes = blocks.shape[1] // num_layers
 
     def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:

@@ -50,9 +50,9 @@ def local_ray() -> Iterator[LocalRay]:
         yield ray
 
 
-def make_store(block_bytes: int, *, fill: bool) -> ArrayStore:
+def make_store(block_bytes: int, *, fill: bool, num_layers: int = 1) -> ArrayStore:
     shape = (NUM_BLOCKS, block_bytes)
-    return ArrayStore(np.random.default_rng(7).integers(0, 256, shape, np.uint8) if fill else np.zeros(shape, np.uint8))
+    return ArrayStore(np.random.default_rng(7).integers(0, 256, shape, np.uint8) if fill else np.zeros(shape, np.uint8), num_layers)
 
 
 def ray_side(ray: LocalRay, store: ArrayStore, *, worker_id: str, budget_bytes: int = 64 << 20, ring_bytes: int = 8 << 20) -> Side:
@@ -64,6 +64,7 @@ def ray_side(ray: LocalRay, store: ArrayStore, *, worker_id: str, budget_bytes: 
         epoch=next(_lives),
         ray_address=ray.address,
         run_dir=run_dir,
+        num_layers=store.num_layers,
         ring_bytes=ring_bytes,
         budget_bytes=budget_bytes,
     )
@@ -108,20 +109,22 @@ class Kind:
 
     name: str
     ray: LocalRay | None
-    pairs: dict[tuple[int, int], Pair]
+    pairs: dict[tuple[int, int, int], Pair]
 
-    def make(self, block_bytes: int, budget_bytes: int) -> Pair:
-        prefill_store, decode_store = make_store(block_bytes, fill=True), make_store(block_bytes, fill=False)
+    def make(self, block_bytes: int, budget_bytes: int, num_layers: int) -> Pair:
+        prefill_store = make_store(block_bytes, fill=True, num_layers=num_layers)
+        decode_store = make_store(block_bytes, fill=False, num_layers=num_layers)
         if self.ray is not None:
             return Pair(
                 ray_side(self.ray, prefill_store, worker_id="p", budget_bytes=budget_bytes),
                 ray_side(self.ray, decode_store, worker_id="d", budget_bytes=budget_bytes),
             )
         hub = LocalHub()
-        return Pair(
-            Side(LocalTransport(prefill_store, block_bytes, hub, worker_id="p", budget_bytes=budget_bytes), prefill_store),
-            Side(LocalTransport(decode_store, block_bytes, hub, worker_id="d", budget_bytes=budget_bytes), decode_store),
-        )
+
+        def local(store: ArrayStore, name: str) -> Side:
+            return Side(LocalTransport(store, block_bytes, hub, worker_id=name, num_layers=num_layers, budget_bytes=budget_bytes), store)
+
+        return Pair(local(prefill_store, "p"), local(decode_store, "d"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
@@ -141,10 +144,10 @@ async def make_pair(kind: Kind) -> AsyncIterator[MakePair]:
     """Ready pairs with fresh contents; when the test is over, neither side may hold anything."""
     used: list[Pair] = []
 
-    async def make(*, block_bytes: int = 4096, budget_bytes: int = 64 << 20) -> Pair:
-        pair = kind.pairs.get((block_bytes, budget_bytes))
+    async def make(*, block_bytes: int = 4096, budget_bytes: int = 64 << 20, num_layers: int = 1) -> Pair:
+        pair = kind.pairs.get((block_bytes, budget_bytes, num_layers))
         if pair is None or not (pair.prefill.transport.ready and pair.decode.transport.ready):
-            pair = kind.pairs[block_bytes, budget_bytes] = kind.make(block_bytes, budget_bytes)
+            pair = kind.pairs[block_bytes, budget_bytes, num_layers] = kind.make(block_bytes, budget_bytes, num_layers)
             for side in (pair.prefill, pair.decode):
                 await side.transport.start()
             for side in (pair.prefill, pair.decode):

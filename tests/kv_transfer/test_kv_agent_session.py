@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from kv_pairs import in_s
 
@@ -33,3 +36,46 @@ async def test_every_call_of_an_ended_session_is_unavailable(tmp_path: Path) -> 
             await call
     session.give_back(slot)
     ring.unlink()
+
+
+async def test_the_ring_is_unpinned_once_nobody_uses_it(tmp_path: Path) -> None:
+    """A copy may be under way to a slot that is still taken when the agent is lost."""
+    said: list[str] = []
+
+    def pin(memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        said.append(f"pinned {memory.size}")
+        return lambda: said.append("unpinned")
+
+    session = await piped_session(tmp_path)
+    await session.pin_ring(pin)
+    slot = await session.take_slot(4096, deadline=in_s(1))
+    closing = asyncio.create_task(session.close())
+    done, _ = await asyncio.wait([closing], timeout=0.3)
+    assert not done
+    assert said == ["pinned 8192"]
+    session.give_back(slot)
+    await closing
+    assert said == ["pinned 8192", "unpinned"]
+    await session.close()
+    assert len(said) == 2
+
+
+async def test_a_ring_that_cannot_be_pinned_is_used_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted")
+
+    session = await piped_session(tmp_path)
+    await session.pin_ring(refuse)
+    assert "not pinned" in caplog.text
+    session.give_back(await session.take_slot(4096, deadline=in_s(1)))
+    await session.close()
+
+
+async def piped_session(directory: Path) -> AgentSession:
+    """Of an agent that only waits for the end of its input."""
+    helper = await asyncio.create_subprocess_exec(
+        "cat", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    ring = SharedMemory.create(directory, 8192)
+    ring.unlink()
+    return AgentSession("kv:w:1:1", ring, directory / "agent.sock", helper)

@@ -16,6 +16,7 @@ from kv_transfer.chunking import ChunkPlan, ChunkRange
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.ring import RingAllocator, SharedMemory, default_ring_dir
 from kv_transfer.waiting import FifoGate, finish
+from twostep.engine.batch import LayerRange
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted, SetupError
 
 
@@ -36,6 +37,59 @@ def test_chunks_cover_the_blocks_once_in_order_whenever_they_become_final(
     assert all(size == 1 or size * block_bytes <= target for size in sizes)
     assert not sizes or max(sizes) - min(sizes) <= 1
     assert plan.take(10**9) == []
+
+
+@st.composite
+def progress(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    """(final blocks, blocks and layers of the step under way), as steps of a prompt of 12 layers go on."""
+    told, done = [], 0
+    for step in draw(st.lists(st.integers(0, 120), max_size=5)):
+        marks = sorted(draw(st.sets(st.integers(1, 12), max_size=4)))
+        told += [(done, done + step, layers) for layers in marks]
+        done += step
+        told.append((done, done, 12))
+    return told
+
+
+@given(st.integers(0, 50), st.integers(0, 80), st.integers(1, 1000), st.integers(1, 100_000), progress())
+def test_rectangles_tile_blocks_and_layers_and_are_handed_out_once_all_of_them_is_final(
+    first: int, count: int, layer_bytes: int, target: int, told: list[tuple[int, int, int]]
+) -> None:
+    def plan() -> ChunkPlan:
+        return ChunkPlan(first_block=first, num_blocks=count, block_bytes=12 * layer_bytes, num_layers=12, target_bytes=target)
+
+    cells = np.zeros((first + count, 12), np.int64)
+    taking, taken = plan(), []
+    assert taking.ranges == plan().ranges
+    for final, step_blocks, step_layers in [*told, (first + count, 0, 0)]:
+        for chunk in taking.take(final, step_blocks=step_blocks, step_layers=step_layers):
+            layers = chunk.layers or LayerRange(0, 12)
+            assert chunk.stop_block <= final or (chunk.stop_block <= step_blocks and layers.stop <= step_layers)
+            cells[chunk.first_block : chunk.stop_block, layers.first : layers.stop] += 1
+            taken.append(chunk)
+        # Nothing that is final is kept back.
+        known = {chunk.index for chunk in taken}
+        for chunk in (chunk for chunk in taking.ranges if chunk.index not in known):
+            layers = chunk.layers or LayerRange(0, 12)
+            assert chunk.stop_block > final
+            assert chunk.stop_block > step_blocks or layers.stop > step_layers or chunk.layers is None
+    assert taking.done
+    assert not cells[:first].any()
+    assert (cells[first:] == 1).all()
+    assert sorted(chunk.index for chunk in taken) == list(range(taking.num_chunks))
+    groups = {chunk.layers for chunk in taken}
+    sizes = [chunk.num_blocks * (chunk.layers.num_layers if chunk.layers else 12) * layer_bytes for chunk in taken]
+    assert all(size <= target for chunk, size in zip(taken, sizes, strict=True) if chunk.num_blocks > 1)
+    # By layers only where that makes at least two groups that fill the target.
+    assert groups == (set() if not count else {None}) or 2 * -(-target // (layer_bytes * count)) <= 12
+
+
+def test_a_long_prompt_leaves_one_layer_to_the_end() -> None:
+    """Llama-3.1-8B's shape, 2600 tokens: 163 blocks of 32 layers of 64 KiB."""
+    plan = ChunkPlan(first_block=0, num_blocks=163, block_bytes=2 << 20, num_layers=32)
+    assert plan.num_chunks == 64
+    assert len(plan.take(0, step_blocks=163, step_layers=31)) == 62
+    assert [chunk.num_blocks for chunk in plan.take(163)] == [82, 81]
 
 
 def test_checksum_is_xxh3_64() -> None:

@@ -56,6 +56,28 @@ async def test_bytes_arrive_in_order(make_pair: MakePair, block_bytes: int) -> N
     await drop(pair, "a")
 
 
+@pytest.mark.parametrize(("num_layers", "layer_bytes"), [(3, 1), (7, 4097)])
+async def test_layers_of_blocks_arrive_in_order_and_nothing_else_does(make_pair: MakePair, num_layers: int, layer_bytes: int) -> None:
+    pair = await make_pair(block_bytes=num_layers * layer_bytes, num_layers=num_layers)
+    source, target = pair.prefill.store.blocks.reshape(64, num_layers, -1), pair.decode.store.blocks.reshape(64, num_layers, -1)
+    rng = np.random.default_rng(layer_bytes)
+    wanted = np.zeros_like(target)
+    for index, (first, count) in enumerate([(0, 1), (num_layers - 1, 1), (1, 2), (0, num_layers)]):
+        ids, places, layers = rng.permutation(64)[:9].tolist(), rng.permutation(64)[:9].tolist(), slice(first, first + count)
+        chunk = await pair.prefill.transport.publish(
+            pair.salt + "a", index, 0, ids, layers=LayerRange(first, count), ttl_s=30.0, deadline=in_s(10)
+        )
+        assert (chunk.first_layer, chunk.num_layers, chunk.num_bytes) == (first, count, 9 * count * layer_bytes)
+        await fetch(pair, "a", chunk, places)
+        wanted[places, layers] = source[ids, layers]
+        np.testing.assert_array_equal(target, wanted)
+    with pytest.raises(InvalidRequest, match="layers"):
+        await pair.prefill.transport.publish(pair.salt + "a", 9, 0, [0], layers=LayerRange(1, num_layers), ttl_s=30.0, deadline=in_s(10))
+    with pytest.raises(InvalidRequest, match="layers"):
+        await fetch(pair, "a", replace(chunk, first_layer=num_layers), places)
+    await drop(pair, "a")
+
+
 async def test_source_blocks_are_free_once_published(make_pair: MakePair) -> None:
     pair = await make_pair()
     before = pair.prefill.store.blocks[:2].copy()
