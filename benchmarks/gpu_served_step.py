@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from kv_transfer.local import LocalHub, LocalTransport
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from twostep.bench.shapes import LLAMA_8B
-from twostep.engine.batch import Batch, InFlight, KvShape, Runner, Sampled
+from twostep.engine.batch import Batch, InFlight, KvShape, LayerMark, LayerRange, Runner, Sampled
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest, StepOutput
@@ -90,6 +90,7 @@ class BlankRunner:
     """A prefill worker's runner that computes nothing: its blocks hold small numbers in host memory, its tokens are all 1."""
 
     overlaps = False
+    marks_layers = False
 
     def __init__(self, shape: KvShape, vocab_size: int, max_model_len: int) -> None:
         self.kv_shape, self.vocab_size, self.max_model_len = shape, vocab_size, max_model_len
@@ -101,14 +102,18 @@ class BlankRunner:
     def launch(self, batch: Batch) -> InFlight:
         return Done(len(batch.sample_rows))
 
-    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        np.take(self._blocks, np.asarray(block_ids), axis=0, out=out, mode="clip")  # raise would copy twice
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        columns = slice(None) if layers is None else self.kv_shape.bytes_of(layers)
+        np.take(self._blocks[:, columns], np.asarray(block_ids), axis=0, out=out, mode="clip")  # raise would copy twice
 
-    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        self._blocks[np.asarray(block_ids)] = data
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        self._blocks[np.asarray(block_ids), slice(None) if layers is None else self.kv_shape.bytes_of(layers)] = data
 
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
         return np.empty((count, self.kv_shape.block_bytes), np.uint8)
+
+    def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        return lambda: None
 
     def copy_block(self, source: int, target: int) -> None:
         self._blocks[target] = self._blocks[source]
@@ -117,6 +122,7 @@ class BlankRunner:
 @dataclass(frozen=True, slots=True)
 class Done:
     num_rows: int
+    layer_marks: Sequence[LayerMark] = ()
 
     def result(self) -> Sampled:
         return Sampled(token_ids=[1] * self.num_rows, logprobs=[None] * self.num_rows, top_logprobs=[()] * self.num_rows)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from forward_helpers import make_batch, save_model, scattered_sequences
 
-from twostep.engine.batch import KvShape
+from twostep.engine.batch import KvShape, LayerRange
 from twostep.engine.kv_cache import KvCache
 from twostep.engine.model_runner import ModelRunner
 
@@ -44,6 +44,34 @@ def test_written_blocks_are_bit_identical_and_others_untouched(cache: KvCache) -
     assert np.array_equal(bytes_of(cache, 5), data[0])
     assert np.array_equal(bytes_of(cache, 1), data[1])
     assert torch.equal(cache.tensor[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "head_dim", "quantization"),
+    [("bfloat16", 3, 8, "none"), ("float32", 5, 3, "none"), ("bfloat16", 4, 16, "int8")],
+)
+def test_layers_are_parts_of_blocks(dtype: str, block_size: int, head_dim: int, quantization: str) -> None:
+    shape = KvShape(
+        num_blocks=9, block_size=block_size, num_layers=5, num_kv_heads=2, head_dim=head_dim, dtype=dtype, quantization=quantization
+    )
+    cache, rng = KvCache(shape), np.random.default_rng(2)
+    want = rng.integers(0, 256, (9, 5, shape.layer_bytes), dtype=np.uint8)
+    cache.write_blocks(range(9), want.reshape(9, -1))
+    for first, count in [(0, 1), (4, 1), (1, 3), (0, 5), (2, 2)]:
+        layers, ids = LayerRange(first, count), rng.permutation(9)[:4].tolist()
+        out = np.empty((4, count * shape.layer_bytes), np.uint8)
+        cache.read_blocks(ids, out, layers)
+        assert np.array_equal(out.reshape(4, count, -1), want[ids, first : first + count])
+        data = rng.integers(0, 256, out.shape, dtype=np.uint8)
+        data.flags.writeable = False
+        cache.write_blocks(ids, data, layers)
+        want[ids, first : first + count] = data.reshape(4, count, -1)
+        whole = np.empty((9, shape.block_bytes), np.uint8)
+        cache.read_blocks(range(9), whole)
+        assert np.array_equal(whole.reshape(want.shape), want)
+    for wrong in (LayerRange(0, 6), LayerRange(5, 1), LayerRange(-1, 2), LayerRange(2, 0)):
+        with pytest.raises(ValueError, match="layers"):
+            cache.read_blocks([0], np.empty((1, wrong.num_layers * shape.layer_bytes), np.uint8), wrong)
 
 
 def test_copy_block(cache: KvCache) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from forward_helpers import VOCAB, make_batch, save_model, scattered_sequences
 
-from twostep.engine.batch import Runner
+from twostep.engine.batch import LayerRange, Runner
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.model_runner import ModelRunner
@@ -95,6 +95,13 @@ def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
     data = np.random.default_rng(0).integers(0, 256, (96, two.kv_shape.block_bytes), dtype=np.uint8)
     order = np.random.default_rng(1).permutation(96).tolist()
     two.write_blocks(order, data)
+    assert np.array_equal(read(two, order), data)
+    last = LayerRange(two.kv_shape.num_layers - 1, 1)
+    part, columns = np.empty((96, two.kv_shape.layer_bytes), np.uint8), two.kv_shape.bytes_of(last)
+    two.read_blocks(order, part, last)
+    assert np.array_equal(part, data[:, columns])
+    data[:, columns] = part = part[::-1].copy()
+    two.write_blocks(order, part, last)
     assert np.array_equal(read(two, order), data)
     zeros = np.zeros_like(data)
     for runner in (one, two):
