@@ -1,0 +1,258 @@
+"""A storm of hand-overs: a thousand requests in flight, some given up by their clients, a worker killed every few seconds.
+
+    python benchmarks/hand_over_storm.py                        1000 in flight, 5 % aborts, a kill every 10 s, for 3 minutes
+    make storm STORM_FLAGS="--seconds 20 --concurrency 200"
+
+`twostep up` on this machine's CPU with a small random model in float32: two prefill and two decode workers, KV through Ray. Every answer
+is compared with the single-process engine's, token for token, or must have failed with a clear status. In the end nothing may be held: no
+block, lease or object in any worker, no object in Ray's store, no file in shared memory, no process. Exits with 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twostep import AsyncClient, SamplingOptions
+from twostep.errors import TwostepError, status_of
+
+_ROOT = Path(__file__).resolve().parents[1]
+# Requests are drawn from so many; each has a cache salt of its own, so that its KV is computed and moved all the same.
+_NUM_CASES = 96
+_PROMPT_TOKENS = (8, 160)
+_ANSWER_TOKENS = (4, 32)
+_TIMEOUT_S = 120.0
+_RETRY_S = (0.5, 1.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request and the engine's answer to it."""
+
+    prompt: list[int]
+    options: SamplingOptions
+    expected: list[int]
+
+
+@dataclass
+class Tally:
+    """What became of the requests. `wrong` holds the cases that did not give the engine's tokens, with what they gave."""
+
+    ended: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+    wrong: list[tuple[Case, list[int]]] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    total_s: list[float] = field(default_factory=list)
+    moved_bytes: int = 0
+    num_moved: int = 0
+    num_tokens: int = 0
+    num_begun_again: int = 0
+    in_flight: int = 0
+    most_in_flight: int = 0
+
+
+def main() -> int:
+    args = _parse()
+    # The helpers of the system's tests are what starts, asks and judges it here.
+    sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "tests" / "system")]
+    running: Any = importlib.import_module("running")
+    oracle: Any = importlib.import_module("oracle")
+    _allow_files(8 * args.concurrency + 1024)
+    os.environ |= {"TWOSTEP_MAX_INFLIGHT": str(args.concurrency + 100), "TWOSTEP_MAX_WAITING": str(args.concurrency + 100)}
+    with tempfile.TemporaryDirectory(prefix="storm-") as scratch:
+        model = importlib.import_module("tiny_models").save_tiny_model(
+            Path(scratch) / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+        )
+        judge = oracle.Oracle(model)
+        cases = _make_cases(judge)
+        before = _shared_memory()
+        flags = ("--dtype", "float32", "--device", "cpu", "--max-num-seqs", str(args.concurrency), "--cpu-threads", "1")
+        flags += ("--kv-cache-memory-bytes", str(256 << 20), "--max-num-batched-tokens", "1024")
+        left: list[str] = []
+        try:
+            with running.running(model, Path(scratch) / "run", prefill=2, decode=2, extra=flags) as system:
+                tally, killed, seconds = asyncio.run(_storm(args, system, cases))
+                left = _leftovers(running, system)
+        except AssertionError as error:  # processes that outlived it
+            left.append(str(error))
+    left += sorted(_shared_memory() - before)
+    near_ties, wrong = _judge(judge, tally)
+    _print(args, tally, killed, seconds, near_ties, wrong, left)
+    clear = not (tally.ended["DEADLINE_EXCEEDED"] or tally.ended["INTERNAL"])
+    return 0 if clear and not wrong and not left else 1
+
+
+def _leftovers(running: Any, system: Any) -> list[str]:
+    """What the system holds with nothing to do, once it is whole; empty if nothing."""
+    left = []
+    for look in (
+        lambda: running.wait_until(lambda: system.serves(2, 2), timeout_s=90, what="all workers are back"),
+        lambda: system.check_empty(timeout_s=90),
+        lambda: system.check_store_empty(timeout_s=60),
+    ):
+        try:
+            look()
+        except AssertionError as error:
+            left.append(str(error))
+    return left
+
+
+async def _storm(args: argparse.Namespace, system: Any, cases: Sequence[Case]) -> tuple[Tally, Counter[str], float]:
+    """Returns when the last request has ended."""
+    tally, killed = Tally(), Counter[str]()
+    rng = random.Random(args.seed)
+    begin = time.monotonic()
+    end = begin + args.seconds
+    async with AsyncClient(system.target, max_retries=0) as client:
+        killer = asyncio.create_task(_kill(args, system, killed, rng))
+        streams = (_stream(client, cases, tally, args.aborts, end, random.Random(f"{args.seed}/{n}"), n) for n in range(args.concurrency))
+        await asyncio.gather(*streams)
+        killer.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await killer
+    return tally, killed, time.monotonic() - begin
+
+
+async def _stream(client: AsyncClient, cases: Sequence[Case], tally: Tally, aborts: float, end: float, rng: random.Random, n: int) -> None:
+    """One request after the other until the time is up."""
+    # Not all in the first instant.
+    await asyncio.sleep(rng.uniform(0, 2))
+    number = 0
+    while time.monotonic() < end:
+        number += 1
+        tally.in_flight += 1
+        tally.most_in_flight = max(tally.most_in_flight, tally.in_flight)
+        give_up_s = rng.uniform(0, 10) if rng.random() < aborts else None
+        ended = await _ask(client, rng.choice(cases), tally, f"{n}/{number}", give_up_s)
+        tally.in_flight -= 1
+        tally.ended[ended] += 1
+        if ended not in ("OK", "aborted"):
+            await asyncio.sleep(rng.uniform(*_RETRY_S))
+
+
+async def _ask(client: AsyncClient, case: Case, tally: Tally, salt: str, give_up_s: float | None) -> str:
+    """How it ended: OK, aborted, or a status. Tokens are compared whatever the end."""
+    begin = time.monotonic()
+    got: list[int] = []
+    try:
+        answer = client.generate(token_ids=case.prompt, timeout=_TIMEOUT_S, cache_salt=salt, **case.options)
+        async with asyncio.timeout(give_up_s):
+            async for piece in answer:
+                if not got:
+                    tally.ttft_s.append(time.monotonic() - begin)
+                got += piece.token_ids
+            done = await answer.result()
+    except TimeoutError:
+        ended = "aborted"
+    except TwostepError as error:
+        ended = status_of(error).grpc
+        tally.messages[f"{ended}: {error.message.partition(':')[0][:100]}"] += 1
+    else:
+        ended = "OK"
+        tally.total_s.append(time.monotonic() - begin)
+        tally.num_moved += done.transfer.blocks_moved > 0
+        tally.moved_bytes += done.transfer.bytes
+        tally.num_begun_again += done.attempts > 1
+    tally.num_tokens += len(got)
+    if got != case.expected[: len(got)] or (ended == "OK" and len(got) != len(case.expected)):
+        tally.wrong.append((case, got))
+    return ended
+
+
+async def _kill(args: argparse.Namespace, system: Any, killed: Counter[str], rng: random.Random) -> None:
+    """A worker each time, any that is there."""
+    while True:
+        await asyncio.sleep(args.kill_every)
+        workers = await asyncio.to_thread(system.all_workers)
+        if workers:
+            worker = rng.choice(workers)
+            killed[worker.module] += 1
+            with contextlib.suppress(ProcessLookupError):
+                worker.kill()
+
+
+def _make_cases(judge: Any) -> list[Case]:
+    cases = []
+    for n in range(_NUM_CASES):
+        rng = random.Random(n)
+        prompt = [rng.randrange(3, judge.vocab_size) for _ in range(rng.randint(*_PROMPT_TOKENS))]
+        options = SamplingOptions(max_tokens=rng.randint(*_ANSWER_TOKENS), temperature=rng.choice((0.0, 0.8)), seed=n, ignore_eos=True)
+        # What is left out would take the model's own default.
+        options |= {"top_p": 1.0, "top_k": 0}
+        cases.append(Case(prompt, options, judge.answer(prompt, _params(options))))
+    return cases
+
+
+def _params(options: SamplingOptions) -> Any:
+    return importlib.import_module("twostep.sampling_params").SamplingParams(**options)
+
+
+def _judge(judge: Any, tally: Tally) -> tuple[int, int]:
+    """Answers that differ where the engine itself stands within 1e-4 of another token, and those that are wrong."""
+    near_ties = wrong = 0
+    for case, got in tally.wrong:
+        try:
+            near_ties += bool(judge.compare(case.prompt, case.options, got))
+        except AssertionError as error:
+            wrong += 1
+            print(f"wrong: {error}", file=sys.stderr)
+    return near_ties, wrong
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("twostep-*")}
+
+
+def _allow_files(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, count)), hard))
+
+
+def _print(
+    args: argparse.Namespace, tally: Tally, killed: Counter[str], seconds: float, near_ties: int, wrong: int, left: Sequence[str]
+) -> None:
+    ended = tally.ended
+    ttft, total = (statistics.quantiles(times or [0.0, 0.0], n=100) for times in (tally.ttft_s, tally.total_s))
+    print(f"{args.concurrency} streams (most in flight {tally.most_in_flight}), {seconds:.0f} s, {os.cpu_count()} cores")
+    print(f"killed: {', '.join(f'{count} {module}' for module, count in killed.items())}")
+    print(f"requests: {sum(ended.values())}; " + ", ".join(f"{name} {count}" for name, count in ended.most_common()))
+    for message, count in tally.messages.most_common(8):
+        print(f"  {count} × {message}")
+    rates = f"{ended['OK'] / seconds:.0f} requests/s, {tally.num_tokens / seconds:.0f} tokens/s"
+    print(f"answered: {rates}, {tally.num_begun_again} of them begun again on other workers")
+    print(f"hand-overs: {tally.num_moved} ({tally.num_moved / seconds:.0f}/s), {tally.moved_bytes / 1e6:.0f} MB")
+    print(f"TTFT p50 {ttft[49]:.2f} s, p99 {ttft[98]:.2f} s; whole answer p50 {total[49]:.2f} s, p99 {total[98]:.2f} s")
+    print(f"wrong answers: {wrong} (near-ties: {near_ties}); left over: {'; '.join(left) or 'nothing'}")
+    if args.json:
+        counts = {"ended": ended, "wrong": wrong, "near_ties": near_ties, "seconds": seconds, "killed": killed, "left": left}
+        args.json.write_text(json.dumps(counts))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrency", type=int, default=1000, help="requests in flight")
+    parser.add_argument("--seconds", type=float, default=180.0, help="how long new ones are begun")
+    parser.add_argument("--aborts", type=float, default=0.05, help="share of requests that their client gives up, within 10 s")
+    parser.add_argument("--kill-every", type=float, default=10.0, help="seconds between kills")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="also write the counts there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
