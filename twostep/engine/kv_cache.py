@@ -11,6 +11,7 @@ Of quantized KV (twostep/engine/kv_quantization.py) it is uint8 [block, layer, b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from twostep.engine.batch import KvShape, LayerRange
 from twostep.engine.kv_quantization import QuantizedRows, check_shape
 from twostep.engine.kv_staging import PinnedStaging, pin
 from twostep.errors import SetupError
+
+if TYPE_CHECKING:
+    from twostep.kernels.kv_sums import KvSums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,6 +40,8 @@ class KvCache:
         self._staging = PinnedStaging(self._bytes) if self.tensor.is_cuda and tensor is None else None
         if self._staging is not None:
             torch.cuda.synchronize(self.tensor.device)  # transfers run on another stream than the zeros
+        # Checksums that are kept while the pool is written; None: they are computed when they are asked for.
+        self.sums: KvSums | None = None
         # Of quantized KV; else rows of numbers.
         self.quantized = QuantizedRows(shape, self.tensor) if shape.quantization != "none" else None
         self._slot_rows: list[torch.Tensor] = []
@@ -103,9 +109,11 @@ class KvCache:
         index, columns = self._check(block_ids, data, layers)
         if self._staging is not None:
             self._staging.write(block_ids, data, columns)
-            return
-        # numpy copies straight from read-only memory, which torch.from_numpy would warn about.
-        self._bytes.numpy()[index.numpy(), columns or slice(None)] = data
+        else:
+            # numpy copies straight from read-only memory, which torch.from_numpy would warn about.
+            self._bytes.numpy()[index.numpy(), columns or slice(None)] = data
+        if self.sums is not None:
+            self.sums.refresh(block_ids)
 
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
         """See Runner: pinned where there is a GPU."""
@@ -121,6 +129,8 @@ class KvCache:
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block onto another."""
         self.tensor[target].copy_(self.tensor[source])
+        if self.sums is not None:
+            self.sums.copy_block(source, target)
 
     def _check(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None) -> tuple[torch.Tensor, slice | None]:
         """The ids as int64 [n], and which bytes of the blocks are meant; None: all."""

@@ -59,12 +59,14 @@ class ModelRunner:
         num_threads: int | None = None,
         load_format: str = "auto",
         max_num_seqs: int = 0,
+        keep_kv_sums: bool = False,
         progress: Progress | None = None,
         member: Member | None = None,
     ) -> None:
         """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
         weights. `kv_cache_dtype` auto: the model's; fp8 or int8: quantized. `device` is cpu, cuda or cuda:N. `load_format` dummy: random
         weights, only config.json is read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none).
+        `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the device and the model's shape allow it.
         `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks (ParallelRunner makes them), and holds
         its part of the model and of every block. Raises SetupError with what to change."""
         self._device = device_of(device)
@@ -109,6 +111,8 @@ class ModelRunner:
                 num_blocks = member.meeting.least(num_blocks)
             progress.phase("pool")
             self._cache = KvCache(kv_shape(local, chosen, num_blocks, block_size, kv_cache_dtype), str(self._device))
+            if keep_kv_sums:
+                self._keep_sums(local)
             if self._device.type == "cuda":
                 progress.phase("graphs")
                 self._steps = self._device_steps(ops, max_num_seqs, progress)
@@ -120,6 +124,11 @@ class ModelRunner:
     @property
     def kv_shape(self) -> KvShape:
         return self._cache.shape
+
+    @property
+    def kv_cache(self) -> KvCache:
+        """The pool itself, for transports that read it where it lies. Of one rank where there are several."""
+        return self._cache
 
     @property
     def vocab_size(self) -> int:
@@ -193,6 +202,16 @@ class ModelRunner:
             if trouble:
                 log.warning("prefixes that sequences share are read by each for itself: %s", trouble)
         return DeviceSteps(self._model, self._cache, ops, graphs)
+
+    def _keep_sums(self, config: ModelConfig) -> None:
+        """Before steps are captured: they hold the sums' address."""
+        if self._device.type == "cpu":
+            return
+        from twostep.kernels.kv_sums import KvSums, can_keep  # noqa: PLC0415
+
+        rotated = 0 if config.rope is None else config.head_dim
+        if can_keep(self._cache.shape, rotated, self._cache.tensor.element_size()):
+            self._cache.sums = KvSums(self._cache, config.num_heads, rotated)
 
     def _measured_blocks(self, sizing: PoolSizing, free_at_start: int, max_num_seqs: int, progress: Progress) -> int:
         from twostep.engine.decode_graphs import ladder, sharing_ladder  # noqa: PLC0415

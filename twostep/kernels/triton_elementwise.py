@@ -13,11 +13,12 @@ import triton.language as tl
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels.triton_launch import follow, overlaps, start_next, wait_for_previous
 from twostep.kernels.triton_quantized_kv import store_quantized
+from twostep.kernels.triton_sum64 import mix_vectors
 
 # Elements of a program's tile: enough independent loads per thread to keep memory busy, few enough to fill the chip with rows.
 _TILE = 4096
 _NORM_WARPS = 8
-_HEADS_PER_PROGRAM = 16
+HEADS_PER_PROGRAM = 16
 _ROTATE_WARPS = 4
 _SILU_TILE = 1024
 _SILU_WARPS = 4
@@ -69,7 +70,8 @@ def rotate_and_write(
     layer: int,
     num_heads: int,
 ) -> torch.Tensor:
-    """Rotates the query and key heads of `qkv` in place, writes the rotated keys and the values to the pool, and returns qkv.
+    """Rotates the query and key heads of `qkv` in place, writes the rotated keys and the values to the pool, and returns qkv. Where the
+    pool keeps checksums, those of the slots written are kept right.
 
     qkv       [T, (num_heads + 2 * num_kv_heads) * D], dense
     positions integer [T]: rows of the tables
@@ -88,7 +90,9 @@ def rotate_and_write(
         return qkv
     tail = shape.head_dim - 2 * half
     pdl = overlaps(qkv.device)
-    _rotate_and_write_kernel[(len(qkv), triton.cdiv(total_heads, _HEADS_PER_PROGRAM))](
+    sums = cache.sums
+    assert sums is None or sums.kept_by_steps(num_heads, 2 * half)
+    _rotate_and_write_kernel[(len(qkv), triton.cdiv(total_heads, HEADS_PER_PROGRAM))](
         qkv,
         positions,
         slots,
@@ -97,6 +101,9 @@ def rotate_and_write(
         pool[:, layer],
         pool.stride(0),
         *(pool.stride()[2:5] if cache.quantized is None else cache.quantized.strides),
+        pool if sums is None else sums.tensor[:, layer],
+        0 if sums is None else sums.tensor.stride(0),
+        0 if sums is None else layer * sums.layer_words,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=shape.num_kv_heads,
         HEAD_DIM=shape.head_dim,
@@ -106,7 +113,8 @@ def rotate_and_write(
         BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
         TAIL=tail,
         BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)),
-        HEADS=_HEADS_PER_PROGRAM,
+        HEADS=HEADS_PER_PROGRAM,
+        SUM_PARTS=0 if sums is None else sums.num_parts,
         PDL=pdl,
         num_warps=_ROTATE_WARPS,
         launch_pdl=pdl,
@@ -212,6 +220,9 @@ def _rotate_and_write_kernel(
     stride_kv,
     stride_head,
     stride_slot,
+    sums_ptr,
+    stride_sums,
+    layer_place,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -222,6 +233,7 @@ def _rotate_and_write_kernel(
     TAIL: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     HEADS: tl.constexpr,
+    SUM_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -264,6 +276,21 @@ def _rotate_and_write_kernel(
         if QUANTIZATION == "none":
             tl.store(pool_ptr + to_pool + j, rest, mask=kept & (j < HEAD_DIM))
     # A program of query heads alone has nothing to keep.
+    if SUM_PARTS > 0 and (tl.program_id(1) * HEADS + HEADS > NUM_HEADS):
+        IN_WORD: tl.constexpr = 64 // low.dtype.primitive_bitwidth
+        place = layer_place + (kv_head * BLOCK_SIZE + slot % BLOCK_SIZE) * (HEAD_DIM // IN_WORD)
+        total = tl.zeros((), tl.uint64)
+        if HALF > 0:
+            w = tl.arange(0, BLOCK_HALF // IN_WORD)[None, :]
+            summed = kept & (w < HALF // IN_WORD)
+            both = mix_vectors(turned_low, place, summed) + mix_vectors(turned_high, place + HALF // IN_WORD, summed)
+            total += tl.sum(both)
+        if TAIL > 0:
+            w = tl.arange(0, BLOCK_TAIL // IN_WORD)[None, :]
+            total += tl.sum(mix_vectors(rest, place + 2 * HALF // IN_WORD, kept & (w < TAIL // IN_WORD)))
+        part = tl.program_id(1) - NUM_HEADS // HEADS
+        to_sums = sums_ptr + (slot // BLOCK_SIZE) * stride_sums + (slot % BLOCK_SIZE) * SUM_PARTS + part
+        tl.store(to_sums, total.to(tl.int64, bitcast=True), mask=slot >= 0)
     if (QUANTIZATION != "none") and (tl.program_id(1) * HEADS + HEADS > NUM_HEADS):
         store_quantized(
             pool_ptr + (slot // BLOCK_SIZE) * stride_block, turned_low, turned_high, rest, kv_head, slot % BLOCK_SIZE, kept,

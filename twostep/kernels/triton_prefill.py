@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from twostep.engine.kv_cache import KvCache
+from twostep.kernels.triton_pull import clear_sums
 
 _CLEAR_TILE = 8192
 
@@ -136,6 +137,8 @@ def clear_tails(cache: KvCache, seq_lens: torch.Tensor, block_tables: torch.Tens
             pool, seq_lens, block_tables, block_tables.stride(0), numbers,
             HEAD_DIM=kv.head_dim, BLOCK_SIZE=kv.block_size, TILE=_CLEAR_TILE, num_warps=4,
         )  # fmt: skip
+        if cache.sums is not None:
+            clear_sums(cache.sums.tensor, cache.sums.of_zeros, seq_lens, block_tables)
 
 
 # Of all sequences but some first ones: addresses of any alignment.
