@@ -1,7 +1,7 @@
 """NIXL between two GPUs of one host, two processes: the link's copy rate, raw reads by layout and size of descriptors, and whole fetches
 of the `nixl` transport; then a peer that is killed or stopped in mid-read.
 
-    PYTHONPATH=. python benchmarks/gpu_nixl.py [--section link raw fetch faults] [--cpu]
+    PYTHONPATH=. python benchmarks/gpu_nixl.py [--section link raw fetch kill stop probe] [--cpu]
 
 341 MB: 163 blocks of 2 MiB, a prompt of 2600 tokens of Llama-3.1-8B's shape in bfloat16. Wall times on the host, medians. The source is
 a process on cuda:0, the reader this one on cuda:1. What arrives is compared bit for bit. `--cpu`: both pools in host
@@ -39,7 +39,7 @@ BLOCK_BYTES = 2 << 20
 NUM_BLOCKS = 163
 POOL_BLOCKS = 400
 NUM_BYTES = NUM_BLOCKS * BLOCK_BYTES
-ARENA_BYTES = 512 << 20
+ARENA_BYTES = 1 << 30
 ON_CPU = "--cpu" in sys.argv
 FAR, NEAR, MEMORY = ("cpu", "cpu", "DRAM") if ON_CPU else ("cuda:0", "cuda:1", "VRAM")
 PROBE_BYTES = 16 << 20
@@ -280,54 +280,76 @@ async def fetches(source: Source) -> None:
     await reader.close()
 
 
-async def faults() -> None:
-    """Kill and stop while a read is on its way: many small descriptors, so that it takes long."""
-    for name, signum in (("kill -9", signal.SIGKILL), ("SIGSTOP", signal.SIGSTOP)):
-        for connected in (True, False):
-            source = Source()
-            pool = pool_of(NEAR, 0)
-            reader = transport_of(pool)
-            await reader.start()
-            (chunk,), _ = source.publish(list(range(NUM_BLOCKS)))
-            target = list(range(200, 200 + NUM_BLOCKS))
-            if connected:
-                await reader.fetch(source.endpoint, "l", chunk, target, deadline=time.monotonic() + 10)
-            start = time.perf_counter()
-            tasks = [
-                asyncio.create_task(reader.fetch(source.endpoint, "l", chunk, target, deadline=time.monotonic() + 3)) for _ in range(8)
-            ]
-            await asyncio.sleep(0.001 if connected else 0.0)
-            source.process.send_signal(signum)
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            took = time.perf_counter() - start
-            said = sorted({"fetched" if o is None else f"{type(o).__name__}: {str(o)[:70]}" for o in outcomes})
-            after: object = "fetched"
+async def faults(name: str) -> None:
+    """Four readers fetch chunks without end; the source is killed or stopped among them. Then: does our context live, is memory given
+    back, and can a new source be read?"""
+    signum = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[name]
+    source = Source()
+    pool = pool_of(NEAR, 0)
+    reader = transport_of(pool)
+    await reader.start()
+    chunks, _ = source.publish(list(range(NUM_BLOCKS)), 8)
+    targets = [[200 + b for b in chunk.source_blocks] for chunk in chunks]
+    over = time.monotonic() + 60.0
+
+    async def fetch(endpoint: str, chunk: ChunkInfo, ids: list[int], within_s: float) -> None:
+        await reader.fetch(endpoint, "l", chunk, ids, deadline=time.monotonic() + within_s)
+
+    async def read_on(index: int) -> tuple[int, str, float]:
+        count = 0
+        while time.monotonic() < over:
             try:
-                await reader.fetch(source.endpoint, "l", chunk, target, deadline=time.monotonic() + 2)
+                await fetch(source.endpoint, chunks[index], targets[index], 2.0)
+                count += 1
             except TwostepError as error:
-                after = f"{type(error).__name__}: {str(error)[:70]}"
-            if signum == signal.SIGSTOP:
-                source.process.send_signal(signal.SIGCONT)
-            await asyncio.sleep(2.5)
-            alive = float((torch.ones(1 << 20, device=NEAR) * 2).sum())
-            assert alive == 2 << 20, "the survivor's context is broken"
-            fresh = Source()
-            (chunk,), _ = fresh.publish(list(range(NUM_BLOCKS)))
-            await reader.fetch(fresh.endpoint, "l", chunk, target, deadline=time.monotonic() + 10)
-            whole = torch.equal(pool[target].cpu(), pool_of(FAR, 1)[:NUM_BLOCKS].cpu())
-            print(
-                f"{name}, {'in mid-read' if connected else 'while connecting'}: all over in {took:.2f} s: {'; '.join(said)}\n"
-                f"    next fetch: {after}; slots left {reader.arena.used_bytes}; context lives; from a new peer bit for bit: {whole}",
-                flush=True,
-            )
-            fresh.close()
-            source.close()
-            await reader.close()
+                return count, f"{type(error).__name__}: {str(error)[:90]}", time.perf_counter()
+        return count, "went on", time.perf_counter()
+
+    tasks = [asyncio.create_task(read_on(n)) for n in range(4)]
+    await asyncio.sleep(1.0)
+    in_flight = reader.arena.used_bytes
+    source.process.send_signal(signum)
+    at = time.perf_counter()
+    over = time.monotonic() + 3.0
+    outcomes = await asyncio.gather(*tasks)
+    print(f"{name}: {in_flight >> 20} MiB on their way; {sum(o[0] for o in outcomes)} fetched in all")
+    for said in sorted({o[1] for o in outcomes}):
+        print(f"    {said}, at the latest {max(o[2] for o in outcomes if o[1] == said) - at:.3f} s after the signal")
+    for attempt in range(2):
+        start = time.perf_counter()
+        try:
+            await fetch(source.endpoint, chunks[0], targets[0], 3.0)
+            print(f"    fetched again in {time.perf_counter() - start:.3f} s")
+        except TwostepError as error:
+            print(f"    again ({attempt}): {type(error).__name__} in {time.perf_counter() - start:.3f} s: {str(error)[:90]}")
+    if signum == signal.SIGSTOP:
+        source.process.send_signal(signal.SIGCONT)
+    await asyncio.sleep(2.5)
+    assert float((torch.ones(1 << 20, device=NEAR) * 2).sum()) == 2 << 20, "the survivor's context is broken"
+    fresh = Source()
+    again, _ = fresh.publish(list(range(NUM_BLOCKS)), 8)
+    start = time.perf_counter()
+    for chunk, ids in zip(again, targets, strict=True):
+        await fetch(fresh.endpoint, chunk, ids, 10.0)
+    took = time.perf_counter() - start
+    whole = torch.equal(pool[200 : 200 + NUM_BLOCKS].cpu(), pool_of(FAR, 1)[:NUM_BLOCKS].cpu())
+    print(f"    context lives; arena in use {reader.arena.used_bytes}; a new source: {took:.3f} s, bit for bit: {whole}", flush=True)
+    fresh.close()
+    source.close()
+    await reader.close()
+
+
+async def only_probe(source: Source) -> None:
+    reader = transport_of(pool_of(NEAR, 0))
+    await reader.start()
+    probe = await reader.probe(source.endpoint, deadline=time.monotonic() + 20)
+    print(f"probe with UCX_TLS={os.environ.get('UCX_TLS', '')}: {probe.bytes_per_s / 1e9:.2f} GB/s")
+    await reader.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", nargs="+", default=["link", "raw", "fetch", "faults"])
+    parser.add_argument("--section", nargs="+", default=["link", "raw", "fetch", "kill", "stop"])
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--source", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -336,17 +358,20 @@ def main() -> None:
         return
     if "link" in args.section:
         link()
-    if {"raw", "fetch"} & set(args.section):
+    if {"raw", "fetch", "probe"} & set(args.section):
         source = Source()
         try:
             if "raw" in args.section:
                 raw(source)
             if "fetch" in args.section:
                 asyncio.run(fetches(source))
+            if "probe" in args.section:
+                asyncio.run(only_probe(source))
         finally:
             source.close()
-    if "faults" in args.section:
-        asyncio.run(faults())
+    for name in ("kill", "stop"):
+        if name in args.section:
+            asyncio.run(faults(name))
 
 
 if __name__ == "__main__":
