@@ -42,7 +42,7 @@ async def cut_at_random(proxy: CuttingProxy, rng: random.Random) -> None:
 async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(fake_model_dir: Path, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
-    cases = [(prompt_of(rng, vocab_size), rng.randrange(2, 250)) for _ in range(24)]
+    cases = [(prompt_of(rng, vocab_size), rng.randrange(2, 200)) for _ in range(16)]
     async with (
         whole_system(fake_model_dir, tmp_path, stream_lease=20.0, limits=SequencesConfig(router_lease_s=20.0)) as system,
         AsyncClient(system.target(), timeout=60, max_retries=0) as client,

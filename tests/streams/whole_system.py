@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from decode_worker.edge import DecodeEdge
 from decode_worker.sequences import SequencesConfig
 from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from router.config import RouterConfig
 from router.server import Router
@@ -212,11 +213,11 @@ async def _drain(routers: Sequence[Router]) -> None:
 
 
 def _prefill_edge(hub: LocalHub) -> Callable[[EdgeParts], PrefillEdge]:
-    return lambda parts: PrefillEdge(parts, _transport(parts, hub))
+    return lambda parts: PrefillEdge(parts, Transports([_transport(parts, hub)]))
 
 
 def _decode_edge(hub: LocalHub, limits: SequencesConfig | None) -> Callable[[EdgeParts], DecodeEdge]:
-    return lambda parts: DecodeEdge(parts, [_transport(parts, hub)], limits=limits)
+    return lambda parts: DecodeEdge(parts, Transports([_transport(parts, hub)]), limits=limits)
 
 
 def _transport(parts: EdgeParts, hub: LocalHub) -> LocalTransport:
