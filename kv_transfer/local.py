@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kv_transfer.checksum import checksum
 from kv_transfer.object_book import Entry, ObjectBook
 from kv_transfer.probing import PROBE_BYTES, probe_pattern
+from kv_transfer.scattering import scattering
 from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import FifoGate, finish
 from twostep.engine.batch import LayerRange
@@ -189,7 +190,8 @@ class LocalTransport:
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
         check_blocks(chunk, block_ids, self._block_bytes, self._num_layers)
         data = self._hub.find(endpoint)._published(lease_id, chunk)
-        await finish(self._in_thread(write_verified, self._store, chunk, tuple(block_ids), data))
+        with scattering():
+            await finish(self._in_thread(write_verified, self._store, chunk, tuple(block_ids), data))
 
     async def probe(self, endpoint: str, *, deadline: float) -> Probe:
         if not self._hub.find(endpoint).ready:

@@ -25,6 +25,7 @@ from kv_transfer.nixl_agent import NixlAgent, Peer
 from kv_transfer.nixl_endpoint import Descriptors, NixlEndpoint, laid_out
 from kv_transfer.nixl_memory import NixlMemory
 from kv_transfer.object_book import ObjectBook
+from kv_transfer.scattering import scattering
 from kv_transfer.staging_arena import ArenaSlot, StagingArena
 from kv_transfer.transport import ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import FifoGate, finish
@@ -191,7 +192,8 @@ class NixlTransport:
         slot = await self._take(source, chunk.num_bytes, deadline)
         await self._read(source, far, slot, deadline)
         try:
-            await finish(self._in_thread(self._memory.land, slot.offset, tuple(block_ids), part, chunk.checksum))
+            with scattering():
+                await finish(self._in_thread(self._memory.land, slot.offset, tuple(block_ids), part, chunk.checksum))
         finally:
             self._give_back(slot)
 

@@ -27,6 +27,7 @@ from kv_transfer.local import check_blocks, part_bytes, write_verified
 from kv_transfer.object_book import Entry
 from kv_transfer.probing import PROBE_BYTES, PROBE_LEASE, probe_pattern
 from kv_transfer.ring import Pin, default_ring_dir
+from kv_transfer.scattering import scattering
 from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import finish
 from twostep.engine.batch import LayerRange
@@ -195,7 +196,8 @@ class RayTransport:
         pull = asyncio.create_task(session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
         try:
             await asyncio.shield(pull)
-            await finish(self._in_thread(write_verified, self._store, chunk, tuple(block_ids), slot.bytes))
+            with scattering():
+                await finish(self._in_thread(write_verified, self._store, chunk, tuple(block_ids), slot.bytes))
         finally:
             self._give_back(pull, session, slot)
 

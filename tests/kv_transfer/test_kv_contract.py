@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from kv_pairs import MakePair, Pair, in_s, wait_for_stats
 
+from kv_transfer.scattering import ScatterClock
 from kv_transfer.testing import ArrayStore
 from kv_transfer.transport import ChunkInfo
 from twostep.engine.batch import LayerRange
@@ -85,6 +86,16 @@ async def test_source_blocks_are_free_once_published(make_pair: MakePair) -> Non
     pair.prefill.store.blocks[:2] = 0
     await fetch(pair, "a", chunk, [5, 6])
     np.testing.assert_array_equal(pair.decode.store.blocks[5:7], before)
+    await drop(pair, "a")
+
+
+async def test_a_fetch_says_how_long_its_blocks_took_to_be_written(make_pair: MakePair) -> None:
+    pair = await make_pair()
+    chunk = await publish(pair, "a", 0, [1, 2, 3])
+    start = time.monotonic()
+    with ScatterClock() as clock:
+        await fetch(pair, "a", chunk, [4, 5, 6])
+    assert 0 < clock.seconds <= time.monotonic() - start
     await drop(pair, "a")
 
 
