@@ -1,0 +1,202 @@
+"""KV of one layout as KV of another: split, joined and converted by pure functions over bytes, numpy only.
+
+A pool's block (twostep/engine/kv_cache.py, and kv_quantization.py of quantized ones) is taken apart into Vectors, a token and head each,
+and put together again; what lies between is dealing vectors out to other blocks and heads, and where the number formats differ,
+rounding them. twostep.cluster.convertible says which pairs can be joined, and what a conversion does to prefix hashes.
+
+    source blocks of 3   | a b c | d e f | g h . |         a target block is done when all of its tokens up to the sequence's end have
+    target blocks of 4   | a b c d | e f g h |             come, of every layer and head: block 0 needs source blocks 0 and 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer import kv_numbers
+from twostep.cluster.convertible import SLOTS_TOGETHER, check_convertible, same_numbers
+from twostep.cluster.records import LayoutRecord
+from twostep.errors import InvalidRequest
+
+__all__ = ["Assembler", "TargetBlock", "Vectors", "block_bytes", "check_convertible", "needed_blocks", "pack", "recode", "unpack"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """values  [blocks, layers, K/V, heads, slots, head_dim] of kv_numbers.stored_dtype, or uint8 if quantized
+    scales  bfloat16 as uint16 [blocks, layers, K/V, heads, slots], of quantized KV"""
+
+    values: npt.NDArray[np.generic]
+    scales: npt.NDArray[np.uint16] | None = None
+
+
+def block_bytes(layout: LayoutRecord, num_layers: int | None = None) -> int:
+    """Of one block over `num_layers` layers, by default all."""
+    vectors = (layout.num_layers if num_layers is None else num_layers) * 2 * layout.num_kv_heads * layout.block_size
+    if layout.quantization != "none":
+        return vectors * (layout.head_dim + 2)
+    return vectors * layout.head_dim * kv_numbers.stored_dtype(layout.dtype).itemsize
+
+
+def unpack(blocks: Bytes, layout: LayoutRecord, num_layers: int | None = None) -> Vectors:
+    """blocks: uint8 [n, block_bytes], contiguous. Raises InvalidRequest for another shape."""
+    layers = layout.num_layers if num_layers is None else num_layers
+    if blocks.ndim != 2 or blocks.shape[1] != block_bytes(layout, layers) or blocks.dtype != np.uint8:
+        raise InvalidRequest(f"blocks of {block_bytes(layout, layers)} bytes are wanted, not {blocks.dtype} {blocks.shape}")
+    count, heads, slots, dim = len(blocks), layout.num_kv_heads, layout.block_size, layout.head_dim
+    blocks = np.ascontiguousarray(blocks)
+    if layout.quantization == "none":
+        return Vectors(blocks.view(kv_numbers.stored_dtype(layout.dtype)).reshape(count, layers, 2, heads, slots, dim))
+    size = heads * slots * dim
+    by_layer = blocks.reshape(count, layers, 2 * size + heads * slots * 4)
+    k = by_layer[:, :, :size].reshape(count, layers, heads, slots, dim)
+    together = (slots // SLOTS_TOGETHER, dim, SLOTS_TOGETHER)
+    v = by_layer[:, :, size : 2 * size].reshape(count, layers, heads, *together).swapaxes(-1, -2).reshape(k.shape)
+    scales = np.ascontiguousarray(by_layer[:, :, 2 * size :]).view(np.uint16).reshape(count, layers, heads, slots, 2)
+    return Vectors(np.stack((k, v), axis=2), np.ascontiguousarray(np.moveaxis(scales, -1, 2)))
+
+
+def pack(vectors: Vectors, layout: LayoutRecord) -> Bytes:
+    """The inverse of unpack: uint8 [n, block_bytes]."""
+    count, layers = vectors.values.shape[:2]
+    if layout.quantization == "none":
+        flat = np.ascontiguousarray(vectors.values).reshape(-1).view(np.uint8)
+        return flat.reshape(count, block_bytes(layout, layers))
+    assert vectors.scales is not None
+    heads, slots, dim = layout.num_kv_heads, layout.block_size, layout.head_dim
+    k, v = vectors.values[:, :, 0], vectors.values[:, :, 1]
+    together = v.reshape(count, layers, heads, slots // SLOTS_TOGETHER, SLOTS_TOGETHER, dim).swapaxes(-1, -2)
+    scales = np.ascontiguousarray(np.moveaxis(vectors.scales, 2, -1)).view(np.uint8)
+    sizes = (heads * slots * dim, heads * slots * dim, heads * slots * 4)
+    parts = [np.ascontiguousarray(part).reshape(count, layers, size) for part, size in zip((k, together, scales), sizes, strict=True)]
+    out: Bytes = np.concatenate(parts, axis=-1).reshape(count, block_bytes(layout, layers))
+    return out
+
+
+def recode(vectors: Vectors, source: LayoutRecord, target: LayoutRecord) -> Vectors:
+    """The same vectors in the target's number format; the very same where it is the source's."""
+    if same_numbers(source, target):
+        return vectors
+    if source.quantization == "none":
+        numbers = kv_numbers.to_float32(vectors.values, source.dtype)
+    else:
+        assert vectors.scales is not None
+        numbers = kv_numbers.dequantize(vectors.values.view(np.uint8), vectors.scales, source.quantization)
+    if target.quantization == "none":
+        return Vectors(kv_numbers.from_float32(numbers, target.dtype))
+    return Vectors(*kv_numbers.quantize(numbers, target.quantization))
+
+
+def needed_blocks(source_size: int, target_size: int, target_block: int, *, num_tokens: int) -> range:
+    """Source blocks that hold the tokens of a target block, of a sequence of `num_tokens`."""
+    end = min((target_block + 1) * target_size, num_tokens)
+    return range(target_block * target_size // source_size, -(-end // source_size))
+
+
+@dataclass(frozen=True, slots=True)
+class TargetBlock:
+    """A block that is done. `data`: uint8 [block_bytes]; slots past the sequence's end are zeros."""
+
+    index: int
+    data: Bytes
+
+
+@dataclass(slots=True)
+class _Partial:
+    vectors: Vectors
+    come: npt.NDArray[np.bool_]  # [layers, heads, slots], of the slots the sequence fills
+
+
+class Assembler:
+    """Target blocks of one sequence from source blocks that come in any order, in chunks of blocks and layers, from one or more ranks.
+    Whatever comes twice, or is not needed, is passed over. What it holds is at most the target blocks that are not whole yet."""
+
+    def __init__(self, target: LayoutRecord, *, first_block: int, num_tokens: int) -> None:
+        """Makes target blocks from `first_block` on, of a sequence of `num_tokens` tokens in all."""
+        self._target = target
+        self._first_block = first_block
+        self._num_tokens = num_tokens
+        self._partial: dict[int, _Partial] = {}
+        self._done: set[int] = set()
+
+    @property
+    def num_missing(self) -> int:
+        """Target blocks not given out yet."""
+        return max(0, -(-self._num_tokens // self._target.block_size) - self._first_block) - len(self._done)
+
+    def add(
+        self, source: LayoutRecord, first_block: int, blocks: Bytes, *, first_layer: int = 0, num_layers: int | None = None
+    ) -> Sequence[TargetBlock]:
+        """Takes the sequence's source blocks from `first_block` on, uint8 [n, bytes of a block over these layers]; returns the target
+        blocks that this completes. Raises Incompatible, InvalidRequest."""
+        check_convertible(source, self._target)
+        layers = source.num_layers - first_layer if num_layers is None else num_layers
+        if first_layer < 0 or layers < 1 or first_layer + layers > source.num_layers or first_block < 0:
+            raise InvalidRequest(f"block {first_block}, layers {first_layer} + {layers} are none of a model of {source.num_layers} layers")
+        heads_there, heads_here = _shared_heads(source, self._target)
+        if not len(heads_there):
+            return []
+        vectors = recode(_heads(unpack(blocks, source, layers), heads_there), source, self._target)
+        # [tokens, layers, K/V, heads, dim]
+        values = _by_token(vectors.values)
+        scales = None if vectors.scales is None else _by_token(vectors.scales)
+        start = first_block * source.block_size
+        begin = max(start, self._first_block * self._target.block_size)
+        end = min(start + len(values), self._num_tokens)
+        done = []
+        size = self._target.block_size
+        layer_range = slice(first_layer, first_layer + layers)
+        head_range = slice(heads_here.start, heads_here.stop)
+        for index in range(begin // size, -(-end // size)) if begin < end else ():
+            if index in self._done:
+                continue
+            partial = self._partial.get(index) or self._new(index)
+            low, high = max(begin, index * size), min(end, (index + 1) * size)
+            slots, tokens = slice(low - index * size, high - index * size), slice(low - start, high - start)
+            partial.vectors.values[0, layer_range, :, head_range, slots] = np.moveaxis(values[tokens], 0, 3)
+            if scales is not None:
+                assert partial.vectors.scales is not None
+                partial.vectors.scales[0, layer_range, :, head_range, slots] = np.moveaxis(scales[tokens], 0, 3)
+            partial.come[layer_range, head_range, slots] = True
+            if partial.come.all():
+                done.append(TargetBlock(index, pack(partial.vectors, self._target)[0]))
+                self._done.add(index)
+                del self._partial[index]
+        return done
+
+    def _new(self, index: int) -> _Partial:
+        target = self._target
+        shape = (1, target.num_layers, 2, target.num_kv_heads, target.block_size, target.head_dim)
+        if target.quantization == "none":
+            vectors = Vectors(np.zeros(shape, kv_numbers.stored_dtype(target.dtype)))
+        else:
+            vectors = Vectors(np.zeros(shape, np.uint8), np.zeros(shape[:-1], np.uint16))
+        filled = min(target.block_size, self._num_tokens - index * target.block_size)
+        come = np.ones((target.num_layers, target.num_kv_heads, target.block_size), np.bool_)
+        come[:, :, :filled] = False
+        self._partial[index] = _Partial(vectors, come)
+        return self._partial[index]
+
+
+def _shared_heads(source: LayoutRecord, target: LayoutRecord) -> tuple[range, range]:
+    """The heads that both parts have, counted in the source's and in the target's blocks."""
+    there, here = source.tp_rank * source.num_kv_heads, target.tp_rank * target.num_kv_heads
+    low, high = max(there, here), min(there + source.num_kv_heads, here + target.num_kv_heads)
+    high = max(low, high)
+    return range(low - there, high - there), range(low - here, high - here)
+
+
+def _heads(vectors: Vectors, heads: range) -> Vectors:
+    part = slice(heads.start, heads.stop)
+    return Vectors(vectors.values[:, :, :, part], None if vectors.scales is None else vectors.scales[:, :, :, part])
+
+
+def _by_token(x: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """[blocks, layers, K/V, heads, slots, ...] as [tokens, layers, K/V, heads, ...]."""
+    moved = np.moveaxis(x, 4, 1)
+    return moved.reshape(-1, *moved.shape[2:])

@@ -1,0 +1,108 @@
+"""What blocks look like on the wire, if they travel otherwise than they lie in the pool. Off unless asked for.
+
+    raw     as they are
+    int8    lossy: a byte a number, a scale a token and head, by the same code as a quantized pool's. What arrives is not what was
+    fp8     computed: right tokens are no longer promised, and its blocks' prefix hashes need a key of their own (`lossy_key`)
+    zstd    lossless: bytes of equal significance side by side (exponents compress, fractions hardly do), then zstd
+
+benchmarks/kv_compression.py measures what zstd gives on real KV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from kv_transfer import convert, kv_numbers
+from twostep.cluster.convertible import SLOTS_TOGETHER, cache_key_fields
+from twostep.cluster.records import LayoutRecord
+from twostep.errors import DataLoss, InvalidRequest
+
+Bytes = npt.NDArray[np.uint8]
+
+ENCODINGS = ("raw", "int8", "fp8", "zstd")
+LOSSY = ("int8", "fp8")
+
+
+def check_encoding(encoding: str, layout: LayoutRecord) -> None:
+    """Raises InvalidRequest where blocks of this layout cannot travel so."""
+    if encoding not in ENCODINGS:
+        raise InvalidRequest(f"KV cannot travel as {encoding!r}; give one of {', '.join(ENCODINGS)}")
+    if encoding in LOSSY and layout.quantization != "none":
+        raise InvalidRequest(f"KV is stored as {layout.quantization} already and cannot travel as {encoding}; give raw or zstd")
+    if encoding in LOSSY and layout.block_size % SLOTS_TOGETHER:
+        raise InvalidRequest(f"KV travels as {encoding} in blocks of a multiple of {SLOTS_TOGETHER} tokens; change --block-size")
+
+
+def lossy_key(encoding: str, layout: LayoutRecord) -> tuple[str, str]:
+    """`dtype` and `quantization` for twostep.prefix.derive_key, of blocks that travelled so."""
+    if encoding not in LOSSY:
+        return layout.dtype, layout.quantization
+    return cache_key_fields(replace(layout, quantization=encoding), layout)
+
+
+def encode(encoding: str, blocks: Bytes, layout: LayoutRecord, *, num_layers: int | None = None, level: int = 1) -> Bytes:
+    """blocks uint8 [n, bytes of a block over these layers] as flat bytes. `level`: zstd's. Raises InvalidRequest. Run it in a thread."""
+    check_encoding(encoding, layout)
+    if encoding == "raw":
+        return np.ascontiguousarray(blocks).reshape(-1)
+    if encoding == "zstd":
+        return np.frombuffer(
+            zstandard.ZstdCompressor(level=level).compress(shuffle(blocks.reshape(-1), _item_bytes(layout)).data), np.uint8
+        )
+    wire = replace(layout, quantization=encoding)
+    return convert.pack(convert.recode(convert.unpack(blocks, layout, num_layers), layout, wire), wire).reshape(-1)
+
+
+def decode(encoding: str, data: Bytes, num_blocks: int, layout: LayoutRecord, *, num_layers: int | None = None) -> Bytes:
+    """The inverse of encode, exact but for LOSSY ones. Raises InvalidRequest, and DataLoss for what cannot have been encoded so. Never
+    makes more than the blocks' own size."""
+    check_encoding(encoding, layout)
+    size = convert.block_bytes(layout, num_layers)
+    if encoding == "zstd":
+        _check_size(data, num_blocks * size)
+        try:
+            plain = zstandard.ZstdDecompressor().decompress(
+                np.ascontiguousarray(data).data, max_output_size=num_blocks * size, allow_extra_data=False
+            )
+        except zstandard.ZstdError as error:
+            raise DataLoss(f"{num_blocks} blocks do not come out of {data.size} zstd bytes: {error}; prefill again") from error
+        data, wire_size = unshuffle(np.frombuffer(plain, np.uint8), _item_bytes(layout)), size
+    else:
+        wire = layout if encoding == "raw" else replace(layout, quantization=encoding)
+        wire_size = convert.block_bytes(wire, num_layers)
+    if data.size != num_blocks * wire_size:
+        raise DataLoss(f"{num_blocks} blocks are {num_blocks * wire_size} bytes as {encoding}, but {data.size} came; prefill again")
+    blocks = data.reshape(num_blocks, wire_size)
+    if encoding not in LOSSY:
+        return blocks
+    return convert.pack(convert.recode(convert.unpack(blocks, wire, num_layers), wire, layout), layout)
+
+
+def _check_size(data: Bytes, num_bytes: int) -> None:
+    """A frame says itself how much comes out of it, and the decompressor would take its word."""
+    try:
+        said = zstandard.frame_content_size(data.data)
+    except zstandard.ZstdError as error:
+        raise DataLoss(f"{data.size} bytes are no zstd frame: {error}; prefill again") from error
+    if said != num_bytes:
+        raise DataLoss(f"a zstd frame of {said} bytes came where {num_bytes} were announced; prefill again")
+
+
+def shuffle(data: Bytes, item_bytes: int) -> Bytes:
+    """First bytes of all items, then all second ones, and so on; flat."""
+    return data if item_bytes == 1 else np.ascontiguousarray(data.reshape(-1, item_bytes).T).reshape(-1)
+
+
+def unshuffle(data: Bytes, item_bytes: int) -> Bytes:
+    """The inverse. Raises DataLoss if there are no whole items."""
+    if data.size % item_bytes:
+        raise DataLoss(f"{data.size} bytes are no whole numbers of {item_bytes} bytes; prefill again")
+    return data if item_bytes == 1 else np.ascontiguousarray(data.reshape(item_bytes, -1).T).reshape(-1)
+
+
+def _item_bytes(layout: LayoutRecord) -> int:
+    return 1 if layout.quantization != "none" else kv_numbers.stored_dtype(layout.dtype).itemsize

@@ -1,0 +1,66 @@
+"""Which pairs of KV layouts can be joined by converting on the way. Pure; free of numpy, so that the router can refuse a pair by it.
+
+    may differ      block_size, tp_rank and tp_size (parts of the heads), dtype, quantization
+    must be equal   model_fingerprint, num_layers, head_dim, and the number of KV heads over all parts
+
+A record's blocks hold `num_kv_heads` heads: those of rank r are [r * num_kv_heads, (r + 1) * num_kv_heads) of num_kv_heads * tp_size.
+"""
+
+from __future__ import annotations
+
+from twostep.cluster.records import LayoutRecord
+from twostep.errors import Incompatible
+
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8", "fp8")
+# Quantized values of so many tokens lie together.
+SLOTS_TOGETHER = 4
+
+
+def check_convertible(source: LayoutRecord, target: LayoutRecord) -> None:
+    """Raises Incompatible with all reasons why KV of `source` cannot be turned into KV of `target`."""
+    reasons = []
+    for name in ("model_fingerprint", "num_layers", "head_dim"):
+        if getattr(source, name) != getattr(target, name):
+            reasons.append(f"{name} is {getattr(source, name)!r} there and {getattr(target, name)!r} here")
+    if (there := source.num_kv_heads * source.tp_size) != (here := target.num_kv_heads * target.tp_size):
+        reasons.append(f"{there} KV heads in {source.tp_size} parts there are not the {here} in {target.tp_size} parts here")
+    for side, layout in (("there", source), ("here", target)):
+        reasons += [f"{reason} {side}" for reason in _faults(layout)]
+    if reasons:
+        raise Incompatible(f"KV cannot be converted: {'; '.join(reasons)}. Pair workers of the same model")
+
+
+def _faults(layout: LayoutRecord) -> list[str]:
+    faults = []
+    if min(layout.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.tp_size) < 1:
+        faults.append("a size is not positive")
+    if not 0 <= layout.tp_rank < max(1, layout.tp_size):
+        faults.append(f"tp_rank {layout.tp_rank} of {layout.tp_size}")
+    if layout.dtype not in DTYPES:
+        faults.append(f"dtype {layout.dtype!r}")
+    if layout.quantization not in QUANTIZATIONS:
+        faults.append(f"quantization {layout.quantization!r}")
+    elif layout.quantization != "none" and layout.block_size % SLOTS_TOGETHER:
+        faults.append(f"block size {layout.block_size} of quantized KV is no multiple of {SLOTS_TOGETHER}")
+    return faults
+
+
+def same_numbers(source: LayoutRecord, target: LayoutRecord) -> bool:
+    """Whether converted KV is, bit for bit, what the target would hold had it copied: only blocks and heads are dealt out anew."""
+    if source.quantization != target.quantization:
+        return False
+    return source.quantization != "none" or source.dtype == target.dtype
+
+
+def cache_key_fields(source: LayoutRecord, target: LayoutRecord) -> tuple[str, str]:
+    """`dtype` and `quantization` for twostep.prefix.derive_key, of KV that came from `source` into a pool of `target`.
+
+    A prefix hash stands for exact numbers. KV that was rounded on its way, and also bfloat16 KV in a float32 pool, which is exact
+    but not what float32 would have computed, differs from what the target computes itself; under the target's own key the two would be
+    shared as if they were the same, and a prompt's answer would depend on who had asked before. So converted blocks get a key of
+    their own, which names both ends, or are not registered at all.
+    """
+    if (source.dtype, source.quantization) == (target.dtype, target.quantization):
+        return target.dtype, target.quantization
+    return f"{target.dtype} of {source.dtype}", f"{target.quantization} of {source.quantization}"
