@@ -26,7 +26,7 @@ from kv_transfer.checksum import checksum
 from kv_transfer.local import check_blocks, part_bytes, write_verified
 from kv_transfer.object_book import Entry
 from kv_transfer.probing import PROBE_BYTES, PROBE_LEASE, probe_pattern
-from kv_transfer.ring import Pin, default_ring_dir
+from kv_transfer.ring import Pin, default_ring_bytes, default_ring_dir
 from kv_transfer.scattering import scattering
 from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import finish
@@ -51,6 +51,7 @@ class RayTransport:
 
     `ray_address` is host:port of the GCS; token authentication comes from the environment (RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH).
     `num_layers` of a block, which chunks may take some of. `pin` is the Runner's `pin_host`: the ring is pinned where that helps.
+    `ring_bytes` 0: see default_ring_bytes, with `on_gpu` for a store on a GPU.
     `run_dir` is private to this worker and short; `ring_dir` (default /dev/shm) and `run_dir` must be visible to Ray's worker processes.
     `budget_bytes` bounds what this worker keeps published; 0 is 70 % of the node's object store: divide it where workers share a node.
     """
@@ -65,15 +66,18 @@ class RayTransport:
         ray_address: str,
         run_dir: Path,
         num_layers: int = 1,
-        ring_bytes: int = 64 << 20,
+        ring_bytes: int = 0,
         budget_bytes: int = 0,
         ring_dir: Path | None = None,
         pin: Pin | None = None,
+        on_gpu: bool = False,
         start_timeout_s: float = 60.0,
     ) -> None:
+        ring_dir = ring_dir or default_ring_dir(run_dir)
+        ring_bytes = ring_bytes or default_ring_bytes(ring_dir, on_gpu=on_gpu)
         if block_bytes > ring_bytes:
             raise SetupError(
-                f"a block of {block_bytes} bytes does not fit a ring of {ring_bytes}; make the ring larger or --block-size smaller"
+                f"a block of {block_bytes} bytes does not fit a ring of {ring_bytes}; make --kv-ring-bytes larger or --block-size smaller"
             )
         if len(os.fsencode(run_dir / "agent-1000000.sock")) > _MAX_SOCKET_PATH:
             raise SetupError(f"{run_dir} is too long for a unix socket in it; give a run directory of at most 88 bytes")
@@ -84,7 +88,7 @@ class RayTransport:
         self._config = AgentConfig(
             ray_address=ray_address,
             run_dir=run_dir,
-            ring_dir=ring_dir or default_ring_dir(run_dir),
+            ring_dir=ring_dir,
             ring_bytes=ring_bytes,
             budget_bytes=budget_bytes,
             start_timeout_s=start_timeout_s,

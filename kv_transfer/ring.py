@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from twostep.errors import SetupError
 # Makes memory fast to copy to and from a device; what it returns undoes that (see twostep.engine.batch.Runner.pin_host).
 Pin = Callable[[npt.NDArray[np.uint8]], Callable[[], None]]
 
+_CPU_BYTES = 64 << 20
+_GPU_BYTES = 256 << 20
 # Slots start at multiples of this.
 _ALIGNMENT = 4096
 
@@ -32,6 +35,15 @@ def default_ring_dir(run_dir: Path) -> Path:
     """/dev/shm where there is one, else `run_dir`."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else run_dir
+
+
+def default_ring_bytes(directory: Path, *, on_gpu: bool) -> int:
+    """Room for what is on its way at once: 64 MiB, where a device copies to and from it 256 MiB. Less where the directory is small, so
+    that several workers find room in it."""
+    wanted = _GPU_BYTES if on_gpu else _CPU_BYTES
+    if not on_gpu:
+        return wanted
+    return max(_CPU_BYTES, min(wanted, shutil.disk_usage(directory).free // 8))
 
 
 class SharedMemory:

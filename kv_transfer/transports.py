@@ -106,7 +106,9 @@ def _ray(parts: EdgeParts, run_dir: Path) -> KvTransport:
         ray_address=config.ray_address,
         num_layers=parts.model.runner.kv_shape.num_layers,
         pin=parts.model.runner.pin_host,
+        on_gpu=config.runner == "model" and config.device.startswith("cuda"),
         run_dir=config.run_dir or run_dir,
+        ring_bytes=config.kv_ring_bytes,
         budget_bytes=config.kv_budget_bytes,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from kv_pairs import in_s
 from kv_transfer.checksum import checksum
 from kv_transfer.chunking import ChunkPlan, ChunkRange
 from kv_transfer.object_book import ObjectBook
-from kv_transfer.ring import RingAllocator, SharedMemory, default_ring_dir
+from kv_transfer.ring import RingAllocator, SharedMemory, default_ring_bytes, default_ring_dir
 from kv_transfer.waiting import FifoGate, finish
 from twostep.engine.batch import LayerRange
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted, SetupError
@@ -229,3 +230,11 @@ async def test_finish_outlives_cancels() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert done == [1]
+
+
+def test_a_ring_on_a_gpu_machine_leaves_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mib = 1 << 20
+    for free, want in ((100 << 30, 256), (1 << 30, 128), (64 * mib, 64)):
+        monkeypatch.setattr("kv_transfer.ring.shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert default_ring_bytes(tmp_path, on_gpu=True) == want * mib
+        assert default_ring_bytes(tmp_path, on_gpu=False) == 64 * mib

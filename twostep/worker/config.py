@@ -66,6 +66,7 @@ class WorkerConfig:
     # Where known models are; None: ~/.cache/twostep.
     cache_dir: Path | None = None
     kv_budget_bytes: int = 0
+    kv_ring_bytes: int = 0
     chunk_bytes: int = 8 << 20
     transport_timeout: float = 60.0
     lease_ttl: float = 30.0
@@ -215,6 +216,12 @@ def _transfer_flags(parser: FlagParser, default: WorkerConfig, role: str) -> Non
     if role == "prefill":
         parser.flag(
             "--kv-budget-bytes", type=_between(0, 1 << 50), default=0, help="most KV published at once; 0: 70%% of the object store"
+        )
+        parser.flag(
+            "--kv-ring-bytes",
+            type=_between(0, 1 << 40),
+            default=0,
+            help="memory shared with the KV agent of the ray transport; 0: 64 MiB, on a GPU up to 256",
         )
         parser.flag("--chunk-bytes", type=_between(1, 1 << 30), default=default.chunk_bytes, help="size of a published chunk, about")
         parser.flag("--lease-ttl", type=_positive, default=default.lease_ttl, help="a hand-over without progress for so long ends")
