@@ -22,6 +22,7 @@ from decode_worker.paths import Paths, Source
 from kv_transfer import layout as kv_layout
 from kv_transfer import reader as rd
 from kv_transfer.observer import Direction, Transfer, TransferObserver, reason_of
+from kv_transfer.scattering import ScatterClock
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
@@ -96,6 +97,7 @@ class Fetching:
         self._started_at = time.monotonic()
         self._queue_s = 0.0
         self._copy_s = 0.0
+        self._scatter_s = 0.0
 
     async def run(self) -> Fetched:
         """Raises Incompatible, InvalidRequest (never worth repeating) and Unavailable, DataLoss, ... (another attempt may succeed)."""
@@ -235,14 +237,16 @@ class Fetching:
         assert self._transport is not None
         transport, start = self._transport, time.monotonic()
         self._queue_s += start - self._announced_at.get(chunk.index, start)
+        clock = ScatterClock()
         try:
-            await transport.fetch(
-                self._endpoint,
-                self._ticket.lease_id,
-                chunk,
-                self._target.block_ids[chunk.first_block : chunk.first_block + chunk.num_blocks],
-                deadline=start + self._parts.chunk_timeout_s,
-            )
+            with clock:
+                await transport.fetch(
+                    self._endpoint,
+                    self._ticket.lease_id,
+                    chunk,
+                    self._target.block_ids[chunk.first_block : chunk.first_block + chunk.num_blocks],
+                    deadline=start + self._parts.chunk_timeout_s,
+                )
         except TwostepError as error:
             if isinstance(error, Unavailable):
                 self._parts.paths.failed(self._source, transport.name, error)
@@ -252,6 +256,7 @@ class Fetching:
             return InternalError(f"the hand-over failed: {error!r}; see the decode worker's log")
         finally:
             self._copy_s += time.monotonic() - start
+            self._scatter_s += clock.seconds
         return None
 
     async def _renew(self) -> None:
@@ -302,6 +307,7 @@ class Fetching:
                 num_blocks=self._target.num_blocks - self._target.num_cached_blocks if not failure else 0,
                 queue_s=self._queue_s,
                 copy_s=self._copy_s,
+                scatter_s=self._scatter_s,
                 total_s=now - self._started_at,
                 exposed_s=now - reader.complete_at if reader.complete is not None else 0.0,
                 num_retries=reader.num_again,
