@@ -42,6 +42,11 @@ class Answer:
         return self._request_id
 
     @property
+    def seed(self) -> int | None:
+        """What the answer is drawn with, and what repeats it; None until the first piece if the router chose it."""
+        return self._seed
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         return None if self._end is None else _wire.finish_reason(self._end)
 
