@@ -50,6 +50,8 @@ class Target:
     cut: tuple[str, tuple[Plane, ...]] | None = None
     cut_name: str = ""
     """What the cut isolates, if that is more."""
+    of_ray: bool = False
+    """Ray itself must be whole again, too."""
 
     def title(self, fault: Fault) -> str:
         return self.cut_name if fault is Fault.CUT and self.cut_name else self.name
@@ -73,14 +75,16 @@ TARGETS = (
         pids=lambda s: s.program("prefill", "raylet"),
         cut=("prefill", (Plane.RAY,)),
         cut_name="prefill's raylet and KV agent",
+        of_ray=True,
     ),
     Target(
         name="decode's raylet",
         pids=lambda s: s.program("decode", "raylet"),
         cut=("decode", (Plane.RAY,)),
         cut_name="decode's raylet and KV agent",
+        of_ray=True,
     ),
-    Target(name="Ray's head (GCS)", pids=lambda s: s.program("head", "gcs_server"), cut=("head", _BOTH)),
+    Target(name="Ray's head (GCS)", pids=lambda s: s.program("head", "gcs_server"), cut=("head", _BOTH), of_ray=True),
     Target(name="Redis", pids=_component("redis"), cut=("redis", _BOTH)),
 )
 
@@ -193,7 +197,7 @@ async def _strike(
     await asyncio.wait(running.values())
     injection.cells = {ask.name: ask.outcome for ask in running}
     try:
-        await system.until_whole(timing.whole_s)
+        await system.until_whole(timing.whole_s, ask_ray=target.of_ray or fault is Fault.CUT)
     except TimeoutError as error:
         return str(error)
     injection.whole_s = time.monotonic() - struck

@@ -37,6 +37,8 @@ from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 START_S = 120.0
+_ASK_S = 30.0
+_NUM_RAYLETS = 4
 BLOCK_SIZE = 16
 _STORE_BYTES = 160 << 20
 # Where an object's owner has died, the raylet of whoever asked for it puts the error's number in its place. Ray frees such a marker only
@@ -105,7 +107,7 @@ class FaultSystem:
         self.ray.prepare()
         token = self.directory / "token"
         shutil.copy(self.ray.token_path, token)
-        self._env = {**os.environ, **ray_env(token), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        self.environment = {**os.environ, **ray_env(token), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         self._part_raylets()
         self.redis_url = f"redis://{self.hosts['redis'].address(Plane.SERVICE)}:6379/0"
         self.workers = {"prefill-0": "prefill", "prefill-1": "spare", "decode-0": "decode", "decode-1": "spare"}
@@ -125,10 +127,15 @@ class FaultSystem:
     async def start(self) -> None:
         self._redis = redis.asyncio.Redis.from_url(self.redis_url, socket_timeout=1, socket_connect_timeout=1)
         await self.components["redis"].start()
+        await self.start_ray()
+        await asyncio.gather(*(c.start() for c in self.components.values() if c.num_lives == 0))
+        await self.until_whole(START_S)
+
+    async def start_ray(self) -> None:
+        """Nothing but Ray: returns when its head is up and the other raylets are on their way."""
         await self.components["head"].start()
         await self._wait(lambda: asyncio.to_thread(self.ray.ready), "Ray's head is up")
-        await asyncio.gather(*(c.start() for name, c in self.components.items() if name not in ("redis", "head")))
-        await self.until_whole(START_S)
+        await asyncio.gather(*(c.start() for name, c in self.components.items() if name.startswith("raylet")))
 
     async def stop(self) -> None:
         for kind in ("router", "prefill-", "decode-", "raylet", "head", "redis"):
@@ -138,16 +145,21 @@ class FaultSystem:
         self.network.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    async def until_whole(self, timeout_s: float) -> float:
-        """Seconds until both routers list all workers and all workers' transports are ready. Raises TimeoutError with who is missing."""
-        begin = time.monotonic()
-        missing = ""
-        while time.monotonic() - begin < timeout_s:
-            missing = await self._missing()
-            if not missing:
-                return time.monotonic() - begin
+    async def until_whole(self, timeout_s: float, *, ask_ray: bool = False) -> None:
+        """Until both routers list all workers, all workers' transports are ready and, if it is asked, Ray has all its nodes. Raises
+        TimeoutError with who is missing."""
+        give_up = time.monotonic() + timeout_s
+        while missing := await self._missing() or (await self._missing_nodes() if ask_ray else ""):
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"after {timeout_s:g} s {missing}")
             await asyncio.sleep(0.2)
-        raise TimeoutError(f"after {timeout_s:g} s {missing}")
+
+    async def _missing_nodes(self) -> str:
+        """Agents may go on for a minute with raylets that their own head does not know any more."""
+        stores = await self._ask_stores()
+        return (
+            stores if isinstance(stores, str) else "" if len(stores) == _NUM_RAYLETS else f"Ray has {len(stores)} nodes of {_NUM_RAYLETS}"
+        )
 
     async def _missing(self) -> str:
         for router in (0, 1):
@@ -245,22 +257,31 @@ class FaultSystem:
         return held
 
     async def _stored(self) -> Held:
-        """By Ray's own count, all nodes together; takes about 2 s."""
+        """By Ray's own count, all nodes together."""
+        stores = await self._ask_stores()
+        if isinstance(stores, str):
+            return Held(unknown=stores)
+        markers = sum(objects for objects, num_bytes in stores if num_bytes <= _MARKER_BYTES * objects)
+        kept = [store for store in stores if store[1] > _MARKER_BYTES * store[0]]
+        return Held(objects=sum(objects for objects, _ in kept), bytes=sum(num_bytes for _, num_bytes in kept), markers=markers)
+
+    async def _ask_stores(self) -> list[tuple[int, int]] | str:
+        """Objects and bytes of every live raylet's store, or why Ray does not tell; takes about 2 s."""
         argv = self.hosts["head"].argv([sys.executable, "-P", "-c", _ASK_STORES, self.ray.address])
-        asking = await asyncio.create_subprocess_exec(*argv, env=self._env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+        asking = await asyncio.create_subprocess_exec(
+            *argv, env=self.environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(_ASK_S):
                 out, error = await asking.communicate()
         except TimeoutError:
             asking.kill()
             await asking.wait()
-            return Held(unknown="Ray did not tell in 60 s what it stores")
+            return f"Ray did not tell what it stores in {_ASK_S:g} s"
         if asking.returncode:
-            return Held(unknown=f"Ray did not tell what it stores: {error.decode()[-300:]}")
+            return f"Ray did not tell what it stores: {error.decode()[-300:]}"
         stores: list[tuple[int, int]] = json.loads(out.splitlines()[-1])
-        markers = sum(objects for objects, num_bytes in stores if num_bytes <= _MARKER_BYTES * objects)
-        kept = [store for store in stores if store[1] > _MARKER_BYTES * store[0]]
-        return Held(objects=sum(objects for objects, _ in kept), bytes=sum(num_bytes for _, num_bytes in kept), markers=markers)
+        return stores
 
     # ---- who is where ---------------------------------------------------------------------------------------------------
 
@@ -345,7 +366,7 @@ class FaultSystem:
 
     def _add(self, name: str, host: str, argv: list[str], prepare: Callable[[], None] = lambda: None) -> None:
         log = self.directory / f"{name}.log"
-        self.components[name] = Component(name, self.hosts[host], argv, env=self._env, log=log, prepare=prepare)
+        self.components[name] = Component(name, self.hosts[host], argv, env=self.environment, log=log, prepare=prepare)
 
     async def _wait(self, condition: Callable[[], Awaitable[Any]], what: str, timeout_s: float = START_S) -> None:
         give_up = time.monotonic() + timeout_s
