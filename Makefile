@@ -1,8 +1,10 @@
-# demo · up · test · check · proto · bench · bench-gpu · test-gpu · clean.  Everything lands in .venv; a stamp says what is there already.
+# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"
 #   make up UP_FLAGS="--prefill 2"
+#   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; all of it takes about 20 minutes
+#   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die, for 3 minutes
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   takes PyTorch from there instead of from where pip's own configuration points
 #   PYTHON=python3.12                                  makes .venv with that interpreter (3.11 or newer)
 
@@ -18,6 +20,8 @@ UP_FLAGS ?=
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 BENCH ?= gpu_decode_attention
+FAULT_FLAGS ?=
+STORM_FLAGS ?=
 
 # A prompt is passed on as it stands, dollar signs and quotes included.
 override PROMPT := $(value PROMPT)
@@ -30,7 +34,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test check proto bench bench-gpu test-gpu clean
+.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -61,6 +65,13 @@ bench-gpu:
 # The kernels' tests on a GPU instead of in Triton's interpreter, with any Python that has PyTorch, Triton, transformers and pytest.
 test-gpu:
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider tests/kernels $(PYTEST_FLAGS)
+
+# On Linux, as root or where users may make network namespaces. Writes docs/fault-matrix.md; its last line has the totals.
+fault-matrix: $(VENV)/.dev
+	@$(BIN)/python tests/faults/fault_matrix.py --output docs/fault-matrix.md $(FAULT_FLAGS)
+
+storm: $(VENV)/.dev
+	@$(BIN)/python benchmarks/hand_over_storm.py $(STORM_FLAGS)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .run

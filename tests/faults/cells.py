@@ -29,7 +29,7 @@ _STAGING = ("fetching", "ready", "publishing", "decoding", "reserved")
 _STAGE_S = 20.0
 _PROMPT_TOKENS = 600
 # Decoding goes on for seconds after the last state is staged.
-_MAX_TOKENS = {"decoding": 500}
+_MAX_TOKENS = {"decoding": 400}
 _DEFAULT_MAX_TOKENS = 40
 _EMPTY_S = 40.0
 _RECOVER_S = 30.0

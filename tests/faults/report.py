@@ -34,13 +34,16 @@ _EXPLAIN = {
 }
 
 
-def markdown(injections: Sequence[Injection], timing: Timing, *, made: str, seconds: float) -> str:
-    """`made`: by what and when."""
+def markdown(injections: Sequence[Injection], timing: Timing, *, made: str, seconds: float, two_raylets: str = "") -> str:
+    """`made`: by what and when. `two_raylets`: what the test of that name printed."""
     parts = [_HEAD, made, ""]
     for fault in Fault:
         rows = [injection for injection in injections if injection.fault == fault.value]
         if rows:
             parts += [f"## {fault.value}", "", _EXPLAIN[fault].format(stop=timing.stop_s, cut=timing.cut_s), "", *_table(rows), ""]
+    if two_raylets:
+        parts += ["## Two raylets", "", "The transport's contract between two nodes of one Ray, a raylet killed in mid-pull.", ""]
+        parts += ["```", two_raylets.strip(), "```", ""]
     problems = [f"- {i.fault}, {i.target}: {i.problem}" for i in injections if i.problem]
     if problems:
         parts += ["## What stands out", "", *problems, ""]
