@@ -94,14 +94,25 @@ def _check_size(data: Bytes, num_bytes: int) -> None:
 
 def shuffle(data: Bytes, item_bytes: int) -> Bytes:
     """First bytes of all items, then all second ones, and so on; flat."""
-    return data if item_bytes == 1 else np.ascontiguousarray(data.reshape(-1, item_bytes).T).reshape(-1)
+    if item_bytes == 1:
+        return data
+    # Byte by byte with a stride: several times as fast as copying a transposed view.
+    out = np.empty((item_bytes, data.size // item_bytes), np.uint8)
+    for place in range(item_bytes):
+        out[place] = data[place::item_bytes]
+    return out.reshape(-1)
 
 
 def unshuffle(data: Bytes, item_bytes: int) -> Bytes:
     """The inverse. Raises DataLoss if there are no whole items."""
     if data.size % item_bytes:
         raise DataLoss(f"{data.size} bytes are no whole numbers of {item_bytes} bytes; prefill again")
-    return data if item_bytes == 1 else np.ascontiguousarray(data.reshape(item_bytes, -1).T).reshape(-1)
+    if item_bytes == 1:
+        return data
+    out = np.empty(data.size, np.uint8)
+    for place, plane in enumerate(data.reshape(item_bytes, -1)):
+        out[place::item_bytes] = plane
+    return out
 
 
 def _item_bytes(layout: LayoutRecord) -> int:
