@@ -11,6 +11,7 @@ leaves its slot in quarantine until the read has ended, and the target's blocks 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import secrets
 import time
 from collections import Counter
@@ -30,7 +31,8 @@ from kv_transfer.staging_arena import ArenaSlot, StagingArena
 from kv_transfer.transport import ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import FifoGate, finish
 from twostep.engine.batch import LayerRange
-from twostep.errors import DataLoss, InvalidRequest, Unavailable
+from twostep.errors import DataLoss, InvalidRequest, SetupError, Unavailable
+from twostep.worker.edge import EdgeParts
 
 _NUM_THREADS = 4
 _SWEEP_S = 0.1
@@ -66,6 +68,15 @@ class NixlTransport:
         self._overdue: Counter[str] = Counter()
         self._threads: ThreadPoolExecutor | None = None
         self._sweeper: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of_worker(cls, parts: EdgeParts) -> NixlTransport:
+        """Raises SetupError."""
+        if importlib.util.find_spec("nixl") is None:
+            raise SetupError("the nixl package is not installed; pip install 'twostep[nixl]'")
+        device = importlib.import_module("kv_transfer.nixl_device")
+        memory: NixlMemory = device.DeviceMemory.of_runner(parts.model.runner)
+        return cls(memory, num_layers=parts.model.runner.kv_shape.num_layers)
 
     @property
     def name(self) -> str:

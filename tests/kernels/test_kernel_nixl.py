@@ -8,7 +8,10 @@ import torch
 
 from kv_transfer.nixl_device import DeviceMemory
 from kv_transfer.sum64 import block_sums, chunk_sum
+from twostep.engine.batch import KvShape
+from twostep.engine.kv_cache import KvCache
 from twostep.errors import DataLoss
+from twostep.kernels.kv_sums import KvSums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -50,3 +53,28 @@ def test_order_counts_and_probes_are_checked() -> None:
     with pytest.raises(DataLoss, match="probe"):
         memory.check_probe(100, 500)
     assert (memory.pool.num_bytes, memory.arena.num_bytes, memory.probe.num_bytes) == (2048, 8192, 500)
+
+
+def test_kept_sums_are_used_and_stay_true() -> None:
+    shape = KvShape(num_blocks=5, block_size=3, num_layers=4, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+    cache = KvCache(shape, DEVICE)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape))
+    cache.sums = KvSums(cache, 4, 16)
+    pool = cache.tensor.view(5, -1).view(torch.uint8)
+    memory = DeviceMemory(pool, arena_bytes=1 << 20, probe_bytes=100, sums=cache.sums)
+    memory.enter_thread()
+    for part in (None, slice(shape.layer_bytes, 3 * shape.layer_bytes)):
+        columns = part or slice(0, shape.block_bytes)
+        rows = pool[[3, 0]][:, columns].cpu().numpy()
+        expected = chunk_sum(block_sums(rows, columns.start))
+        assert memory.checksum_of_blocks([3, 0], part) == expected
+        memory._arena[: rows.size] = torch.from_numpy(rows.reshape(-1).copy()).to(DEVICE)
+        memory.land(0, [1, 2], part, expected)
+        kept = cache.sums.tensor.clone()
+        cache.sums.refresh(range(5))
+        assert torch.equal(cache.sums.tensor, kept)
+        with pytest.raises(DataLoss):
+            memory.land(0, [4, 2], part, expected ^ 1)
+        kept = cache.sums.tensor.clone()
+        cache.sums.refresh(range(5))
+        assert torch.equal(cache.sums.tensor, kept)
