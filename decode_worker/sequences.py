@@ -256,7 +256,8 @@ class Sequences:
             return
         sequence.state = State.DECODING
         self._committed(sequence, fetched)
-        self._spawn(self._fetcher.acknowledge(ticket, kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED))
+        if not fetched.acknowledged:
+            self._spawn(self._fetcher.acknowledge(ticket, kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED))
 
     def _committed(self, sequence: DecodeSequence, fetched: Fetched) -> None:
         self.bytes_fetched += fetched.num_bytes

@@ -90,15 +90,26 @@ def worker_config(role: str, redis_url: str, **options: Any) -> WorkerConfig:
     return WorkerConfig(role=role, **(defaults | options))
 
 
-def prefill_edge(hub: LocalHub, *, budget_bytes: int = 1 << 20) -> Callable[[EdgeParts], Edge]:
-    return lambda parts: PrefillEdge(parts, Transports([_transport(parts, hub, budget_bytes)]))
+MakeTransports = Callable[[EdgeParts], Transports]
 
 
-def decode_edge(hub: LocalHub, limits: SequencesConfig | None = None) -> Callable[[EdgeParts], Edge]:
-    return lambda parts: DecodeEdge(parts, Transports([_transport(parts, hub, 1 << 20)]), limits=limits)
+def prefill_edge(transports: LocalHub | MakeTransports) -> Callable[[EdgeParts], Edge]:
+    make = local_transports(transports) if isinstance(transports, LocalHub) else transports
+    return lambda parts: PrefillEdge(parts, make(parts))
 
 
-def _transport(parts: EdgeParts, hub: LocalHub, budget_bytes: int) -> LocalTransport:
+def decode_edge(
+    transports: LocalHub | MakeTransports, limits: SequencesConfig | None = None, floors: dict[str, float] | None = None
+) -> Callable[[EdgeParts], Edge]:
+    make = local_transports(transports) if isinstance(transports, LocalHub) else transports
+    return lambda parts: DecodeEdge(parts, make(parts), limits=limits, floors=floors)
+
+
+def local_transports(hub: LocalHub, *, budget_bytes: int = 1 << 20) -> MakeTransports:
+    return lambda parts: Transports([local_transport(parts, hub, budget_bytes if parts.config.role == "prefill" else 1 << 20)])
+
+
+def local_transport(parts: EdgeParts, hub: LocalHub, budget_bytes: int) -> LocalTransport:
     runner = parts.model.runner
     return LocalTransport(
         runner,
@@ -285,23 +296,25 @@ async def started(
     decode_runner: FakeRunner | None = None,
     limits: SequencesConfig | None = None,
     budget_bytes: int = 1 << 20,
+    make_transports: MakeTransports | None = None,
+    floors: dict[str, float] | None = None,
     eos: frozenset[int] = frozenset(),
     decode_fingerprint: str = "fake",
     secrets: tuple[bytes, bytes] = (SECRET, SECRET),
 ) -> AsyncIterator[Pair]:
-    hub = LocalHub()
+    transports = make_transports or local_transports(LocalHub(), budget_bytes=budget_bytes)
     runners = prefill_runner or make_runner(), decode_runner or make_runner()
     prefill = Worker(
         worker_config("prefill", redis_url, **(prefill_options or {})),
         make_model(runners[0], eos=eos),
         secrets[0],
-        prefill_edge(hub, budget_bytes=budget_bytes),
+        prefill_edge(transports),
     )
     decode = Worker(
         worker_config("decode", redis_url, **(decode_options or {})),
         make_model(runners[1], eos=eos, fingerprint=decode_fingerprint),
         secrets[1],
-        decode_edge(hub, limits),
+        decode_edge(transports, limits, floors),
     )
     try:
         await prefill.start()

@@ -1,0 +1,267 @@
+"""Hand-overs that read the source's pool in place: what was read is used only if the source, asked after the read, still held it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from worker_harness import (
+    SECRET,
+    Pair,
+    RouterDouble,
+    expected,
+    make_model,
+    make_runner,
+    prefill_edge,
+    prompt_of,
+    read_to_end,
+    routed,
+    started,
+    worker_config,
+)
+
+from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
+from kv_transfer.transport import ChunkInfo
+from kv_transfer.transports import Transports
+from prefill_worker.hand_over import HandOvers
+from twostep.errors import Unavailable
+from twostep.worker.edge import EdgeParts
+from twostep.worker.worker import Worker
+
+PROMPT = prompt_of(40)
+
+
+@dataclass
+class World:
+    pair: Pair
+    router: RouterDouble
+    hub: OneSidedHub
+    transports: dict[str, OneSidedTransport] = field(default_factory=dict)
+
+    @property
+    def source(self) -> HandOvers:
+        return self.pair.prefill_worker.edge._hand_overs  # type: ignore[attr-defined]
+
+    @property
+    def reader(self) -> OneSidedTransport:
+        return self.transports["decode"]
+
+    async def free_source_blocks(self) -> int:
+        stats = (await self.pair.both())[0]
+        return stats.num_free_blocks + stats.num_cached_blocks
+
+    async def begin(self, name: str = "r", prompt: list[int] = PROMPT, max_tokens: int = 4) -> Any:
+        """Run's call, after the decode worker was attached."""
+        await self.router.reserve(name, prompt, max_tokens)
+        call = self.router.run(name, prompt, max_tokens)
+        await self.router.attach(name, (await call.read()).accepted.ticket)
+        return call
+
+    async def failed(self, name: str = "r") -> Any:
+        """How it failed; nothing may have been committed before."""
+        event = await asyncio.wait_for(self.router.inbox(name).get(), 15)
+        assert event.WhichOneof("event") == "failed", event
+        return event.failed
+
+
+@asynccontextmanager
+async def world(redis_url: str, **options: Any) -> AsyncIterator[World]:
+    hub, transports = OneSidedHub(), {}
+
+    def make(parts: EdgeParts) -> Transports:
+        shape = parts.model.runner.kv_shape
+        transport = transports[parts.config.role] = OneSidedTransport(
+            parts.model.runner, shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, num_layers=shape.num_layers
+        )
+        return Transports([transport])
+
+    async with started(redis_url, make_transports=make, **options) as pair, routed(pair) as router:
+        yield World(pair, router, hub, transports)
+
+
+class Gate:
+    """Holds up the reader's last chunk, counted by the chunk's order of arrival."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self.open = asyncio.Event()
+
+    async def __call__(self, chunk: ChunkInfo) -> None:
+        self.reached.set()
+        await self.open.wait()
+
+
+async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    give_up = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < give_up, "it did not happen"
+        await asyncio.sleep(0.01)
+
+
+async def test_blocks_stay_until_the_reader_has_asked(redis_url: str) -> None:
+    async with world(redis_url) as w:
+        all_blocks = await w.free_source_blocks()
+        gate = w.reader.after_write = Gate()
+        call = await w.begin()
+        await asyncio.wait_for(gate.reached.wait(), 10)
+        await until(lambda: w.source._by_seq["r/1"].lease.num_chunks is not None)
+        stats = (await w.pair.both())[0]
+        # All is published, and all of it is still owned: ten blocks of four tokens.
+        assert (stats.num_held, stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks) == (1, 10)
+        gate.open.set()
+        assert [event.WhichOneof("event") for event in await read_to_end(call)] == ["first_token", "done"]
+        await w.pair.settled()
+        assert await w.free_source_blocks() == all_blocks
+
+
+async def test_tokens_are_right_under_load(redis_url: str) -> None:
+    async with world(redis_url, prefill_options={"max_num_batched_tokens": 16}) as w:
+        prompts = [prompt_of(17 + 5 * i, seed=i) for i in range(12)]
+        answers = await asyncio.gather(*(w.router.generate(f"r{i}", prompt, 6) for i, prompt in enumerate(prompts)))
+        assert [a.tokens for a in answers] == [expected(prompt, 6) for prompt in prompts]
+        assert {a.committed.transport for a in answers if a.committed} == {"one_sided"}
+        assert {a.done.transport for a in answers if a.done} == {"one_sided"}
+        await w.pair.settled()
+
+
+@pytest.mark.parametrize("moment", ["before_read", "after_write"])
+async def test_a_lease_that_expires_in_mid_read_commits_nothing(redis_url: str, moment: str) -> None:
+    """The reader is held up before its read, and then reads what others wrote there; or after it, and then holds what was right once."""
+    options = {"lease_ttl": 0.5, "num_blocks": 0}
+    async with world(redis_url, prefill_options=options, prefill_runner=make_runner(num_blocks=24)) as w:
+        gate = Gate()
+        setattr(w.reader, moment, gate)
+        call = await w.begin()
+        await asyncio.wait_for(gate.reached.wait(), 10)
+        await until(lambda: "r/1" not in w.source._by_seq)
+        # Its blocks are given out again, and hold another prompt's KV.
+        setattr(w.reader, moment, _pass)
+        others = [prompt_of(80, seed=7), prompt_of(80, seed=8)]
+        for number, prompt in enumerate(others):
+            assert (await w.router.generate(f"other{number}", prompt, 3)).tokens == expected(prompt, 3)
+        gate.open.set()
+        failed = await w.failed()
+        assert failed.retryable
+        assert failed.code == ("DATA_LOSS" if moment == "before_read" else "UNAVAILABLE"), failed
+        call.cancel()
+        await w.pair.settled()
+        stats = (await w.pair.both())[1].transports[0]
+        reason = "data_loss" if moment == "before_read" else "unavailable"
+        assert dict(stats.failures) == {reason: 1}
+        assert dict(stats.retries) == ({"data_loss": stats.retries["data_loss"]} if moment == "before_read" else {})
+        assert (await w.router.generate("r", PROMPT, 4, attempt=2)).tokens == expected(PROMPT, 4)
+
+
+async def _pass(chunk: ChunkInfo) -> None:
+    """Nothing is held up any more."""
+
+
+async def test_a_restarted_source_answers_for_no_earlier_life(redis_url: str) -> None:
+    async with world(redis_url) as w:
+        gate = w.reader.after_write = Gate()
+        await w.begin()
+        await asyncio.wait_for(gate.reached.wait(), 10)
+        await until(lambda: w.source._by_seq["r/1"].lease.num_chunks is not None)
+        port = int(w.pair.prefill_worker.address.rpartition(":")[2])
+        await w.pair.prefill_worker.stop(0.0)
+        again = Worker(
+            worker_config("prefill", redis_url, port=port),
+            make_model(make_runner()),
+            SECRET,
+            prefill_edge(lambda parts: Transports([OneSidedTransport(parts.model.runner, 1, w.hub, worker_id="again", epoch=parts.epoch)])),
+        )
+        await again.start()
+        try:
+            gate.open.set()
+            failed = await w.failed()
+            assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
+        finally:
+            await again.stop(0.0)
+
+
+async def test_reused_memory_under_a_live_lease_is_refused(redis_url: str) -> None:
+    """What must never happen, were the pool to give a block out twice: the generations tell."""
+    async with world(redis_url) as w:
+        gate = w.reader.after_write = Gate()
+        call = await w.begin()
+        await asyncio.wait_for(gate.reached.wait(), 10)
+        await until(lambda: w.source._by_seq["r/1"].lease.num_chunks is not None)
+        generations = w.pair.prefill_worker.engine._pool._generations
+        reused = w.source._by_seq["r/1"].lease.source_blocks[3]
+        generations[reused] += 1
+        gate.open.set()
+        failed = await w.failed()
+        generations[reused] -= 1
+        assert failed.retryable
+        assert "reused" in failed.message
+        call.cancel()
+        await w.pair.settled()
+
+
+@pytest.mark.parametrize("num_lost", [1, 2, 99])
+async def test_a_lost_answer_is_asked_for_again(redis_url: str, monkeypatch: pytest.MonkeyPatch, num_lost: int) -> None:
+    async with world(redis_url) as w:
+        lost = 0
+        real = HandOvers.acknowledge
+
+        def lose(self: HandOvers, ticket: Any, event: Any) -> Any:
+            nonlocal lost
+            answer = real(self, ticket, event)
+            if type(event).__name__ == "Commit" and lost < num_lost:
+                lost += 1
+                raise Unavailable("the answer was lost")
+            return answer
+
+        monkeypatch.setattr(HandOvers, "acknowledge", lose)
+        if num_lost < 3:
+            answer = await w.router.generate("r", PROMPT, 4)
+            assert answer.tokens == expected(PROMPT, 4)
+            assert lost == num_lost
+        else:
+            call = await w.begin()
+            failed = await w.failed()
+            assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
+            assert lost == 3
+            call.cancel()
+        await w.pair.settled()
+
+
+async def test_a_flipped_bit_is_read_again(redis_url: str) -> None:
+    async with world(redis_url, prefill_options={"chunk_bytes": 1}) as w:
+        store = w.pair.prefill_runner
+        flipped: list[int] = []
+
+        async def flip(chunk: ChunkInfo) -> None:
+            block = chunk.source_blocks[0]
+            if not flipped:
+                flipped.append(block)
+                store._bytes[block, 0] ^= 4
+            elif block in flipped:
+                store._bytes[block, 0] ^= 4
+                flipped.append(-1)
+
+        w.reader.before_read = flip
+        assert (await w.router.generate("r", PROMPT, 4)).tokens == expected(PROMPT, 4)
+        assert flipped[1:] == [-1]
+        assert dict((await w.pair.both())[1].transports[0].retries) == {"data_loss": 1}
+        await w.pair.settled()
+
+
+async def test_cancelled_in_mid_read_leaves_nothing(redis_url: str) -> None:
+    async with world(redis_url) as w:
+        rng = np.random.default_rng(5)
+        for number in range(6):
+            gate = Gate()
+            w.reader.before_read, w.reader.after_write = (gate, _pass) if number % 2 else (_pass, gate)
+            call = await w.begin(f"r{number}")
+            await asyncio.wait_for(gate.reached.wait(), 10)
+            await asyncio.sleep(float(rng.random()) * 0.02)
+            assert await w.router.cancel(f"r{number}")
+            call.cancel()
+            await w.pair.settled()
