@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.flags import FlagParser
-from twostep.rpc.channel import PLAINTEXT, TlsFiles
+from twostep.rpc.channel import COMPRESSIONS, PLAINTEXT, TlsFiles
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 
@@ -40,6 +40,7 @@ class RouterConfig:
     prefix_lookup_timeout: float = 0.002
     drain_timeout: float = 30.0
     redis_start_timeout: float = 10.0
+    grpc_compression: str = "none"
     tls: TlsFiles = PLAINTEXT
     log_level: str = "info"
     log_json: bool = False
@@ -125,6 +126,13 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     )
     parser.flag("--drain-timeout", type=_seconds, default=default.drain_timeout, help="time for running requests to end after SIGTERM")
     parser.flag("--redis-start-timeout", type=_seconds, default=default.redis_start_timeout, help="how long to wait for Redis at start")
+    parser.flag(
+        "--grpc-compression",
+        default=default.grpc_compression,
+        choices=COMPRESSIONS,
+        help="gzip: prompts to workers and answers to clients travel compressed, which pays on slow links only; "
+        "compressed requests are understood in any case",
+    )
     parser.flag("--tls-cert", type=Path, default=None, help="PEM certificate; with --tls-key it switches TLS on")
     parser.flag("--tls-key", type=Path, default=None, help="PEM key of --tls-cert")
     parser.flag("--tls-ca", type=Path, default=None, help="PEM authority that peers must be certified by")

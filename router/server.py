@@ -32,6 +32,7 @@ from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.metrics.server import MetricsServer
 from twostep.prefix import secret_check
+from twostep.rpc.channel import compression_of
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import inference_pb2_grpc
@@ -63,7 +64,14 @@ class Router:
         deployment = Deployment(model_fingerprint=fingerprint, secret_check=secret_check(secret), hash_unit=config.hash_unit)
         self.registry = Registry(self._redis, deployment)
         self.cleanup = Cleanup()
-        self.pool = WorkerPool(router_id=self.router_id, cleanup=self.cleanup, tls=config.tls, stream_lease_s=config.stream_lease)
+        compression = compression_of(config.grpc_compression)
+        self.pool = WorkerPool(
+            router_id=self.router_id,
+            cleanup=self.cleanup,
+            tls=config.tls,
+            stream_lease_s=config.stream_lease,
+            compression=compression,
+        )
         self._index = PrefixIndex(self._index_redis, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
         room = self._room = Room()
         self.registry.on_poll(self.pool.sync)
@@ -107,6 +115,7 @@ class Router:
                 tls=config.tls,
                 # Room for those that are refused to be told so, and for health checks.
                 max_concurrent_rpcs=config.max_inflight + config.max_waiting + 256,
+                compression=compression,
             ),
             alive=lambda: time.monotonic() - self._last_tick < _STUCK_S,
         )

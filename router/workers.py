@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence, Set
 from typing import Protocol
 
+import grpc
 import grpc.aio
 
 from router.cleanup import Cleanup
@@ -37,10 +38,10 @@ class Tenant(Protocol):
 class WorkerLink:
     """One life of a worker: its channel, and what this router has there."""
 
-    def __init__(self, record: WorkerRecord, tls: TlsFiles) -> None:
+    def __init__(self, record: WorkerRecord, tls: TlsFiles, compression: grpc.Compression) -> None:
         self.record = record
         self.life = WorkerLife.of(record)
-        self.channel: grpc.aio.Channel = open_channel(record.address, tls=tls)
+        self.channel: grpc.aio.Channel = open_channel(record.address, tls=tls, compression=compression)
         self.tenants: set[Tenant] = set()
         # Prompt tokens sent there whose first token has not come yet.
         self.queued_tokens = 0
@@ -66,14 +67,23 @@ class WorkerLink:
 
 
 class PrefillLink(WorkerLink):
-    def __init__(self, record: WorkerRecord, tls: TlsFiles) -> None:
-        super().__init__(record, tls)
+    def __init__(self, record: WorkerRecord, tls: TlsFiles, compression: grpc.Compression) -> None:
+        super().__init__(record, tls, compression)
         self.stub = prefill_pb2_grpc.PrefillStub(self.channel)
 
 
 class DecodeLink(WorkerLink):
-    def __init__(self, record: WorkerRecord, tls: TlsFiles, router_id: str, cleanup: Cleanup, stream_lease_s: float) -> None:
-        super().__init__(record, tls)
+    def __init__(
+        self,
+        record: WorkerRecord,
+        tls: TlsFiles,
+        compression: grpc.Compression,
+        *,
+        router_id: str,
+        cleanup: Cleanup,
+        stream_lease_s: float,
+    ) -> None:
+        super().__init__(record, tls, compression)
         self.stub = decode_pb2_grpc.DecodeStub(self.channel)
         self.stream = DecodeStream(
             self.stub,
@@ -93,12 +103,21 @@ class DecodeLink(WorkerLink):
 class WorkerPool:
     """All links. `changed` is notified whenever a worker comes, goes, or changes what it can do."""
 
-    def __init__(self, *, router_id: str, cleanup: Cleanup, tls: TlsFiles = PLAINTEXT, stream_lease_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        cleanup: Cleanup,
+        tls: TlsFiles = PLAINTEXT,
+        stream_lease_s: float = 5.0,
+        compression: grpc.Compression = grpc.Compression.NoCompression,
+    ) -> None:
         """`stream_lease_s`: a broken token stream that is open again within it costs no attempt."""
         self._router_id = router_id
         self._stream_lease_s = stream_lease_s
         self._cleanup = cleanup
         self._tls = tls
+        self._compression = compression
         self._prefill: dict[WorkerLife, PrefillLink] = {}
         self._decode: dict[WorkerLife, DecodeLink] = {}
         self._state: object = None
@@ -132,9 +151,16 @@ class WorkerPool:
             if link is not None and link.record.address == record.address:
                 link.record, link.retired = record, False
             elif link is None and record.role == "prefill":
-                self._prefill[life] = PrefillLink(record, self._tls)
+                self._prefill[life] = PrefillLink(record, self._tls, self._compression)
             elif link is None:
-                self._decode[life] = DecodeLink(record, self._tls, self._router_id, self._cleanup, self._stream_lease_s)
+                self._decode[life] = DecodeLink(
+                    record,
+                    self._tls,
+                    self._compression,
+                    router_id=self._router_id,
+                    cleanup=self._cleanup,
+                    stream_lease_s=self._stream_lease_s,
+                )
             else:
                 log.warning("worker %s changed its address without a new epoch; it is not used until it is restarted", record.worker_id)
                 link.retired = True

@@ -26,8 +26,9 @@ WORDS = ("one ", "two ", "three")
 
 
 class ScriptedInference(pb_grpc.InferenceServicer):
-    """Prompts: "ok" answers WORDS; "refuse-N" is refused N times first; "break" breaks after two words; "endless" never stops;
-    "silent" says nothing; "noend" ends without an End; "skip" leaves a position out; anything else answers WORDS."""
+    """Prompts: "ok" answers WORDS; "refuse-N" is refused N times first; "break" breaks after two words; "crash" does so too, tells its
+    seed and can go on; "endless" never stops; "silent" says nothing; "noend" ends without an End; "skip" leaves a position out; anything
+    else answers WORDS."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -39,7 +40,8 @@ class ScriptedInference(pb_grpc.InferenceServicer):
         prompt = request.text or (request.chat.messages[-1].content if request.HasField("chat") else "ids")
         self.calls[prompt] += 1
         self.requests.append(request)
-        await context.send_initial_metadata((("x-request-id", request.request_id or "made-by-router"),))
+        told = (("x-twostep-seed", "1234"),) if prompt == "crash" else ()
+        await context.send_initial_metadata((("x-request-id", request.request_id or "made-by-router"), *told))
         try:
             if prompt.startswith("refuse-") and self.calls[prompt] <= int(prompt[7:]):
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no worker has room; try again")
@@ -49,9 +51,9 @@ class ScriptedInference(pb_grpc.InferenceServicer):
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"model {request.model!r} is not served here; there is scripted")
             if prompt == "silent":
                 await asyncio.sleep(60)
-            position = 0
+            position = len(request.resume_token_ids)
             while prompt == "endless" or position < len(WORDS):
-                if prompt == "break" and position == 2:
+                if (prompt == "break" and position == 2) or (prompt == "crash" and position == len(request.resume_token_ids) + 2):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the decode worker was lost")
                 yield pb.GenerateResponse(
                     piece=pb.Piece(

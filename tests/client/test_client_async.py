@@ -63,6 +63,19 @@ async def test_broken_stream(client: AsyncClient) -> None:
     assert caught.value.token_ids == (100, 101)
 
 
+async def test_a_stream_that_breaks_goes_on_where_the_server_can(client: AsyncClient, server: tuple[ScriptedInference, str]) -> None:
+    generation = client.chat([Message("user", "crash")])
+    pieces = [piece async for piece in generation]
+    assert [p.position for p in pieces] == [0, 1, 2]
+    completion = await generation.result()
+    assert (completion.text, completion.resumes, generation.seed) == ("one two three", 1, 1234)
+    assert list(server[0].requests[-1].resume_token_ids) == [100, 101]
+    with pytest.raises(twostep.StreamBroken) as caught:
+        await client.chat([Message("user", "crash")], resume=False).result()
+    rest = client.chat([Message("user", "crash")], resume_token_ids=caught.value.token_ids, seed=caught.value.seed)
+    assert (await rest.result()).text == "three"
+
+
 @pytest.mark.parametrize("prompt", ["noend", "skip"])
 async def test_a_server_that_breaks_the_contract(client: AsyncClient, prompt: str) -> None:
     with pytest.raises(twostep.StreamBroken):

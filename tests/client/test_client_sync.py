@@ -172,6 +172,59 @@ def test_a_stream_that_breaks_carries_what_arrived_and_is_not_repeated(client: C
     assert server[0].calls["break"] == 1
 
 
+def test_a_stream_that_breaks_goes_on_where_the_server_can(client: Client, server: tuple[ScriptedInference, str]) -> None:
+    generation = client.generate("crash", max_tokens=9, temperature=0.7, stop="END")
+    pieces = list(generation)
+    assert [p.position for p in pieces] == [0, 1, 2]
+    assert generation.result().text == "one two three"
+    assert (generation.result().resumes, generation.seed) == (1, 1234)
+    first, second = server[0].requests[-2:]
+    assert list(second.resume_token_ids) == [100, 101]
+    assert (second.sampling.seed, second.request_id) == (1234, "made-by-router")
+    del second.resume_token_ids[:]
+    second.sampling.ClearField("seed")
+    second.request_id = ""
+    assert second == first, "nothing else has changed"
+
+
+@pytest.mark.parametrize("declined", [{"resume": False}, {"migrate": False}])
+def test_going_on_can_be_declined_and_done_by_hand(
+    client: Client, server: tuple[ScriptedInference, str], declined: dict[str, bool]
+) -> None:
+    with pytest.raises(twostep.StreamBroken) as caught:
+        client.generate("crash", **declined).result()  # type: ignore[arg-type]
+    assert server[0].requests[-1].no_migration == (not declined.get("migrate", True))
+    broken = caught.value
+    assert (broken.token_ids, broken.seed) == ((100, 101), 1234)
+    with pytest.raises(twostep.InvalidRequest, match="seed"):
+        client.generate("crash", resume_token_ids=broken.token_ids)
+    rest = client.generate("crash", resume_token_ids=broken.token_ids, seed=broken.seed).result()
+    assert (rest.text, rest.token_ids) == ("three", (102,))
+
+
+def test_routers_stand_in_for_each_other(server: tuple[ScriptedInference, str]) -> None:
+    with Client(["127.0.0.1:9", server[1]], timeout=20) as client:
+        assert client.generate("ok").result().text == "one two three"
+        # It stays with the one that answers.
+        before = server[0].calls["ok"]
+        assert client.generate("ok").result().text == "one two three"
+        assert server[0].calls["ok"] == before + 1
+        assert client.models()[0].name == "scripted"
+        assert repr(client).startswith(f"Client(['127.0.0.1:9', '{server[1]}']")
+    with pytest.raises(twostep.InvalidRequest, match="no target"):
+        Client([])
+
+
+def test_long_requests_are_compressed_if_asked(server: tuple[ScriptedInference, str]) -> None:
+    with pytest.raises(twostep.InvalidRequest, match="compression is 'zip'"):
+        Client(server[1], compression="zip")  # type: ignore[arg-type]
+    with Client(server[1], compression="gzip", timeout=20) as client:
+        prompt = "a long prompt " * 1000
+        assert client.generate(prompt).result().text == "one two three"
+        assert server[0].requests[-1].text == prompt
+        assert len(client.tokenize(prompt)) == len(prompt)
+
+
 @pytest.mark.parametrize("prompt", ["noend", "skip"])
 def test_a_server_that_breaks_the_contract(client: Client, prompt: str) -> None:
     with pytest.raises(twostep.StreamBroken):

@@ -301,3 +301,12 @@ async def test_what_no_worker_can_hold_is_refused_at_once(cluster: Cluster) -> N
             await cluster.ask(_token_ids([5] * 300))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "160" in (caught.value.details() or "")
+
+
+async def test_with_compression_everything_is_said_as_without(cluster: Cluster) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    prompt = "the capital of France " * 200
+    async with cluster.serving(grpc_compression="gzip"):
+        reply = await cluster.ask(cluster.request(prompt, max_tokens=12, logprobs=5))
+    assert reply.token_ids == cluster.expected(12)
+    assert list(prefill.requests[0].token_ids) == cluster.tokenizer.encode(prompt).ids

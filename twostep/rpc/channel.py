@@ -72,13 +72,27 @@ def client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
 
 
-def open_channel(address: str, *, tls: TlsFiles = PLAINTEXT, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A channel to `host:port`; connects on first use and reconnects by itself."""
+COMPRESSIONS = ("none", "gzip")
+
+
+def compression_of(name: str) -> grpc.Compression:
+    """One of COMPRESSIONS, as gRPC calls it."""
+    return {"none": grpc.Compression.NoCompression, "gzip": grpc.Compression.Gzip}[name]
+
+
+def open_channel(
+    address: str,
+    *,
+    tls: TlsFiles = PLAINTEXT,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    compression: grpc.Compression = grpc.Compression.NoCompression,
+) -> grpc.aio.Channel:
+    """A channel to `host:port`; connects on first use and reconnects by itself. `compression` is that of what is sent on it."""
     credentials = client_credentials(tls)
     options = channel_options(max_message_bytes)
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+        return grpc.aio.insecure_channel(address, options=options, compression=compression)
+    return grpc.aio.secure_channel(address, credentials, options=options, compression=compression)
 
 
 def error_from_rpc(error: grpc.RpcError) -> TwostepError:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """`port` 0: any free port. `health_port` None: port + 1 (any free one if `port` is 0); -1: none. `max_concurrent_rpcs`
-    counts open streams too; calls above it get RESOURCE_EXHAUSTED."""
+    counts open streams too; calls above it get RESOURCE_EXHAUSTED. `compression` is that of what is sent; whatever comes is understood."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -31,6 +31,7 @@ class ServerConfig:
     tls: TlsFiles = PLAINTEXT
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_concurrent_rpcs: int = 1024
+    compression: grpc.Compression = grpc.Compression.NoCompression
 
 
 class GrpcServer:
@@ -45,7 +46,10 @@ class GrpcServer:
         self._credentials = _credentials(config.tls)
         self._names: list[str] = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         self._server = grpc.aio.server(
-            interceptors=[Guard()], options=_options(config.max_message_bytes), maximum_concurrent_rpcs=config.max_concurrent_rpcs
+            interceptors=[Guard()],
+            options=_options(config.max_message_bytes),
+            maximum_concurrent_rpcs=config.max_concurrent_rpcs,
+            compression=config.compression,
         )
         self._health_server: grpc.aio.Server | None = None
         health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(self.health), self._server)
