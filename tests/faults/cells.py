@@ -116,6 +116,8 @@ class Injection:
     num_probes: int = 0
     num_probes_failed: int = 0
     num_probe_tokens_wrong: int = 0
+    slowest_probe_s: float = 0.0
+    """Of those that succeeded."""
     held: Held = field(default_factory=Held)
     problem: str = ""
     """Why it could not be done, or what stands out."""
@@ -146,6 +148,7 @@ async def inject(system: FaultSystem, target: Target, fault: Fault, timing: Timi
             injection.num_probes = len(probing.ended)
             injection.num_probes_failed = probing.num_failed
             injection.num_probe_tokens_wrong = probing.num_wrong
+            injection.slowest_probe_s = probing.slowest_s
         finally:
             system.gates.open_all()
             for task in running.values():

@@ -162,6 +162,11 @@ class Probing:
         return sum(outcome.status != "OK" for at, outcome in self.ended if at >= self.since)
 
     @property
+    def slowest_s(self) -> float:
+        """Of those that succeeded after `since`."""
+        return max((outcome.seconds for at, outcome in self.ended if outcome.status == "OK" and at >= self.since), default=0.0)
+
+    @property
     def recovered_s(self) -> float | None:
         """None: no probe has succeeded since the last that failed."""
         failed = [at for at, outcome in self.ended if outcome.status != "OK" and at >= self.since]

@@ -20,12 +20,12 @@ fault its answer was over:
 
 The client is the SDK with the addresses of both routers, and its defaults.
 
-*Fresh requests* are short ones, sent all the time (one each half second) through the same router: how many were refused, and how long after
-the fault the first one succeeded that no failure followed. *Whole again* is when every process serves again, with all its transports. The
-last columns are what is left when all that is over: by the workers' own count (with a walk through their block pools), by every raylet's,
-files in shared memory, processes. (Where the owner of an object has died, Ray puts a marker of a byte or two in its place, and frees it
-when it needs the room: these are not counted, as they hold no KV.) In a cell of `decoding` the KV has been handed over (COMMITTED,
-RELEASED) and tokens are flowing.
+*Fresh requests* are short ones, sent all the time (one each half second) through the same router alone: how many were refused, how long the
+slowest of the others took, and how long after the fault the first one succeeded that no failure followed. *Whole again* is when every
+process serves again, with all its transports. The last columns are what is left when all that is over: by the workers' own count (with a
+walk through their block pools), by every raylet's, files in shared memory, processes. (Where the owner of an object has died, Ray puts a
+marker of a byte or two in its place, and frees it when it needs the room: these are not counted, as they hold no KV.) In a cell of
+`decoding` the KV has been handed over (COMMITTED, RELEASED) and tokens are flowing.
 """
 _EXPLAIN = {
     Fault.KILL: "The process ends at once, and is started again half a second later, as a supervisor would.",
@@ -54,6 +54,7 @@ def _table(rows: Sequence[Injection]) -> list[str]:
     names = ["struck", *(state.upper() if state != "decoding" else state for state in STATES)]
     names += [
         "fresh requests: refused",
+        "slowest",
         "succeed after",
         "whole again after",
         "blocks",
@@ -70,7 +71,12 @@ def _table(rows: Sequence[Injection]) -> list[str]:
         if held.unknown or held.integrity:
             left[0] += f" ({held.integrity or held.unknown})"
         wrong = sum(o.num_wrong for o in row.cells.values()) + row.num_probe_tokens_wrong
-        fresh = [f"{row.num_probes_failed} of {row.num_probes}", _after(row.recovered_s), _after(row.whole_s)]
+        fresh = [
+            f"{row.num_probes_failed} of {row.num_probes}",
+            f"{row.slowest_probe_s:.1f} s",
+            _after(row.recovered_s),
+            _after(row.whole_s),
+        ]
         lines.append("| " + " | ".join([row.target, *cells, *fresh, *left, str(wrong)]) + " |")
     return lines
 

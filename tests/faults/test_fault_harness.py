@@ -109,6 +109,7 @@ def test_the_page_ends_with_the_totals() -> None:
     injections = [good(), good(cells=failed), good(cells={}), good(held=Held(blocks=3, bytes=70, objects=2))]
     page = markdown(injections, Timing(), made="today", seconds=9.0)
     assert page.splitlines()[-1] == totals(injections, 9.0)
+    assert len({row.count("|") for row in page.splitlines() if row.startswith("|")}) == 1
     line = totals(injections, 9.0)
     for part in ("20 cells (4 faults)", "10 recovered", "5 failed clearly", "0 hung", "5 not run", "3 blocks", "70 object-store bytes"):
         assert part in line
