@@ -6,88 +6,32 @@ false match (the test draws it), so that nothing but the commit's rules keeps a 
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
+
+from hand_over_parts import (
+    SOURCE_BLOCKS,
+    TARGET_BLOCKS,
+    TTL_S,
+    Fetch,
+    Job,
+    Puller,
+    Tag,
+    Ticket,
+    ToReader,
+    ToSource,
+    checksum,
+    kind_of,
+)
 
 from kv_transfer import lease as source_side
 from kv_transfer import reader as reader_side
-from kv_transfer.lease import Action, Commit, Lease, LeaseTable, Transition
+from kv_transfer.lease import Action, Commit, LeaseTable, Transition
 from kv_transfer.reader import BlockSpan, Reader
 from kv_transfer.transport import ChunkInfo
 from twostep.engine.block_pool import BlockPool
 from twostep.errors import Cancelled, DataLoss, InvalidRequest, ResourceExhausted, TwostepError, Unavailable
-
-TTL_S = 10.0
-SOURCE_BLOCKS = 9
-TARGET_BLOCKS = 16
-Tag = tuple[object, ...]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Ticket:
-    lease_id: str
-    epoch: int
-    one_sided: bool
-    tags: tuple[Tag, ...]
-
-
-@dataclass(eq=False, kw_only=True)
-class Job:
-    """One prompt on the source: `tags[i]` is what its i-th block shall hold; all but the last are full and may be shared."""
-
-    ticket: Ticket
-    lease: Lease
-    tags: list[Tag]
-    blocks: list[int]
-    per_chunk: int
-    infos: list[ChunkInfo] = field(default_factory=list)
-    num_computed: int = 0
-    stop_asked: bool = False
-    drop_asked: bool = False
-    num_releases: int = 0
-
-    @property
-    def num_chunks(self) -> int:
-        return -(-len(self.tags) // self.per_chunk)
-
-
-@dataclass(eq=False, kw_only=True)
-class Fetch:
-    chunk: ChunkInfo
-    read: list[Tag] = field(default_factory=list)
-    cancelled: bool = False
-
-
-@dataclass(eq=False, kw_only=True)
-class Puller:
-    """One reader: a watch stream that keeps its order, fetches on their way, and targets in the decode worker's pool."""
-
-    ticket: Ticket
-    machine: Reader
-    targets: list[int]
-    stream: list[reader_side.Event] = field(default_factory=list)
-    watching: bool = False  # the source serves its watch
-    num_sent: int = 0
-    fetches: dict[int, Fetch] = field(default_factory=dict)
-    in_engine: bool = False
-    num_frees: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToSource:
-    """An RPC of a reader. Of an Acknowledge that asks, `asks`."""
-
-    puller: Puller
-    event: source_side.FetchProgress | source_side.Commit | source_side.Abort | None  # None: Watch
-    asks: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToReader:
-    puller: Puller
-    event: reader_side.Event
 
 
 class World:
@@ -204,7 +148,7 @@ class World:
             first_block=first,
             num_blocks=len(blocks),
             num_bytes=len(blocks),
-            checksum=_checksum(tags),
+            checksum=checksum(tags),
             source_blocks=blocks if one_sided else (),
             generations=generations if one_sided else (),
         )
@@ -274,7 +218,7 @@ class World:
                 self.settle(job, transition)
         assert "reused under it" not in refusal, "a lease kept its blocks and yet lost them"
         if message.asks:
-            self.seen[_kind(refusal)] += 1
+            self.seen[kind_of(refusal)] += 1
             self.soup.append(ToReader(puller=puller, event=reader_side.SourceAnswered(refusal)))
 
     def _watched(self, puller: Puller, job: Job | None) -> None:
@@ -367,7 +311,7 @@ class World:
         if len(fetch.read) < chunk.num_blocks:
             return
         del puller.fetches[chunk.index]
-        matches = _checksum(fetch.read) == chunk.checksum
+        matches = checksum(fetch.read) == chunk.checksum
         self.seen["torn or stale bytes"] += not matches
         error: TwostepError | None = None
         if fetch.cancelled:
@@ -442,15 +386,3 @@ class World:
             for other in self.pullers:
                 if one is not other and not one.num_frees and not other.num_frees:
                     assert not set(one.targets) & set(other.targets), "targets have two owners"
-
-
-def _checksum(tags: Sequence[Tag]) -> int:
-    return zlib.crc32(repr(list(tags)).encode())
-
-
-def _kind(refusal: str) -> str:
-    for kind in ("has ended", "another reader", "not what lease", "epoch", "no lease", "before all of it"):
-        if kind in refusal:
-            return f"refused: {kind}"
-    assert not refusal, refusal
-    return "asked and accepted"

@@ -22,7 +22,8 @@ from random import Random
 from typing import ClassVar
 
 import pytest
-from hand_over_world import SOURCE_BLOCKS, World
+from hand_over_parts import SOURCE_BLOCKS
+from hand_over_world import World
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
