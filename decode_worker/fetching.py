@@ -21,6 +21,7 @@ import grpc.aio
 from decode_worker.paths import Paths, Source
 from kv_transfer import layout as kv_layout
 from kv_transfer import reader as rd
+from kv_transfer.copy_clock import CopyClock
 from kv_transfer.observer import Direction, Transfer, TransferObserver, reason_of
 from kv_transfer.scattering import ScatterClock
 from kv_transfer.ticket import Ticket
@@ -96,7 +97,7 @@ class Fetching:
         self._announced_at: dict[int, float] = {}
         self._started_at = time.monotonic()
         self._queue_s = 0.0
-        self._copy_s = 0.0
+        self._copying = CopyClock()
         self._scatter_s = 0.0
 
     async def run(self) -> Fetched:
@@ -239,7 +240,7 @@ class Fetching:
         self._queue_s += start - self._announced_at.get(chunk.index, start)
         clock = ScatterClock()
         try:
-            with clock:
+            with clock, self._copying.running():
                 await transport.fetch(
                     self._endpoint,
                     self._ticket.lease_id,
@@ -255,7 +256,6 @@ class Fetching:
             log.exception("fetching a chunk of %s failed unexpectedly", self._ticket.lease_id)
             return InternalError(f"the hand-over failed: {error!r}; see the decode worker's log")
         finally:
-            self._copy_s += time.monotonic() - start
             self._scatter_s += clock.seconds
         return None
 
@@ -306,7 +306,8 @@ class Fetching:
                 num_chunks=len(reader.infos),
                 num_blocks=self._target.num_blocks - self._target.num_cached_blocks if not failure else 0,
                 queue_s=self._queue_s,
-                copy_s=self._copy_s,
+                copy_s=self._copying.summed_s,
+                busy_s=self._copying.busy_s,
                 scatter_s=self._scatter_s,
                 total_s=now - self._started_at,
                 exposed_s=now - reader.complete_at if reader.complete is not None else 0.0,

@@ -31,6 +31,7 @@ class Transfer:
 
     queue_s     PUBLISH: waiting for room in the transport's budget. FETCH: chunks waiting for their turn
     copy_s      PUBLISH: from the pool to where readers find it. FETCH: from there to this worker, verified, written into its pool
+    busy_s      of total_s, when at least one chunk was being copied
     scatter_s   FETCH: the part of copy_s that verified and wrote the blocks, where the transport tells it apart; else 0
     total_s     PUBLISH: from the first final block to the last chunk published. FETCH: from the manifest to the last block in place
     exposed_s   PUBLISH: what of it came after the first token. FETCH: from Complete to the last block in place
@@ -46,6 +47,7 @@ class Transfer:
     num_blocks: int
     queue_s: float = 0.0
     copy_s: float = 0.0
+    busy_s: float = 0.0
     scatter_s: float = 0.0
     total_s: float = 0.0
     exposed_s: float = 0.0
@@ -58,8 +60,8 @@ class Transfer:
 
     @property
     def bytes_per_s(self) -> float:
-        """0: nothing was moved."""
-        return self.num_bytes / self.total_s if self.total_s > 0 else 0.0
+        """While it copied; 0: nothing was moved."""
+        return self.num_bytes / self.busy_s if self.busy_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.observer import Observers, ProbeResult, Transfer, TransferLedger
+from kv_transfer.observer import Direction, Observers, ProbeResult, Transfer, TransferLedger
 from twostep.metrics import transfer as families
 from twostep.metrics.registry import MetricsRegistry
 
@@ -67,8 +67,9 @@ class TransferMetrics:
             self._exposed.labels(*labels).observe(transfer.exposed_s)
             if transfer.scatter_s:
                 self._scatter.labels(transfer.transport).observe(transfer.scatter_s)
-            if transfer.bytes_per_s:
-                self._rate.labels(*labels).observe(transfer.bytes_per_s)
+            # What one-sided transports publish is copied by the reader.
+            if transfer.bytes_per_s and transfer.direction is Direction.FETCH:
+                self._rate.labels(transfer.transport).observe(transfer.bytes_per_s)
 
     def retry(self, transport: str, reason: str) -> None:
         self._retries.labels(transport, reason).inc()

@@ -304,7 +304,8 @@ class HandOvers:
                 num_chunks=len(job.published),
                 num_blocks=job.published_blocks,
                 queue_s=job.room_s,
-                copy_s=job.copy_s,
+                copy_s=job.copying.summed_s,
+                busy_s=job.copying.busy_s,
                 total_s=time.monotonic() - job.publisher_started_at,
                 exposed_s=job.publish_s,
                 failure=failure,
@@ -320,18 +321,17 @@ class HandOvers:
         transport = job.outlet.transport
         block_ids = blocks[chunk.first_block : chunk.stop_block]
         async with room:
-            start = time.monotonic()
-            info = await transport.publish(
-                job.lease_id,
-                chunk.index,
-                chunk.first_block,
-                block_ids,
-                layers=chunk.layers,
-                # The lease decides; the transport's own time only catches what a lost lease would leave.
-                ttl_s=2 * self.config.lease_ttl_s,
-                deadline=self._publish_deadline(job),
-            )
-            job.copy_s += time.monotonic() - start
+            with job.copying.running():
+                info = await transport.publish(
+                    job.lease_id,
+                    chunk.index,
+                    chunk.first_block,
+                    block_ids,
+                    layers=chunk.layers,
+                    # The lease decides; the transport's own time only catches what a lost lease would leave.
+                    ttl_s=2 * self.config.lease_ttl_s,
+                    deadline=self._publish_deadline(job),
+                )
         if not transport.copies_out:
             # What the reader will say that it read. The lease's sequence owns the blocks: they cannot change now.
             info = replace(info, source_blocks=tuple(block_ids), generations=tuple(self._engine.generations(block_ids)))

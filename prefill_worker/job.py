@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from kv_transfer.chunking import ChunkPlan
+from kv_transfer.copy_clock import CopyClock
 from kv_transfer.lease import Lease
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import ChunkInfo
@@ -49,9 +50,9 @@ class Job:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     publish_s: float = 0.0
-    # Waiting for room in the budget; copying, summed over chunks; and from the first final block on.
+    # Waiting for room in the budget; copying; and from the first final block on.
     room_s: float = 0.0
-    copy_s: float = 0.0
+    copying: CopyClock = field(default_factory=CopyClock)
     publisher_started_at: float = 0.0
     _started_at: float = 0.0
     _first_token_at: float = 0.0

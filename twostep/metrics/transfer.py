@@ -54,7 +54,12 @@ EXPOSED = histogram(
     TRANSFER_SECONDS,
     _BOTH,
 )
-RATE = histogram("twostep_kv_transfer_bytes_per_second", "Bytes of one hand-over by its whole duration.", BYTES_PER_SECOND, _BOTH)
+RATE = histogram(
+    "twostep_kv_transfer_bytes_per_second",
+    "Bytes of one fetch by the time while any of its chunks was being copied; pauses in which the prompt is computed do not count.",
+    BYTES_PER_SECOND,
+    ["transport"],
+)
 PROBE = gauge(
     "twostep_kv_probe_bytes_per_second",
     "What the last probe copy from a peer (its worker id) reached; 0: this transport does not work with it.",
