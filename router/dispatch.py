@@ -25,7 +25,7 @@ from router.prefix_lookup import PrefixLookup
 from router.report import Report
 from router.room import Room
 from router.workers import WorkerPool
-from twostep.errors import ContextExceeded, DeadlineExceeded, InternalError, TwostepError, Unavailable
+from twostep.errors import ContextExceeded, DeadlineExceeded, Incompatible, InternalError, TwostepError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ class _NotNow:
         """Raises if waiting for a moment would not help."""
         if self.shortage is Shortage.TOO_LARGE:
             raise ContextExceeded(self.reason)
+        if self.shortage is Shortage.INCOMPATIBLE and not self.full:
+            raise Incompatible(self.reason)
         if self.shortage is Shortage.NO_TRANSPORT and not self.full:
             raise Unavailable(self.reason)
 

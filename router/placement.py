@@ -8,7 +8,9 @@ Costs are in tokens of prefill work, so that cached prefixes, queues, hand-over 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +23,7 @@ _HANDOVER_COST = 0.125
 _SEQUENCE_COST = 64.0
 # Heartbeats are a second old, so a worker that looks full is asked last, not never.
 _FULL_COST = 1e6
+_MAX_PAIRS_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class Shortage(Enum):
     MISSING = "missing"  # a role has no worker that could serve this request
     NO_TRANSPORT = "no transport"  # workers are there, but KV cannot travel between any two of them
     EXCLUDED = "excluded"  # every pair that could serve it has an excluded worker
+    INCOMPATIBLE = "incompatible"  # no prefill worker's KV means anything to any decode worker
     TOO_LARGE = "too large"  # no live worker could ever hold it
 
 
@@ -93,6 +97,8 @@ def place(snapshot: Snapshot, demand: Demand) -> Placement | NoPlacement:
         return best
     if _cheapest(fitting_prefill, fitting_decode, demand, skip_excluded=False) is not None:
         return NoPlacement(shortage=Shortage.EXCLUDED, reason="every worker that could serve the request is full or has just failed")
+    if not {c.record.layout for c in fitting_prefill} & {c.record.layout for c in fitting_decode}:
+        return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=_incompatible_reason(fitting_prefill, fitting_decode))
     return NoPlacement(shortage=Shortage.NO_TRANSPORT, reason=_no_transport_reason(fitting_prefill, fitting_decode))
 
 
@@ -192,10 +198,25 @@ def _too_large_reason(demand: Demand, prefill: Sequence[Candidate], decode: Sequ
     )
 
 
+def _incompatible_reason(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
+    """What differs, for one worker of each layout; the first few pairs."""
+    sides = [{c.record.layout: c.record.worker_id for c in reversed(side)} for side in (prefill, decode)]
+    pairs = list(itertools.product(sides[0].items(), sides[1].items()))
+    parts = [f"{p} and {d} differ in {_differences(ours, theirs)}" for (ours, p), (theirs, d) in pairs[:_MAX_PAIRS_NAMED]]
+    if len(pairs) > _MAX_PAIRS_NAMED:
+        parts.append(f"and so do {len(pairs) - _MAX_PAIRS_NAMED} more such pairs")
+    return (
+        f"no prefill worker has a KV layout that any decode worker takes: {'; '.join(parts)}. "
+        "Start both with the same model, --dtype, --kv-cache-dtype, --block-size and --tensor-parallel-size"
+    )
+
+
+def _differences(ours: LayoutRecord, theirs: LayoutRecord) -> str:
+    names = [f.name for f in dataclasses.fields(LayoutRecord) if getattr(ours, f.name) != getattr(theirs, f.name)]
+    return ", ".join(f"{name} ({getattr(ours, name)!r:.40} and {getattr(theirs, name)!r:.40})" for name in names)
+
+
 def _no_transport_reason(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
-    layouts = {c.record.layout for c in prefill} & {c.record.layout for c in decode}
-    if not layouts:
-        return "the KV layouts of prefill and decode workers differ; give both the same model, --dtype, --kv-cache-dtype and --block-size"
     sides = (("prefill", prefill), ("decode", decode))
     names = sorted({t for c in (*prefill, *decode) for t in c.record.transports})
     ids = {role: ", ".join(sorted(c.record.worker_id for c in workers)[:8]) for role, workers in sides}

@@ -227,6 +227,26 @@ async def test_without_a_transport_requests_are_refused_at_once_and_served_again
         assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
 
 
+async def test_workers_whose_layouts_differ_are_refused_at_once_with_every_difference(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    layout = prefill.record.layout
+    prefill.record = dataclasses.replace(prefill.record, layout=dataclasses.replace(layout, block_size=32, dtype="bfloat16"))
+    await cluster.beat()
+    async with cluster.serving(no_worker_grace=30.0):
+        started = time.monotonic()
+        code, message = await failure(cluster)
+        assert time.monotonic() - started < 10, "waiting would not help"
+        assert code == "FAILED_PRECONDITION"
+        assert "p0 and d0 differ in dtype ('bfloat16' and 'float32'), block_size (32 and 16)" in message
+        assert "--block-size" in message
+        # With a worker that suits, those that do not are left alone.
+        await cluster.prefill("p1")
+        await until(lambda: len(cluster.router.pool.prefill) == 2, "it is seen", 5)
+        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
+    assert not decode.held
+    assert prefill.requests == []
+
+
 # ---- lost on the way -----------------------------------------------------------------------------------------------------
 
 

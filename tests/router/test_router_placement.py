@@ -108,8 +108,8 @@ def test_only_equal_layouts_and_common_transports_are_paired() -> None:
     assert chosen(prefill, [candidate("d0")])[0] == "p1"
     assert chosen(prefill, [candidate("d0"), candidate("d1", layout=other)]) == ("p0", "d1")
     apart = shortage([candidate("p0", layout=other)], [candidate("d0")])
-    assert apart.shortage is Shortage.NO_TRANSPORT
-    assert "layouts" in apart.reason
+    assert apart.shortage is Shortage.INCOMPATIBLE
+    assert "p0 and d0 differ in block_size (32 and 16)" in apart.reason
     lossy = [dataclasses.replace(LAYOUT, quantization=name) for name in ("fp8", "int8")]
     assert "--kv-cache-dtype" in shortage([candidate("p0", layout=lossy[0])], [candidate("d0"), candidate("d1", layout=lossy[1])]).reason
     assert chosen([candidate("p0", layout=lossy[0])], [candidate("d0"), candidate("d1", layout=lossy[0])]) == ("p0", "d1")
