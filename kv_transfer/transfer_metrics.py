@@ -91,7 +91,8 @@ class TransferLog:
         self._tracer = tracer
 
     def transfer(self, transfer: Transfer) -> None:
-        level = logging.INFO if transfer.failure else logging.DEBUG
+        # A client that goes away is no news.
+        level = logging.INFO if transfer.failure not in ("", "cancelled") else logging.DEBUG
         if log.isEnabledFor(level):
             told = attributes(transfer)
             log.log(level, "transfer %s", " ".join(f"{name}={value}" for name, value in told.items()), extra={"data": told})

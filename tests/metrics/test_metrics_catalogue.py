@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kv_transfer.transfer_metrics import TransferMetrics
+from router import config as router_flags
 from router.config import RouterConfig
 from twostep.engine.types import EngineStats
 from twostep.metrics import catalogue
@@ -18,6 +20,7 @@ from twostep.metrics.process import register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.metrics.worker import WorkerMetrics
+from twostep.worker import config as worker_flags
 from twostep.worker.config import DEFAULT_PORTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -94,3 +97,20 @@ def test_the_ports_on_the_page_are_the_defaults() -> None:
     }
     for process, port in ports.items():
         assert f"| {process} | {port + 2} |" in PAGE.read_text()
+
+
+def test_the_port_is_a_flag_and_a_variable_of_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ports(*flags: str) -> list[int | None]:
+        router_config = router_flags.parse_config(["--model", "m", *flags])
+        return [
+            router_config.metrics_port,
+            *(worker_flags.parse_config(role, ["--model", "m", *flags]).metrics_port for role in DEFAULT_PORTS),
+        ]
+
+    assert ports() == [None] * 3
+    assert ports("--metrics-port", "9100") == [9100] * 3
+    monkeypatch.setenv("TWOSTEP_METRICS_PORT", "9101")
+    assert ports() == [9101] * 3
+    assert ports("--metrics-port", "-1") == [-1] * 3
+    with pytest.raises(SystemExit):
+        ports("--metrics-port", "65536")

@@ -174,6 +174,7 @@ def test_failures_are_logged_where_everybody_looks(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, "kv_transfer.transfer_metrics"):
         log = TransferLog()
         log.transfer(MOVED)
+        log.transfer(failed("cancelled"))
         log.transfer(failed("data_loss"))
     assert ["failure=data_loss" in record.getMessage() for record in caplog.records] == [True]
 

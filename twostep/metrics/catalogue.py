@@ -38,7 +38,7 @@ no TLS and no authentication: nothing secret is in it, but keep the port inside 
 - Units are seconds and bytes; counters end in `_total` and count from the process's start. Labels have few values, never a request.
 - A hand-over is also one log line with the request's id (`transfer request=…`, at debug level, failures at info; fields of their own with
   `--log-json`), and one call of the tracer given to `kv_transfer.transfer_metrics.worker_observers`.
-- Python's process metrics (`process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_open_fds`, ...) come along.
+- Python's process metrics (`process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_open_fds`, ...) come along on Linux.
 
 Questions it answers, in PromQL:
 
