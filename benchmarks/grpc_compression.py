@@ -135,7 +135,8 @@ async def measure(ports: dict[str, int], rounds: int) -> None:
         sizes = {way: await bytes_of(way, kind) for way in _WAYS}
         medians = {way: statistics.median(taken[way]) for way in _WAYS}
         saved, lost = sum(sizes["none"]) - sum(sizes["gzip"]), medians["gzip"] - medians["none"]
-        even = {"none": "", "gzip": "none: it saves nothing" if saved <= 0 else f"{saved * 8 / 1e6 / lost:.2g}" if lost > 0 else "any"}
+        nothing = saved < 0.01 * sum(sizes["none"])
+        even = {"none": "", "gzip": "saves nothing" if nothing else "any" if lost <= 0 else f"{saved * 8 / 1e6 / lost:.0f}"}
         for way in _WAYS:
             up, down = sizes[way]
             print(f"| {kind}, {way} | {up:,} | {down:,} | {1000 * medians[way]:.2f} | {even[way]} |")
