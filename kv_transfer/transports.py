@@ -15,7 +15,7 @@ from pathlib import Path
 from kv_transfer.ray_transport import RayTransport
 from kv_transfer.transport import KvTransport
 from twostep.errors import SetupError
-from twostep.worker.config import KV_TRANSPORTS
+from twostep.flags import KV_TRANSPORTS
 from twostep.worker.edge import EdgeParts
 
 log = logging.getLogger(__name__)

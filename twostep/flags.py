@@ -9,6 +9,18 @@ import argparse
 import os
 from typing import Any
 
+KV_TRANSPORTS = ("cuda_ipc", "nixl", "ray", "local")
+
+
+def kv_transports(text: str) -> str:
+    """Type of --kv-transfer: auto, or some of KV_TRANSPORTS behind commas."""
+    names = text.replace(" ", "").split(",")
+    if names == ["auto"]:
+        return "auto"
+    if not set(names) <= set(KV_TRANSPORTS) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a list of some of {', '.join(KV_TRANSPORTS)}, each once")
+    return ",".join(names)
+
 
 class FlagParser(argparse.ArgumentParser):
     """ArgumentParser whose every option can also come from a TWOSTEP_ variable, and says so in --help."""

@@ -33,6 +33,10 @@ def test_a_variable_stands_in_for_a_flag_and_the_flag_wins(monkeypatch: pytest.M
         ["--lease-ttl", "0"],
         ["--drain-timeout", "nan"],
         ["--kv-transfer", "pigeon"],
+        ["--kv-transfer", ""],
+        ["--kv-transfer", "ray,"],
+        ["--kv-transfer", "ray,ray"],
+        ["--kv-transfer", "auto,ray"],
         ["--max-num-seqs", "x"],
     ],
 )

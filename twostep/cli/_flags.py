@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from twostep import __version__
-from twostep.flags import FlagParser
+from twostep.flags import FlagParser, kv_transports
 
 # Also the SDK's default; not imported from there, that would load grpc.
 DEFAULT_TARGET = "localhost:50051"
@@ -164,7 +164,13 @@ def _system(command: FlagParser) -> None:
         help="share of a GPU that each worker may take; 0.9 if not given, divided among those that share one",
     )
     command.flag("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="size of each worker's KV cache, instead of what is free")
-    command.flag("--kv-transfer", default="auto", choices=["auto", "ray"], help="how KV caches travel")
+    command.flag(
+        "--kv-transfer",
+        type=kv_transports,
+        default="auto",
+        metavar="auto|NAME[,NAME...]",
+        help="how KV caches may travel, best first: cuda_ipc, nixl, ray; auto: all that work here",
+    )
     command.flag("--runner", default="model", choices=["model", "fake"], help="fake: invented tokens, no weights")
     command.flag("--block-size", type=int, metavar="N", help="tokens of one KV block")
     command.flag("--max-num-seqs", type=int, metavar="N", help="sequences of one step")

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.engine.preemption import PreemptionMode
-from twostep.flags import FlagParser
+from twostep.flags import KV_TRANSPORTS, FlagParser, kv_transports
 from twostep.models.store import default_cache_dir
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
 
-KV_TRANSPORTS = ("cuda_ipc", "nixl", "ray", "local")
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
 # What a step takes where nobody says. A GPU's prefill is compute-bound from about 2000 tokens on, and larger steps read the weights less
 # often; a decode worker's prompts are rare (those of sequences that gave way) and share their steps with others' tokens.
@@ -200,7 +199,7 @@ def _network_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None
 def _transfer_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None:
     parser.flag(
         "--kv-transfer",
-        type=_transports,
+        type=kv_transports,
         default="auto",
         metavar="auto|NAME[,NAME...]",
         help=f"how KV may travel, best first: {', '.join(KV_TRANSPORTS)} (local within one process only); auto: all that work here. "
@@ -243,16 +242,6 @@ def _between(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return parse
-
-
-def _transports(text: str) -> str:
-    names = text.replace(" ", "").split(",")
-    unknown = [name for name in names if name not in KV_TRANSPORTS]
-    if names == ["auto"]:
-        return "auto"
-    if unknown or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is not auto, and no list of some of {', '.join(KV_TRANSPORTS)}, each once")
-    return ",".join(names)
 
 
 def _not_negative(text: str) -> float:
