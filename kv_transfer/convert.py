@@ -142,32 +142,39 @@ class Assembler:
         if not len(heads_there):
             return []
         vectors = recode(_heads(unpack(blocks, source, layers), heads_there), source, self._target)
-        # [tokens, layers, K/V, heads, dim]
-        values = _by_token(vectors.values)
-        scales = None if vectors.scales is None else _by_token(vectors.scales)
-        start = first_block * source.block_size
-        begin = max(start, self._first_block * self._target.block_size)
-        end = min(start + len(values), self._num_tokens)
+        begin, end = self._first_block * self._target.block_size, self._num_tokens
+        region = (slice(first_layer, first_layer + layers), slice(heads_here.start, heads_here.stop))
         done = []
-        size = self._target.block_size
-        layer_range = slice(first_layer, first_layer + layers)
-        head_range = slice(heads_here.start, heads_here.stop)
-        for index in range(begin // size, -(-end // size)) if begin < end else ():
-            if index in self._done:
-                continue
-            partial = self._partial.get(index) or self._new(index)
-            low, high = max(begin, index * size), min(end, (index + 1) * size)
-            slots, tokens = slice(low - index * size, high - index * size), slice(low - start, high - start)
-            partial.vectors.values[0, layer_range, :, head_range, slots] = np.moveaxis(values[tokens], 0, 3)
-            if scales is not None:
-                assert partial.vectors.scales is not None
-                partial.vectors.scales[0, layer_range, :, head_range, slots] = np.moveaxis(scales[tokens], 0, 3)
-            partial.come[layer_range, head_range, slots] = True
-            if partial.come.all():
-                done.append(TargetBlock(index, pack(partial.vectors, self._target)[0]))
-                self._done.add(index)
-                del self._partial[index]
+        for place in range(len(blocks)):
+            start = (first_block + place) * source.block_size
+            low, high = max(begin, start), min(end, start + source.block_size)
+            size = self._target.block_size
+            for index in range(low // size, -(-high // size)) if low < high else ():
+                slots = range(max(low, index * size) - index * size, min(high, (index + 1) * size) - index * size)
+                block = self._fill(index, slots, vectors, place, index * size + slots.start - start, region)
+                if block is not None:
+                    done.append(block)
         return done
+
+    def _fill(
+        self, index: int, slots: range, vectors: Vectors, place: int, first_slot: int, region: tuple[slice, slice]
+    ) -> TargetBlock | None:
+        """Copies slots of one source block, from `first_slot` on, into the region's layers and heads of a target block."""
+        if index in self._done:
+            return None
+        partial = self._partial.get(index) or self._new(index)
+        layers, heads = region
+        here, there = slice(slots.start, slots.stop), slice(first_slot, first_slot + len(slots))
+        partial.vectors.values[0, layers, :, heads, here] = vectors.values[place, :, :, :, there]
+        if vectors.scales is not None:
+            assert partial.vectors.scales is not None
+            partial.vectors.scales[0, layers, :, heads, here] = vectors.scales[place, :, :, :, there]
+        partial.come[layers, heads, here] = True
+        if not partial.come.all():
+            return None
+        self._done.add(index)
+        del self._partial[index]
+        return TargetBlock(index, pack(partial.vectors, self._target)[0])
 
     def _new(self, index: int) -> _Partial:
         target = self._target
@@ -194,9 +201,3 @@ def _shared_heads(source: LayoutRecord, target: LayoutRecord) -> tuple[range, ra
 def _heads(vectors: Vectors, heads: range) -> Vectors:
     part = slice(heads.start, heads.stop)
     return Vectors(vectors.values[:, :, :, part], None if vectors.scales is None else vectors.scales[:, :, :, part])
-
-
-def _by_token(x: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """[blocks, layers, K/V, heads, slots, ...] as [tokens, layers, K/V, heads, ...]."""
-    moved = np.moveaxis(x, 4, 1)
-    return moved.reshape(-1, *moved.shape[2:])
