@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from twostep.metrics.family import gauge
 from twostep.metrics.registry import MetricsRegistry
@@ -14,4 +14,11 @@ FAMILIES = (INFO,)
 
 def register_process(registry: MetricsRegistry, role: str) -> None:
     """`role`: "router", "prefill" or "decode"."""
-    registry.gauge(INFO).labels(role, version("twostep")).set(1)
+    registry.gauge(INFO).labels(role, _version()).set(1)
+
+
+def _version() -> str:
+    try:
+        return version("twostep")
+    except PackageNotFoundError:  # out of a checkout that is not installed
+        return "unknown"
