@@ -110,3 +110,35 @@ async def test_no_metrics_on_request(redis_url: str) -> None:
     async with started(redis_url, prefill_options=off, decode_options=off) as pair, routed(pair) as router:
         assert pair.decode_worker.telemetry.port == 0
         assert (await router.generate("r", prompt_of(8), 3)).tokens == expected(prompt_of(8), 3)
+
+
+async def test_both_sides_of_a_hand_over_and_one_that_hangs(redis_url: str) -> None:
+    async with started(redis_url) as pair, routed(pair) as router:
+        answer = await router.generate("a", prompt_of(41), 4)
+        assert answer.committed is not None
+        # A prompt that no decode worker ever asks for.
+        call = router.run("hangs", prompt_of(20, seed=2), 4)
+        await call.read()
+        give_up = time.monotonic() + WAIT_S
+        while True:
+            prefill, decode = both(pair)
+            if (prefill("twostep_kv_oldest_lease_seconds", role="prefill") or 0) > 0.5:
+                break
+            assert time.monotonic() < give_up, "the lease shows"
+            await asyncio.sleep(0.05)
+        assert prefill("twostep_kv_leases", role="prefill") == 1
+        assert decode("twostep_kv_oldest_lease_seconds", role="decode") == 0
+        call.cancel()
+        await pair.settled()
+        prefill, decode = both(pair)
+        moved = {"transport": "local", "direction": "fetch"}
+        assert decode("twostep_kv_transfers_total", status="ok", **moved) == 1
+        assert decode("twostep_kv_transfer_bytes_total", **moved) == answer.committed.bytes > 0
+        assert decode("twostep_kv_transfer_chunks_total", **moved) == answer.committed.chunks
+        assert decode("twostep_kv_transfer_blocks_total", **moved) == answer.committed.blocks_moved
+        assert decode("twostep_kv_transfer_exposed_seconds_sum", **moved) == pytest.approx(answer.committed.fetch_s, abs=0.01)
+        for name in ("queue_seconds", "copy_seconds", "duration_seconds"):
+            assert decode(f"twostep_kv_transfer_{name}_count", **moved) == 1
+        assert decode("twostep_kv_transfer_bytes_per_second_count", transport="local") == 1
+        assert decode("twostep_kv_transfer_scatter_seconds_count", transport="local") == 1
+        assert prefill("twostep_kv_transfers_total", direction="publish", transport="local", status="ok") == 1
