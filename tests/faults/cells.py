@@ -170,8 +170,23 @@ async def _stage(system: FaultSystem, client: AsyncClient, asker: Asker, timeout
         if state == "decoding":
             async with asyncio.timeout(_STAGE_S):
                 await ask.streaming.wait()
+            await _check_staged(system)
         else:
             await system.gates.held(state, _STAGE_S)
+
+
+async def _check_staged(system: FaultSystem) -> None:
+    """By the workers' own count, before `reserved` stops prefill's engine: three leases with all published that may be, and one sequence
+    that decodes beside the three that wait for their KV. Raises TimeoutError."""
+    give_up, objects = time.monotonic() + _STAGE_S, -1
+    while True:
+        prefill, decode = await system.stats("prefill-0"), await system.stats("decode-0")
+        before, objects = objects, sum(transport.num_objects for transport in prefill.transports)
+        if (prefill.num_leases, decode.num_sequences, decode.num_running) == (3, 4, 1) and before == objects > 0:
+            return
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"the requests are not where they should be: {prefill} {decode}")
+        await asyncio.sleep(0.1)
 
 
 async def _strike(
