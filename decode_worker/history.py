@@ -1,33 +1,42 @@
-"""What a router may ask for again: the events of one attempt, from its reservation until the router has surely had them."""
+"""What a router may ask for again: the events of one attempt, from its reservation until its router has surely had them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import islice
 
 from twostep.engine.types import TokenOutput
-from twostep.rpc.v1 import decode_pb2
+from twostep.rpc.v1 import decode_pb2, prefill_pb2
 from twostep.worker.requests import token_to_proto
 
 AttemptId = tuple[str, int]
 
 
 class History:
-    """The last `max_tokens` tokens, and the events that come once. About 150 bytes a token, 100 more for each logprob asked for."""
+    """The last `max_tokens` tokens, and the events that come once. Tokens are kept as they travel: about 50 bytes each, and 12 more for
+    each logprob asked for."""
 
     def __init__(self, attempt: AttemptId, *, max_tokens: int) -> None:
         self.attempt = attempt
         self.committed: decode_pb2.Committed | None = None
         self.failed: decode_pb2.DecodeFailed | None = None
         self.ended_at: float | None = None
-        self._tokens: deque[TokenOutput] = deque(maxlen=max_tokens)
-        # Every token before it has been let go.
-        self._floor = 0
+        # Of consecutive positions, which end before `_next_position`.
+        self._tokens: deque[bytes] = deque(maxlen=max_tokens)
+        self._next_position: int | None = None
+        self._full = False
 
-    def add(self, token: TokenOutput) -> None:
-        if len(self._tokens) == self._tokens.maxlen:
-            self._floor = self._tokens[0].position + 1
-        self._tokens.append(token)
+    def add(self, token: TokenOutput) -> decode_pb2.DecodeEvent:
+        """Returns what the router is told."""
+        assert self._next_position in (None, token.position), "a sequence's tokens come in order"
+        message = token_to_proto(token)
+        self._full = self._full or len(self._tokens) == self._tokens.maxlen
+        self._tokens.append(message.SerializeToString())
+        self._next_position = token.position + 1
+        event = self.event()
+        event.token.CopyFrom(message)
+        return event
 
     def end(self) -> None:
         """Nothing follows."""
@@ -35,11 +44,6 @@ class History:
 
     def event(self) -> decode_pb2.DecodeEvent:
         return decode_pb2.DecodeEvent(request_id=self.attempt[0], attempt=self.attempt[1])
-
-    def token_event(self, token: TokenOutput) -> decode_pb2.DecodeEvent:
-        event = self.event()
-        event.token.CopyFrom(token_to_proto(token))
-        return event
 
     def committed_event(self) -> decode_pb2.DecodeEvent:
         assert self.committed is not None
@@ -53,9 +57,13 @@ class History:
         event.failed.CopyFrom(self.failed)
         return event
 
+    @property
+    def _first_position(self) -> int:
+        return 0 if self._next_position is None else self._next_position - len(self._tokens)
+
     def reaches(self, next_position: int) -> bool:
         """Whether everything from `next_position` on is still here."""
-        return next_position >= self._floor
+        return not self._full or next_position >= self._first_position
 
     def since(self, position: decode_pb2.StreamPosition) -> list[decode_pb2.DecodeEvent]:
         """What a router that has got so far has missed, in order."""
@@ -63,7 +71,10 @@ class History:
         events = []
         if self.committed is not None and not position.committed:
             events.append(self.committed_event())
-        events += [self.token_event(token) for token in self._tokens if token.position >= position.next_position]
+        for token in islice(self._tokens, max(0, position.next_position - self._first_position), None):
+            event = self.event()
+            event.token.CopyFrom(prefill_pb2.Token.FromString(token))
+            events.append(event)
         if self.failed is not None:
             events.append(self.failed_event())
         return events

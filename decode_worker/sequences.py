@@ -47,7 +47,7 @@ _FINAL_ERRORS = (Incompatible, InvalidRequest, Unauthenticated)
 class SequencesConfig:
     """`reservation_lease_s`: a reservation without a ticket ends. `router_lease_s`: so do all sequences of a router without a stream, and
     what could be replayed of those that have ended is kept for so long. `max_buffered_events`, `max_ended_kept`: for each router.
-    `max_replay_tokens`: for each sequence, about 150 bytes each (100 more for each logprob)."""
+    `max_replay_tokens`: for each sequence, about 50 bytes each (12 more for each logprob)."""
 
     reservation_lease_s: float = 30.0
     router_lease_s: float = 5.0
@@ -284,8 +284,7 @@ class Sequences:
             if sequence is None:
                 continue
             history = sequence.history
-            history.add(token)
-            messages.setdefault(sequence.router_id, decode_pb2.StepEvents(step=output.step)).events.append(history.token_event(token))
+            messages.setdefault(sequence.router_id, decode_pb2.StepEvents(step=output.step)).events.append(history.add(token))
             if token.finish_reason is not None:
                 del self._sequences[token.seq_id]
                 if (outbox := self._outboxes.get(sequence.router_id)) is not None:

@@ -1,0 +1,256 @@
+"""What a decode worker sends after its router's stream broke, whatever was lost with it: every event once, in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_worker.fetch import Fetcher
+from decode_worker.history import History
+from decode_worker.outbox import Connection, Outbox
+from decode_worker.sequences import Sequences, SequencesConfig
+from twostep.engine.engine import Engine
+from twostep.engine.types import EngineRequest, FinishReason, Reservation, SequenceFailure, StepOutput, TokenOutput, TopLogprob
+from twostep.rpc.v1 import decode_pb2
+from twostep.sampling_params import SamplingParams
+
+ROUTER = "r"
+NUM_SEQUENCES = 3
+
+
+def token(position: int, *, last: bool = False, seq_id: str = "s/1") -> TokenOutput:
+    top = (TopLogprob(token_id=position + 1, logprob=-2.0),) if position % 2 else ()
+    return TokenOutput(
+        seq_id=seq_id,
+        token_id=1000 + position,
+        position=position,
+        logprob=-0.5 if top else None,
+        top_logprobs=top,
+        finish_reason=FinishReason.LENGTH if last else None,
+    )
+
+
+def at(next_position: int, *, committed: bool = False) -> decode_pb2.StreamPosition:
+    return decode_pb2.StreamPosition(request_id="s", attempt=1, next_position=next_position, committed=committed)
+
+
+# ---- one history ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_history_gives_back_what_it_was_given_from_any_position_it_keeps() -> None:
+    history = History(("s", 1), max_tokens=5)
+    assert history.reaches(0)
+    assert history.since(at(7)) == []
+    told = [history.add(token(position)) for position in range(4, 12)]
+    history.committed = decode_pb2.Committed(transport="local")
+    assert [history.reaches(p) for p in (0, 6, 7, 12)] == [False, False, True, True]
+    assert history.since(at(7, committed=True)) == told[3:]
+    assert history.since(at(12, committed=True)) == []
+    assert [e.WhichOneof("event") for e in history.since(at(11))] == ["committed", "token"]
+    history.failed = decode_pb2.DecodeFailed(code="UNAVAILABLE")
+    assert [e.WhichOneof("event") for e in history.since(at(12, committed=True))] == ["failed"]
+
+
+def test_ended_histories_are_bounded_in_number_and_time() -> None:
+    outbox = Outbox(ROUTER, max_events=10, max_ended=2)
+    histories = [outbox.begin((f"s{i}", 1), max_tokens=4) for i in range(4)]
+    for history in histories[:3]:
+        outbox.end(history)
+    assert [outbox.history(h.attempt) is h for h in histories] == [False, True, True, True]
+    ended_at = histories[2].ended_at
+    assert ended_at is not None
+    outbox.expire(ended_at + 1)
+    assert outbox.history(("s1", 1)) is not None, "without a stream the next one may ask for them"
+    connection = outbox.connect()
+    outbox.expire(ended_at + 1)
+    assert [outbox.history(h.attempt) is h for h in histories] == [False, False, False, True]
+    outbox.disconnect(connection)
+
+
+# ---- all of a router's ---------------------------------------------------------------------------------------------------
+
+
+class FreeEngine:
+    """Blocks without end."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    def reserve(self, request: EngineRequest) -> Reservation:
+        return Reservation(seq_id=request.seq_id, block_ids=[0], num_cached_tokens=0)
+
+    def cancel(self, seq_id: str) -> None:
+        self.cancelled.append(seq_id)
+
+
+class Wire:
+    """A router at the other end of streams that break. `got`: what each request was told, as the router keeps it."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self.sequences = sequences
+        self.got: dict[str, list[decode_pb2.DecodeEvent]] = {f"s{i}": [] for i in range(NUM_SEQUENCES)}
+        self._under_way: deque[decode_pb2.StepEvents] = deque()
+        self._stream: tuple[Outbox, Connection] | None = None
+
+    def open(self, *, without: str = "") -> None:
+        positions = [self._position(name) for name in self.got if name != without]
+        self._stream = self.sequences.connect(ROUTER, positions)
+
+    def _position(self, name: str) -> decode_pb2.StreamPosition:
+        num_tokens = sum(1 for e in self.got[name] if e.HasField("token"))
+        return decode_pb2.StreamPosition(request_id=name, attempt=1, next_position=1 + num_tokens, committed=True)
+
+    async def send(self, count: int) -> None:
+        """So many messages leave the worker; none of them has arrived."""
+        if self._stream is None:
+            return
+        outbox, connection = self._stream
+        for _ in range(count):
+            if outbox.empty:
+                return
+            message = await outbox.next(connection)
+            assert message is not None
+            self._under_way.append(message)
+
+    def arrive(self, count: int) -> None:
+        for _ in range(min(count, len(self._under_way))):
+            for event in self._under_way.popleft().events:
+                self.got[event.request_id].append(event)
+
+    def break_off(self) -> None:
+        """What has not arrived is lost."""
+        self._under_way.clear()
+        if self._stream is not None:
+            self._stream[0].disconnect(self._stream[1])
+            self._stream = None
+
+
+async def make(**limits: Any) -> tuple[Sequences, FreeEngine]:
+    engine = FreeEngine()
+    config = SequencesConfig(router_lease_s=60, **limits)
+    sequences = Sequences(cast(Engine, engine), cast(Fetcher, None), config, secret=b"", layout="", block_size=4)
+    for i in range(NUM_SEQUENCES):
+        request = EngineRequest(seq_id=f"s{i}/1", token_ids=[1], num_prompt_tokens=1, sampling=SamplingParams(max_tokens=100))
+        sequences.reserve(request, request_id=f"s{i}", attempt=1, router_id=ROUTER)
+    return sequences, engine
+
+
+_ACTION = st.one_of(
+    st.tuples(st.just("step"), st.sets(st.integers(0, NUM_SEQUENCES - 1), min_size=1)),
+    st.tuples(st.sampled_from(["send", "arrive"]), st.integers(1, 4)),
+    st.tuples(st.sampled_from(["break", "open"]), st.none()),
+    st.tuples(st.sampled_from(["finish", "fail"]), st.integers(0, NUM_SEQUENCES - 1)),
+)
+
+
+@settings(max_examples=150)
+@given(actions=st.lists(_ACTION, max_size=60))
+def test_every_event_arrives_once_and_in_order_whatever_breaks(actions: list[tuple[str, Any]]) -> None:
+    async def run() -> None:
+        sequences, _ = await make()
+        wire = Wire(sequences)
+        counts, over = [0] * NUM_SEQUENCES, dict[int, str]()
+
+        def step(members: set[int], *, last: bool = False) -> None:
+            tokens = []
+            for i in sorted(members - over.keys()):
+                counts[i] += 1
+                tokens.append(token(counts[i], last=last, seq_id=f"s{i}/1"))
+            sequences.on_step(StepOutput(step=1, tokens=tokens))
+
+        async def turn(kind: str, value: Any) -> None:
+            if kind == "step":
+                step(value)
+            elif kind == "send":
+                await wire.send(value)
+            elif kind == "arrive":
+                wire.arrive(value)
+            elif kind == "break":
+                wire.break_off()
+            elif kind == "open":
+                wire.break_off()
+                wire.open()
+            elif kind == "finish" and value not in over:
+                step({value}, last=True)
+                over[value] = "finished"
+            elif kind == "fail" and value not in over:
+                sequences.on_step(StepOutput(step=1, failures=[SequenceFailure(seq_id=f"s{value}/1", message="scripted")]))
+                over[value] = "failed"
+            # A failure is told once its blocks are free, which takes turns of the loop.
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        for kind, value in actions:
+            await turn(kind, value)
+        for i in range(NUM_SEQUENCES):
+            await turn("finish", i)
+        await turn("open", None)
+        await wire.send(1000)
+        wire.arrive(1000)
+        for i in range(NUM_SEQUENCES):
+            events = wire.got[f"s{i}"]
+            tokens = [e.token for e in events if e.HasField("token")]
+            assert [t.position for t in tokens] == list(range(1, counts[i] + 1))
+            assert [t.token_id for t in tokens] == [1000 + t.position for t in tokens]
+            assert [bool(t.finish_reason) for t in tokens].count(True) == (over[i] == "finished")
+            assert sum(e.HasField("failed") for e in events) >= (over[i] == "failed")
+            assert all(e.failed.message.startswith("scripted") for e in events if e.HasField("failed"))
+            # Failures may be told again: the position says nothing of them, and a router's attempt fails once.
+            assert [e.WhichOneof("event") for e in events][: counts[i]] == ["token"] * counts[i]
+        assert len(sequences) == 0
+        await sequences.close()
+
+    asyncio.run(run())
+
+
+async def test_what_the_router_does_not_name_is_dropped() -> None:
+    sequences, engine = await make()
+    wire = Wire(sequences)
+    wire.open(without="s1")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert engine.cancelled == ["s1/1"]
+    sequences.on_step(StepOutput(step=1, tokens=[token(1, seq_id=f"s{i}/1") for i in range(NUM_SEQUENCES)]))
+    await wire.send(9)
+    wire.arrive(9)
+    assert [len(wire.got[f"s{i}"]) for i in range(NUM_SEQUENCES)] == [1, 0, 1]
+    wire.break_off()
+    await sequences.close()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_a_router_that_is_too_far_behind_is_told_so(ended: bool) -> None:
+    sequences, _ = await make(max_replay_tokens=3)
+    wire = Wire(sequences)
+    for position in range(1, 8):
+        sequences.on_step(StepOutput(step=1, tokens=[token(position, last=ended and position == 7, seq_id="s0/1")]))
+    wire.open()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await wire.send(9)
+    wire.arrive(9)
+    assert [(e.failed.code, e.failed.retryable) for e in wire.got["s0"]] == [("RESOURCE_EXHAUSTED", True)]
+    assert wire.got["s1"] == []
+    assert len(sequences) == 2
+    wire.break_off()
+    await sequences.close()
+
+
+async def test_what_is_not_here_is_answered_unless_it_may_be_on_its_way() -> None:
+    sequences, _ = await make()
+    positions = [
+        decode_pb2.StreamPosition(request_id="lost", attempt=2),
+        decode_pb2.StreamPosition(request_id="coming", attempt=1, reserving=True),
+    ]
+    outbox, connection = sequences.connect("other", positions)
+    message = await outbox.next(connection)
+    assert message is not None
+    assert [(e.request_id, e.attempt, e.failed.code, e.failed.retryable) for e in message.events] == [("lost", 2, "NOT_FOUND", True)]
+    assert outbox.empty
+    outbox.disconnect(connection)
+    await sequences.close()
