@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -36,6 +37,7 @@ MAX_CONCURRENCY = 256
 
 _NUM_THREADS = 8
 _SWEEP_S = 0.2
+_SWITCH_S = 0.0005
 _MAX_PEERS = 256
 _MAX_RPCS = 512
 
@@ -46,6 +48,8 @@ class KvAgentActor:
     """An async actor: its methods run on one event loop, and everything that may block runs in threads."""
 
     def __init__(self, ring_path: str, socket_path: str, endpoint: str, budget_bytes: int) -> None:
+        # How long a thread may keep the interpreter from the event loop; Python's own 5 ms are longer than a chunk takes.
+        sys.setswitchinterval(_SWITCH_S)
         self._ring = SharedMemory.open(Path(ring_path))
         self._socket_path = socket_path
         self._endpoint = endpoint

@@ -1,16 +1,16 @@
 """How a sequence's KV is cut into chunks: rectangles of blocks and layers.
 
-    whole blocks                                       layer groups, of a source whose steps tell how far they are
+    whole blocks                             layer groups, of a source whose steps tell how far they are
 
-    blocks   0 1 2 3 4 5 6 7 8 9                       blocks     0 1 2 3 4 5 6 7 8 9
-    chunks   [ 0 . . ][ 1 . . ][ 2 ]                   layers 0-3 [   0   ][   4   ]
-                                                              4-7 [   1   ][   5   ]      ready once its blocks' tokens are computed
-    ready as blocks become final, step after step            8-11 [   2   ][   6   ]      up to its last layer, while later layers
-                                                            12-15 [   3   ][   7   ]      of the same step still run
+    blocks   0 1 2 3 4 5 6 7 8 9             blocks       0 1 2 3 4   5 6 7 8 9      a column: what one step computes at most
+    chunks   [ 0 . . ][ 1 . . ][ 2 ]         layers  0-5  [   0   ]   [   5   ]
+                                                    6-11  [   1   ]   [   6   ]      ready once its blocks' tokens are computed
+    ready as blocks become final,                  12-14  [   2   ]   [   7   ]      up to its last layer, while later layers
+    step after step                                   15  [ 3 ][ 4]   [ 8 ][ 9]      of the same step still run
 
-A chunk is one object of a transport. Small ones cost about 1 ms each, large ones overlap badly, so 4-16 MB is right. Chunks
-are equal in size to within one block or layer: there is never a tiny rest. A long prompt has thin groups, so that little is left to do
-when its last layer is done; a short one has none.
+A chunk is one object of a transport. Each costs about a millisecond of processors' time whatever its size, so that many small ones
+cannot keep up with a step; large ones take long. So groups are large until the last, of which little is left to do when the step ends:
+it is thin, and cut so that its chunks go side by side. A short prompt has no groups.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from dataclasses import dataclass
 from twostep.engine.batch import LayerRange
 
 TARGET_CHUNK_BYTES = 8 << 20
+# Chunks that the rest of the step hides may be so many times larger than the target, up to so many bytes.
+_HIDDEN = 3
+_MOST_HIDDEN_BYTES = 32 << 20
+# A step is followed in at least so many groups where its bytes allow that.
+_LEAST_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +44,37 @@ class ChunkRange:
 class ChunkPlan:
     """Cuts blocks [first_block, first_block + num_blocks) of one sequence, and hands chunks out as they become final.
 
-    The cut depends on the arguments alone, not on when KV becomes final. One layer of a block larger than the target is a chunk of its own.
+    The cut depends on the arguments alone, not on when KV becomes final. Chunks of one group are equal in size to within one block: there
+    is never a tiny rest. One layer of a block larger than the target is a chunk of its own.
     """
 
     def __init__(
-        self, *, first_block: int, num_blocks: int, block_bytes: int, num_layers: int = 1, target_bytes: int = TARGET_CHUNK_BYTES
+        self,
+        *,
+        first_block: int,
+        num_blocks: int,
+        block_bytes: int,
+        num_layers: int = 1,
+        step_blocks: int = 1 << 30,
+        target_bytes: int = TARGET_CHUNK_BYTES,
     ) -> None:
-        """`num_layers`: of the model, where chunks may be of some of them; else 1."""
-        if first_block < 0 or num_blocks < 0 or block_bytes <= 0 or num_layers < 1 or target_bytes <= 0:
-            raise ValueError("first_block and num_blocks must not be negative; block_bytes, num_layers and target_bytes must be positive")
-        groups = _layer_groups(num_blocks * block_bytes // num_layers, num_layers, target_bytes) if num_blocks else [None]
-        tallest = max(block_bytes if group is None else block_bytes // num_layers * group.num_layers for group in groups)
+        """`num_layers`: of the model, where chunks may be of some of them; else 1. `step_blocks`: most blocks that a step computes."""
+        if first_block < 0 or num_blocks < 0 or min(block_bytes, num_layers, step_blocks, target_bytes) < 1:
+            raise ValueError("first_block and num_blocks must not be negative; the other arguments must be positive")
+        columns = _parts(num_blocks, step_blocks) if num_layers > 1 else []
+        widest = max((count for _, count in columns), default=0)
+        groups = _layer_groups(widest * block_bytes // num_layers, num_layers, target_bytes) if widest else []
+        cut: list[tuple[int, int, LayerRange | None]] = []
+        if len(groups) < 2:
+            cut = [(start, count, None) for start, count in _parts(num_blocks, max(1, target_bytes // block_bytes))]
+        for column, width in columns if len(groups) >= 2 else ():
+            for group in groups:
+                size = target_bytes if group is groups[-1] else _hidden(target_bytes)
+                most = size // (group.num_layers * (block_bytes // num_layers))
+                cut += [(column + start, count, group) for start, count in _parts(width, max(1, most))]
         self.ranges: tuple[ChunkRange, ...] = tuple(
-            ChunkRange(index=column * len(groups) + row, first_block=first_block + start, num_blocks=count, layers=group)
-            for column, (start, count) in enumerate(_parts(num_blocks, max(1, target_bytes // tallest)))
-            for row, group in enumerate(groups)
+            ChunkRange(index=index, first_block=first_block + start, num_blocks=count, layers=layers)
+            for index, (start, count, layers) in enumerate(cut)
         )
         self._left = list(self.ranges)
 
@@ -78,12 +99,19 @@ class ChunkPlan:
         return taken
 
 
-def _layer_groups(layer_bytes: int, num_layers: int, target_bytes: int) -> list[LayerRange | None]:
-    """`layer_bytes`: one layer of all blocks. [None] where at least two groups of the target's size cannot be made."""
-    most = -(-target_bytes // layer_bytes)
-    if 2 * most > num_layers:
-        return [None]
-    return [LayerRange(start, count) for start, count in _parts(num_layers, most)]
+def _hidden(target_bytes: int) -> int:
+    return max(target_bytes, min(_HIDDEN * target_bytes, _MOST_HIDDEN_BYTES))
+
+
+def _layer_groups(layer_bytes: int, num_layers: int, target_bytes: int) -> list[LayerRange]:
+    """`layer_bytes`: one layer of a column. The last group, and the one before it, fill the target; those before them are larger. Fewer
+    than two where the column has not the bytes for that."""
+    thin = -(-target_bytes // layer_bytes)
+    if 2 * thin > num_layers:
+        return []
+    wide = max(thin, min(_hidden(target_bytes) // layer_bytes, num_layers // _LEAST_GROUPS))
+    sizes = [count for _, count in _parts(num_layers - 2 * thin, wide)] + [thin, thin]
+    return [LayerRange(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def _parts(total: int, most: int) -> list[tuple[int, int]]:

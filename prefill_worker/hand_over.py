@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.2
 # Chunks of one sequence on their way out at once: puts from several threads overlap.
-_MAX_PUBLISHING = 4
+_MAX_PUBLISHING = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +187,7 @@ class HandOvers:
             num_blocks=job.wanted_blocks,
             block_bytes=self._block_bytes,
             num_layers=runner.kv_shape.num_layers if runner.marks_layers and transport.copies_out else 1,
+            step_blocks=max(1, self._engine.max_num_batched_tokens // runner.kv_shape.block_size),
             target_bytes=self.config.chunk_bytes,
         )
 

@@ -52,12 +52,19 @@ def progress(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return told
 
 
-@given(st.integers(0, 50), st.integers(0, 80), st.integers(1, 1000), st.integers(1, 100_000), progress())
+@given(st.integers(0, 50), st.integers(0, 80), st.integers(1, 90), st.integers(1, 1000), st.integers(1, 100_000), progress())
 def test_rectangles_tile_blocks_and_layers_and_are_handed_out_once_all_of_them_is_final(
-    first: int, count: int, layer_bytes: int, target: int, told: list[tuple[int, int, int]]
+    first: int, count: int, step: int, layer_bytes: int, target: int, told: list[tuple[int, int, int]]
 ) -> None:
     def plan() -> ChunkPlan:
-        return ChunkPlan(first_block=first, num_blocks=count, block_bytes=12 * layer_bytes, num_layers=12, target_bytes=target)
+        return ChunkPlan(
+            first_block=first,
+            num_blocks=count,
+            block_bytes=12 * layer_bytes,
+            num_layers=12,
+            step_blocks=step,
+            target_bytes=target,
+        )
 
     cells = np.zeros((first + count, 12), np.int64)
     taking, taken = plan(), []
@@ -80,17 +87,33 @@ def test_rectangles_tile_blocks_and_layers_and_are_handed_out_once_all_of_them_i
     assert sorted(chunk.index for chunk in taken) == list(range(taking.num_chunks))
     groups = {chunk.layers for chunk in taken}
     sizes = [chunk.num_blocks * (chunk.layers.num_layers if chunk.layers else 12) * layer_bytes for chunk in taken]
-    assert all(size <= target for chunk, size in zip(taken, sizes, strict=True) if chunk.num_blocks > 1)
+    last = [
+        size for chunk, size in zip(taken, sizes, strict=True) if chunk.num_blocks > 1 and (not chunk.layers or chunk.layers.stop == 12)
+    ]
+    assert all(size <= target for size in last)
+    assert all(size <= 3 * target for chunk, size in zip(taken, sizes, strict=True) if chunk.num_blocks > 1)
+    assert all(chunk.num_blocks <= step for chunk in taken if chunk.layers)
     # By layers only where that makes at least two groups that fill the target.
-    assert groups == (set() if not count else {None}) or 2 * -(-target // (layer_bytes * count)) <= 12
+    assert groups == (set() if not count else {None}) or 2 * -(-target // (layer_bytes * min(step, count))) <= 12
 
 
 def test_a_long_prompt_leaves_one_layer_to_the_end() -> None:
     """Llama-3.1-8B's shape, 2600 tokens: 163 blocks of 32 layers of 64 KiB."""
     plan = ChunkPlan(first_block=0, num_blocks=163, block_bytes=2 << 20, num_layers=32)
-    assert plan.num_chunks == 64
-    assert len(plan.take(0, step_blocks=163, step_layers=31)) == 62
+    assert plan.num_chunks == 18
+    assert len(plan.take(0, step_blocks=163, step_layers=30)) == 15
+    assert [chunk.num_blocks for chunk in plan.take(0, step_blocks=163, step_layers=31)] == [163]
     assert [chunk.num_blocks for chunk in plan.take(163)] == [82, 81]
+
+
+def test_a_prompt_of_several_steps_leaves_step_by_step() -> None:
+    plan = ChunkPlan(first_block=3, num_blocks=160, block_bytes=2 << 20, num_layers=32, step_blocks=32)
+    sizes = []
+    for step in range(6):
+        early = plan.take(32 * step, step_blocks=32 * (step + 1), step_layers=26)
+        sizes.append((len(early), len(plan.take(32 * (step + 1)))))
+    assert plan.done
+    assert all(early >= 3 and late >= 1 for early, late in sizes[1:5])
 
 
 def test_checksum_is_xxh3_64() -> None:

@@ -331,6 +331,11 @@ class Engine:
     def runner(self) -> Runner:
         return self._runner
 
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of a step at most."""
+        return self._config.max_num_batched_tokens
+
     def stats(self) -> EngineStats:
         with self._changed:
             since = self._busy_since
