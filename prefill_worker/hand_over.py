@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
 from kv_transfer import layout as kv_layout
-from kv_transfer.chunking import TARGET_CHUNK_BYTES, ChunkPlan, ChunkRange
+from kv_transfer.chunking import TARGET_CHUNK_BYTES, ChunkPlan
 from kv_transfer.lease import (
     Abort,
     Action,
@@ -31,23 +31,22 @@ from kv_transfer.lease import (
     PublisherStopped,
     Transition,
 )
-from kv_transfer.observer import Direction, Transfer, TransferLedger, TransferObserver, reason_of
+from kv_transfer.observer import TransferLedger, TransferObserver
 from kv_transfer.probing import ProbePass
 from kv_transfer.ticket import Ticket
-from kv_transfer.transport import KvTransport
+from kv_transfer.transport import ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
 from prefill_worker.job import Job
 from prefill_worker.outlet import Outlets
+from prefill_worker.publisher import Publisher
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
-from twostep.errors import InternalError, InvalidRequest, NotFound, TwostepError, Unavailable
+from twostep.errors import InvalidRequest, NotFound, TwostepError, Unavailable
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.2
-# Chunks of one sequence on their way out at once: puts from several threads overlap.
-_MAX_PUBLISHING = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,7 @@ class HandOvers:
         self._table = LeaseTable(epoch=config.epoch, max_leases=config.max_leases)
         self._jobs: dict[str, Job] = {}  # by lease id
         self._by_seq: dict[str, Job] = {}
-        self._observer = observer or TransferLedger()
+        self._publisher = Publisher(engine, self._on_chunk, observer or TransferLedger(), lease_ttl_s=config.lease_ttl_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -257,85 +256,17 @@ class HandOvers:
             job.publisher = asyncio.create_task(self._publish(job), name=f"publish {job.seq_id}")
 
     async def _publish(self, job: Job) -> None:
-        """Publishes every chunk as its blocks become final, then says so to the lease. Cancelling leaves that to the canceller."""
+        """Publishes all of it and says so to the lease. Cancelling leaves that to the canceller."""
         assert job.plan is not None
-        job.publisher_started_at = time.monotonic()
         try:
-            await self._take_room(job)
-            job.room_s = time.monotonic() - job.publisher_started_at
-            room = asyncio.Semaphore(_MAX_PUBLISHING)
-            async with asyncio.TaskGroup() as chunks:
-                while True:
-                    # Asked for again each time: the engine may exchange a block until it is final.
-                    blocks = self._engine.block_ids(job.seq_id)
-                    for chunk in job.plan.take(job.final_blocks, step_blocks=job.step_blocks, step_layers=job.step_layers):
-                        chunks.create_task(self._publish_chunk(job, chunk, blocks, room))
-                    if job.plan.done and job.first_token is not None:
-                        break
-                    await job.wait_change()
-        except (TwostepError, ExceptionGroup) as error:
-            first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            log.warning("publishing %s failed: %s", job.seq_id, first, exc_info=None if isinstance(first, TwostepError) else first)
-            job.error = first if isinstance(first, TwostepError) else InternalError(f"publishing failed: {first!r}")
-            self._told(job, reason_of(job.error))
+            await self._publisher.run(job)
+        except TwostepError as error:
+            job.error = error
             self._apply(job, PublisherStopped())
             return
-        except asyncio.CancelledError:
-            self._told(job, "cancelled")
-            raise
-        self._told(job)
         self._apply(job, PublisherStopped(job.plan.num_chunks))
 
-    async def _take_room(self, job: Job) -> None:
-        """Of the transport's budget, for all of the lease. Raises ResourceExhausted."""
-        assert job.outlet is not None
-        num_bytes = job.wanted_blocks * self._block_bytes
-        # What the decode worker holds whole waits for nobody.
-        if num_bytes:
-            await job.outlet.take(num_bytes, deadline=self._publish_deadline(job))
-            job.promised_bytes = num_bytes
-
-    def _told(self, job: Job, failure: str = "") -> None:
-        assert job.outlet is not None
-        self._observer.transfer(
-            Transfer(
-                transport=job.outlet.name,
-                direction=Direction.PUBLISH,
-                num_bytes=job.num_bytes,
-                num_chunks=len(job.published),
-                num_blocks=job.published_blocks,
-                queue_s=job.room_s,
-                copy_s=job.copying.summed_s,
-                busy_s=job.copying.busy_s,
-                total_s=time.monotonic() - job.publisher_started_at,
-                exposed_s=job.publish_s,
-                failure=failure,
-                request_id=job.seq_id,
-            )
-        )
-
-    def _publish_deadline(self, job: Job) -> float:
-        return min(job.lease.hard_deadline, time.monotonic() + self.config.lease_ttl_s)
-
-    async def _publish_chunk(self, job: Job, chunk: ChunkRange, blocks: Sequence[int], room: asyncio.Semaphore) -> None:
-        assert job.outlet is not None
-        transport = job.outlet.transport
-        block_ids = blocks[chunk.first_block : chunk.stop_block]
-        async with room:
-            with job.copying.running():
-                info = await transport.publish(
-                    job.lease_id,
-                    chunk.index,
-                    chunk.first_block,
-                    block_ids,
-                    layers=chunk.layers,
-                    # The lease decides; the transport's own time only catches what a lost lease would leave.
-                    ttl_s=2 * self.config.lease_ttl_s,
-                    deadline=self._publish_deadline(job),
-                )
-        if not transport.copies_out:
-            # What the reader will say that it read. The lease's sequence owns the blocks: they cannot change now.
-            info = replace(info, source_blocks=tuple(block_ids), generations=tuple(self._engine.generations(block_ids)))
+    def _on_chunk(self, job: Job, info: ChunkInfo) -> None:
         # To the lease first: who watches may be told only of what a commit may name.
         self._apply(job, ChunkPublished(info.index, info.source_blocks, info.generations))
         job.on_chunk(info)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.layout import check_compatible, fingerprint, layout_from_proto, layout_to_proto
+from kv_transfer.probing import ProbePass
 from kv_transfer.ticket import Ticket
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Incompatible, Unauthenticated, Unavailable
@@ -92,7 +93,36 @@ def test_refused_with_what_to_do(ticket: Ticket, error: type[Exception], says: s
         verify(ticket)
 
 
+@given(text, uint64)
+def test_a_pass_is_for_one_life_of_one_worker_and_ends(worker_id: str, epoch: int) -> None:
+    issued = ProbePass.issue(SECRET, worker_id=worker_id, epoch=epoch)
+    arrived = ProbePass.from_proto(kv_pb2.ProbeRequest.FromString(issued.to_proto().SerializeToString()))
+    arrived.verify(SECRET, worker_id=worker_id, epoch=epoch)
+    with pytest.raises(Unauthenticated, match="secret-file"):
+        arrived.verify(b"another secret", worker_id=worker_id, epoch=epoch)
+    with pytest.raises(Unauthenticated):
+        replace(arrived, worker_id=worker_id + "x").verify(SECRET, worker_id=worker_id + "x", epoch=epoch)
+    with pytest.raises(Unavailable, match="look it up again"):
+        arrived.verify(SECRET, worker_id=worker_id, epoch=epoch ^ 1)
+    with pytest.raises(Unavailable):
+        arrived.verify(SECRET, worker_id=worker_id + "x", epoch=epoch)
+    old = replace(arrived, expires_unix_ms=1)
+    with pytest.raises(Unauthenticated, match="clocks"):
+        replace(old, mac=old._mac(SECRET)).verify(SECRET, worker_id=worker_id, epoch=epoch)
+
+
+def test_a_ticket_is_no_pass_and_a_pass_no_ticket() -> None:
+    """One secret signs both, over domains of their own."""
+    issued = ProbePass.issue(SECRET, worker_id="w", epoch=7)
+    with pytest.raises(Unauthenticated):
+        verify(replace(ticket_of(), mac=issued.mac))
+    with pytest.raises(Unauthenticated):
+        replace(issued, mac=ticket_of().mac).verify(SECRET, worker_id="w", epoch=7)
+
+
 def test_negative_expiry_is_refused_at_the_edge() -> None:
+    with pytest.raises(Unauthenticated):
+        ProbePass.from_proto(kv_pb2.ProbeRequest(expires_unix_ms=-1))
     with pytest.raises(Unauthenticated):
         Ticket.from_proto(kv_pb2.Ticket(expires_unix_ms=-1))
 

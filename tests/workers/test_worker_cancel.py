@@ -321,6 +321,8 @@ async def test_tickets_that_do_not_verify(redis_url: str) -> None:
         assert "epoch" in (caught.value.details() or "")
         with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
             await router.attach("r", _signed(good, secret, request_id="other"))
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+            await router.attach("r", _signed(good, secret, tenant="another"))
         with pytest.raises(grpc.aio.AioRpcError, match="FAILED_PRECONDITION"):
             await router.attach("r", _signed(good, secret, layout="0" * 32))
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
