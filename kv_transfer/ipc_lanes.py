@@ -5,8 +5,9 @@ host            ids ──▶ ┌ lane's stream: ids in │ sums := 0 │ pull a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ from twostep.kernels.triton_pull import PullShape, add_slot_sums, pull_blocks, s
 
 # Of one GPU's own memory, which is ten times as fast as a link: more programs, for a shorter time.
 _OWN = PullShape(num_programs=128)
+
+# Triton's interpreter, which stands in where there is no GPU, runs one kernel at a time.
+_interpreter = threading.Lock()
 
 Sums = npt.NDArray[np.uint64]
 
@@ -59,9 +63,11 @@ class Lane:
                 )  # fmt: skip
         return self._receive(len(block_ids))
 
-    def _launching(self) -> torch.cuda.StreamContext | nullcontext[None]:
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
         """Kernels are launched on the thread's current device, which is that of the stream."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with _interpreter if self._stream is None else torch.cuda.stream(self._stream):
+            yield
 
     def _send(self, *rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """int32 [all ids], and int64 [n] zeros."""
@@ -87,7 +93,7 @@ class Lane:
 
     def _grow(self, capacity: int) -> None:
         pinned = self._stream is not None
-        with self._launching():
+        with torch.cuda.stream(self._stream):
             self._ids = torch.empty(2 * capacity, dtype=torch.int32, device=self._device)
             self._sums = torch.empty(capacity, dtype=torch.int64, device=self._device)
         self._ids_host = torch.empty(2 * capacity, dtype=torch.int32, pin_memory=pinned)

@@ -37,6 +37,7 @@ from twostep.startup import NoProgress, Progress
 if TYPE_CHECKING:
     from twostep.engine.device_steps import DeviceSteps
     from twostep.engine.parallel_member import Member
+    from twostep.kernels.kv_sums import KvSums
 
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -81,6 +82,7 @@ class ModelRunner:
             raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
         self._config = config
         self._member = member
+        self._keep_sums = keep_kv_sums
         part = None if member is None else member.part(config)
         local = config if part is None else part.shard.local
         # None on a CPU, which computes in `launch`.
@@ -106,13 +108,12 @@ class ModelRunner:
             if isinstance(num_blocks, PoolSizing):
                 self._cache = KvCache(kv_shape(local, chosen, 1, block_size, kv_cache_dtype), str(self._device))
                 self._steps = self._device_steps(ops, 0, progress)
-                num_blocks = self._measured_blocks(num_blocks, free_at_start, max_num_seqs, progress)
+                num_blocks = self._measured_blocks(num_blocks, local, free_at_start, max_num_seqs, progress)
             if member is not None:
                 num_blocks = member.meeting.least(num_blocks)
             progress.phase("pool")
             self._cache = KvCache(kv_shape(local, chosen, num_blocks, block_size, kv_cache_dtype), str(self._device))
-            if keep_kv_sums:
-                self._keep_sums(local)
+            self._cache.sums = self._make_sums(local)
             if self._device.type == "cuda":
                 progress.phase("graphs")
                 self._steps = self._device_steps(ops, max_num_seqs, progress)
@@ -203,17 +204,24 @@ class ModelRunner:
                 log.warning("prefixes that sequences share are read by each for itself: %s", trouble)
         return DeviceSteps(self._model, self._cache, ops, graphs)
 
-    def _keep_sums(self, config: ModelConfig) -> None:
+    def _make_sums(self, config: ModelConfig) -> KvSums | None:
         """Before steps are captured: they hold the sums' address."""
-        if self._device.type == "cpu":
-            return
-        from twostep.kernels.kv_sums import KvSums, can_keep  # noqa: PLC0415
+        if self._sums_beside(config) == 0:
+            return None
+        from twostep.kernels.kv_sums import KvSums  # noqa: PLC0415
 
-        rotated = 0 if config.rope is None else config.head_dim
-        if can_keep(self._cache.shape, rotated, self._cache.tensor.element_size()):
-            self._cache.sums = KvSums(self._cache, config.num_heads, rotated)
+        return KvSums(self._cache, config.num_heads, _rotated(config))
 
-    def _measured_blocks(self, sizing: PoolSizing, free_at_start: int, max_num_seqs: int, progress: Progress) -> int:
+    def _sums_beside(self, config: ModelConfig) -> int:
+        """Bytes that checksums take for each block of the pool; 0 where steps cannot keep them."""
+        if not self._keep_sums or self._device.type == "cpu":
+            return 0
+        from twostep.kernels.kv_sums import bytes_beside_block, can_keep  # noqa: PLC0415
+
+        shape = self._cache.shape
+        return bytes_beside_block(shape, config.num_heads) if can_keep(shape, _rotated(config), self._cache.tensor.element_size()) else 0
+
+    def _measured_blocks(self, sizing: PoolSizing, config: ModelConfig, free_at_start: int, max_num_seqs: int, progress: Progress) -> int:
         from twostep.engine.decode_graphs import ladder, sharing_ladder  # noqa: PLC0415
 
         sizes = ladder(max_num_seqs)
@@ -221,6 +229,7 @@ class ModelRunner:
             self.run,
             self.kv_shape,
             sizing,
+            beside_block=self._sums_beside(config),
             device=self._device,
             free_at_start=free_at_start,
             graphs=graph_bytes(
@@ -250,6 +259,11 @@ class ModelRunner:
     def copy_block(self, source: int, target: int) -> None:
         # On the stream of the steps, before the next one.
         self._cache.copy_block(source, target)
+
+
+def _rotated(config: ModelConfig) -> int:
+    """Dimensions of a head that RoPE turns."""
+    return 0 if config.rope is None else config.head_dim
 
 
 def _ops(device: torch.device) -> Ops:

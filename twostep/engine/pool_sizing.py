@@ -54,6 +54,7 @@ def measured_blocks(
     shape: KvShape,
     sizing: PoolSizing,
     *,
+    beside_block: int = 0,
     device: torch.device,
     free_at_start: int,
     graphs: int,
@@ -61,7 +62,8 @@ def measured_blocks(
     max_model_len: int,
     progress: Progress,
 ) -> int:
-    """Blocks of a pool like `shape`, which is that of the pool `step` runs on now, of at least one block. Raises SetupError."""
+    """Blocks of a pool like `shape`, which is that of the pool `step` runs on now, of at least one block. `beside_block`: bytes that each
+    takes besides. Raises SetupError."""
 
     def batch(num_tokens: int, num_seqs: int) -> Batch:
         return widest_batch(
@@ -94,7 +96,9 @@ def measured_blocks(
     profile = MemoryProfile(total=int(total), free_at_start=free_at_start, free=int(free), step=peak, graphs=graphs)
     # A pool that cannot hold one full step is of no use to anybody.
     least = -(-min(max_model_len, sizing.max_num_batched_tokens) // shape.block_size)
-    num_blocks = num_blocks_within(profile, sizing.utilization, block_bytes=shape.block_bytes, least_blocks=least, device=str(device))
+    num_blocks = num_blocks_within(
+        profile, sizing.utilization, block_bytes=shape.block_bytes + beside_block, least_blocks=least, device=str(device)
+    )
     log.info(
         "memory of %s: %.2f GiB, of which others hold %.2f, weights and libraries %.2f, largest step %.2f, graphs about %.2f, KV pool %.2f",
         device,

@@ -32,6 +32,16 @@ def can_keep(shape: KvShape, rotated: int, item_bytes: int) -> bool:
     return shape.quantization == "none" and half % in_word == 0 and (shape.head_dim - rotated) % in_word == 0
 
 
+def bytes_beside_block(shape: KvShape, num_heads: int) -> int:
+    """What sums take for each block of the pool."""
+    return shape.num_layers * shape.block_size * _num_parts(shape, num_heads) * WORD_BYTES
+
+
+def _num_parts(shape: KvShape, num_heads: int) -> int:
+    """Programs of the KV write that have keys or values of a token."""
+    return -(-(num_heads + 2 * shape.num_kv_heads) // HEADS_PER_PROGRAM) - num_heads // HEADS_PER_PROGRAM
+
+
 class KvSums:
     """Owns the tensor. `refresh` is safe from any thread for blocks that no step writes."""
 
@@ -42,7 +52,7 @@ class KvSums:
         self._pool = cache.tensor
         self._num_slots, self._num_rows = shape.block_size, 2 * shape.num_kv_heads
         self._of_model = (num_heads, rotated)
-        self.num_parts = -(-(num_heads + self._num_rows) // HEADS_PER_PROGRAM) - num_heads // HEADS_PER_PROGRAM
+        self.num_parts = _num_parts(shape, num_heads)
         # 64-bit words of one layer of a block.
         self.layer_words = self._num_rows * self._num_slots * shape.head_dim * cache.tensor.element_size() // WORD_BYTES
         self.tensor = torch.zeros(
@@ -66,7 +76,7 @@ class KvSums:
         return self._of_model == (num_heads, rotated)
 
     def refresh(self, block_ids: Sequence[int]) -> None:
-        """Computes the sums of whole blocks anew, out of the pool, and waits until they are there."""
+        """Computes the sums of whole blocks anew, out of the pool, and waits until they are there. Any thread may call it."""
         device = self.tensor.device
         if device.type == "cpu":
             self._refresh(block_ids)

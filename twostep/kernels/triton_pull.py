@@ -20,11 +20,12 @@ from twostep.kernels.triton_sum64 import mix
 
 @dataclass(frozen=True, slots=True)
 class PullShape:
-    """How a pull is cut: `num_programs` at once, each taking `tile_words` 64-bit words (a power of 2) at a time."""
+    """How a pull is cut: `num_programs` at once, each taking `tile_words` 64-bit words (a power of 2) at a time. So few of so wide ones
+    fill the link between two H200 to within 1 % of the best, and cost a neighbour least (benchmarks/gpu_transfer.py)."""
 
-    num_programs: int = 32
-    tile_words: int = 4096
-    num_warps: int = 16
+    num_programs: int = 16
+    tile_words: int = 8192
+    num_warps: int = 32
 
 
 def pull_blocks(
@@ -167,9 +168,11 @@ def _add_kernel(sums_ptr, ids_ptr, out_ptr, stride, first, count, TILE: tl.const
     row = tl.program_id(0)
     at = sums_ptr + tl.load(ids_ptr + row).to(tl.int64) * stride + first
     total = tl.zeros((TILE,), tl.int64)
-    for start in range(0, count, TILE):
+    start = count * 0
+    while start < count:
         place = start + tl.arange(0, TILE)
         total += tl.load(at + place, mask=place < count, other=0)
+        start += TILE
     tl.store(out_ptr + row, tl.sum(total))
 
 

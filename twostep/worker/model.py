@@ -127,7 +127,11 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
 def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> Runner:
     from twostep.engine.model_runner import ModelRunner  # noqa: PLC0415
 
-    return ModelRunner(model_dir, progress=progress, **_runner_options(config, model_dir))
+    # What others read out of this worker's memory is summed as it is written; what they are sent is summed on its way.
+    one_sided = not {"cuda_ipc", "nixl", "auto"}.isdisjoint(config.kv_transfer.split(","))
+    return ModelRunner(
+        model_dir, progress=progress, keep_kv_sums=config.role == "prefill" and one_sided, **_runner_options(config, model_dir)
+    )
 
 
 def _parallel_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> ParallelRunner:

@@ -1,0 +1,212 @@
+"""The cuda_ipc transport within one process: the real one over the real kernels, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import pytest
+import pytest_asyncio
+import torch
+from kv_pairs import in_s, wait_for_stats
+
+from kv_transfer import cuda_ipc
+from kv_transfer.cuda_ipc import CudaIpcTransport
+from kv_transfer.ipc_endpoint import IpcEndpoint
+from kv_transfer.sum64 import block_sums, chunk_sum
+from kv_transfer.transport import ChunkInfo
+from twostep.engine.batch import KvShape, LayerRange
+from twostep.engine.fake import FakeRunner
+from twostep.engine.kv_cache import KvCache
+from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, SetupError, Unavailable
+from twostep.kernels.kv_sums import KvSums
+from twostep.kernels.triton_pull import PullShape
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPE = KvShape(num_blocks=12, block_size=4, num_layers=3, num_kv_heads=2, head_dim=12, dtype="bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    cache: KvCache
+    transport: CudaIpcTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    source: Side
+    target: Side
+
+    async def publish(self, index: int, blocks: list[int], layers: LayerRange | None = None, *, ttl_s: float = 30.0) -> ChunkInfo:
+        return await self.source.transport.publish("lease", index, 0, blocks, layers=layers, ttl_s=ttl_s, deadline=in_s(20))
+
+    async def fetch(self, chunk: ChunkInfo, blocks: list[int]) -> None:
+        await self.target.transport.fetch(self.source.transport.endpoint, "lease", chunk, blocks, deadline=in_s(20))
+
+
+def side(shape: KvShape) -> Side:
+    cache = KvCache(shape, DEVICE)
+    return Side(cache, CudaIpcTransport(cache, shape=PullShape(num_programs=3, tile_words=256, num_warps=1)))
+
+
+@pytest_asyncio.fixture
+async def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    monkeypatch.setattr(cuda_ipc, "PROBE_BYTES", 1 << 14)
+    monkeypatch.setattr(cuda_ipc, "_PROBE_PIECE", 1 << 12)
+    monkeypatch.setattr(cuda_ipc, "_PROBE_ROUNDS", 2)
+    made = Pair(side(SHAPE), side(SHAPE))
+    made.source.cache.tensor.copy_(torch.randn(made.source.cache.tensor.shape))
+    for one in (made.source, made.target):
+        await one.transport.start()
+    yield made
+    await made.source.transport.drop("lease")
+    for one in (made.source, made.target):
+        assert (await one.transport.stats()).num_leases == 0
+        await one.transport.close()
+        assert one.transport.peers.num_open == 0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_blocks_arrive_bit_for_bit(pair: Pair, kept: bool) -> None:
+    source, target = pair.source.cache, pair.target.cache
+    if kept:
+        source.sums, target.sums = KvSums(source, 4, 8), KvSums(target, 4, 8)
+    whole = await pair.publish(0, [7, 0, 3])
+    assert (whole.num_bytes, whole.source_blocks, whole.layers) == (3 * SHAPE.block_bytes, (7, 0, 3), None)
+    data = source.tensor[[7, 0, 3]].contiguous().view(torch.uint8).reshape(3, -1).cpu().numpy()
+    assert whole.checksum == chunk_sum(block_sums(data))
+    await pair.fetch(whole, [2, 11, 5])
+    assert torch.equal(target.tensor[[2, 11, 5]], source.tensor[[7, 0, 3]])
+    some = await pair.publish(1, [4, 9], LayerRange(1, 2))
+    assert some.num_bytes == 2 * SHAPE.bytes_of(LayerRange(1, 2)).stop - 2 * SHAPE.layer_bytes
+    await pair.fetch(some, [8, 6])
+    assert torch.equal(target.tensor[[8, 6], 1:], source.tensor[[4, 9], 1:])
+    others = [block for block in range(12) if block not in (2, 11, 5, 8, 6)]
+    assert not target.tensor[others].any()
+    assert not target.tensor[[8, 6], 0].any()
+    if kept:
+        # What has arrived can be published in turn.
+        again = await pair.target.transport.publish("there", 0, 0, [2, 11, 5], ttl_s=30, deadline=in_s(20))
+        assert again.checksum == whole.checksum
+        await pair.target.transport.drop("there")
+
+
+async def test_what_differs_is_data_loss(pair: Pair) -> None:
+    """A bit that flips after it was summed, two blocks for each other, memory that was given to others."""
+    chunk = await pair.publish(0, [1, 2, 3])
+    words = pair.source.cache.tensor.view(torch.int16)
+    kept = words[2, 1, 0, 1, 3, 5].clone()
+    words[2, 1, 0, 1, 3, 5] ^= 1
+    with pytest.raises(DataLoss, match="checksum"):
+        await pair.fetch(chunk, [1, 2, 3])
+    words[2, 1, 0, 1, 3, 5] = kept
+    await pair.fetch(chunk, [1, 2, 3])
+    for wrong in (replace(chunk, source_blocks=(2, 1, 3)), replace(chunk, source_blocks=(1, 2, 4)), replace(chunk, checksum=0)):
+        with pytest.raises(DataLoss, match="checksum"):
+            await pair.fetch(wrong, [1, 2, 3])
+    with pytest.raises(DataLoss, match="checksum"):
+        await pair.fetch(replace(chunk, first_layer=0, num_layers=1, num_bytes=3 * SHAPE.layer_bytes), [1, 2, 3])
+
+
+async def test_what_cannot_be_is_refused(pair: Pair) -> None:
+    chunk = await pair.publish(0, [1, 2])
+    before = pair.target.cache.tensor.clone()
+    for targets in ([1, 2, 3], [1], [-1, 2], [1, 12]):
+        with pytest.raises(InvalidRequest):
+            await pair.fetch(chunk, targets)
+    for wrong in (replace(chunk, source_blocks=(1,)), replace(chunk, source_blocks=(1, 12)), replace(chunk, source_blocks=(-1, 2))):
+        with pytest.raises(DataLoss):
+            await pair.fetch(wrong, [1, 2])
+    with pytest.raises(InvalidRequest, match="layers"):
+        await pair.fetch(replace(chunk, first_layer=2, num_layers=2), [1, 2])
+    with pytest.raises(InvalidRequest):
+        await pair.publish(1, [0, 12])
+    with pytest.raises(InvalidRequest, match="published already"):
+        await pair.publish(0, [1])
+    assert torch.equal(pair.target.cache.tensor, before)
+    wide = side(replace(SHAPE, num_kv_heads=4))
+    await wide.transport.start()
+    with pytest.raises(InvalidRequest, match="compare the layouts"):
+        await pair.target.transport.fetch(wide.transport.endpoint, "lease", chunk, [1, 2], deadline=in_s(20))
+    await wide.transport.close()
+
+
+async def test_a_probe_reads_what_the_peer_holds(pair: Pair) -> None:
+    found = await pair.target.transport.probe(pair.source.transport.endpoint, deadline=in_s(60))
+    assert found.num_bytes == 2 << 14
+    assert found.bytes_per_s > 0
+    pattern = pair.source.transport._pattern
+    assert pattern is not None
+    pattern[5000] ^= 1
+    with pytest.raises(DataLoss, match="probe"):
+        await pair.target.transport.probe(pair.source.transport.endpoint, deadline=in_s(60))
+
+
+async def test_leases_end_by_a_drop_or_their_time(pair: Pair) -> None:
+    await pair.publish(0, [1], ttl_s=0.2)
+    await wait_for_stats(pair.source.transport, num_objects=0)
+    with pytest.raises(NotFound):
+        await pair.publish(1, [2])
+    await pair.source.transport.drop("another")
+    with pytest.raises(NotFound):
+        await pair.source.transport.publish("another", 0, 0, [2], ttl_s=5, deadline=in_s(20))
+
+
+async def test_sources_that_cannot_be_read_are_unavailable(pair: Pair) -> None:
+    chunk = await pair.publish(0, [1])
+    here = IpcEndpoint.parse(pair.source.transport.endpoint)
+    elsewhere = replace(here, life="0" * 16, process=replace(here.process, boot_id="another", pid_namespace=""))
+    ended = replace(here, life="1" * 16, process=replace(here.process, start_time=here.process.start_time + 1))
+    in_host_memory = replace(here, life="2" * 16, gpu="", process=replace(here.process, pid=1, pid_namespace="1"))
+    for endpoint, why in ((elsewhere, "another host"), (ended, "ended"), (in_host_memory, "host memory"), ("nixl:1:x", "no cuda_ipc")):
+        for call in (
+            pair.target.transport.fetch(str(endpoint), "lease", chunk, [1], deadline=in_s(20)),
+            pair.target.transport.probe(str(endpoint), deadline=in_s(20)),
+        ):
+            with pytest.raises(Unavailable, match=why):
+                await call
+
+
+async def test_a_closed_source_is_unavailable(pair: Pair) -> None:
+    chunk, endpoint = await pair.publish(0, [1]), pair.source.transport.endpoint
+    await pair.source.transport.close()
+    assert (pair.source.transport.ready, pair.source.transport.endpoint) == (False, "")
+    with pytest.raises(Unavailable):
+        await pair.target.transport.fetch(endpoint, "lease", chunk, [1], deadline=in_s(20))
+    with pytest.raises(Unavailable):
+        await pair.publish(1, [2])
+
+
+async def test_fetches_take_turns_and_a_cancelled_one_ends_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = await pair.publish(0, [1])
+    pull, running = pair.target.transport._pull, [0, 0]
+
+    def slow(*args: object) -> None:
+        running[0] += 1
+        running[1] = max(running)
+        time.sleep(0.2)
+        pull(*args)  # type: ignore[arg-type]
+        running[0] -= 1
+
+    monkeypatch.setattr(pair.target.transport, "_pull", slow)
+    tasks = [asyncio.create_task(pair.fetch(chunk, [block])) for block in range(5)]
+    await asyncio.sleep(0.1)
+    with pytest.raises(ResourceExhausted):
+        await pair.target.transport.fetch(pair.source.transport.endpoint, "lease", chunk, [6], deadline=time.monotonic() + 0.01)
+    tasks[0].cancel()
+    tasks[4].cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(x, asyncio.CancelledError) for x in done] == [True, False, False, False, True]
+    assert (running[0], running[1]) == (0, 2)
+    assert torch.equal(pair.target.cache.tensor[0], pair.source.cache.tensor[1])  # it ended before its caller was told
+    assert not pair.target.cache.tensor[4].any()  # it never began
+
+
+def test_what_has_no_pool_on_a_gpu_is_told_so() -> None:
+    with pytest.raises(SetupError, match="leave cuda_ipc out"):
+        cuda_ipc._cache_of(FakeRunner(num_blocks=4, block_size=4))
+    odd = replace(SHAPE, num_kv_heads=1, block_size=1, head_dim=5)
+    with pytest.raises(SetupError, match="64-bit"):
+        CudaIpcTransport(KvCache(odd))
