@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
+# While attempts wait for it. The channel's own back-off is what keeps it from connecting more often than that.
+_LAST_BACKOFF_IN_LEASE_S = 0.25
 _CANCEL_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 5.0
 # A live worker listens, so a port that refuses for so long is that of a dead one, and its lease is not waited for. Not at once: what stands
@@ -199,7 +201,7 @@ class _Outage:
 
     def shorten(self, backoff: float, lease_s: float) -> float:
         """The last try is to end with the lease, not to begin after it."""
-        return backoff if self._given_up else min(backoff, max(0.01, lease_s - self.seconds))
+        return backoff if self._given_up else min(backoff, _LAST_BACKOFF_IN_LEASE_S, max(0.01, lease_s - self.seconds))
 
     def is_over(self, lease_s: float, *, refused: bool) -> bool:
         """After a try that failed. `refused`: nobody listened."""

@@ -27,8 +27,8 @@ async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Comple
 
 async def cut_at_random(proxy: CuttingProxy, rng: random.Random) -> None:
     """Every now and then, and sometimes it stays down for a moment."""
-    while True:
-        await asyncio.sleep(rng.uniform(0.02, 0.25))
+    for _ in range(10):
+        await asyncio.sleep(rng.uniform(0.02, 0.4))
         if rng.random() < 0.5:
             proxy.down = True
             proxy.cut()
@@ -55,10 +55,8 @@ async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(fake_model
             return await ask(client, prompt, max_tokens)
 
         answers = await asyncio.gather(*(later(*case) for case in cases))
-        cutter.cancel()
-        await asyncio.wait([cutter])
-        system.proxies[0].down = False
-        assert stream.num_opened >= 4, "it broke while they ran"
+        await cutter
+        assert stream.num_opened >= 3, "it broke while they ran"
         for (prompt, max_tokens), answer in zip(cases, answers, strict=True):
             assert list(answer.token_ids) == expected(prompt, max_tokens, vocab_size)
             assert answer.attempts == 1, "by replay, not by migration"
