@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from kv_transfer import nixl_device
-from kv_transfer.nixl_agent import NixlAgent, Peer
+from kv_transfer.nixl_agent import NixlAgent, Peer, Read
 from kv_transfer.nixl_device import DeviceMemory
 from kv_transfer.nixl_endpoint import NixlEndpoint, laid_out
 from kv_transfer.nixl_memory import HostMemory, NixlMemory
@@ -40,9 +40,14 @@ NUM_BLOCKS = 163
 POOL_BLOCKS = 400
 NUM_BYTES = NUM_BLOCKS * BLOCK_BYTES
 ARENA_BYTES = 1 << 30
+THREADED = {"num_threads": "4", "split_batch_size": "8"}
 ON_CPU = "--cpu" in sys.argv
 FAR, NEAR, MEMORY = ("cpu", "cpu", "DRAM") if ON_CPU else ("cuda:0", "cuda:1", "VRAM")
 PROBE_BYTES = 16 << 20
+
+
+# The source's pool, for comparison.
+TRUTH = torch.empty(0)
 
 
 def pool_of(device: str, seed: int) -> torch.Tensor:
@@ -58,8 +63,8 @@ def memory_of(pool: torch.Tensor) -> NixlMemory:
     return DeviceMemory(pool, arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
 
 
-def transport_of(pool: torch.Tensor) -> NixlTransport:
-    return NixlTransport(memory_of(pool))
+def transport_of(pool: torch.Tensor, piece_bytes: int = 0, **params: str) -> NixlTransport:
+    return NixlTransport(memory_of(pool), piece_bytes=piece_bytes, backend_params=params or None)
 
 
 def wait_for(device: str) -> None:
@@ -71,12 +76,12 @@ async def be_source() -> None:
     """Says where it is, then publishes what standard input asks for."""
     transport = transport_of(pool_of(FAR, 1))
     await transport.start()
-    print(json.dumps(transport.endpoint), flush=True)
+    print("ANSWER", json.dumps(transport.endpoint), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         lease, index, ids = json.loads(line)
         start = time.perf_counter()
         chunk = await transport.publish(lease, index, 0, ids, ttl_s=60, deadline=time.monotonic() + 10)
-        print(json.dumps([asdict(chunk), time.perf_counter() - start]), flush=True)
+        print("ANSWER", json.dumps([asdict(chunk), time.perf_counter() - start]), flush=True)
     await transport.close()
 
 
@@ -108,10 +113,10 @@ class Source:
 
     def _answer(self) -> list:
         assert self.process.stdout is not None
-        while not (line := self.process.stdout.readline()).startswith(("[", '"')):
+        while not (line := self.process.stdout.readline()).startswith("ANSWER "):
             assert line, "the source ended"
             print("source:", line, end="")
-        return json.loads(line)
+        return json.loads(line.removeprefix("ANSWER "))
 
     def close(self) -> None:
         self.process.kill()
@@ -167,14 +172,20 @@ def kernels(pool: torch.Tensor) -> None:
     memory = memory_of(pool)
     memory.enter_thread()
     targets = np.random.default_rng(5).permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
-    expected = memory.checksum_of_blocks(targets, None)
-    landed = pool[targets].reshape(-1)
-    memory._arena[:NUM_BYTES] = landed
+
+    def land() -> None:
+        landing = memory.landing(0, targets, None)
+        landing.prepare()
+        landing.begin()
+        while not landing.done():
+            pass
+
     default = nixl_device.SHAPE
-    for num_programs in (32, 64, 128, 256):
-        nixl_device.SHAPE = PullShape(num_programs=num_programs)
-        show(f"arena -> pool with sums, {num_programs} programs", median_ms(lambda: memory.land(0, targets, None, expected)))
-        show(f"sums of blocks alone, {num_programs} programs", median_ms(lambda: memory.checksum_of_blocks(targets, None)))
+    for num_programs, tile_words, num_warps in ((128, 4096, 16), (132, 2048, 8), (264, 2048, 8), (264, 4096, 8), (528, 2048, 8)):
+        nixl_device.SHAPE = PullShape(num_programs=num_programs, tile_words=tile_words, num_warps=num_warps)
+        name = f"{num_programs} programs of {num_warps} warps, {tile_words} words"
+        show(f"arena -> pool with sums, {name}", median_ms(land))
+        show(f"sums of blocks alone, {name}", median_ms(lambda: memory.block_sums(targets, None)))
     nixl_device.SHAPE = default
     ids = torch.tensor([list(range(NUM_BLOCKS)), targets], dtype=torch.int32, device=NEAR)
 
@@ -195,11 +206,17 @@ def kernels(pool: torch.Tensor) -> None:
         show("arena -> pool without sums", median_ms(copy_only))
 
 
-def raw(source: Source) -> None:
+def raw(source: Source, sizes: tuple[int, ...] = (BLOCK_BYTES, 512 << 10, 128 << 10, 32 << 10), **params: str) -> None:
+    print(f"raw reads, backend parameters {params}")
     endpoint = NixlEndpoint.parse(source.endpoint)
     pool = pool_of(NEAR, 0)
     memory = memory_of(pool)
-    agent = NixlAgent("raw-reader", [memory.pool, memory.arena], enter_thread=memory.enter_thread, backend_params={})
+    agent = NixlAgent(
+        f"raw-reader-{len(params)}-{params.get('num_threads')}",
+        [memory.pool, memory.arena],
+        enter_thread=memory.enter_thread,
+        backend_params=params,
+    )
     agent.start()
     peer = Peer(endpoint.agent, endpoint.metadata)
     print(f"endpoint {len(source.endpoint)} characters, metadata {len(endpoint.metadata)} bytes")
@@ -214,15 +231,18 @@ def raw(source: Source) -> None:
 
     def read(near: np.ndarray, far: np.ndarray, at_once: int = 1) -> None:
         parts = zip(np.array_split(near, at_once), np.array_split(far, at_once), strict=True)
-        for future in [agent.read(peer, n, MEMORY, f, MEMORY) for n, f in parts]:
-            future.result(30)
+        reads = [Read(peer, n, MEMORY, f, MEMORY, None) for n, f in parts]
+        for one in reads:
+            agent.start_read(one)
+        for one in reads:
+            one.ended.result(30)
 
     start = time.perf_counter()
     read(
         rows(memory.arena.address, memory.arena.device, near_ids[:1], BLOCK_BYTES), rows(endpoint.pool_address, 0, far_ids[:1], BLOCK_BYTES)
     )
     print(f"first read, connecting: {1e3 * (time.perf_counter() - start):.1f} ms")
-    for size in (BLOCK_BYTES, 512 << 10, 128 << 10, 32 << 10):
+    for size in sizes:
         far, near = rows(endpoint.pool_address, 0, far_ids, size), rows(memory.pool.address, memory.pool.device, near_ids, size)
         few = {"repeats": 5, "warm": 1} if size < BLOCK_BYTES else {}
         show(f"(a) pool -> pool, {len(far)} descriptors of {size >> 10} KiB", median_ms(lambda f=far, n=near: read(n, f), **few))
@@ -244,20 +264,23 @@ def raw(source: Source) -> None:
     agent.close()
 
 
-async def fetches(source: Source) -> None:
+async def fetches(source: Source, cuts: tuple[tuple[int, int], ...], piece_mib: int, **params: str) -> None:
+    """`cuts`: into how many chunks, how many of them at once."""
     pool = pool_of(NEAR, 0)
-    reader = transport_of(pool)
+    reader = transport_of(pool, piece_mib << 20, **params)
     await reader.start()
-    truth = pool_of(FAR, 1)
     start = time.perf_counter()
     probe = await reader.probe(source.endpoint, deadline=time.monotonic() + 20)
-    print(f"probe: {probe.bytes_per_s / 1e9:.1f} GB/s, in all {1e3 * (time.perf_counter() - start):.1f} ms")
+    print(
+        f"fetches in pieces of {piece_mib} MiB, backend parameters {params}: probe {probe.bytes_per_s / 1e9:.1f} GB/s, "
+        f"in all {1e3 * (time.perf_counter() - start):.1f} ms"
+    )
     rng = np.random.default_rng(7)
     far, near = rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist(), rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
-    for num_chunks, at_once in ((1, 1), (2, 2), (4, 4), (6, 4), (11, 4), (43, 4)):
+    for num_chunks, at_once in cuts:
         chunks, published = source.publish(far, num_chunks)
         targets = np.array_split(near, num_chunks)
-        times, lows = [], []
+        times = []
         for _ in range(11):
             pool.zero_()
             wait_for(NEAR)
@@ -275,8 +298,7 @@ async def fetches(source: Source) -> None:
             f"fetch, {num_chunks} chunks, {at_once} at once (best {lows[0]:.2f}); published in {1e3 * published:.2f} ms",
             lows[len(lows) // 2],
         )
-        assert torch.equal(pool[near].cpu(), truth[far].cpu()), "what arrived differs"
-    print("bit for bit: True")
+        assert torch.equal(pool[near].cpu(), TRUTH[far]), "what arrived differs"
     await reader.close()
 
 
@@ -348,6 +370,7 @@ async def only_probe(source: Source) -> None:
 
 
 def main() -> None:
+    global TRUTH
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", nargs="+", default=["link", "raw", "fetch", "kill", "stop"])
     parser.add_argument("--cpu", action="store_true")
@@ -363,8 +386,15 @@ def main() -> None:
         try:
             if "raw" in args.section:
                 raw(source)
+                for num_threads in ("2", "4", "8"):
+                    raw(source, (BLOCK_BYTES,), num_threads=num_threads, split_batch_size="8")
             if "fetch" in args.section:
-                asyncio.run(fetches(source))
+                TRUTH = pool_of(FAR, 1).cpu()
+                asyncio.run(fetches(source, ((1, 1),), 64))
+                for piece_mib in (48, 64, 128, 341):
+                    asyncio.run(fetches(source, ((1, 1),), piece_mib, **THREADED))
+                asyncio.run(fetches(source, ((1, 1), (2, 2), (4, 4), (11, 4), (43, 4)), 64, **THREADED))
+                print("bit for bit: True")
             if "probe" in args.section:
                 asyncio.run(only_probe(source))
         finally:

@@ -1,7 +1,9 @@
 """One NIXL agent and the one thread that talks to it.
 
-    event loop ── read ──▶ commands ─▶ thread: post, poll ─▶ future        A call of the library may block (a connection, a copy through
-    event loop ◀─ future ────────────────────┘                             host memory), and an agent is not safe for several threads.
+    event loop ── start_read ─▶ commands ─▶ thread: post, poll, land, poll      A call of the library may block (a connection, a copy
+    event loop ◀─ future ────────────────────────────────────┘                  through host memory), and an agent is not safe for several
+                                                                                threads.
+    Read       WAITING ──▶ READING ──▶ LANDING ──▶ ended       `abandon` before LANDING: the read goes on, and nothing lands
 
 While nothing is on its way, the thread wakes a few hundred times a second to let the library answer peers that connect. The library's own
 progress thread would do that by spinning on a core. No call that pickles is used: descriptors are built from integers on either side,
@@ -13,17 +15,19 @@ A read is never released before it has ended: the library cannot stop one, and w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kv_transfer.nixl_endpoint import Descriptors
 from twostep.errors import SetupError, TwostepError, Unavailable
@@ -31,9 +35,12 @@ from twostep.errors import SetupError, TwostepError, Unavailable
 log = logging.getLogger(__name__)
 
 _IDLE_WAKE_S = 0.005
-# A read of a few hundred MB over NVLink takes 1-2 ms: so long it is asked for without a pause.
-_EAGER_S = 0.003
-_POLL_S = 100e-6
+# How often reads are asked for: a few hundred MB over NVLink take 1-2 ms. Never without a pause: whoever waits for Python's lock would
+# not get it.
+_EAGER_S = 0.005
+_EAGER_POLL_S = 10e-6
+_POLL_S = 200e-6
+_PR_SET_TIMERSLACK = 29
 _MAX_PEERS = 256
 _CLOSE_S = 10.0
 
@@ -56,20 +63,62 @@ class Peer:
     metadata: bytes
 
 
-@dataclass(slots=True)
-class _Read:
-    peer: Peer
-    near: Descriptors
-    near_memory: str
-    far: Descriptors
-    far_memory: str
-    done: Future[None]
-    handle: Any = None
-    posted_at: float = 0.0
+class Landing(Protocol):
+    """What is done with the bytes that a read brought. Used in the agent's thread only."""
+
+    def prepare(self) -> None:
+        """Before the read is posted."""
+        ...
+
+    def begin(self) -> None:
+        """All bytes are here."""
+        ...
+
+    def done(self) -> bool:
+        """Whether what was begun has ended; does not block."""
+        ...
+
+
+class Read:
+    """One read, from `start_read` to its end."""
+
+    def __init__(self, peer: Peer, near: Descriptors, near_memory: str, far: Descriptors, far_memory: str, landing: Landing | None) -> None:
+        self.peer = peer
+        self.near, self.near_memory = near, near_memory
+        self.far, self.far_memory = far, far_memory
+        self.landing = landing
+        # Ends when nothing of the read, nor of its landing, can be written any more; fails with Unavailable where the peer or the path
+        # is gone, and with what the landing raised.
+        self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # it cannot be cancelled
+        # Seconds from the last byte's arrival to the end of the landing.
+        self.landing_s = 0.0
+        self.handle: Any = None
+        self.posted_at = self.arrived_at = 0.0
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._landing_begun = False
+
+    def abandon(self) -> bool:
+        """Nobody wants it any more. True: nothing will land, though the read itself may go on up to `ended`. False: it is landing, or has;
+        `ended` comes within milliseconds."""
+        with self._lock:
+            self._abandoned = not self._landing_begun
+            return self._abandoned
+
+    def may_land(self) -> bool:
+        """The agent's thread asks once, before it lets anything land."""
+        with self._lock:
+            self._landing_begun = self.landing is not None and not self._abandoned
+            return self._landing_begun
+
+    @property
+    def is_landing(self) -> bool:
+        return self._landing_begun
 
 
 class NixlAgent:
-    """`start` and `close` block, `read` does not; all are safe from any thread."""
+    """`start` and `close` block, `start_read` does not; all are safe from any thread."""
 
     def __init__(self, name: str, regions: list[Region], *, enter_thread: Callable[[], None], backend_params: dict[str, str]) -> None:
         """`enter_thread` runs in the agent's thread before anything else there (a GPU's context must be current in it)."""
@@ -78,8 +127,8 @@ class NixlAgent:
         self._regions = regions
         self._enter_thread = enter_thread
         self._backend_params = backend_params
-        self._commands: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
-        self._on_way: list[_Read] = []
+        self._commands: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
+        self._on_way: list[Read] = []
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         # Peers whose reads failed: forgotten once their last read has ended, and connected to anew when asked for again.
         self._failed: set[str] = set()
@@ -104,16 +153,13 @@ class NixlAgent:
             self._thread = None
             raise
 
-    def read(self, peer: Peer, near: Descriptors, near_memory: str, far: Descriptors, far_memory: str) -> Future[None]:
-        """Copies each far region into the near one beside it. The future ends when nothing of it can be written any more; it fails with
-        Unavailable where the peer or the path is gone."""
-        wanted = _Read(peer, near, near_memory, far, far_memory, Future())
+    def start_read(self, read: Read) -> None:
+        """Copies each far region into the near one beside it, then lets it land. Does not block; see Read.ended."""
         with self._lock:
             if self._closing or self._thread is None:
-                wanted.done.set_exception(Unavailable("the nixl transport is closed; try another worker"))
+                read.ended.set_exception(Unavailable("the nixl transport is closed; try another worker"))
             else:
-                self._commands.put(wanted)
-        return wanted.done
+                self._commands.put(read)
 
     def close(self) -> None:
         """Waits for what is on its way, 10 s at most. What has not ended then is left to the end of the process."""
@@ -129,6 +175,7 @@ class NixlAgent:
     def _run(self, started: Future[None]) -> None:
         try:
             self._enter_thread()
+            _sleep_exactly()
             self._set_up()
         except BaseException as error:  # noqa: BLE001 - start raises it
             self._agent = None
@@ -172,7 +219,7 @@ class NixlAgent:
             if closes_at is not None and (not self._on_way or time.monotonic() > closes_at):
                 return
 
-    def _next_command(self) -> _Read | None:
+    def _next_command(self) -> Read | None:
         if not self._on_way:
             with contextlib.suppress(queue.Empty):
                 return self._commands.get(timeout=_IDLE_WAKE_S)
@@ -181,12 +228,14 @@ class NixlAgent:
         with contextlib.suppress(queue.Empty):
             return self._commands.get_nowait()
         youngest = max(read.posted_at for read in self._on_way)
-        time.sleep(0 if time.monotonic() - youngest < _EAGER_S else _POLL_S)
+        time.sleep(_EAGER_POLL_S if time.monotonic() - youngest < _EAGER_S else _POLL_S)
         return None
 
-    def _begin(self, read: _Read) -> None:
+    def _begin(self, read: Read) -> None:
         try:
             self._know(read.peer)
+            if read.landing is not None:
+                read.landing.prepare()
             near = self._agent.get_xfer_descs(read.near, read.near_memory)
             far = self._agent.get_xfer_descs(read.far, read.far_memory)
             read.handle = self._agent.initialize_xfer("READ", near, far, read.peer.name)
@@ -195,42 +244,66 @@ class NixlAgent:
         except self._read_errors as error:
             self._fail(read, error)
             return
-        if state == "ERR":
-            self._fail(read, None)
-        elif state == "DONE":
-            self._finish(read)
-        else:
+        except Exception as error:  # noqa: BLE001 - whoever waits raises it; the thread must live
+            self._release(read)
+            read.ended.set_exception(error)
+            return
+        if not self._settled(read, state):
             self._on_way.append(read)
 
-    def _ended(self, read: _Read) -> bool:
+    def _settled(self, read: Read, state: str) -> bool:
+        """After a state that the library told."""
+        if state == "PROC":
+            return False
+        if state != "DONE":
+            self._fail(read, None)
+            return True
+        self._release(read)
+        if not read.may_land():
+            read.ended.set_result(None)
+            return True
+        assert read.landing is not None
+        read.arrived_at = time.monotonic()
+        try:
+            read.landing.begin()
+        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+            read.ended.set_exception(error)
+            return True
+        return self._has_landed(read)
+
+    def _has_landed(self, read: Read) -> bool:
+        assert read.landing is not None
+        try:
+            if not read.landing.done():
+                return False
+        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+            read.ended.set_exception(error)
+            return True
+        read.landing_s = time.monotonic() - read.arrived_at
+        read.ended.set_result(None)
+        return True
+
+    def _ended(self, read: Read) -> bool:
+        if read.is_landing:
+            return self._has_landed(read)
         try:
             state = self._agent.check_xfer_state(read.handle)
         except self._library_errors as error:
             self._fail(read, error)
             return True
-        if state == "PROC":
-            return False
-        if state == "DONE":
-            self._finish(read)
-        else:
-            self._fail(read, None)
-        return True
+        return self._settled(read, state)
 
-    def _finish(self, read: _Read) -> None:
-        self._release(read)
-        read.done.set_result(None)
-
-    def _fail(self, read: _Read, error: Exception | None) -> None:
+    def _fail(self, read: Read, error: Exception | None) -> None:
         self._failed.add(read.peer.name)
         self._release(read)
         what = str(error) if error is not None else "the library reports an error"
-        read.done.set_exception(
+        read.ended.set_exception(
             error
             if isinstance(error, TwostepError)
             else Unavailable(f"reading from {read.peer.name} over nixl failed ({what}); prefill again")
         )
 
-    def _release(self, read: _Read) -> None:
+    def _release(self, read: Read) -> None:
         handle, read.handle = read.handle, None
         if handle is not None:
             with contextlib.suppress(*self._library_errors):
@@ -273,16 +346,18 @@ class NixlAgent:
                 self._agent.remove_remote_agent(name)
 
     def _leave(self) -> None:
+        with self._lock:
+            self._closing = True
         left, self._on_way = self._on_way, []
         for read in left:
             # Keeps the handle, and with it the agent and the registered memory, to the end of the process.
             _abandoned.append((self._agent, read))
-            read.done.set_exception(Unavailable("the nixl transport was closed while this read was on its way; prefill again"))
+            read.ended.set_exception(Unavailable("the nixl transport was closed while this read was on its way; prefill again"))
         while True:
             with contextlib.suppress(queue.Empty):
                 wanted = self._commands.get_nowait()
                 if wanted is not None:
-                    wanted.done.set_exception(Unavailable("the nixl transport is closed; try another worker"))
+                    wanted.ended.set_exception(Unavailable("the nixl transport is closed; try another worker"))
                 continue
             break
         for name in list(self._peers):
@@ -292,4 +367,10 @@ class NixlAgent:
 
 
 # Reads that never ended, with all they use: a late write must find its memory.
-_abandoned: list[tuple[Any, _Read]] = []
+_abandoned: list[tuple[Any, Read]] = []
+
+
+def _sleep_exactly() -> None:
+    """Of this thread: without it Linux makes 60 µs of a sleep of 10."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)

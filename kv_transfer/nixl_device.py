@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kv_transfer.nixl_agent import Region
-from kv_transfer.nixl_memory import probe_differs, verify
+from kv_transfer.nixl_memory import Sums, probe_differs
 from kv_transfer.probing import PROBE_BYTES, probe_pattern
-from kv_transfer.sum64 import WORD_BYTES, chunk_sum
+from kv_transfer.sum64 import WORD_BYTES
 from twostep.engine.batch import Runner
 from twostep.engine.model_runner import ModelRunner
 from twostep.errors import SetupError
@@ -22,8 +22,9 @@ from twostep.kernels.triton_pull import PullShape, add_slot_sums, pull_blocks, s
 if TYPE_CHECKING:
     from twostep.kernels.kv_sums import KvSums
 
-# Room for reads on their way: half of it for one peer, so four chunks of up to 32 MiB from each of two at once.
-ARENA_BYTES = 256 << 20
+# Room for reads on their way, at most this share of the GPU's memory.
+ARENA_BYTES = 512 << 20
+_ARENA_SHARE = 1 / 64
 # Memory of one GPU: more programs than a pull over a link takes.
 SHAPE = PullShape(num_programs=128)
 
@@ -70,11 +71,9 @@ class DeviceMemory:
                 "use another --block-size, or leave nixl out of --kv-transfer"
             )
         pool = cache.tensor.view(cache.shape.num_blocks, -1).view(torch.uint8)
-        return cls(pool, arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES, sums=cache.sums)
-
-    @property
-    def checksum_name(self) -> str:
-        return "sum64"
+        total = torch.cuda.get_device_properties(pool.device).total_memory
+        arena_bytes = max(min(ARENA_BYTES, int(total * _ARENA_SHARE)), 2 * cache.shape.block_bytes)
+        return cls(pool, arena_bytes=arena_bytes, probe_bytes=PROBE_BYTES, sums=cache.sums)
 
     @property
     def num_blocks(self) -> int:
@@ -102,11 +101,11 @@ class DeviceMemory:
             self._local.stream = torch.cuda.Stream(self._pool.device)
             self._local.stream.synchronize()  # makes the device's context current
 
-    def checksum_of_blocks(self, block_ids: Sequence[int], part: slice | None) -> int:
+    def block_sums(self, block_ids: Sequence[int], part: slice | None) -> Sums:
         columns = part or slice(0, self.block_bytes)
         num_bytes = columns.stop - columns.start
-        with self._on_stream():
-            ids = self._ids(block_ids)
+        with self.on_stream():
+            ids = torch.from_numpy(np.asarray(block_ids, np.int32)).to(self._pool.device)
             sums = torch.zeros(len(block_ids), dtype=torch.int64, device=self._pool.device)
             if self._sums is None:
                 sum_blocks(
@@ -120,59 +119,87 @@ class DeviceMemory:
                 )
             else:
                 of_layer = self._sums.layer_words * WORD_BYTES
-                layers = (columns.start // of_layer, num_bytes // of_layer)
-                add_slot_sums(self._sums.tensor, ids, sums, first_layer=layers[0], num_layers=layers[1])
-            return chunk_sum(sums.cpu().numpy().view(np.uint64))
+                add_slot_sums(self._sums.tensor, ids, sums, first_layer=columns.start // of_layer, num_layers=num_bytes // of_layer)
+            return sums.cpu().numpy().view(np.uint64)
 
-    def land(self, offset: int, block_ids: Sequence[int], part: slice | None, checksum: int) -> None:
-        try:
-            self._land(offset, block_ids, part, checksum)
-        finally:
-            if self._sums is not None:
-                self._sums.refresh(block_ids)
+    def landing(self, offset: int, block_ids: Sequence[int], part: slice | None) -> DeviceLanding:
+        return DeviceLanding(self, offset, block_ids, part)
 
-    def _land(self, offset: int, block_ids: Sequence[int], part: slice | None, checksum: int) -> None:
-        """Whole blocks in one kernel, which sums what it copies; a part of each is summed first."""
-        count = len(block_ids)
-        columns = part or slice(0, self.block_bytes)
-        num_bytes = columns.stop - columns.start
-        start = self._arena.data_ptr() + offset
-        with self._on_stream():
-            ids = self._ids(range(count), block_ids)
-            sums = torch.zeros(count, dtype=torch.int64, device=self._pool.device)
-            if part is None:
-                pull_blocks(
-                    start, self._pool.data_ptr(), ids, sums, block_bytes=self.block_bytes, first_byte=0, num_bytes=num_bytes, shape=SHAPE
-                )
-            else:
-                # Rows of the arena are dense, those of the pool are not. A word's place is that in its block all the same.
-                sum_blocks(
-                    start - columns.start, ids[0], sums, block_bytes=num_bytes, first_byte=columns.start, num_bytes=num_bytes, shape=SHAPE
-                )
-            verify(chunk_sum(sums.cpu().numpy().view(np.uint64)), checksum)
-            if part is not None:
-                rows = self._arena[offset : offset + count * num_bytes].view(count, num_bytes)
-                self._pool[:, columns].index_copy_(0, ids[1].long(), rows)
+    def copy_in(self, offset: int, ids: torch.Tensor, sums: torch.Tensor, part: slice | None) -> None:
+        """On the current stream: what lies in the arena from `offset` on into blocks ids[1] (int32 [2, n], ids[0] counts from 0), its sums
+        into `sums`, int64 [n], zeros before."""
+        start, count = self._arena.data_ptr() + offset, ids.shape[1]
+        if part is None:
+            size = self.block_bytes
+            pull_blocks(start, self._pool.data_ptr(), ids, sums, block_bytes=size, first_byte=0, num_bytes=size, shape=SHAPE)
+            return
+        # A word's place is that in its block, wherever the part lies.
+        size = part.stop - part.start
+        sum_blocks(start - part.start, ids[0], sums, block_bytes=size, first_byte=part.start, num_bytes=size, shape=SHAPE)
+        rows = self._arena[offset : offset + count * size].view(count, size)
+        self._pool[:, part].index_copy_(0, ids[1].long(), rows)
+
+    def written(self, block_ids: Sequence[int]) -> None:
+        """Their bytes are others now, right ones or not."""
+        if self._sums is not None:
+            self._sums.refresh(block_ids)
+
+    @property
+    def device(self) -> torch.device:
+        return self._pool.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self._pool.is_cuda
 
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """What is launched within has ended after it. (Where there is no GPU, Triton's interpreter runs the kernels.)"""
-        if not self._pool.is_cuda:
+    def on_stream(self) -> Iterator[None]:
+        """The calling thread's. (Where there is no GPU, Triton's interpreter runs the kernels.)"""
+        with torch.cuda.stream(self._local.stream) if self._pool.is_cuda else nullcontext():
             yield
-            return
-        with torch.cuda.stream(self._local.stream):
-            yield
-        self._local.stream.synchronize()
-
-    def _ids(self, *rows: Sequence[int]) -> torch.Tensor:
-        """int32 [n] of one row, [R, n] of several."""
-        host = np.array(rows if len(rows) > 1 else rows[0], np.int32)
-        return torch.from_numpy(host).to(self._pool.device)
 
     def check_probe(self, offset: int, num_bytes: int) -> None:
         found = self._arena[offset : offset + num_bytes].cpu().numpy()
         if not np.array_equal(found, probe_pattern(num_bytes)):
             raise probe_differs()
+
+
+class DeviceLanding:
+    """One kernel copies whole blocks and sums what it copies. Parts of blocks take two: rows of the arena are dense, those of the pool
+    are not."""
+
+    def __init__(self, memory: DeviceMemory, offset: int, block_ids: Sequence[int], part: slice | None) -> None:
+        self._memory = memory
+        self._offset = offset
+        self._block_ids = block_ids
+        self._part = part
+        pin = memory.is_cuda
+        # int32 [2, n]: rows of the arena, blocks of the pool
+        self._ids = torch.from_numpy(np.array([range(len(block_ids)), block_ids], np.int32))
+        self._found = torch.empty(len(block_ids), dtype=torch.int64, pin_memory=pin)
+        self._event = torch.cuda.Event() if pin else None
+
+    @property
+    def sums(self) -> Sums:
+        return self._found.numpy().view(np.uint64)
+
+    def prepare(self) -> None:
+        with self._memory.on_stream():
+            self._ids = self._ids.to(self._memory.device)
+            self._on_device = torch.zeros(len(self._block_ids), dtype=torch.int64, device=self._memory.device)
+
+    def begin(self) -> None:
+        with self._memory.on_stream():
+            self._memory.copy_in(self._offset, self._ids, self._on_device, self._part)
+            self._found.copy_(self._on_device, non_blocking=True)
+            if self._event is not None:
+                self._event.record()
+
+    def done(self) -> bool:
+        if self._event is not None and not self._event.query():
+            return False
+        self._memory.written(self._block_ids)
+        return True
 
 
 def _region(memory: torch.Tensor) -> Region:

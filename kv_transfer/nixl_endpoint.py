@@ -70,12 +70,16 @@ class NixlEndpoint:
             probe_bytes=probe_bytes,
         )
 
+    def check(self, block_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest for blocks that the pool does not have."""
+        if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
+            raise InvalidRequest(f"the source's pool has {self.num_blocks} blocks, but {max(block_ids)} was announced; prefill again")
+
     def of_blocks(self, block_ids: Sequence[int], part: slice | None = None) -> Descriptors:
         """One descriptor for each run of consecutive blocks; of a part of each block's bytes, one for each block. Raises InvalidRequest for
         blocks that the pool does not have."""
+        self.check(block_ids)
         ids = np.asarray(block_ids, np.int64)
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_blocks):
-            raise InvalidRequest(f"the source's pool has {self.num_blocks} blocks, but {int(ids.max())} was announced; prefill again")
         if part is not None:
             starts = self.pool_address + ids * self.block_bytes + part.start
             return _descriptors(starts, np.full_like(starts, part.stop - part.start), self.device)

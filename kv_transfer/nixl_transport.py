@@ -1,7 +1,9 @@
 """The `nixl` transport: across hosts, from one registered pool to another, one-sided.
 
     publish   1 checksum of the blocks where they lie (thread)
-    fetch     1 slot of the arena   2 agent: peer's pool -> slot, one descriptor for each run of blocks   3 verify, slot -> pool (thread)
+    fetch     piece by piece, several at once:
+              1 slot of the arena   2 agent: peer's pool -> slot, one descriptor for each run of blocks   3 agent: slot -> pool, summed
+              then the sums compared
 
 The source's process takes no part in a fetch: it keeps the blocks until the lease ends. Pool and arena are registered once, for good. A
 read cannot be stopped, so it lands in a slot of the arena and never in the pool: a fetch that gives up (deadline, cancel, a dead peer)
@@ -18,16 +20,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 from kv_transfer.local import check_blocks, part_bytes
-from kv_transfer.nixl_agent import NixlAgent, Peer
+from kv_transfer.nixl_agent import Landing, NixlAgent, Peer, Read
 from kv_transfer.nixl_endpoint import Descriptors, NixlEndpoint, laid_out
-from kv_transfer.nixl_memory import NixlMemory
+from kv_transfer.nixl_memory import NixlMemory, Sums
 from kv_transfer.object_book import ObjectBook
-from kv_transfer.scattering import scattering
+from kv_transfer.scattering import scattered
 from kv_transfer.staging_arena import ArenaSlot, StagingArena
+from kv_transfer.sum64 import chunk_sum
 from kv_transfer.transport import ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import FifoGate, finish
 from twostep.engine.batch import LayerRange
@@ -45,14 +50,30 @@ _PROBE_READS = 4
 R = TypeVar("R")
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Blocks of the source's pool, those of ours that they go to, which bytes of each (None: all), and how many that are together."""
+
+    far: Sequence[int]
+    near: Sequence[int]
+    part: slice | None
+    num_bytes: int
+
+
 class NixlTransport:
     """See kv_transfer.transport for the contract."""
 
-    def __init__(self, memory: NixlMemory, *, num_layers: int = 1, backend_params: dict[str, str] | None = None) -> None:
-        """`num_layers` of a block, which chunks may take some of. `backend_params`: of NIXL's UCX backend. The environment (UCX_TLS,
-        UCX_NET_DEVICES, ...) is the library's own."""
+    def __init__(
+        self, memory: NixlMemory, *, num_layers: int = 1, piece_bytes: int = 0, backend_params: dict[str, str] | None = None
+    ) -> None:
+        """`num_layers` of a block, which chunks may take some of. `piece_bytes`: about how much is read at once; 0: an eighth of the
+        arena. `backend_params`: of NIXL's UCX backend. The environment (UCX_TLS, UCX_NET_DEVICES, ...) is the library's own. Raises
+        SetupError."""
+        if memory.block_bytes > memory.arena.num_bytes:
+            raise SetupError(f"a block of {memory.block_bytes} bytes does not fit an arena of {memory.arena.num_bytes}; lower --block-size")
         self._memory = memory
         self._num_layers = num_layers
+        self._piece_bytes = piece_bytes or memory.arena.num_bytes // 8
         self._agent = NixlAgent(
             f"twostep-{secrets.token_hex(8)}",
             [memory.pool, memory.arena, memory.probe],
@@ -88,7 +109,7 @@ class NixlTransport:
 
     @property
     def checksum_name(self) -> str:
-        return self._memory.checksum_name
+        return "sum64"
 
     @property
     def endpoint(self) -> str:
@@ -160,7 +181,7 @@ class NixlTransport:
         entry = self._book.reserve(lease_id, index, num_bytes, ttl_s=ttl_s, now=time.monotonic())
         assert entry is not None, "there is no budget"
         try:
-            digest = await finish(self._in_thread(self._memory.checksum_of_blocks, ids, part))
+            digest = chunk_sum(await finish(self._in_thread(self._memory.block_sums, ids, part)))
             self._book.fill(entry, True, now=time.monotonic())
         except BaseException:
             self._book.cancel(entry)
@@ -198,15 +219,31 @@ class NixlTransport:
             )
         if len(chunk.source_blocks) != chunk.num_blocks:
             raise DataLoss(f"chunk {chunk.index} names {len(chunk.source_blocks)} source blocks for {chunk.num_blocks}; prefill again")
-        part = self._part(chunk.layers)
-        far = source.of_blocks(chunk.source_blocks, part)
-        slot = await self._take(source, chunk.num_bytes, deadline)
-        await self._read(source, far, slot, deadline)
+        source.check(chunk.source_blocks)
+        pieces = self._pieces(chunk.source_blocks, tuple(block_ids), self._part(chunk.layers))
         try:
-            with scattering():
-                await finish(self._in_thread(self._memory.land, slot.offset, tuple(block_ids), part, chunk.checksum))
-        finally:
-            self._give_back(slot)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._fetch_piece(source, piece, deadline)) for piece in pieces]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        if chunk_sum([value for task in tasks for value in task.result()]) != chunk.checksum:
+            raise DataLoss(f"chunk {chunk.index} does not match its checksum; fetch it again once, then prefill again")
+
+    def _pieces(self, far: Sequence[int], near: Sequence[int], part: slice | None) -> list[_Piece]:
+        """What is read at once: several make one chunk, so that one lands while another is on its way."""
+        each = self._memory.block_bytes if part is None else part.stop - part.start
+        at_once = max(1, self._piece_bytes // each)
+        count = -(-len(far) // at_once)
+        cuts = [len(far) * n // count for n in range(count + 1)] if count else []
+        return [_Piece(far[start:stop], near[start:stop], part, (stop - start) * each) for start, stop in pairwise(cuts)]
+
+    async def _fetch_piece(self, source: NixlEndpoint, piece: _Piece, deadline: float) -> Sums:
+        """The sums of its blocks."""
+        slot = await self._take(source, piece.num_bytes, deadline)
+        landing = self._memory.landing(slot.offset, piece.near, piece.part)
+        scattered(await self._read(source, source.of_blocks(piece.far, piece.part), slot, deadline, landing))
+        self._give_back(slot)
+        return landing.sums
 
     def _part(self, layers: LayerRange | None) -> slice | None:
         """The layers' bytes of a block; None: all. Raises InvalidRequest."""
@@ -238,8 +275,7 @@ class NixlTransport:
     async def _take(self, source: NixlEndpoint, num_bytes: int, deadline: float) -> ArenaSlot:
         if num_bytes > self._arena.num_bytes:
             raise InvalidRequest(
-                f"a chunk of {num_bytes} bytes does not fit the arena of {self._arena.num_bytes} that nixl reads land in; "
-                "make chunks smaller or the arena larger"
+                f"{num_bytes} bytes do not fit the arena of {self._arena.num_bytes} that nixl reads land in; use another --kv-transfer"
             )
 
         def attempt() -> ArenaSlot | None:
@@ -254,21 +290,39 @@ class NixlTransport:
             if not room.num_waiting and self._rooms.get(source.agent) is room:
                 del self._rooms[source.agent]
 
-    async def _read(self, source: NixlEndpoint, far: Descriptors, slot: ArenaSlot, deadline: float) -> None:
-        """Fills the slot, which is given back if that fails: at once, or when the read has ended. Raises Unavailable."""
+    async def _read(
+        self, source: NixlEndpoint, far: Descriptors, slot: ArenaSlot, deadline: float, landing: Landing | None = None
+    ) -> float:
+        """Fills the slot and lets it land; seconds of the latter. If that fails the slot is given back: once the read has ended. Raises
+        Unavailable."""
         arena = self._memory.arena
         near = laid_out(arena.address + slot.offset, far[:, 1], arena.device)
-        peer = Peer(source.agent, source.metadata)
-        read = asyncio.wrap_future(self._agent.read(peer, near, arena.memory, far, source.memory))
+        read = Read(Peer(source.agent, source.metadata), near, arena.memory, far, source.memory, landing)
+        self._agent.start_read(read)
+        ended = asyncio.wrap_future(read.ended)
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                await asyncio.shield(read)
-        except TimeoutError:
-            self._quarantine(slot, read, overdue=True)
-            raise Unavailable(f"{source.agent} did not let itself be read over nixl by the deadline; prefill again") from None
+                await asyncio.shield(ended)
+        except (TimeoutError, asyncio.CancelledError) as why:
+            overdue = isinstance(why, TimeoutError)
+            if read.abandon():
+                self._quarantine(slot, ended, overdue=overdue)
+                if not overdue:
+                    raise
+                raise Unavailable(f"{source.agent} did not let itself be read over nixl by the deadline; prefill again") from None
+            # It is being written into our pool this moment.
+            try:
+                await finish(_outcome(ended))
+            except BaseException:
+                self._quarantine(slot, ended)
+                raise
+            if not overdue:
+                self._give_back(slot)
+                raise
         except BaseException:
-            self._quarantine(slot, read)
+            self._quarantine(slot, ended)
             raise
+        return read.landing_s
 
     def _quarantine(self, slot: ArenaSlot, read: asyncio.Future[None], *, overdue: bool = False) -> None:
         self._arena.quarantine(slot)
@@ -302,3 +356,7 @@ class NixlTransport:
 
     async def _in_thread(self, function: Callable[..., R], *args: object) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._running_threads(), partial(function, *args))
+
+
+async def _outcome(future: asyncio.Future[None]) -> None:
+    await asyncio.shield(future)

@@ -45,3 +45,10 @@ def scattering() -> Iterator[None]:
     finally:
         if clock is not None:
             clock.seconds += time.monotonic() - started
+
+
+def scattered(seconds: float) -> None:
+    """The same, measured elsewhere: by a transport whose own thread does it."""
+    clock = _running.get()
+    if clock is not None:
+        clock.seconds += seconds

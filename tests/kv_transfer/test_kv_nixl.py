@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -13,8 +14,9 @@ import pytest
 from fake_nixl import FakeLibrary, fake_nixl
 
 from kv_transfer.nixl_endpoint import NixlEndpoint
-from kv_transfer.nixl_memory import HostMemory
+from kv_transfer.nixl_memory import HostLanding, HostMemory
 from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.scattering import ScatterClock
 from kv_transfer.transport import ChunkInfo
 from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, SetupError, Unavailable
@@ -41,9 +43,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
 
 
 @asynccontextmanager
-async def side(*, seed: int = 0) -> AsyncIterator[Side]:
+async def side(*, seed: int = 0, piece_bytes: int = 4 * BLOCK) -> AsyncIterator[Side]:
     pool = np.random.default_rng(seed).integers(0, 256, (64, BLOCK), np.uint8) if seed else np.zeros((64, BLOCK), np.uint8)
-    transport = NixlTransport(HostMemory(pool, arena_bytes=ARENA, probe_bytes=2 * BLOCK))
+    transport = NixlTransport(HostMemory(pool, arena_bytes=ARENA, probe_bytes=2 * BLOCK), piece_bytes=piece_bytes)
     await transport.start()
     try:
         yield Side(transport, pool)
@@ -103,16 +105,37 @@ async def test_a_side_reads_from_itself_and_both_ways(library: FakeLibrary) -> N
         assert not source.pool[3].any()
 
 
-async def test_reused_source_blocks_are_data_loss_and_nothing_is_written(library: FakeLibrary) -> None:
+async def test_reused_source_blocks_are_data_loss(library: FakeLibrary) -> None:
     async with pair() as (source, reader):
-        chunk = await publish(source, [3, 4])
-        source.pool[4, 1000] ^= 1
+        chunk = await publish(source, [3, 4, 9, 20, 21, 22])
+        for place in ((4, 1000), (22, BLOCK - 1)):
+            source.pool[place] ^= 1
+            with pytest.raises(DataLoss, match="checksum"):
+                await fetch(reader, source, chunk, [1, 2, 3, 4, 5, 6])
+            source.pool[place] ^= 1
+        source.pool[[3, 4]] = source.pool[[4, 3]]
         with pytest.raises(DataLoss, match="checksum"):
-            await fetch(reader, source, chunk, [1, 2])
+            await fetch(reader, source, chunk, [1, 2, 3, 4, 5, 6])
+        source.pool[[3, 4]] = source.pool[[4, 3]]
+        await fetch(reader, source, chunk, [1, 2, 3, 4, 5, 6])
+        np.testing.assert_array_equal(reader.pool[1:7], source.pool[[3, 4, 9, 20, 21, 22]])
+
+
+async def test_chunks_larger_than_the_arena_go_piece_by_piece(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        far, near = np.random.default_rng(5).permutation(64)[:50].tolist(), np.random.default_rng(6).permutation(64)[:50].tolist()
+        chunk = await publish(source, far)
+        assert chunk.num_bytes > 3 * ARENA
+        with ScatterClock() as clock:
+            await fetch(reader, source, chunk, near)
+        assert clock.seconds > 0
+        np.testing.assert_array_equal(reader.pool[near], source.pool[far])
+
+
+async def test_an_empty_chunk_is_fetched_too(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        await fetch(reader, source, await publish(source, []), [])
         assert not reader.pool.any()
-        source.pool[4, 1000] ^= 1
-        await fetch(reader, source, chunk, [1, 2])
-        np.testing.assert_array_equal(reader.pool[1:3], source.pool[3:5])
 
 
 async def test_what_does_not_fit_is_refused(library: FakeLibrary) -> None:
@@ -124,9 +147,6 @@ async def test_what_does_not_fit_is_refused(library: FakeLibrary) -> None:
             await fetch(reader, source, replace(chunk, source_blocks=(3, 64)), [1, 2])
         with pytest.raises(DataLoss, match="source blocks"):
             await fetch(reader, source, replace(chunk, source_blocks=(3,)), [1, 2])
-        large = await publish(source, list(range(17)), index=1)
-        with pytest.raises(InvalidRequest, match="arena"):
-            await fetch(reader, source, large, list(range(17)))
         other = str(replace(NixlEndpoint.parse(source.transport.endpoint), block_bytes=BLOCK // 2))
         with pytest.raises(InvalidRequest, match="layouts"):
             await reader.transport.fetch(other, "a", chunk, [1, 2], deadline=time.monotonic() + 10)
@@ -183,17 +203,56 @@ async def test_a_read_past_its_deadline_cannot_write_into_given_back_blocks(libr
 
 async def test_a_cancelled_fetch_leaves_its_slot_until_the_read_has_ended(library: FakeLibrary) -> None:
     async with pair() as (source, reader):
-        chunk = await publish(source, [3, 4])
+        chunk = await publish(source, [3, 4, 8, 9, 10, 13])
         library.held.add(source.agent)
-        task = asyncio.create_task(fetch(reader, source, chunk, [1, 2]))
-        assert await settles(lambda: reader.transport.arena.used_bytes > 0)
+        task = asyncio.create_task(fetch(reader, source, chunk, [1, 2, 5, 6, 7, 8]))
+        assert await settles(lambda: reader.transport.arena.used_bytes == 6 * BLOCK)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert reader.transport.arena.quarantined_bytes == 2 * BLOCK
+        assert reader.transport.arena.quarantined_bytes == 6 * BLOCK
         library.held.clear()
         assert await settles(lambda: reader.transport.arena.used_bytes == 0)
         assert not reader.pool.any()
+
+
+async def test_a_fetch_that_is_landing_ends_when_nobody_writes_the_blocks(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    landing, go_on = threading.Event(), threading.Event()
+
+    def done(self: HostLanding) -> bool:
+        landing.set()
+        return go_on.is_set()
+
+    monkeypatch.setattr(HostLanding, "done", done)
+    async with pair() as (source, reader):
+        chunk = await publish(source, [3, 4])
+        cancelled = asyncio.create_task(fetch(reader, source, chunk, [1, 2]))
+        late = asyncio.create_task(fetch(reader, source, chunk, [5, 6], within_s=0.2))
+        assert await asyncio.to_thread(landing.wait, 10)
+        cancelled.cancel()
+        await asyncio.sleep(0.4)
+        cancelled.cancel()
+        await asyncio.sleep(0.05)
+        assert not cancelled.done()
+        assert not late.done()
+        assert reader.transport.arena.quarantined_bytes == 0
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        await late  # in time for whoever still waits
+        np.testing.assert_array_equal(reader.pool[5:7], source.pool[3:5])
+
+
+async def test_a_landing_that_fails_is_raised_and_the_transport_goes_on(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (source, reader):
+        chunk = await publish(source, [3, 4])
+        for step in ("prepare", "begin", "done"):
+            with monkeypatch.context() as patch:
+                patch.setattr(HostLanding, step, lambda self, step=step: {}[step])
+                with pytest.raises(KeyError, match=step):
+                    await fetch(reader, source, chunk, [1, 2])
+        await fetch(reader, source, chunk, [1, 2])
+        np.testing.assert_array_equal(reader.pool[1:3], source.pool[3:5])
 
 
 async def test_one_peer_that_does_not_answer_leaves_room_for_the_others(library: FakeLibrary) -> None:
@@ -278,6 +337,11 @@ async def test_a_library_that_does_not_start_says_what_to_do(library: FakeLibrar
     with pytest.raises(SetupError, match="NIXL_LOG_LEVEL"):
         await transport.start()
     assert not transport.ready
+
+
+async def test_an_arena_too_small_for_a_block_is_refused(library: FakeLibrary) -> None:
+    with pytest.raises(SetupError, match="block-size"):
+        NixlTransport(HostMemory(np.zeros((2, BLOCK), np.uint8), arena_bytes=BLOCK - 1, probe_bytes=BLOCK))
 
 
 async def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,14 @@ def test_near_and_far_pair_up_and_the_near_side_is_dense(ids: list[int], address
 def test_blocks_outside_of_the_pool_are_refused(ids: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="1000 blocks"):
         ENDPOINT.of_blocks(ids)
+    with pytest.raises(InvalidRequest, match="1000 blocks"):
+        ENDPOINT.check(ids)
+
+
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=20), st.integers(0, 4000), st.integers(1, 96))
+def test_a_part_of_each_block(ids: list[int], start: int, size: int) -> None:
+    far = ENDPOINT.of_blocks(ids, slice(start, start + size))
+    assert far.tolist() == [[(1 << 46) + 4096 * i + start, size, 3] for i in ids]
 
 
 @given(st.binary(min_size=1, max_size=300), st.integers(0, (1 << 64) - 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ class Arena(RuleBasedStateMachine):
         if slot is None:
             pages = -(-num_bytes // PAGE)
             ends = sorted([(0, 0), (SIZE, SIZE), *((s.offset, s.offset + -(-s.num_bytes // PAGE) * PAGE) for s in self.live)])
-            holes = [b[0] - a[1] for a, b in zip(ends, ends[1:], strict=False)]
+            holes = [b[0] - a[1] for a, b in pairwise(ends)]
             assert (held and held + num_bytes > SIZE // 2) or max(holes) < pages * PAGE
             return
         assert (slot.num_bytes, slot.owner) == (num_bytes, owner)
@@ -68,7 +70,7 @@ class Arena(RuleBasedStateMachine):
     def slots_are_apart_and_counted(self) -> None:
         places = sorted((s.offset, s.offset + s.num_bytes) for s in self.live)
         assert all(0 <= start < end <= SIZE for start, end in places)
-        assert all(a[1] <= b[0] for a, b in zip(places, places[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(places))
         assert self.arena.used_bytes == sum(-(-s.num_bytes // PAGE) * PAGE for s in self.live)
         assert self.arena.quarantined_bytes == sum(s.num_bytes for s in self.quarantined)
         assert all(self.arena.held_bytes(o) == sum(s.num_bytes for s in self.live if s.owner == o) for o in "abc")
