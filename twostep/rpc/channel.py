@@ -53,6 +53,8 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
         # A dead peer is noticed within 15 s even if its machine vanished without a word.
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
+        # A frozen one within 20 s: its kernel still acknowledges what it gets, and only the ping's own answer is missing.
+        ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # A worker that comes back is found within a second.
