@@ -311,15 +311,18 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         attempt = (request.request_id, request.attempt)
         if self.attach_hooks:
             await self.attach_hooks.popleft()(request, context)
-        reserved = self._reservations.get(attempt)
-        if reserved is None:
+        if attempt not in self._reservations:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such reservation")
+        self.begin(attempt)
+        return decode_pb2.AttachResponse()
+
+    def begin(self, attempt: AttemptId) -> None:
+        """A ticket has come."""
         self.attaches.append(attempt)
         script = self.script
         if script.once:
             self.script = Script(step_s=script.step_s, tokens_per_step=script.tokens_per_step)
-        self._tasks[attempt] = asyncio.create_task(self._decode(attempt, reserved, script))
-        return decode_pb2.AttachResponse()
+        self._tasks[attempt] = asyncio.create_task(self._decode(attempt, self._reservations[attempt], script))
 
     async def Cancel(self, request: decode_pb2.CancelRequest, context: Any) -> decode_pb2.CancelResponse:
         attempt = (request.request_id, request.attempt)

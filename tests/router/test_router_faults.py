@@ -346,6 +346,41 @@ async def test_a_broken_token_stream_is_opened_again_and_replayed(cluster: Clust
         await cluster.all_free()
 
 
+@pytest.mark.parametrize("arrived", [False, True], ids=["ticket lost", "answer lost"])
+async def test_a_ticket_whose_connection_breaks_is_handed_over_again(cluster: Cluster, arrived: bool) -> None:
+    _, decode = await cluster.prefill(), await cluster.decode()
+    decode.script = Script(step_s=0.05)
+    # What becomes of a repeated Attach: the sequence it speaks of may have run to its end meanwhile.
+    again = refuse(grpc.StatusCode.NOT_FOUND, "no such reservation")
+
+    async def cut(request: Any, context: Any) -> None:
+        if arrived:
+            decode.attach_hooks.append(again)
+            decode.begin((request.request_id, request.attempt))
+        decode.break_stream()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    decode.attach_hooks.append(cut)
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=12)
+        assert reply.token_ids == cluster.expected(12)
+        assert attempts(reply) == 1
+        assert len(decode.attaches) == 1
+        assert not decode.attach_hooks, "it was handed over twice"
+        await cluster.all_free()
+
+
+async def test_a_ticket_that_the_worker_itself_refuses_is_not_handed_over_again(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    decode.attach_hooks.append(refuse(grpc.StatusCode.UNAVAILABLE, "the ticket expired"))
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=12)
+        assert reply.token_ids == cluster.expected(12)
+        assert attempts(reply) == 2
+        await cluster.all_free()
+    assert len(prefill.requests) == 2
+
+
 async def test_what_a_worker_has_lost_with_the_stream_is_begun_again(cluster: Cluster) -> None:
     _, decode = await cluster.prefill(), await cluster.decode()
     decode.script = Script(break_stream_at=5, forget_at_break=True)
