@@ -139,17 +139,19 @@ def visibility() -> None:
     """Processes that see one GPU each, and containers' namespaces."""
     base = dict(os.environ)
     unshare = shutil.which("unshare") or ""
+    one_each = ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"})
     for what, prefix, of_source, of_reader, device in (
-        ("both see both GPUs", (), {}, {}, "cuda:1"),
-        ("each sees its own GPU", (), {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, "cuda:0"),
-        ("the source sees its own, the reader both", (), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "cuda:1"),
-        ("same GPU", (), {}, {}, "cuda:0"),
-        ("a PID namespace of the source's own", (unshare, "--pid", "--fork", "--mount-proc"), {}, {}, "cuda:1"),
         ("an IPC namespace of the source's own", (unshare, "--ipc"), {}, {}, "cuda:1"),
         ("network and UTS namespaces of the source's own", (unshare, "--net", "--uts"), {}, {}, "cuda:1"),
+        ("PID and IPC namespaces, and one GPU each", (unshare, "--pid", "--fork", "--mount-proc", "--ipc"), *one_each, "cuda:0"),
         ("expandable_segments in the source", (), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, {}, "cuda:1"),
         ("cudaMallocAsync in the source", (), {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, {}, "cuda:1"),
         ("expandable_segments in the reader", (), {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "cuda:1"),
+        ("a PID namespace of the source's own", (unshare, "--pid", "--fork", "--mount-proc"), {}, {}, "cuda:1"),
+        ("each sees its own GPU", (), *one_each, "cuda:0"),
+        ("the source sees its own, the reader both", (), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "cuda:1"),
+        ("same GPU", (), {}, {}, "cuda:0"),
+        ("both see both GPUs", (), {}, {}, "cuda:1"),
     ):
         try:
             source = Source("cuda:0", prefix, base | of_source)
@@ -171,16 +173,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--read", nargs=3, metavar=("HANDLE", "OFFSET", "DEVICE"))
     parser.add_argument("--forever", action="store_true")
+    parser.add_argument("--only", choices=("faults", "visibility"), default="")
     args = parser.parse_args()
     if args.read:
         read(args.read[0], int(args.read[1]), args.read[2], forever=args.forever)
         return
     torch.cuda.set_device(1)
-    source_killed()
-    source_stopped()
-    reader_gone(signal.SIGKILL)
-    reader_gone(signal.SIGSTOP)
-    visibility()
+    if args.only != "visibility":
+        source_killed()
+        source_stopped()
+        reader_gone(signal.SIGKILL)
+        reader_gone(signal.SIGSTOP)
+    if args.only != "faults":
+        visibility()
 
 
 if __name__ == "__main__":

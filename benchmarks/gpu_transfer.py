@@ -191,10 +191,10 @@ def main() -> None:
     b = torch.empty_like(a, device="cuda:1")
     link = ms(lambda: b.copy_(a))
     print(f"one copy of {num_bytes / 1e6:.0f} MB         {gbps(num_bytes, link)}", flush=True)
-    shapes = [PullShape(num_programs=n) for n in (1, 8, 16, 24, 32, 48, 64, 132)]
+    shapes = [PullShape(num_programs=n) for n in (1, 8, 12, 16, 20, 24, 32, 64, 132)]
     if args.sweep:
-        tiles = ((1024, 4), (2048, 8), (2048, 4), (4096, 8), (8192, 16), (8192, 32))
-        shapes += [PullShape(num_programs=n, tile_words=t, num_warps=w) for (t, w), n in itertools.product(tiles, (16, 32, 64, 132, 264))]
+        tiles = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16), (16384, 32))
+        shapes += [PullShape(num_programs=n, tile_words=t, num_warps=w) for (t, w), n in itertools.product(tiles, (16, 24, 32, 64, 132))]
     for shape in shapes:
         without = ms(lambda shape=shape: reader.pull(shape, with_sums=False))
         summed = ms(lambda shape=shape: reader.pull(shape))
@@ -218,10 +218,16 @@ def main() -> None:
     assert (reader.sums != before).nonzero().flatten().tolist() == [77], "the flipped bit is not found"
     print("bit for bit; a flipped bit is found in its block")
     del want
-    for n in (16, 32, 64, 132):
-        alone, beside = neighbour(reader, PullShape(num_programs=n))
+    for shape in (
+        *(PullShape(num_programs=n) for n in (8, 12, 16, 32)),
+        PullShape(24, 4096, 16),
+        PullShape(32, 4096, 8),
+        PullShape(132, 2048, 8),
+    ):
+        alone, beside = neighbour(reader, shape)
         print(
-            f"a copy of 1 GiB beside pulls of {n:3} programs: {alone:.3f} ms alone, {beside:.3f} ms ({(beside / alone - 1) * 100:+.0f} %)"
+            f"a copy of 1 GiB alone {alone:.3f} ms, beside pulls by {shape} {beside:.3f} ms ({(beside / alone - 1) * 100:+.0f} %)",
+            flush=True,
         )
     part = {"block_bytes": BLOCK_BYTES, "first_byte": 0, "num_bytes": BLOCK_BYTES}
     all_of_it = PullShape(num_programs=132)

@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import torch
 
+from kv_transfer.ipc_batches import Ask, Batch, PullBatches
 from kv_transfer.ipc_endpoint import IpcEndpoint, ProcessId
 from kv_transfer.ipc_lanes import Lane
 from kv_transfer.ipc_memory import HANDLE_BYTES, close_handle, export, open_handle
@@ -31,7 +32,7 @@ from kv_transfer.ipc_peers import IpcPeers, PeerPool
 from kv_transfer.local import check_blocks, part_bytes
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.probing import PROBE_BYTES, probe_pattern
-from kv_transfer.sum64 import WORD_BYTES, chunk_sum
+from kv_transfer.sum64 import WORD_BYTES, chunk_sum, chunk_sums
 from kv_transfer.transport import ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import FifoGate, finish
 from twostep.engine.batch import LayerRange, Runner
@@ -46,6 +47,8 @@ _NUM_LANES = 2
 _SWEEP_S = 0.5
 # Nothing is copied out, so nothing bounds what is published but the pool itself.
 _NO_BUDGET = 1 << 62
+# No lane is taken for so long: a call takes milliseconds.
+_TURN_S = 60.0
 # A probe reads its region in pieces of this size, each of them several times.
 _PROBE_PIECE = 1 << 20
 _PROBE_ROUNDS = 8
@@ -80,6 +83,7 @@ class CudaIpcTransport:
         self._peers = IpcPeers(self, self._own)
         self._local = threading.local()
         self._threads: ThreadPoolExecutor | None = None
+        self._batches = PullBatches(self._pull_batch)
         self._idle_lanes = _NUM_LANES
         self._turns = FifoGate("cuda_ipc")
         self._sweeper: asyncio.Task[None] | None = None
@@ -139,6 +143,7 @@ class CudaIpcTransport:
             with suppress(asyncio.CancelledError):
                 await self._sweeper
         self._book.drop_all()
+        await self._batches.close()
         threads, self._threads = self._threads, None
         if threads is not None:
             await asyncio.to_thread(threads.shutdown)
@@ -204,18 +209,31 @@ class CudaIpcTransport:
         if chunk.source_blocks and not 0 <= min(chunk.source_blocks) <= max(chunk.source_blocks) < source.num_blocks:
             raise DataLoss(f"chunk {chunk.index} names source blocks that are not among {source.num_blocks}; prefill again")
         targets = self._check_ids(block_ids)
-        await self._in_thread(self._pull, source, chunk, targets, self._part(chunk.layers), deadline=deadline)
+        self._running_threads()
+        found = await self._batches.pull(source, self._part(chunk.layers), chunk.source_blocks, targets, deadline=deadline)
+        if found != chunk.checksum:
+            raise DataLoss(f"chunk {chunk.index} does not match its checksum; fetch it again once, then prefill again")
 
-    def _pull(self, source: IpcEndpoint, chunk: ChunkInfo, targets: Sequence[int], part: slice) -> None:
+    async def _pull_batch(self, batch: Batch) -> list[int]:
+        """Its deadline is that of those who wait for it."""
+        return await self._in_lane(lambda: self._begun(batch), deadline=time.monotonic() + _TURN_S)
+
+    def _begun(self, batch: Batch) -> Callable[[], list[int]]:
+        asks = self._batches.begin(batch)
+        sources, targets = ([x for ask in asks for x in blocks(ask)] for blocks in (_sources, _targets))
+        return partial(self._pull, batch.source, batch.part, sources, targets, [len(ask.source_blocks) for ask in asks])
+
+    def _pull(self, source: IpcEndpoint, part: slice, sources: list[int], targets: list[int], counts: list[int]) -> list[int]:
+        """The sums of chunks of so many blocks."""
+        if not sources:
+            return [0] * len(counts)
         with self._peers.pool_of(source) as peer:
             sums = self._lane.pull(
-                peer.pool, self._cache.tensor.data_ptr(), chunk.source_blocks, targets, block_bytes=source.block_bytes, part=part,
-                shape=self._shape,
-            )  # fmt: skip
+                peer.pool, self._cache.tensor.data_ptr(), sources, targets, block_bytes=source.block_bytes, part=part, shape=self._shape
+            )
         if self._cache.sums is not None:
             self._cache.sums.refresh(targets)
-        if chunk_sum(sums) != chunk.checksum:
-            raise DataLoss(f"chunk {chunk.index} does not match its checksum; fetch it again once, then prefill again")
+        return chunk_sums(sums, counts)
 
     async def probe(self, endpoint: str, *, deadline: float) -> Probe:
         """The best of a few reads of the peer's probe region, after one that opens it."""
@@ -326,11 +344,14 @@ class CudaIpcTransport:
         return self._threads
 
     async def _in_thread(self, function: Callable[..., R], *args: object, deadline: float) -> R:
-        """Waits for a thread until the deadline, then for the call however long that takes: milliseconds."""
+        return await self._in_lane(lambda: partial(function, *args), deadline=deadline)
+
+    async def _in_lane(self, call: Callable[[], Callable[[], R]], *, deadline: float) -> R:
+        """Waits for a thread until the deadline, asks what to call, then waits for that however long it takes: milliseconds."""
         threads = self._running_threads()
         await self._turns.take(self._take_lane, deadline=deadline)
         try:
-            return await finish(_run(threads, partial(function, *args)))
+            return await finish(_run(threads, call()))
         finally:
             self._idle_lanes += 1
             self._turns.pump()
@@ -348,6 +369,14 @@ class CudaIpcTransport:
             if self._peers.num_open:
                 with suppress(ResourceExhausted):
                     await self._in_thread(self._peers.sweep, deadline=time.monotonic() + _SWEEP_S)
+
+
+def _sources(ask: Ask) -> Sequence[int]:
+    return ask.source_blocks
+
+
+def _targets(ask: Ask) -> Sequence[int]:
+    return ask.target_blocks
 
 
 async def _run(threads: ThreadPoolExecutor, call: Callable[[], R]) -> R:

@@ -61,3 +61,12 @@ def chunk_sum(sums: npt.NDArray[np.uint64] | Sequence[int]) -> int:
     """Of the sums of its blocks, uint64 [n], in the chunk's order: an unsigned 64-bit int."""
     values = np.asarray(sums, np.uint64)
     return int(mix(values, np.arange(len(values), dtype=np.uint64)).sum(dtype=np.uint64))
+
+
+def chunk_sums(sums: npt.NDArray[np.uint64], counts: Sequence[int]) -> list[int]:
+    """Of several chunks at once: uint64 [sum of counts], chunk after chunk."""
+    lengths = np.asarray(counts, np.int64)
+    ends = np.cumsum(lengths)
+    places = np.arange(len(sums)) - np.repeat(ends - lengths, lengths)
+    running = np.concatenate((np.zeros(1, np.uint64), np.cumsum(mix(sums, places.astype(np.uint64)), dtype=np.uint64)))
+    return [int(x) for x in running[ends] - running[ends - lengths]]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
-from kv_pairs import in_s, wait_for_stats
+from kv_pairs import in_s, wait_for_stats, wait_until
 
 from kv_transfer import cuda_ipc
 from kv_transfer.cuda_ipc import CudaIpcTransport
@@ -179,29 +181,63 @@ async def test_a_closed_source_is_unavailable(pair: Pair) -> None:
         await pair.publish(1, [2])
 
 
-async def test_fetches_take_turns_and_a_cancelled_one_ends_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    chunk = await pair.publish(0, [1])
-    pull, running = pair.target.transport._pull, [0, 0]
+async def test_chunks_that_wait_together_travel_together(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by its own checksum: a broken one harms no other."""
+    whole = [await pair.publish(index, blocks) for index, blocks in enumerate(([1, 5], [3], [8, 9, 2], []))]
+    layer = await pair.publish(4, [7], LayerRange(2, 1))
+    pull, calls = pair.target.transport._pull, []
 
-    def slow(*args: object) -> None:
+    def counted(source: IpcEndpoint, part: slice, sources: list[int], targets: list[int], counts: list[int]) -> list[int]:
+        calls.append((part.stop - part.start, sources))
+        return pull(source, part, sources, targets, counts)
+
+    monkeypatch.setattr(pair.target.transport, "_pull", counted)
+    done = await asyncio.gather(
+        pair.fetch(whole[0], [0, 1]),
+        pair.fetch(replace(whole[1], checksum=1), [2]),
+        pair.fetch(whole[2], [3, 4, 5]),
+        pair.fetch(layer, [6]),
+        pair.fetch(whole[3], []),
+        return_exceptions=True,
+    )
+    assert [type(x) for x in done] == [type(None), DataLoss, type(None), type(None), type(None)]
+    assert sorted(calls) == [(SHAPE.layer_bytes, [7]), (SHAPE.block_bytes, [1, 5, 3, 8, 9, 2])]
+    assert torch.equal(pair.target.cache.tensor[[0, 1, 3, 4, 5]], pair.source.cache.tensor[[1, 5, 8, 9, 2]])
+    assert torch.equal(pair.target.cache.tensor[6, 2], pair.source.cache.tensor[7, 2])
+
+
+async def test_a_fetch_under_way_ends_before_its_caller_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk, parts = await pair.publish(0, [1]), [await pair.publish(1 + i, [1], LayerRange(i, 1)) for i in range(2)]
+    pull, go_on, running, most = pair.target.transport._pull, threading.Event(), [0], [0]
+
+    def held(*args: Any) -> list[int]:
         running[0] += 1
-        running[1] = max(running)
-        time.sleep(0.2)
-        pull(*args)  # type: ignore[arg-type]
-        running[0] -= 1
+        most[0] = max(most[0], running[0])
+        assert go_on.wait(20)
+        try:
+            return pull(*args)
+        finally:
+            running[0] -= 1
 
-    monkeypatch.setattr(pair.target.transport, "_pull", slow)
-    tasks = [asyncio.create_task(pair.fetch(chunk, [block])) for block in range(5)]
-    await asyncio.sleep(0.1)
+    monkeypatch.setattr(pair.target.transport, "_pull", held)
+    # Two have the lanes, each of its own range of layers; two more wait behind them in one batch.
+    tasks = [asyncio.create_task(pair.fetch(what, [block])) for block, what in enumerate((*parts, chunk, chunk))]
+    await wait_until(lambda: running[0] == 2)
     with pytest.raises(ResourceExhausted):
-        await pair.target.transport.fetch(pair.source.transport.endpoint, "lease", chunk, [6], deadline=time.monotonic() + 0.01)
+        await pair.target.transport.fetch(pair.source.transport.endpoint, "lease", chunk, [6], deadline=time.monotonic() + 0.02)
     tasks[0].cancel()
-    tasks[4].cancel()
-    done = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [isinstance(x, asyncio.CancelledError) for x in done] == [True, False, False, False, True]
-    assert (running[0], running[1]) == (0, 2)
-    assert torch.equal(pair.target.cache.tensor[0], pair.source.cache.tensor[1])  # it ended before its caller was told
-    assert not pair.target.cache.tensor[4].any()  # it never began
+    tasks[3].cancel()
+    done, _ = await asyncio.wait(tasks, timeout=0.2)
+    assert done == {tasks[3]}  # it had not begun
+    go_on.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(x, asyncio.CancelledError) for x in results] == [True, False, False, True]
+    assert results[1:3] == [None, None]
+    assert (running, most) == ([0], [2])
+    target, source = pair.target.cache.tensor, pair.source.cache.tensor
+    assert torch.equal(target[0, 0], source[1, 0])
+    assert torch.equal(target[2], source[1])
+    assert not target[[3, 6]].any()
 
 
 def test_what_has_no_pool_on_a_gpu_is_told_so() -> None:

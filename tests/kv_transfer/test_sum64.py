@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kv_transfer import sum64
-from kv_transfer.sum64 import block_sums, chunk_sum, mix
+from kv_transfer.sum64 import block_sums, chunk_sum, chunk_sums, mix
 
 BLOCKS = st.integers(1, 4).flatmap(
     lambda count: st.integers(1, 24).flatmap(
@@ -114,6 +114,12 @@ def test_parts_of_blocks_add_up(blocks: np.ndarray, cut: int) -> None:
 def test_a_chunk_knows_its_blocks_order_and_number() -> None:
     sums = np.random.default_rng(1).integers(0, 2**64, 5, np.uint64, endpoint=False)
     assert len({chunk_sum(sums), chunk_sum(sums[::-1]), chunk_sum(sums[:4]), chunk_sum([*sums, 0])}) == 4
+
+
+@given(st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=5), max_size=6))
+def test_several_chunks_at_once(chunks: list[list[int]]) -> None:
+    flat = np.array([x for chunk in chunks for x in chunk], np.uint64)
+    assert chunk_sums(flat, [len(chunk) for chunk in chunks]) == [chunk_sum(chunk) for chunk in chunks]
 
 
 def test_mix_spreads_every_bit() -> None:
