@@ -246,17 +246,22 @@ class FaultSystem:
     async def until_empty(self, timeout_s: float) -> Held:
         """What is still held, by the workers' and by Ray's own count, when nothing is, or after `timeout_s`."""
         give_up = time.monotonic() + timeout_s
-        for ask in (self.held, self._stored):
-            while True:
-                held = await ask()
-                if held.nothing:
-                    break
-                if time.monotonic() > give_up:
-                    return held
-                await asyncio.sleep(0.2)
-        return held
+        while not (held := await self.held()).nothing:
+            if time.monotonic() > give_up:
+                return held
+            await asyncio.sleep(0.2)
+        return await self.until_stores_empty(give_up - time.monotonic())
 
-    async def _stored(self) -> Held:
+    async def until_stores_empty(self, timeout_s: float) -> Held:
+        """What Ray itself still counts when it is nothing, or after `timeout_s`."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            held = await self.stored()
+            if held.nothing or time.monotonic() > give_up:
+                return held
+            await asyncio.sleep(0.2)
+
+    async def stored(self) -> Held:
         """By Ray's own count, all nodes together."""
         stores = await self._ask_stores()
         if isinstance(stores, str):

@@ -42,7 +42,12 @@ def markdown(injections: Sequence[Injection], timing: Timing, *, made: str, seco
         if rows:
             parts += [f"## {fault.value}", "", _EXPLAIN[fault].format(stop=timing.stop_s, cut=timing.cut_s), "", *_table(rows), ""]
     if two_raylets:
-        parts += ["## Two raylets", "", "The transport's contract between two nodes of one Ray, a raylet killed in mid-pull.", ""]
+        parts += [
+            "## Two raylets",
+            "",
+            "The ray transport between two nodes of one Ray: a raylet killed in mid-pull, then the contract's own tests.",
+            "",
+        ]
         parts += ["```", two_raylets.strip(), "```", ""]
     problems = [f"- {i.fault}, {i.target}: {i.problem}" for i in injections if i.problem]
     if problems:
