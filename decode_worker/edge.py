@@ -46,7 +46,7 @@ class DecodeEdge:
         self._discovery = Discovery(parts.config.redis_url, self._paths, secret=parts.secret)
         self._sequences = Sequences(
             parts.engine,
-            Fetcher(transports, parts.model.layout, self._peers, self._paths, observers),
+            Fetcher(transports, parts.model.layout, parts.model.runner, self._peers, self._paths, observers),
             limits or SequencesConfig(reservation_lease_s=parts.config.lease_ttl, router_lease_s=parts.config.router_lease),
             secret=parts.secret,
             layout=kv_layout.fingerprint(parts.model.layout),

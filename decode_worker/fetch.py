@@ -8,11 +8,14 @@ import logging
 import grpc
 import grpc.aio
 
-from decode_worker.fetching import ACKNOWLEDGE_S, Fetched, Fetching, FetchParts, Target
+from decode_worker.fetching import ACKNOWLEDGE_S, Fetched, Fetching, FetchParts
 from decode_worker.paths import Paths, Source
 from decode_worker.peers import Peers
+from decode_worker.target import Target
+from kv_transfer import layout as kv_layout
 from kv_transfer.observer import TransferObserver
 from kv_transfer.ticket import Ticket
+from kv_transfer.transport import BlockStore
 from kv_transfer.transports import Transports
 from twostep.cluster.records import LayoutRecord
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
@@ -30,23 +33,27 @@ class Fetcher:
         self,
         transports: Transports,
         layout: LayoutRecord,
+        store: BlockStore,
         peers: Peers,
         paths: Paths,
         observer: TransferObserver,
         *,
         chunk_timeout_s: float = 30.0,
     ) -> None:
-        """`transports`: those this side can fetch with."""
+        """`transports`: those this side can fetch with. `store`: the pool, of `layout`."""
+        self._layout = kv_layout.fingerprint(layout)
         self._peers = peers
         self._paths = paths
-        self._parts = FetchParts(transports=transports, layout=layout, paths=paths, observer=observer, chunk_timeout_s=chunk_timeout_s)
+        self._parts = FetchParts(
+            transports=transports, layout=layout, store=store, paths=paths, observer=observer, chunk_timeout_s=chunk_timeout_s
+        )
 
     async def fetch(self, ticket: Ticket, target: Target) -> Fetched:
         """Returns when every block of the target holds verified KV that the source still held when it was read. Raises Incompatible,
         InvalidRequest (never worth repeating) and Unavailable, DataLoss, ... (another attempt may succeed). When it returns, raises or
         has been cancelled, nothing writes into the blocks any more."""
         source = Source(worker_id=ticket.worker_id, epoch=ticket.epoch, address=ticket.address)
-        offered = await self._paths.offered(source)
+        offered = await self._paths.offered(source, host_only=ticket.layout != self._layout)
         async with self._peers.channel(ticket.address) as channel:
             stub: kv_pb2_grpc.KvAsyncStub = kv_pb2_grpc.KvStub(channel)
             return await Fetching(self._parts, stub, ticket, source, target, offered).run()

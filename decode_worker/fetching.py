@@ -18,14 +18,16 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from decode_worker.conversion import Conversion
 from decode_worker.paths import Paths, Source
+from decode_worker.target import Target
 from kv_transfer import layout as kv_layout
 from kv_transfer import reader as rd
 from kv_transfer.copy_clock import CopyClock
 from kv_transfer.observer import Direction, Transfer, TransferObserver, reason_of
 from kv_transfer.scattering import ScatterClock
 from kv_transfer.ticket import Ticket
-from kv_transfer.transport import ChunkInfo, KvTransport
+from kv_transfer.transport import BlockStore, ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Cancelled, Incompatible, InternalError, TwostepError, Unavailable
@@ -36,16 +38,6 @@ log = logging.getLogger(__name__)
 
 ACKNOWLEDGE_S = 2.0
 _ASK_AGAIN_S = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Where a sequence's KV goes: its blocks in its own order, the first `num_cached_blocks` of which hold theirs already, and
-    `num_blocks` of which the prompt fills."""
-
-    block_ids: Sequence[int]
-    num_cached_blocks: int
-    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +61,7 @@ class FetchParts:
 
     transports: Transports
     layout: LayoutRecord
+    store: BlockStore
     paths: Paths
     observer: TransferObserver
     chunk_timeout_s: float
@@ -89,6 +82,7 @@ class Fetching:
         life_s = ticket.expires_unix_ms / 1000 - time.time()
         self._reader = rd.Reader(reader_id=secrets.randbits(63), deadline=time.monotonic() + life_s)
         self._transport: KvTransport | None = None
+        self._conversion: Conversion | None = None
         self._endpoint = ""
         self._events: asyncio.Queue[rd.Event] = asyncio.Queue()
         self._fetches: dict[int, asyncio.Task[TwostepError | None]] = {}
@@ -197,7 +191,7 @@ class Fetching:
 
     def _manifest(self, manifest: kv_pb2.Manifest) -> rd.ManifestCame:
         """Raises Incompatible and Unavailable."""
-        kv_layout.check_compatible(self._parts.layout, kv_layout.layout_from_proto(manifest.layout))
+        ours, theirs = self._parts.layout, kv_layout.layout_from_proto(manifest.layout)
         transport = self._parts.transports.get(manifest.transport)
         if transport is None or manifest.transport not in self._offered:
             raise Incompatible(
@@ -213,11 +207,14 @@ class Fetching:
         if manifest.wire not in ("", "raw"):
             raise Incompatible(f"chunks are encoded as {manifest.wire!r}, which this worker did not ask for; run one version")
         self._transport, self._endpoint = transport, manifest.endpoint
-        cached = self._target.num_cached_blocks
+        cached, stop = self._target.num_cached_blocks, self._target.num_blocks
+        if theirs != ours:
+            self._conversion = Conversion(theirs, ours, self._parts.store, transport, self._target)
+            cached, stop = self._conversion.source_span
         return rd.ManifestCame(
             published=rd.BlockSpan(manifest.first_block, manifest.num_blocks),
-            wanted=rd.BlockSpan(cached, self._target.num_blocks - cached),
-            num_layers=self._parts.layout.num_layers,
+            wanted=rd.BlockSpan(cached, stop - cached),
+            num_layers=ours.num_layers,
             one_sided=not transport.copies_out,
         )
 
@@ -241,13 +238,12 @@ class Fetching:
         clock = ScatterClock()
         try:
             with clock, self._copying.running():
-                await transport.fetch(
-                    self._endpoint,
-                    self._ticket.lease_id,
-                    chunk,
-                    self._target.block_ids[chunk.first_block : chunk.first_block + chunk.num_blocks],
-                    deadline=start + self._parts.chunk_timeout_s,
-                )
+                deadline = start + self._parts.chunk_timeout_s
+                if self._conversion is not None:
+                    await self._conversion.fetch(self._endpoint, self._ticket.lease_id, chunk, deadline=deadline)
+                else:
+                    block_ids = self._target.block_ids[chunk.first_block : chunk.first_block + chunk.num_blocks]
+                    await transport.fetch(self._endpoint, self._ticket.lease_id, chunk, block_ids, deadline=deadline)
         except TwostepError as error:
             if isinstance(error, Unavailable):
                 self._parts.paths.failed(self._source, transport.name, error)

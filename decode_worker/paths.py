@@ -21,7 +21,7 @@ import grpc.aio
 from decode_worker.peers import Peers
 from kv_transfer.observer import ProbeResult, TransferObserver
 from kv_transfer.probing import ProbePass
-from kv_transfer.transport import KvTransport
+from kv_transfer.transport import HostFetch, KvTransport
 from kv_transfer.transports import Transports
 from twostep.errors import TwostepError, Unavailable
 from twostep.rpc.channel import error_from_rpc
@@ -152,7 +152,7 @@ class Paths:
         return tuple(
             transport.name
             for transport in self._transports.ready
-            if (transport.copies_out or not host_only)
+            if (isinstance(transport, HostFetch) or not host_only)
             and (known.usable(transport.name) or (transport.copies_out and transport.name not in known.results))
         )
 

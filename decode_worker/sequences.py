@@ -200,6 +200,7 @@ class Sequences:
                 block_ids=reservation.block_ids,
                 num_cached_blocks=reservation.num_cached_tokens // self._block_size,
                 num_blocks=-(-len(request.token_ids) // self._block_size),
+                num_tokens=len(request.token_ids),
             ),
             expires_at=time.monotonic() + self.config.reservation_lease_s,
         )
@@ -216,8 +217,6 @@ class Sequences:
             raise InvalidRequest(f"the ticket is for attempt {ticket.attempt} of {ticket.request_id}; attach the one of this attempt")
         if ticket.tenant != sequence.tenant:
             raise Unauthenticated("the ticket is for another tenant's request; attach the one that this request's prefill worker gave")
-        if ticket.layout != self._layout:
-            raise Incompatible("the ticket's KV layout is not this worker's; pair workers with equal model, dtype and --block-size")
         if sequence.ticket is not None:
             if sequence.ticket != ticket:
                 raise InvalidRequest("another ticket is attached already; an attempt has one ticket")

@@ -49,10 +49,15 @@ def check_blocks(chunk: ChunkInfo, block_ids: Sequence[int], block_bytes: int, n
         )
 
 
-def write_verified(store: BlockStore, chunk: ChunkInfo, block_ids: Sequence[int], data: Bytes) -> None:
-    """Writes uint8 [num_bytes] into the blocks if its checksum is the chunk's. Raises DataLoss. Runs in a thread."""
+def check_sum(chunk: ChunkInfo, data: Bytes) -> None:
+    """Raises DataLoss. Runs in a thread."""
     if checksum(data) != chunk.checksum:
         raise DataLoss(f"chunk {chunk.index} does not match its checksum; fetch it again once, then prefill again")
+
+
+def write_verified(store: BlockStore, chunk: ChunkInfo, block_ids: Sequence[int], data: Bytes) -> None:
+    """Writes uint8 [num_bytes] into the blocks if its checksum is the chunk's. Raises DataLoss. Runs in a thread."""
+    check_sum(chunk, data)
     store.write_blocks(block_ids, data.reshape(chunk.num_blocks, -1), chunk.layers)
 
 
@@ -192,6 +197,11 @@ class LocalTransport:
         data = self._hub.find(endpoint)._published(lease_id, chunk)
         with scattering():
             await finish(self._in_thread(write_verified, self._store, chunk, tuple(block_ids), data))
+
+    async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Bytes:
+        data = self._hub.find(endpoint)._published(lease_id, chunk)
+        await finish(self._in_thread(check_sum, chunk, data))
+        return data.copy()
 
     async def probe(self, endpoint: str, *, deadline: float) -> Probe:
         if not self._hub.find(endpoint).ready:

@@ -23,12 +23,12 @@ import numpy as np
 
 from kv_transfer.agent_session import AgentConfig, AgentSession, Slot
 from kv_transfer.checksum import checksum
-from kv_transfer.local import check_blocks, part_bytes, write_verified
+from kv_transfer.local import check_blocks, check_sum, part_bytes, write_verified
 from kv_transfer.object_book import Entry
 from kv_transfer.probing import PROBE_BYTES, PROBE_LEASE, probe_pattern
 from kv_transfer.ring import Pin, default_ring_bytes, default_ring_dir
 from kv_transfer.scattering import scattering
-from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
+from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, Probe, TransportStats
 from kv_transfer.waiting import finish
 from twostep.engine.batch import LayerRange
 from twostep.errors import ResourceExhausted, SetupError, TwostepError, Unavailable
@@ -202,6 +202,17 @@ class RayTransport:
             await asyncio.shield(pull)
             with scattering():
                 await finish(self._in_thread(write_verified, self._store, chunk, tuple(block_ids), slot.bytes))
+        finally:
+            self._give_back(pull, session, slot)
+
+    async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Bytes:
+        session = self._running_session()
+        slot = await session.take_slot(chunk.num_bytes, deadline=deadline)
+        pull = asyncio.create_task(session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
+        try:
+            await asyncio.shield(pull)
+            await finish(self._in_thread(check_sum, chunk, slot.bytes))
+            return await finish(self._in_thread(slot.bytes.copy))
         finally:
             self._give_back(pull, session, slot)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,18 @@ class TransportStats:
     num_leases: int
     num_objects: int
     stored_bytes: int
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@runtime_checkable
+class HostFetch(Protocol):
+    """Of transports that pass through the reader's host memory: what is to be converted on the way is got there."""
+
+    async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Bytes:
+        """One published chunk, verified, uint8 [num_bytes] of the caller's own; blocks of whatever size. Raises as `fetch` does."""
+        ...
 
 
 class KvTransport(Protocol):

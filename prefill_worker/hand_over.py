@@ -129,11 +129,10 @@ class HandOvers:
         """Queues the prompt and opens its lease. Raises Unavailable (no transport), ResourceExhausted and InvalidRequest, and then
         holds nothing."""
         size = self.config.layout.block_size
-        if num_decode_cached_tokens % size or num_decode_cached_tokens > len(request.token_ids):
-            raise InvalidRequest(
-                f"num_decode_cached_tokens is {num_decode_cached_tokens}; give whole blocks of {size}, at most {len(request.token_ids)}"
-            )
+        if num_decode_cached_tokens > len(request.token_ids):
+            raise InvalidRequest(f"num_decode_cached_tokens is {num_decode_cached_tokens}; give {len(request.token_ids)} at most")
         life_s = min(life_s, self.config.max_life_s)
+        # A decode worker of another block size may hold a part of a block of ours.
         first, count = num_decode_cached_tokens // size, -(-len(request.token_ids) // size)
         self.outlets.check_size((count - first) * self._block_bytes)
         ticket = self._ticket(request, life_s, tenant)

@@ -15,10 +15,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from twostep.cluster.convertible import HOST_TRANSPORTS, joinable
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 
 # Moving a token's KV through host memory takes about an eighth of the time that computing it does.
 _HANDOVER_COST = 0.125
+# The same for cutting KV into other blocks on the decode worker's CPU.
+_CONVERSION_COST = _HANDOVER_COST
 # A sequence more slows the others' decode steps: over an answer of some hundred tokens about as long as 64 tokens of prefill.
 _SEQUENCE_COST = 64.0
 # Heartbeats are a second old, so a worker that looks full is asked last, not never.
@@ -97,7 +100,8 @@ def place(snapshot: Snapshot, demand: Demand) -> Placement | NoPlacement:
         return best
     if _cheapest(fitting_prefill, fitting_decode, demand, skip_excluded=False) is not None:
         return NoPlacement(shortage=Shortage.EXCLUDED, reason="every worker that could serve the request is full or has just failed")
-    if not {c.record.layout for c in fitting_prefill} & {c.record.layout for c in fitting_decode}:
+    layouts = {c.record.layout for c in fitting_prefill}, {c.record.layout for c in fitting_decode}
+    if not any(there == here or joinable(there, here) for there in layouts[0] for here in layouts[1]):
         return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=_incompatible_reason(fitting_prefill, fitting_decode))
     return NoPlacement(shortage=Shortage.NO_TRANSPORT, reason=_no_transport_reason(fitting_prefill, fitting_decode))
 
@@ -121,26 +125,38 @@ class _Scored:
     candidate: Candidate
 
 
-# Workers can be paired along a rail: the same layout and the same transport.
+# Workers can be paired along rails of one transport: of the same layout, or of two that differ in the cut into blocks alone, where the
+# transport passes through the reader's host memory.
 _Rail = tuple[LayoutRecord, str]
 
 
 def _cheapest(prefill: Iterable[Candidate], decode: Iterable[Candidate], demand: Demand, *, skip_excluded: bool) -> Placement | None:
     best_prefill = _best_by_rail(((c, _prefill_cost(c, demand)) for c in prefill if not (skip_excluded and c.excluded)), demand)
     best_decode = _best_by_rail(((c, _decode_cost(c, demand)) for c in decode if not (skip_excluded and c.excluded)), demand)
-    pairs = [(p, best_decode[rail]) for rail, p in best_prefill.items() if rail in best_decode]
+    pairs = [
+        (p.cost + d.cost + (0 if there[0] == here[0] else _CONVERSION_COST * demand.num_tokens), p, d)
+        for there, p in best_prefill.items()
+        for here, d in best_decode.items()
+        if _joined(there, here)
+    ]
     if not pairs:
         return None
-    p, d = min(pairs, key=lambda pair: (pair[0].cost + pair[1].cost, pair[0].tie, pair[1].tie))
+    cost, p, d = min(pairs, key=lambda pair: (pair[0], pair[1].tie, pair[2].tie))
     return Placement(
         prefill=p.candidate.record,
         decode=d.candidate.record,
-        cost=p.cost + d.cost,
+        cost=cost,
         reason=(
             f"prefill {p.candidate.record.worker_id}: {p.candidate.cached_tokens} of {demand.num_tokens} tokens cached, cost {p.cost:.0f}; "
             f"decode {d.candidate.record.worker_id}: {d.candidate.cached_tokens} cached, cost {d.cost:.0f}"
         ),
     )
+
+
+def _joined(there: _Rail, here: _Rail) -> bool:
+    if there[1] != here[1]:
+        return False
+    return there[0] == here[0] or (there[1] in HOST_TRANSPORTS and joinable(there[0], here[0]))
 
 
 def _best_by_rail(scored: Iterable[tuple[Candidate, float]], demand: Demand) -> dict[_Rail, _Scored]:

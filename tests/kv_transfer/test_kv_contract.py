@@ -15,7 +15,7 @@ from kv_pairs import MakePair, Pair, in_s, wait_for_stats
 
 from kv_transfer.scattering import ScatterClock
 from kv_transfer.testing import ArrayStore
-from kv_transfer.transport import ChunkInfo
+from kv_transfer.transport import ChunkInfo, HostFetch
 from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, TwostepError, Unavailable
 
@@ -306,6 +306,25 @@ async def test_cancelling_at_any_moment_leaks_nothing(make_pair: MakePair) -> No
         chunk = await publish(pair, lease, 0, list(range(16)))
         await fetch(pair, lease, chunk, list(range(16)))
         await drop(pair, lease)
+
+
+async def test_bytes_are_fetched_for_the_callers_own_use(make_pair: MakePair) -> None:
+    """Blocks of a size that the reader's pool does not have."""
+    pair = await make_pair(block_bytes=4097)
+    endpoint, lease = pair.prefill.transport.endpoint, pair.salt + "a"
+    assert isinstance(pair.decode.transport, HostFetch)
+    chunk = await publish(pair, "a", 0, [5, 1, 9])
+    data = await pair.decode.transport.fetch_bytes(endpoint, lease, chunk, deadline=in_s(10))
+    np.testing.assert_array_equal(data.reshape(3, 4097), pair.prefill.store.blocks[[5, 1, 9]])
+    data[:] = 0
+    again = await pair.decode.transport.fetch_bytes(endpoint, lease, chunk, deadline=in_s(10))
+    np.testing.assert_array_equal(again.reshape(3, 4097), pair.prefill.store.blocks[[5, 1, 9]])
+    with pytest.raises(DataLoss, match="checksum"):
+        await pair.decode.transport.fetch_bytes(endpoint, lease, replace(chunk, checksum=chunk.checksum ^ 1), deadline=in_s(10))
+    await drop(pair, "a")
+    with pytest.raises(NotFound):
+        await pair.decode.transport.fetch_bytes(endpoint, lease, chunk, deadline=in_s(10))
+    assert not pair.decode.store.blocks.any()
 
 
 async def test_a_probe_moves_bytes_and_leaves_nothing(make_pair: MakePair) -> None:

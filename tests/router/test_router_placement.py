@@ -102,14 +102,25 @@ def test_not_ready_draining_and_excluded_workers_are_left_out() -> None:
     assert "no decode worker" in both.reason
 
 
-def test_only_equal_layouts_and_common_transports_are_paired() -> None:
+def test_blocks_of_another_size_are_cut_anew_where_they_pass_through_the_host() -> None:
     other = dataclasses.replace(LAYOUT, block_size=32)
+    assert chosen([candidate("p0", layout=other)], [candidate("d0")]) == ("p0", "d0")
+    # At a cost.
+    assert chosen([candidate("p0", layout=other)], [candidate("d0"), candidate("d1", layout=other)]) == ("p0", "d1")
+    both = ("nixl", "ray")
+    assert chosen([candidate("p0", layout=other, transports=both)], [candidate("d0", transports=both)]) == ("p0", "d0")
+    direct = shortage([candidate("p0", layout=other, transports=("nixl",))], [candidate("d0", transports=("nixl",))])
+    assert direct.shortage is Shortage.NO_TRANSPORT
+
+
+def test_only_layouts_that_fit_and_common_transports_are_paired() -> None:
+    other = dataclasses.replace(LAYOUT, dtype="float32")
     prefill = [candidate("p0", cached=900, layout=other), candidate("p1", queued=3000)]
     assert chosen(prefill, [candidate("d0")])[0] == "p1"
     assert chosen(prefill, [candidate("d0"), candidate("d1", layout=other)]) == ("p0", "d1")
     apart = shortage([candidate("p0", layout=other)], [candidate("d0")])
     assert apart.shortage is Shortage.INCOMPATIBLE
-    assert "p0 and d0 differ in block_size (32 and 16)" in apart.reason
+    assert "p0 and d0 differ in dtype ('float32' and 'bfloat16')" in apart.reason
     lossy = [dataclasses.replace(LAYOUT, quantization=name) for name in ("fp8", "int8")]
     assert "--kv-cache-dtype" in shortage([candidate("p0", layout=lossy[0])], [candidate("d0"), candidate("d1", layout=lossy[1])]).reason
     assert chosen([candidate("p0", layout=lossy[0])], [candidate("d0"), candidate("d1", layout=lossy[0])]) == ("p0", "d1")
@@ -161,7 +172,7 @@ workers = st.lists(
         ready=st.booleans(),
         draining=st.booleans(),
         transports=st.sampled_from([(), ("ray",), ("nixl",), ("ray", "nixl")]),
-        layout=st.sampled_from([LAYOUT, dataclasses.replace(LAYOUT, block_size=32)]),
+        layout=st.sampled_from([LAYOUT, dataclasses.replace(LAYOUT, block_size=32), dataclasses.replace(LAYOUT, dtype="float32")]),
         num_blocks=st.sampled_from([20, 70, 1000]),
     ),
     max_size=5,
@@ -184,6 +195,7 @@ def test_whatever_the_workers_a_pair_is_valid_and_cheapest_and_none_is_missed(pr
         assert not pairs
         assert placed.reason
         return
-    assert placed.prefill.layout == placed.decode.layout
-    assert set(placed.prefill.transports) & set(placed.decode.transports)
+    common = set(placed.prefill.transports) & set(placed.decode.transports)
+    assert common
+    assert placed.prefill.layout == placed.decode.layout or ("ray" in common and placed.prefill.layout.dtype == placed.decode.layout.dtype)
     assert placed.cost == min(pair.cost for pair in pairs)

@@ -323,8 +323,9 @@ async def test_tickets_that_do_not_verify(redis_url: str) -> None:
             await router.attach("r", _signed(good, secret, request_id="other"))
         with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
             await router.attach("r", _signed(good, secret, tenant="another"))
+        other = _signed(good, secret, layout="0" * 32)
         with pytest.raises(grpc.aio.AioRpcError, match="FAILED_PRECONDITION"):
-            await router.attach("r", _signed(good, secret, layout="0" * 32))
+            await pair.kv.Watch(kv_pb2.WatchRequest(ticket=other)).read()
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
             await router.attach("r", _signed(good, secret, expires_unix_ms=1))
         # An old epoch that does get attached ends in a retryable failure: the worker has restarted.
@@ -343,10 +344,10 @@ async def test_incompatible_layouts_are_refused_and_not_worth_repeating(redis_ur
     async with started(redis_url, decode_fingerprint="another model") as pair, routed(pair) as router:
         await router.reserve("r", PROMPT, 20)
         call = router.run("r", PROMPT, 20)
-        ticket = (await call.read()).accepted.ticket
-        with pytest.raises(grpc.aio.AioRpcError, match="FAILED_PRECONDITION"):
-            await router.attach("r", ticket)
-        await router.cancel("r")
+        await router.attach("r", (await call.read()).accepted.ticket)
+        failed = (await until_event(router, "failed")).failed
+        assert (failed.code, failed.retryable) == ("FAILED_PRECONDITION", False)
+        assert "another model" in failed.message
         call.cancel()
         await pair.settled()
 

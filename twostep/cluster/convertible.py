@@ -11,6 +11,8 @@ from __future__ import annotations
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Incompatible
 
+# Transports that pass through the reader's host memory, where blocks can be cut anew.
+HOST_TRANSPORTS = ("ray", "local")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "fp8")
 # Quantized values of so many tokens lie together.
@@ -51,6 +53,16 @@ def same_numbers(source: LayoutRecord, target: LayoutRecord) -> bool:
     if source.quantization != target.quantization:
         return False
     return source.quantization != "none" or source.dtype == target.dtype
+
+
+def joinable(source: LayoutRecord, target: LayoutRecord) -> bool:
+    """Whether hand-overs between the two are possible: whole blocks of the same numbers, that may be cut differently. Rounded KV would
+    need prefix hashes of its own."""
+    try:
+        check_convertible(source, target)
+    except Incompatible:
+        return False
+    return (source.dtype, source.quantization) == (target.dtype, target.quantization) and source.tp_size == target.tp_size == 1
 
 
 def cache_key_fields(source: LayoutRecord, target: LayoutRecord) -> tuple[str, str]:
