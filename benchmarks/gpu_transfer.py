@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from gpu_elementwise import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
+from gpu_engine import LLAMA_8B, batch_of, make, prefill_rate, tables_for
 from gpu_linear import graph_us
 
 from kv_transfer.ipc_memory import close_handle, export, open_handle
@@ -160,6 +161,31 @@ def write_kernel(rows: int) -> tuple[float, float]:
     return min(taken[False]), min(taken[True])
 
 
+def whole_model(kept: bool) -> None:
+    """Eight layers of the 8B model: prefill's rate, and whether the sums are those of the bytes after chunks, mixed and captured steps."""
+    runner = make(
+        LLAMA_8B | {"num_hidden_layers": 8}, device="cuda:1", num_blocks=2048, max_num_seqs=4, max_model_len=8192, keep_kv_sums=kept
+    )
+    rates = sorted(prefill_rate(runner, 4, 4096, 8192) for _ in range(3))
+    print(f"prefill of 4 x 4096 tokens, eight layers, sums {'kept' if kept else 'not kept'}: {rates[1] / 1e3:.1f}k tokens/s", flush=True)
+    cache = runner.kv_cache
+    if cache.sums is None:
+        assert not kept
+        return
+    tables = tables_for(runner, 3, 600)
+    for starts, counts in (([0, 0, 0], [300, 17, 1]), ([300, 17, 1], [1, 200, 1]), ([301, 217, 2], [1, 1, 1]), ([302, 218, 3], [1, 1, 1])):
+        runner.forward(batch_of(starts, counts, tables))
+    ids = torch.arange(2048, dtype=torch.int32, device="cuda")
+    found, want = (torch.zeros(2048, dtype=torch.int64, device="cuda") for _ in range(2))
+    add_slot_sums(cache.sums.tensor, ids, found, first_layer=0, num_layers=8)
+    size = cache.shape.block_bytes
+    sum_blocks(cache.tensor.data_ptr(), ids, want, block_bytes=size, first_byte=0, num_bytes=size, shape=PullShape())
+    assert torch.equal(found, want), f"{int((found != want).sum())} blocks have other sums than were kept"
+    some = cache.tensor[:4].reshape(4, -1).view(torch.uint8).cpu().numpy()
+    assert want[:4].tolist() == block_sums(some).view("int64").tolist()
+    print("    the kept sums of 2048 blocks are those of their bytes", flush=True)
+
+
 def neighbour(reader: Reader, shape: PullShape) -> tuple[float, float]:
     """ms of a memory-bound kernel (a stand-in for a decode step) alone, and while pulls follow one another without a pause."""
     a, b = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -240,6 +266,8 @@ def main() -> None:
     for rows in (2048, 8192):
         without, summed = write_kernel(rows)
         print(f"KV write, {rows} rows: {without:.1f} us, with sums {summed:.1f} us ({(summed / without - 1) * 100:+.1f} %)", flush=True)
+    for kept in (False, True):
+        whole_model(kept)
 
 
 if __name__ == "__main__":
