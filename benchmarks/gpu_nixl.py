@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -264,7 +265,7 @@ def raw(source: Source, sizes: tuple[int, ...] = (BLOCK_BYTES, 512 << 10, 128 <<
     agent.close()
 
 
-async def fetches(source: Source, cuts: tuple[tuple[int, int], ...], piece_mib: int, **params: str) -> None:
+async def fetches(source: Source, cuts: tuple[tuple[int, int], ...], piece_mib: int, *, consecutive: bool = False, **params: str) -> None:
     """`cuts`: into how many chunks, how many of them at once."""
     pool = pool_of(NEAR, 0)
     reader = transport_of(pool, piece_mib << 20, **params)
@@ -277,6 +278,9 @@ async def fetches(source: Source, cuts: tuple[tuple[int, int], ...], piece_mib: 
     )
     rng = np.random.default_rng(7)
     far, near = rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist(), rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
+    if consecutive:
+        far = list(range(NUM_BLOCKS))
+        print("blocks that are consecutive in the source's pool:")
     for num_chunks, at_once in cuts:
         chunks, published = source.publish(far, num_chunks)
         targets = np.array_split(near, num_chunks)
@@ -308,10 +312,11 @@ async def faults(name: str) -> None:
     signum = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[name]
     source = Source()
     pool = pool_of(NEAR, 0)
-    reader = transport_of(pool)
+    reader = transport_of(pool, **THREADED)
     await reader.start()
-    chunks, _ = source.publish(list(range(NUM_BLOCKS)), 8)
-    targets = [[200 + b for b in chunk.source_blocks] for chunk in chunks]
+    far = np.random.default_rng(8).permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
+    chunks, _ = source.publish(far, 8)
+    targets = [part.tolist() for part in np.array_split(np.arange(200, 200 + NUM_BLOCKS), 8)]
     over = time.monotonic() + 60.0
 
     async def fetch(endpoint: str, chunk: ChunkInfo, ids: list[int], within_s: float) -> None:
@@ -349,12 +354,12 @@ async def faults(name: str) -> None:
     await asyncio.sleep(2.5)
     assert float((torch.ones(1 << 20, device=NEAR) * 2).sum()) == 2 << 20, "the survivor's context is broken"
     fresh = Source()
-    again, _ = fresh.publish(list(range(NUM_BLOCKS)), 8)
+    again, _ = fresh.publish(far, 8)
     start = time.perf_counter()
     for chunk, ids in zip(again, targets, strict=True):
         await fetch(fresh.endpoint, chunk, ids, 10.0)
     took = time.perf_counter() - start
-    whole = torch.equal(pool[200 : 200 + NUM_BLOCKS].cpu(), pool_of(FAR, 1)[:NUM_BLOCKS].cpu())
+    whole = torch.equal(pool[200 : 200 + NUM_BLOCKS].cpu(), pool_of(FAR, 1)[far].cpu())
     print(f"    context lives; arena in use {reader.arena.used_bytes}; a new source: {took:.3f} s, bit for bit: {whole}", flush=True)
     fresh.close()
     source.close()
@@ -367,6 +372,14 @@ async def only_probe(source: Source) -> None:
     probe = await reader.probe(source.endpoint, deadline=time.monotonic() + 20)
     print(f"probe with UCX_TLS={os.environ.get('UCX_TLS', '')}: {probe.bytes_per_s / 1e9:.2f} GB/s")
     await reader.close()
+
+
+def attempt(section: Callable[[], None]) -> None:
+    """One that fails does not cost the others."""
+    try:
+        section()
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
 
 
 def main() -> None:
@@ -384,17 +397,18 @@ def main() -> None:
     if {"raw", "fetch", "probe"} & set(args.section):
         source = Source()
         try:
-            if "raw" in args.section:
-                raw(source)
-                for num_threads in ("2", "4", "8"):
-                    raw(source, (BLOCK_BYTES,), num_threads=num_threads, split_batch_size="8")
             if "fetch" in args.section:
                 TRUTH = pool_of(FAR, 1).cpu()
-                asyncio.run(fetches(source, ((1, 1),), 64))
-                for piece_mib in (48, 64, 128, 341):
-                    asyncio.run(fetches(source, ((1, 1),), piece_mib, **THREADED))
-                asyncio.run(fetches(source, ((1, 1), (2, 2), (4, 4), (11, 4), (43, 4)), 64, **THREADED))
-                print("bit for bit: True")
+                one, many = ((1, 1),), ((1, 1), (2, 2), (4, 4), (11, 4), (43, 4))
+                attempt(lambda: asyncio.run(fetches(source, one, 64)))
+                attempt(lambda: asyncio.run(fetches(source, many, 64, **THREADED)))
+                for piece_mib in (48, 128, 341):
+                    attempt(lambda n=piece_mib: asyncio.run(fetches(source, one, n, **THREADED)))
+                attempt(lambda: asyncio.run(fetches(source, one, 64, consecutive=True)))
+            if "raw" in args.section:
+                attempt(lambda: raw(source))
+                for num_threads in ("2", "4", "8"):
+                    attempt(lambda n=num_threads: raw(source, (BLOCK_BYTES,), num_threads=n, split_batch_size="8"))
             if "probe" in args.section:
                 asyncio.run(only_probe(source))
         finally:
