@@ -15,6 +15,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -62,7 +63,7 @@ def _run_all(chosen: Sequence[tuple[Target, Fault]], timing: Timing, args: argpa
         print(reason, file=sys.stderr)
         return 2
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="fm-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="fm-", dir="/tmp") as scratch:
         model = args.model or Path(scratch) / "model"
         if args.model is None:
             _save_model(model)
@@ -70,7 +71,13 @@ def _run_all(chosen: Sequence[tuple[Target, Fault]], timing: Timing, args: argpa
         outputs = [Path(scratch) / f"{lane}.jsonl" for lane in range(lanes)]
         words = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--lanes", str(lanes), "--model", str(model)]
         running = [subprocess.Popen([*words, "--lane", str(lane), "--json", str(path)]) for lane, path in enumerate(outputs)]
-        codes = [process.wait() for process in running]
+        # Nothing may outlive this process; a lane's end is the end of all in its namespaces.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            codes = [process.wait() for process in running]
+        finally:
+            for process in running:
+                process.kill()
         injections = [_from_json(line) for path in outputs if path.exists() for line in path.read_text().splitlines()]
     two_raylets = _two_raylets() if len(chosen) == len(list(_all())) else _Said("", True)
     done = {(injection.fault, injection.target) for injection in injections}
@@ -114,7 +121,7 @@ async def _run_lane(mine: Sequence[tuple[Target, Fault]], timing: Timing, args: 
     try:
         for target, fault in mine:
             for attempt in range(_TRIES):
-                system = system or await _started(args.model)
+                system = system or await _started(args.model, args.json.parent)
                 try:
                     injection = await inject(system, target, fault, timing, asker)
                 except (TimeoutError, AssertionError) as error:
@@ -134,8 +141,8 @@ async def _run_lane(mine: Sequence[tuple[Target, Fault]], timing: Timing, args: 
             await system.stop()
 
 
-async def _started(model: Path) -> FaultSystem:
-    system = FaultSystem(model)
+async def _started(model: Path, parent: Path) -> FaultSystem:
+    system = FaultSystem(model, parent=parent)
     try:
         await system.start()
     except BaseException:

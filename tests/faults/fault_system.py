@@ -85,11 +85,17 @@ class FaultSystem:
     worker's step at least."""
 
     def __init__(
-        self, model_dir: Path, *, step_ms: float = 15.0, worker_argv: tuple[str, ...] = (), worker_flags: tuple[str, ...] = ()
+        self,
+        model_dir: Path,
+        *,
+        parent: Path = Path("/tmp"),
+        step_ms: float = 15.0,
+        worker_argv: tuple[str, ...] = (),
+        worker_flags: tuple[str, ...] = (),
     ) -> None:
         """`worker_argv`: what starts a worker, before its role; the gated one of this folder if not given."""
         # Not pytest's tmp_path, which is too long for unix sockets.
-        self.directory = Path(tempfile.mkdtemp(prefix="f-", dir="/tmp"))
+        self.directory = Path(tempfile.mkdtemp(prefix="f-", dir=parent))
         self.network = Network()
         self.gates = Gates(self.directory / "gates")
         self.hosts = {name: self.network.host(name) for name in ("redis", "head", "router-0", "router-1", "prefill", "decode", "spare")}
