@@ -79,7 +79,7 @@ async def test_blocks_of_odd_sizes_arrive_within_a_process_and_both_ways(block_b
     pools = [rng.integers(0, 256, (32, block_bytes), np.uint8) for _ in range(2)]
     async with transport_of(pools[0]) as a, transport_of(pools[1]) as b:
         for index, (source, reader) in enumerate(((a, b), (b, a), (a, a))):
-            far, near = rng.permutation(32)[:9].tolist(), rng.permutation(32)[:9].tolist()
+            far, near = rng.permutation(32)[:18].reshape(2, 9).tolist()
             wanted = pools[0 if source is a else 1][far].copy()
             chunk = await source.publish(f"l{index}", 0, 0, far, ttl_s=30, deadline=within(10))
             await reader.fetch(source.endpoint, f"l{index}", chunk, near, deadline=within(10))
