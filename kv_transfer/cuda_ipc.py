@@ -63,9 +63,9 @@ _lives: weakref.WeakValueDictionary[str, CudaIpcTransport] = weakref.WeakValueDi
 class CudaIpcTransport:
     """See kv_transfer.transport for the contract."""
 
-    def __init__(self, cache: KvCache, *, shape: PullShape | None = None, blocking: bool = True) -> None:
-        """`shape`: how a pull is cut. `blocking`: threads sleep while they wait for the GPU, instead of spinning. A pool in host memory
-        can be read within the process only. Raises SetupError."""
+    def __init__(self, cache: KvCache, *, serves: bool = True, shape: PullShape | None = None, blocking: bool = True) -> None:
+        """`serves`: peers may read the pool; else it only reads theirs. `shape`: how a pull is cut. `blocking`: threads sleep while they
+        wait for the GPU, instead of spinning. A pool in host memory can be read within the process only. Raises SetupError."""
         if cache.shape.layer_bytes % WORD_BYTES:
             raise SetupError(
                 f"cuda_ipc moves whole 64-bit words, and a layer of a KV block has {cache.shape.layer_bytes} bytes; "
@@ -73,6 +73,7 @@ class CudaIpcTransport:
             )
         self._cache = cache
         self._device = cache.tensor.device
+        self._serves = serves
         self._shape = shape or PullShape()
         self._blocking = blocking
         self._own = ProcessId.own()
@@ -91,7 +92,7 @@ class CudaIpcTransport:
     @classmethod
     def of_worker(cls, parts: EdgeParts) -> CudaIpcTransport:
         """Raises SetupError."""
-        return cls(_cache_of(parts.model.runner))
+        return cls(_cache_of(parts.model.runner), serves=parts.config.role == "prefill")
 
     @property
     def name(self) -> str:
@@ -107,6 +108,7 @@ class CudaIpcTransport:
 
     @property
     def endpoint(self) -> str:
+        """Empty too where the pool is not shared."""
         return self._endpoint
 
     @property
@@ -131,8 +133,9 @@ class CudaIpcTransport:
         except BaseException:
             threads.shutdown(wait=False)
             raise
-        self._threads, self._endpoint = threads, str(endpoint)
-        _lives[self._life] = self
+        self._threads, self._endpoint = threads, "" if endpoint is None else str(endpoint)
+        if endpoint is not None:
+            _lives[self._life] = self
         self._sweeper = asyncio.create_task(self._sweep(), name="kv-ipc-sweep")
 
     async def close(self) -> None:
@@ -162,6 +165,8 @@ class CudaIpcTransport:
         ttl_s: float,
         deadline: float,
     ) -> ChunkInfo:
+        if not self._serves:
+            raise InvalidRequest("this worker's KV pool is not shared over cuda_ipc; publish on a prefill worker")
         ids = self._check_ids(block_ids)
         part = self._part(layers)
         num_bytes = len(ids) * (part.stop - part.start)
@@ -292,16 +297,18 @@ class CudaIpcTransport:
 
     # ---- both --------------------------------------------------------------------------------------------------------------------
 
-    def _prepare(self) -> IpcEndpoint:
+    def _prepare(self) -> IpcEndpoint | None:
         """Exports the pool, and compiles the kernels before the first hand-over waits for them. Raises SetupError."""
         shape = self._cache.shape
         self._pattern = torch.from_numpy(probe_pattern(PROBE_BYTES)).to(self._device)
-        pool, probe = (export(x) if x.is_cuda else None for x in (self._cache.tensor, self._pattern))
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
             lane, scratch = self._lane, torch.empty_like(self._pattern)
             lane.pull(self._pattern.data_ptr(), scratch.data_ptr(), [0], [0], block_bytes=4096, part=slice(0, 4096), shape=self._shape)
             lane.sums_of(self._cache, [0], self._part(None))
+        if not self._serves:
+            return None
+        pool, probe = (export(x) if x.is_cuda else None for x in (self._cache.tensor, self._pattern))
         return IpcEndpoint(
             process=self._own,
             life=self._life,

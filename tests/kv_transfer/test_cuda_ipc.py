@@ -171,6 +171,18 @@ async def test_sources_that_cannot_be_read_are_unavailable(pair: Pair) -> None:
                 await call
 
 
+async def test_a_pool_that_is_not_shared_only_reads(pair: Pair) -> None:
+    reader = Side(pair.target.cache, CudaIpcTransport(pair.target.cache, serves=False))
+    await reader.transport.start()
+    assert (reader.transport.ready, reader.transport.endpoint) == (True, "")
+    chunk = await pair.publish(0, [1])
+    await reader.transport.fetch(pair.source.transport.endpoint, "lease", chunk, [2], deadline=in_s(20))
+    assert torch.equal(reader.cache.tensor[2], pair.source.cache.tensor[1])
+    with pytest.raises(InvalidRequest, match="not shared"):
+        await reader.transport.publish("lease", 0, 0, [1], ttl_s=5, deadline=in_s(20))
+    await reader.transport.close()
+
+
 async def test_a_closed_source_is_unavailable(pair: Pair) -> None:
     chunk, endpoint = await pair.publish(0, [1]), pair.source.transport.endpoint
     await pair.source.transport.close()
