@@ -136,7 +136,7 @@ async def kind(request: pytest.FixtureRequest) -> AsyncIterator[Kind]:
     finally:
         await asyncio.gather(*(side.transport.close() for pair in kind.pairs.values() for side in (pair.prefill, pair.decode)))
     if ray is not None:
-        assert await asyncio.to_thread(store_empty_within, ray, 10.0)
+        assert await asyncio.to_thread(store_empty_within, ray, 40.0)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
