@@ -84,17 +84,8 @@ class FaultSystem:
     """start(), then faults; stop() in any case. `model_dir` has a tokenizer and a configuration; no weights are read. `step_ms`: of a
     worker's step at least."""
 
-    def __init__(
-        self,
-        model_dir: Path,
-        *,
-        parent: Path = Path("/tmp"),
-        step_ms: float = 15.0,
-        worker_argv: tuple[str, ...] = (),
-        worker_flags: tuple[str, ...] = (),
-    ) -> None:
-        """`worker_argv`: what starts a worker, before its role; the gated one of this folder if not given."""
-        # Not pytest's tmp_path, which is too long for unix sockets.
+    def __init__(self, model_dir: Path, *, parent: Path = Path("/tmp"), step_ms: float = 15.0) -> None:
+        # In a short place, because of unix sockets.
         self.directory = Path(tempfile.mkdtemp(prefix="f-", dir=parent))
         self.network = Network()
         self.gates = Gates(self.directory / "gates")
@@ -102,8 +93,6 @@ class FaultSystem:
         self.components: dict[str, Component] = {}
         self._model_dir = model_dir
         self._step_ms = step_ms
-        self._worker_argv = worker_argv or (sys.executable, str(_HERE / "gated_worker.py"))
-        self._worker_flags = worker_flags
         self._secret = self.directory / "secret"
         self._secret.write_text(secrets.token_hex(32))
         self.ray = RayHead(
@@ -356,7 +345,7 @@ class FaultSystem:
         flags += ["--run-dir", str(self.directory / worker_id), "--kv-transfer", "ray", "--lease-ttl", "8"]
         if role == "prefill":
             flags += ["--chunk-bytes", str(128 << 10), "--kv-budget-bytes", str(_STORE_BYTES // 3)]
-        return [*self._worker_argv, role, str(self.gates.directory), *shared, *flags, *self._worker_flags]
+        return [sys.executable, str(_HERE / "gated_worker.py"), role, str(self.gates.directory), *shared, *flags]
 
     def _raylet_argv(self, host: Host) -> list[str]:
         flags = [f"--address={self.ray.address}", "--block", f"--node-ip-address={host.address(Plane.RAY)}"]
