@@ -27,10 +27,11 @@ import numpy as np
 import torch
 
 from kv_transfer import nixl_device
-from kv_transfer.nixl_agent import NixlAgent, Peer, Read
+from kv_transfer.nixl_agent import NixlAgent
 from kv_transfer.nixl_device import DeviceMemory
 from kv_transfer.nixl_endpoint import NixlEndpoint, laid_out
 from kv_transfer.nixl_memory import HostMemory, NixlMemory
+from kv_transfer.nixl_read import Peer, Read
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import TwostepError

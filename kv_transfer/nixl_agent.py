@@ -3,8 +3,6 @@
     event loop ── start_read ─▶ commands ─▶ thread: post, poll, land, poll      A call of the library may block (a connection, a copy
     event loop ◀─ future ────────────────────────────────────┘                  through host memory), and an agent is not safe for several
                                                                                 threads.
-    Read       WAITING ──▶ READING ──▶ LANDING ──▶ ended       `abandon` before LANDING: the read goes on, and nothing lands
-
 While nothing is on its way, the thread wakes a few hundred times a second to let the library answer peers that connect. The library's own
 progress thread would do that by spinning on a core. No call that pickles is used: descriptors are built from integers on either side,
 metadata is the library's own format, notifications are not sent.
@@ -26,10 +24,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from kv_transfer.nixl_endpoint import Descriptors
+from kv_transfer.nixl_read import Peer, Read, Region
 from twostep.errors import SetupError, TwostepError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -43,78 +40,6 @@ _POLL_S = 200e-6
 _PR_SET_TIMERSLACK = 29
 _MAX_PEERS = 256
 _CLOSE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Memory that stays registered for the agent's life. `memory` is "DRAM" or "VRAM"."""
-
-    address: int
-    num_bytes: int
-    memory: str
-    device: int
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """An agent elsewhere, by its name, and its metadata, which the first read from it loads."""
-
-    name: str
-    metadata: bytes
-
-
-class Landing(Protocol):
-    """What is done with the bytes that a read brought. Used in the agent's thread only."""
-
-    def prepare(self) -> None:
-        """Before the read is posted."""
-        ...
-
-    def begin(self) -> None:
-        """All bytes are here."""
-        ...
-
-    def done(self) -> bool:
-        """Whether what was begun has ended; does not block."""
-        ...
-
-
-class Read:
-    """One read, from `start_read` to its end."""
-
-    def __init__(self, peer: Peer, near: Descriptors, near_memory: str, far: Descriptors, far_memory: str, landing: Landing | None) -> None:
-        self.peer = peer
-        self.near, self.near_memory = near, near_memory
-        self.far, self.far_memory = far, far_memory
-        self.landing = landing
-        # Ends when nothing of the read, nor of its landing, can be written any more; fails with Unavailable where the peer or the path
-        # is gone, and with what the landing raised.
-        self.ended: Future[None] = Future()
-        self.ended.set_running_or_notify_cancel()  # it cannot be cancelled
-        # Seconds from the last byte's arrival to the end of the landing.
-        self.landing_s = 0.0
-        self.handle: Any = None
-        self.posted_at = self.arrived_at = 0.0
-        self._lock = threading.Lock()
-        self._abandoned = False
-        self._landing_begun = False
-
-    def abandon(self) -> bool:
-        """Nobody wants it any more. True: nothing will land, though the read itself may go on up to `ended`. False: it is landing, or has;
-        `ended` comes within milliseconds."""
-        with self._lock:
-            self._abandoned = not self._landing_begun
-            return self._abandoned
-
-    def may_land(self) -> bool:
-        """The agent's thread asks once, before it lets anything land."""
-        with self._lock:
-            self._landing_begun = self.landing is not None and not self._abandoned
-            return self._landing_begun
-
-    @property
-    def is_landing(self) -> bool:
-        return self._landing_begun
 
 
 class NixlAgent:
@@ -153,10 +78,14 @@ class NixlAgent:
             self._thread = None
             raise
 
+    @property
+    def running(self) -> bool:
+        return not self._closing and self._thread is not None
+
     def start_read(self, read: Read) -> None:
         """Copies each far region into the near one beside it, then lets it land. Does not block; see Read.ended."""
         with self._lock:
-            if self._closing or self._thread is None:
+            if not self.running:
                 read.ended.set_exception(Unavailable("the nixl transport is closed; try another worker"))
             else:
                 self._commands.put(read)
@@ -184,6 +113,8 @@ class NixlAgent:
         started.set_result(None)
         try:
             self._serve()
+        except Exception:
+            log.exception("the nixl transport has failed and is closed; it comes back with the worker's next start")
         finally:
             self._leave()
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kv_transfer.nixl_agent import Region
 from kv_transfer.nixl_memory import Sums, probe_differs
+from kv_transfer.nixl_read import Region
 from kv_transfer.probing import PROBE_BYTES, probe_pattern
 from kv_transfer.sum64 import WORD_BYTES
 from twostep.engine.batch import Runner

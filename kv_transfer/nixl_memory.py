@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.nixl_agent import Landing, Region
+from kv_transfer.nixl_read import Landing, Region
 from kv_transfer.probing import probe_pattern
 from kv_transfer.sum64 import WORD_BYTES, block_sums
 from twostep.errors import DataLoss

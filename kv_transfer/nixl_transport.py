@@ -26,9 +26,10 @@ from itertools import pairwise
 from typing import TypeVar
 
 from kv_transfer.local import check_blocks, part_bytes
-from kv_transfer.nixl_agent import Landing, NixlAgent, Peer, Read
+from kv_transfer.nixl_agent import NixlAgent
 from kv_transfer.nixl_endpoint import Descriptors, NixlEndpoint, laid_out
 from kv_transfer.nixl_memory import NixlMemory, Sums
+from kv_transfer.nixl_read import Landing, Peer, Read
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.scattering import scattered
 from kv_transfer.staging_arena import ArenaSlot, StagingArena
@@ -117,7 +118,7 @@ class NixlTransport:
 
     @property
     def ready(self) -> bool:
-        return self._threads is not None
+        return self._threads is not None and self._agent.running
 
     @property
     def max_lease_bytes(self) -> int:

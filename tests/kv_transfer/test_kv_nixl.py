@@ -330,6 +330,26 @@ async def test_closed_sides_refuse_and_close_does_not_wait_for_ever(library: Fak
     library.live_handles = 0  # left to the end of the process, as it must be
 
 
+async def test_a_library_that_breaks_costs_the_transport_and_no_call_waits(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        chunk = await publish(source, [3])
+        agent = library.agents[reader.agent]
+        library.held.add(source.agent)
+        task = asyncio.create_task(fetch(reader, source, chunk, [1], within_s=60))
+        assert await settles(lambda: reader.transport.arena.used_bytes > 0)
+
+        def broken(handle: object) -> str:
+            raise MemoryError("broken")
+
+        agent.check_xfer_state = broken
+        with pytest.raises(Unavailable):
+            await task
+        assert not reader.transport.ready
+        with pytest.raises(Unavailable):
+            await fetch(reader, source, chunk, [1])
+    library.live_handles = 0  # kept to the end of the process
+
+
 async def test_a_library_that_does_not_start_says_what_to_do(library: FakeLibrary) -> None:
     transport = NixlTransport(
         HostMemory(np.zeros((2, BLOCK), np.uint8), arena_bytes=ARENA, probe_bytes=BLOCK), backend_params={"refuse": "1"}
