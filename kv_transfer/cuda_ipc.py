@@ -16,9 +16,9 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -27,7 +27,8 @@ import torch
 from kv_transfer.ipc_batches import Ask, Batch, PullBatches
 from kv_transfer.ipc_endpoint import IpcEndpoint, ProcessId
 from kv_transfer.ipc_lanes import Lane
-from kv_transfer.ipc_memory import HANDLE_BYTES, close_handle, export, open_handle
+from kv_transfer.ipc_memory import export
+from kv_transfer.ipc_opening import IpcOpener, gpu_uuid
 from kv_transfer.ipc_peers import IpcPeers, PeerPool
 from kv_transfer.local import check_blocks, part_bytes
 from kv_transfer.object_book import ObjectBook
@@ -56,7 +57,7 @@ _PROBE_READS = 3
 
 R = TypeVar("R")
 
-# Transports of this process: a handle cannot be opened where it was made.
+# Those of this process that share their pools.
 _lives: weakref.WeakValueDictionary[str, CudaIpcTransport] = weakref.WeakValueDictionary()
 
 
@@ -81,7 +82,7 @@ class CudaIpcTransport:
         self._endpoint = ""
         self._pattern: torch.Tensor | None = None
         self._book: ObjectBook[bool] = ObjectBook(_NO_BUDGET)
-        self._peers = IpcPeers(self, self._own)
+        self._peers = IpcPeers(IpcOpener(self._device, self._own), self._own)
         self._local = threading.local()
         self._threads: ThreadPoolExecutor | None = None
         self._batches = PullBatches(self._pull_batch)
@@ -232,7 +233,7 @@ class CudaIpcTransport:
         """The sums of chunks of so many blocks."""
         if not sources:
             return [0] * len(counts)
-        with self._peers.pool_of(source) as peer:
+        with self._pool_of(source) as peer:
             sums = self._lane.pull(
                 peer.pool, self._cache.tensor.data_ptr(), sources, targets, block_bytes=source.block_bytes, part=part, shape=self._shape
             )
@@ -251,7 +252,7 @@ class CudaIpcTransport:
             torch.cuda.current_stream().synchronize()
         ids = list(range(PROBE_BYTES // _PROBE_PIECE)) * _PROBE_ROUNDS
         best = float("inf")
-        with self._peers.pool_of(source) as peer:
+        with self._pool_of(source) as peer:
             for _ in range(1 + _PROBE_READS):
                 start = time.perf_counter()
                 self._lane.pull(
@@ -262,38 +263,17 @@ class CudaIpcTransport:
             raise DataLoss("what a probe read over cuda_ipc is not what the peer holds; use another --kv-transfer")
         return Probe(num_bytes=PROBE_BYTES * _PROBE_ROUNDS, seconds=best)
 
-    def open(self, endpoint: IpcEndpoint) -> tuple[PeerPool, Callable[[], None]]:
-        """See Opener. Of a transport of this process: as it lies, since the devices of a process reach each other's memory."""
-        other = _lives.get(endpoint.life)
-        if other is not None and other._pattern is not None:
-            return PeerPool(other._cache.tensor.data_ptr(), other._pattern.data_ptr()), lambda: None
-        if endpoint.process.boot_id != self._own.boot_id or not self._own.boot_id:
-            raise Unavailable("the KV source is on another host, and cuda_ipc works within one; use nixl or ray")
-        if not endpoint.gpu or self._device.type != "cuda" or {len(endpoint.pool_handle), len(endpoint.probe_handle)} != {HANDLE_BYTES}:
-            raise Unavailable("cuda_ipc reads from GPU to GPU, and one side's KV pool is in host memory; use ray")
-        if endpoint.process == self._own:
+    @contextmanager
+    def _pool_of(self, source: IpcEndpoint) -> Iterator[PeerPool]:
+        """A handle cannot be opened where it was made, and need not be: the devices of a process reach each other's memory."""
+        if source.process != self._own:
+            with self._peers.pool_of(source) as peer:
+                yield peer
+            return
+        other = _lives.get(source.life)
+        if other is None or other._pattern is None:
             raise Unavailable("the KV source of this process was closed; prefill again")
-        self._check_reachable(endpoint.gpu)
-        pool = open_handle(endpoint.pool_handle, self._device)
-        try:
-            # Both may lie in one allocation, which can be opened once only.
-            same = endpoint.probe_handle == endpoint.pool_handle
-            probe = pool if same else open_handle(endpoint.probe_handle, self._device)
-        except BaseException:
-            close_handle(pool, self._device)
-            raise
-
-        def close() -> None:
-            for address in {pool, probe}:
-                close_handle(address, self._device)
-
-        return PeerPool(pool + endpoint.pool_offset, probe + endpoint.probe_offset), close
-
-    def _check_reachable(self, gpu: str) -> None:
-        """Of a GPU that is not visible here only the driver can say."""
-        for index in range(torch.cuda.device_count()):
-            if _uuid(index) == gpu and index != self._device.index and not torch.cuda.can_device_access_peer(self._device, index):
-                raise Unavailable(f"GPU {gpu} of the KV source is no peer of {self._device}: no NVLink or PCIe path; use nixl or ray")
+        yield PeerPool(other._cache.tensor.data_ptr(), other._pattern.data_ptr())
 
     # ---- both --------------------------------------------------------------------------------------------------------------------
 
@@ -312,7 +292,7 @@ class CudaIpcTransport:
         return IpcEndpoint(
             process=self._own,
             life=self._life,
-            gpu=_uuid(self._device.index) if self._device.type == "cuda" else "",
+            gpu=gpu_uuid(self._device),
             pool_handle=pool.handle if pool else b"",
             pool_offset=pool.offset if pool else 0,
             num_blocks=shape.num_blocks,
@@ -398,7 +378,3 @@ def _cache_of(runner: Runner) -> KvCache:
             "hold a part); leave cuda_ipc out"
         )
     return runner.kv_cache
-
-
-def _uuid(index: int | None) -> str:
-    return str(torch.cuda.get_device_properties(index or 0).uuid)

@@ -159,10 +159,17 @@ async def test_leases_end_by_a_drop_or_their_time(pair: Pair) -> None:
 async def test_sources_that_cannot_be_read_are_unavailable(pair: Pair) -> None:
     chunk = await pair.publish(0, [1])
     here = IpcEndpoint.parse(pair.source.transport.endpoint)
+    forgotten = replace(here, life="3" * 16)
     elsewhere = replace(here, life="0" * 16, process=replace(here.process, boot_id="another", pid_namespace=""))
     ended = replace(here, life="1" * 16, process=replace(here.process, start_time=here.process.start_time + 1))
     in_host_memory = replace(here, life="2" * 16, gpu="", process=replace(here.process, pid=1, pid_namespace="1"))
-    for endpoint, why in ((elsewhere, "another host"), (ended, "ended"), (in_host_memory, "host memory"), ("nixl:1:x", "no cuda_ipc")):
+    for endpoint, why in (
+        (forgotten, "was closed"),
+        (elsewhere, "another host"),
+        (ended, "ended"),
+        (in_host_memory, "host memory"),
+        ("nixl:1:x", "no cuda_ipc"),
+    ):
         for call in (
             pair.target.transport.fetch(str(endpoint), "lease", chunk, [1], deadline=in_s(20)),
             pair.target.transport.probe(str(endpoint), deadline=in_s(20)),
@@ -185,6 +192,7 @@ async def test_a_pool_that_is_not_shared_only_reads(pair: Pair) -> None:
 
 async def test_a_closed_source_is_unavailable(pair: Pair) -> None:
     chunk, endpoint = await pair.publish(0, [1]), pair.source.transport.endpoint
+    await pair.fetch(chunk, [1])
     await pair.source.transport.close()
     assert (pair.source.transport.ready, pair.source.transport.endpoint) == (False, "")
     with pytest.raises(Unavailable):
