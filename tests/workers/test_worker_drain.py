@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_harness import (
     BLOCK,
     SECRET,
+    Answer,
     Pair,
     RedisServer,
     decode_edge,
@@ -220,11 +221,20 @@ async def _both_refuse(pair: Pair, request: dict[str, Any], message: str) -> Non
         assert message in (caught.value.details() or "")
 
 
-async def test_a_decode_cache_that_is_no_whole_block_is_refused(redis_url: str) -> None:
+async def test_a_decode_cache_longer_than_the_prompt_is_refused_and_a_part_of_a_block_is_published_whole(redis_url: str) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
-        for cached in (3, 12):
-            with pytest.raises(grpc.aio.AioRpcError, match="num_decode_cached_tokens"):
-                await read_to_end(router.run("r", prompt_of(10), 3, cached=cached))
+        with pytest.raises(grpc.aio.AioRpcError, match="num_decode_cached_tokens"):
+            await read_to_end(router.run("r", prompt_of(10), 3, cached=12))
+        await pair.settled()
+        await router.reserve("s", prompt_of(10), 3)
+        call = router.run("s", prompt_of(10), 3, cached=3)
+        await router.attach("s", (await call.read()).accepted.ticket)
+        answer = Answer()
+        await router.collect("s", answer)
+        assert answer.tokens == expected(prompt_of(10), 3)[1:]
+        assert answer.committed is not None
+        assert answer.committed.blocks_moved == 3
+        call.cancel()
         await pair.settled()
 
 
