@@ -3,7 +3,7 @@
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"
 #   make up UP_FLAGS="--prefill 2"
-#   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; all of it takes about 20 minutes
+#   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; all of it takes about 12 minutes
 #   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die, for 3 minutes
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   takes PyTorch from there instead of from where pip's own configuration points
 #   PYTHON=python3.12                                  makes .venv with that interpreter (3.11 or newer)

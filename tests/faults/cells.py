@@ -114,7 +114,8 @@ class Injection:
     whole_s: float | None = None
     """From the fault until every process serves again. None: not within its bound."""
     num_probes: int = 0
-    num_probes_failed: int = 0
+    probes_failed: dict[str, int] = field(default_factory=dict)
+    """How many by status; DEADLINE_EXCEEDED: not within 20 s."""
     num_probe_tokens_wrong: int = 0
     slowest_probe_s: float = 0.0
     """Of those that succeeded."""
@@ -146,7 +147,7 @@ async def inject(system: FaultSystem, target: Target, fault: Fault, timing: Timi
                 injection.problem = await _strike(system, target, fault, timing, injection, running, probing)
             injection.recovered_s = probing.recovered_s
             injection.num_probes = len(probing.ended)
-            injection.num_probes_failed = probing.num_failed
+            injection.probes_failed = probing.failed
             injection.num_probe_tokens_wrong = probing.num_wrong
             injection.slowest_probe_s = probing.slowest_s
         finally:

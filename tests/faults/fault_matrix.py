@@ -1,6 +1,6 @@
 """`make fault-matrix`: strikes every part of a real deployment at every state of the hand-over, and writes docs/fault-matrix.md.
 
-    python tests/faults/fault_matrix.py                      all of it, about 20 minutes on two cores
+    python tests/faults/fault_matrix.py                      all of it, about 12 minutes on two cores
     python tests/faults/fault_matrix.py --only "kill -9" --target decode --stop-s 5
 
 The faults are dealt out to lanes, each a deployment in namespaces of its own: one that waits out a SIGSTOP leaves the machine to the
@@ -158,7 +158,7 @@ def _say(injection: Injection, lane: int) -> None:
     held = "" if injection.held.nothing else f" HELD {injection.held}"
     print(
         f"[{lane}] {'ok  ' if injection.good else 'FAIL'} {injection.fault} {injection.target}: {cells}; "
-        f"probes {injection.num_probes_failed}/{injection.num_probes} recovered {recovered} whole {whole} "
+        f"probes failed {injection.probes_failed} of {injection.num_probes} recovered {recovered} whole {whole} "
         f"in {injection.seconds:.0f} s{held} {injection.problem}",
         flush=True,
     )
@@ -213,7 +213,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--target", default="", help="only targets whose name has this in it")
     parser.add_argument("--stop-s", type=float, default=Timing().stop_s, help="how long SIGSTOP lasts")
     parser.add_argument("--cut-s", type=float, default=Timing().cut_s, help="how long a network is cut")
-    parser.add_argument("--lanes", type=int, default=2, help="deployments side by side")
+    parser.add_argument("--lanes", type=int, default=3, help="deployments side by side")
     parser.add_argument("--output", type=Path, help="the page to write")
     parser.add_argument("--logs", type=Path, help="where the logs of systems that failed are kept")
     parser.add_argument("--model", type=Path, help="a model directory; a small one is made if not given")

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -158,8 +159,9 @@ class Probing:
         return sum(outcome.num_wrong for _, outcome in self.ended)
 
     @property
-    def num_failed(self) -> int:
-        return sum(outcome.status != "OK" for at, outcome in self.ended if at >= self.since)
+    def failed(self) -> dict[str, int]:
+        """How many after `since`, by status."""
+        return dict(Counter(outcome.status for at, outcome in self.ended if outcome.status != "OK" and at >= self.since))
 
     @property
     def slowest_s(self) -> float:

@@ -20,11 +20,12 @@ fault its answer was over:
 
 The client is the SDK with the addresses of both routers, and its defaults.
 
-*Fresh requests* are short ones, sent all the time (one each half second) through the same router alone: how many were refused, how long the
-slowest of the others took, and how long after the fault the first one succeeded that no failure followed. *Whole again* is when every
-process serves again, with all its transports. The last columns are what is left when all that is over: by the workers' own count (with a
-walk through their block pools), by every raylet's, files in shared memory, processes. (Where the owner of an object has died, Ray puts a
-marker of a byte or two in its place, and frees it when it needs the room: these are not counted, as they hold no KV.) In a cell of
+*Fresh requests* are short ones, sent all the time (one each half second) through the same router alone, never repeated: how many failed and
+with what (DEADLINE_EXCEEDED: not within 20 s), how long the slowest of the others took, and how long after the fault the first one
+succeeded that no failure followed. *Whole again* is when every process serves again, with all its transports. The last columns are what is
+left when all that is over: by the workers' own count (with a walk through their block pools), by every raylet's, files in shared memory,
+processes. (Where the owner of an object has died, Ray puts a marker of a byte or two in its place, and frees it when it needs the room:
+these are not counted, as they hold no KV.) In a cell of
 `decoding` the KV has been handed over (COMMITTED, RELEASED) and tokens are flowing.
 """
 _EXPLAIN = {
@@ -58,7 +59,7 @@ def markdown(injections: Sequence[Injection], timing: Timing, *, made: str, seco
 def _table(rows: Sequence[Injection]) -> list[str]:
     names = ["struck", *(state.upper() if state != "decoding" else state for state in STATES)]
     names += [
-        "fresh requests: refused",
+        "fresh requests: failed",
         "slowest",
         "succeed after",
         "whole again after",
@@ -77,7 +78,7 @@ def _table(rows: Sequence[Injection]) -> list[str]:
             left[0] += f" ({held.integrity or held.unknown})"
         wrong = sum(o.num_wrong for o in row.cells.values()) + row.num_probe_tokens_wrong
         fresh = [
-            f"{row.num_probes_failed} of {row.num_probes}",
+            _failed(row),
             f"{row.slowest_probe_s:.1f} s",
             _after(row.recovered_s),
             _after(row.whole_s),
@@ -96,6 +97,11 @@ def _cell(outcome: Outcome | None) -> str:
         return f"{'**hung** ' if outcome.hung else ''}{outcome.status}{sent}, {outcome.seconds:.1f} s"
     again = f", {outcome.attempts} attempts" if outcome.attempts > 1 else ""
     return f"ok{again}, {outcome.seconds:.1f} s"
+
+
+def _failed(row: Injection) -> str:
+    count = f"{sum(row.probes_failed.values())} of {row.num_probes}"
+    return f"{count} ({', '.join(f'{n} {status}' for status, n in row.probes_failed.items())})" if row.probes_failed else count
 
 
 def _after(seconds: float | None) -> str:
