@@ -1,7 +1,8 @@
-"""KV from a worker of another layout: fetched into host memory, dealt out to blocks of ours (kv_transfer.convert), written whole.
+"""KV that does not come as it is to lie here: of another layout (kv_transfer.convert) or encoded (kv_transfer.wire_encoding). Fetched into
+host memory, decoded, dealt out to blocks of ours, written whole.
 
-Only the cut into blocks may differ. KV whose numbers would be rounded, or were rounded before, must not stand under the prefix hashes of
-exact KV, which name the pool's own dtype: such pairs are refused.
+What is not the KV that this worker would have computed (`exact`) is decoded from like any other, but must never stand under the prefix
+hashes of the pool: see twostep.cluster.convertible.cache_key_fields.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import numpy as np
 
 from decode_worker.target import Target
 from kv_transfer.convert import Assembler, block_bytes
-from kv_transfer.local import part_bytes
 from kv_transfer.scattering import scattering
 from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, HostFetch, KvTransport
 from kv_transfer.waiting import finish
-from twostep.cluster.convertible import check_convertible, joinable
+from kv_transfer.wire_encoding import LOSSY, RAW, check_encoding, decode, wire_layout
+from twostep.cluster.convertible import check_joinable, keeps_keys
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Incompatible, InvalidRequest
 
@@ -24,21 +25,31 @@ from twostep.errors import Incompatible, InvalidRequest
 class Conversion:
     """Of one hand-over. Chunks may come in any order, and twice; a target block is written once it is whole."""
 
-    def __init__(self, source: LayoutRecord, ours: LayoutRecord, store: BlockStore, transport: KvTransport, target: Target) -> None:
+    def __init__(
+        self, source: LayoutRecord, ours: LayoutRecord, store: BlockStore, transport: KvTransport, target: Target, *, wire: str = RAW
+    ) -> None:
         """Raises Incompatible."""
-        check_convertible(source, ours)
-        if not joinable(source, ours):
-            raise Incompatible(
-                f"KV is {source.dtype}, quantization {source.quantization}, {source.tp_size} parts there and {ours.dtype}, quantization "
-                f"{ours.quantization}, {ours.tp_size} parts here; start both workers with the same --dtype and --kv-cache-dtype"
-            )
+        check_joinable(source, ours)
         if not isinstance(transport, HostFetch):
-            raise Incompatible(f"{transport.name} moves blocks as they are, and these differ in size; allow ray, or use one --block-size")
-        self._source = source
+            raise Incompatible(
+                f"{transport.name} moves blocks as they are, and these must be converted on the way; allow ray on both workers, or start "
+                "them with the same --block-size, --dtype and --kv-cache-dtype"
+            )
+        try:
+            check_encoding(wire, source)
+        except InvalidRequest as error:
+            raise Incompatible(f"the prefill worker's blocks cannot have been encoded so: {error.message}; run one version") from error
+        self.exact = keeps_keys(source, ours) and wire not in LOSSY
         self._store = store
         self._transport = transport
         self._target = target
-        self._assembler = Assembler(ours, first_block=target.num_cached_blocks, num_tokens=target.num_tokens)
+        self._ours = ours
+        # Lossy forms are blocks of a layout: where blocks are dealt out anyway, each number is rounded once.
+        self._source, self._wire = (wire_layout(wire, source), RAW) if wire in LOSSY and source != ours else (source, wire)
+        # None: whole blocks of ours come.
+        self._assembler = None
+        if source != ours:
+            self._assembler = Assembler(ours, first_block=target.num_cached_blocks, num_tokens=target.num_tokens)
         self._cached_tokens = target.num_cached_blocks * ours.block_size
         # The assembler is of one thread at a time.
         self._turn = asyncio.Lock()
@@ -50,21 +61,36 @@ class Conversion:
         return self._cached_tokens // size, -(-self._target.num_tokens // size)
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> None:
-        """As KvTransport.fetch: nothing is written any more when it ends. Raises InvalidRequest for a chunk of another size besides."""
-        each = part_bytes(block_bytes(self._source), self._source.num_layers, chunk.layers)
-        if chunk.num_bytes != each * chunk.num_blocks:
-            raise InvalidRequest(
-                f"chunk {chunk.index} has {chunk.num_bytes} bytes, not {chunk.num_blocks} blocks of {each}; run one version"
-            )
+        """As KvTransport.fetch: nothing is written any more when it ends. Raises InvalidRequest for a chunk of another size besides, and
+        Incompatible where a number has no place in the pool's format."""
+        num_layers = chunk.num_layers or self._source.num_layers
+        most = chunk.num_blocks * block_bytes(self._source, num_layers)
+        # What is encoded is never larger, and its size is checked once it is decoded.
+        if chunk.num_bytes > most or (self._wire == RAW and chunk.num_bytes != most):
+            raise InvalidRequest(f"chunk {chunk.index} has {chunk.num_bytes} bytes, {chunk.num_blocks} blocks have {most}; run one version")
         data = await self._transport.fetch_bytes(endpoint, lease_id, chunk, deadline=deadline)
         async with self._turn:
             with scattering():
-                await finish(asyncio.to_thread(self._write, chunk, data.reshape(chunk.num_blocks, each)))
+                await finish(asyncio.to_thread(self._write, chunk, data, num_layers))
 
-    def _write(self, chunk: ChunkInfo, blocks: Bytes) -> None:
-        done = self._assembler.add(
-            self._source, chunk.first_block, blocks, first_layer=chunk.first_layer, num_layers=chunk.num_layers or self._source.num_layers
-        )
+    def _write(self, chunk: ChunkInfo, data: Bytes, num_layers: int) -> None:
+        """In a thread. Raises DataLoss for what cannot have been encoded so."""
+        blocks = decode(self._wire, data, chunk.num_blocks, self._source, num_layers=num_layers)
+        if self._assembler is None:
+            ids = self._target.block_ids[chunk.first_block : chunk.first_block + chunk.num_blocks]
+            self._store.write_blocks(ids, blocks, chunk.layers)
+            return
+        done = self._assembler.add(self._source, chunk.first_block, blocks, first_layer=chunk.first_layer, num_layers=num_layers)
         if done:
-            ids = [self._target.block_ids[block.index] for block in done]
-            self._store.write_blocks(ids, np.stack([block.data for block in done]))
+            whole = np.stack([block.data for block in done])
+            self._check_range(whole)
+            self._store.write_blocks([self._target.block_ids[block.index] for block in done], whole)
+
+    def _check_range(self, blocks: Bytes) -> None:
+        """float16 ends at 65504, other formats do not: what is beyond has become infinite. Raises Incompatible."""
+        if (self._ours.dtype, self._ours.quantization) != ("float16", "none") or self.exact:
+            return
+        if not np.isfinite(blocks.view(np.float16)).all():
+            raise Incompatible(
+                f"KV of {self._source.dtype} holds numbers that float16 has not; start the decode worker with another --dtype"
+            )

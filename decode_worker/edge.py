@@ -22,6 +22,8 @@ from twostep.rpc.server import GrpcServer
 from twostep.rpc.v1 import decode_pb2_grpc, worker_pb2
 from twostep.worker.edge import EdgeParts
 
+# Costs only time, so whoever sends it need not ask.
+_ALWAYS_TAKEN = "zstd"
 _FLUSH_S = 2.0
 _POLL_S = 0.02
 
@@ -46,7 +48,15 @@ class DecodeEdge:
         self._discovery = Discovery(parts.config.redis_url, self._paths, secret=parts.secret)
         self._sequences = Sequences(
             parts.engine,
-            Fetcher(transports, parts.model.layout, parts.model.runner, self._peers, self._paths, observers),
+            Fetcher(
+                transports,
+                parts.model.layout,
+                parts.model.runner,
+                self._peers,
+                self._paths,
+                observers,
+                wires=_wires(parts.config.kv_wire),
+            ),
             limits or SequencesConfig(reservation_lease_s=parts.config.lease_ttl, router_lease_s=parts.config.router_lease),
             secret=parts.secret,
             layout=kv_layout.fingerprint(parts.model.layout),
@@ -108,3 +118,8 @@ class DecodeEdge:
             stats.paths.add(
                 worker_id=path.worker_id, epoch=path.epoch, transport=path.transport, bytes_per_s=path.bytes_per_s, error=path.error
             )
+
+
+def _wires(asked: str) -> Sequence[str]:
+    """Forms of KV that are taken besides raw: lossy ones only where the configuration says so."""
+    return tuple(dict.fromkeys(wire for wire in (asked, _ALWAYS_TAKEN) if wire != "raw"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import grpc
 import grpc.aio
@@ -39,13 +40,21 @@ class Fetcher:
         observer: TransferObserver,
         *,
         chunk_timeout_s: float = 30.0,
+        wires: Sequence[str] = (),
     ) -> None:
-        """`transports`: those this side can fetch with. `store`: the pool, of `layout`."""
+        """`transports`: those this side can fetch with. `store`: the pool, of `layout`. `wires`: forms of KV taken besides raw, best first
+        (kv_transfer.wire_encoding)."""
         self._layout = kv_layout.fingerprint(layout)
         self._peers = peers
         self._paths = paths
         self._parts = FetchParts(
-            transports=transports, layout=layout, store=store, paths=paths, observer=observer, chunk_timeout_s=chunk_timeout_s
+            transports=transports,
+            layout=layout,
+            store=store,
+            paths=paths,
+            observer=observer,
+            chunk_timeout_s=chunk_timeout_s,
+            wires=tuple(wires),
         )
 
     async def fetch(self, ticket: Ticket, target: Target) -> Fetched:

@@ -29,6 +29,7 @@ from kv_transfer.scattering import ScatterClock
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import BlockStore, ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
+from kv_transfer.wire_encoding import RAW
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Cancelled, Incompatible, InternalError, TwostepError, Unavailable
 from twostep.rpc.channel import error_from_rpc
@@ -44,7 +45,8 @@ _ASK_AGAIN_S = 0.2
 class Fetched:
     """A whole, verified KV cache, and the tokens that were sampled after it. `fetch_s`: seconds from the word that all is published
     to the last block in place (and the source's word, where it had to be asked); what was pulled before, while the prompt was still
-    being computed, cost nobody any time. `acknowledged`: the source knows already that it is committed."""
+    being computed, cost nobody any time. `acknowledged`: the source knows already that it is committed. Not `exact`: numbers were rounded
+    on the way, or are of another format than the pool's; prefixes of it must not be shared."""
 
     output_ids: Sequence[int]
     transport: str
@@ -53,6 +55,7 @@ class Fetched:
     num_blocks: int
     fetch_s: float
     acknowledged: bool
+    exact: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ class FetchParts:
     paths: Paths
     observer: TransferObserver
     chunk_timeout_s: float
+    # Forms of KV that are taken besides raw.
+    wires: tuple[str, ...] = ()
 
 
 class Fetching:
@@ -123,6 +128,7 @@ class Fetching:
             num_blocks=self._target.num_blocks - self._target.num_cached_blocks,
             fetch_s=time.monotonic() - self._reader.complete_at,
             acknowledged=not self._transport.copies_out,
+            exact=self._conversion is None or self._conversion.exact,
         )
 
     async def _next_event(self) -> rd.Event:
@@ -166,7 +172,7 @@ class Fetching:
 
     async def _watch(self) -> None:
         """Until Complete, or what went wrong."""
-        request = kv_pb2.WatchRequest(ticket=self._ticket.to_proto(), transports=self._offered)
+        request = kv_pb2.WatchRequest(ticket=self._ticket.to_proto(), transports=self._offered, wire=self._parts.wires)
         call = self._stub.Watch(request, timeout=max(0.001, self._reader.deadline - time.monotonic()))
         try:
             async for event in call:
@@ -204,12 +210,13 @@ class Fetching:
                 f"{manifest.transport} chunks carry {manifest.checksum!r} checksums, this worker verifies {transport.checksum_name!r}; "
                 "run one version, and devices of one kind"
             )
-        if manifest.wire not in ("", "raw"):
-            raise Incompatible(f"chunks are encoded as {manifest.wire!r}, which this worker did not ask for; run one version")
+        wire = manifest.wire or RAW
+        if wire not in (RAW, *self._parts.wires):
+            raise Incompatible(f"chunks are encoded as {wire!r}, which this worker did not ask for; run one version")
         self._transport, self._endpoint = transport, manifest.endpoint
         cached, stop = self._target.num_cached_blocks, self._target.num_blocks
-        if theirs != ours:
-            self._conversion = Conversion(theirs, ours, self._parts.store, transport, self._target)
+        if theirs != ours or wire != RAW:
+            self._conversion = Conversion(theirs, ours, self._parts.store, transport, self._target, wire=wire)
             cached, stop = self._conversion.source_span
         return rd.ManifestCame(
             published=rd.BlockSpan(manifest.first_block, manifest.num_blocks),

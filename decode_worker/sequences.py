@@ -245,7 +245,7 @@ class Sequences:
             if self._sequences.get(sequence.seq_id) is not sequence:
                 return
             # No await from here to the commit: whatever ends the sequence comes before it, or finds it decoding.
-            self._engine.commit(sequence.seq_id, fetched.output_ids)
+            self._engine.commit(sequence.seq_id, fetched.output_ids, exact=fetched.exact)
         except TwostepError as error:
             self._fail(sequence, error)
             return

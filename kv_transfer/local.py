@@ -169,19 +169,8 @@ class LocalTransport:
         deadline: float,
     ) -> ChunkInfo:
         num_bytes = len(block_ids) * part_bytes(self._block_bytes, self._num_layers, layers)
-
-        def attempt() -> Entry[Bytes] | None:
-            self._running_threads()
-            return self._book.reserve(lease_id, index, num_bytes, ttl_s=ttl_s, now=time.monotonic())
-
-        entry = await self._room.take(attempt, deadline=deadline)
-        try:
-            data, digest = await finish(self._in_thread(self._copy_out, tuple(block_ids), num_bytes, layers))
-            self._book.fill(entry, data, now=time.monotonic())
-        except BaseException:
-            self._book.cancel(entry)
-            self._room.pump()
-            raise
+        copy_out = partial(self._copy_out, tuple(block_ids), num_bytes, layers)
+        digest = await self._publish(lease_id, index, num_bytes, copy_out, ttl_s=ttl_s, deadline=deadline)
         return ChunkInfo(
             index=index,
             first_block=first_block,
@@ -191,6 +180,28 @@ class LocalTransport:
             first_layer=layers.first if layers else 0,
             num_layers=layers.num_layers if layers else 0,
         )
+
+    async def publish_bytes(self, lease_id: str, index: int, data: Bytes, *, ttl_s: float, deadline: float) -> int:
+        return await self._publish(lease_id, index, data.size, lambda: (data, checksum(data)), ttl_s=ttl_s, deadline=deadline)
+
+    async def _publish(
+        self, lease_id: str, index: int, num_bytes: int, make: Callable[[], tuple[Bytes, int]], *, ttl_s: float, deadline: float
+    ) -> int:
+        """`make`: the chunk's bytes and their checksum, in a thread. Returns the latter."""
+
+        def attempt() -> Entry[Bytes] | None:
+            self._running_threads()
+            return self._book.reserve(lease_id, index, num_bytes, ttl_s=ttl_s, now=time.monotonic())
+
+        entry = await self._room.take(attempt, deadline=deadline)
+        try:
+            data, digest = await finish(self._in_thread(make))
+            self._book.fill(entry, data, now=time.monotonic())
+        except BaseException:
+            self._book.cancel(entry)
+            self._room.pump()
+            raise
+        return digest
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
         check_blocks(chunk, block_ids, self._block_bytes, self._num_layers)

@@ -135,6 +135,8 @@ def ray_env(token_path: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
         "RAY_enable_worker_prestart": "0",
+        # Ray runs actors at niceness 15, where a busy machine starves them; a KV agent is part of every request's way.
+        "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
 

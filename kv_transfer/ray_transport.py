@@ -163,26 +163,9 @@ class RayTransport:
         ttl_s: float,
         deadline: float,
     ) -> ChunkInfo:
-        session = self._running_session()
         num_bytes = len(block_ids) * part_bytes(self._block_bytes, self._num_layers, layers)
-
-        def attempt() -> Entry[bool] | None:
-            session.check_alive()
-            return session.book.reserve(lease_id, index, num_bytes, ttl_s=ttl_s, now=time.monotonic())
-
-        entry = await session.room.take(attempt, deadline=deadline)
-        try:
-            slot = await session.take_slot(num_bytes, deadline=deadline)
-            try:
-                digest = await finish(self._in_thread(self._copy_out, tuple(block_ids), slot, layers))
-                await self._put(session, lease_id, index, slot, ttl_s=ttl_s, deadline=deadline)
-            finally:
-                session.give_back(slot)
-            session.book.fill(entry, True, now=time.monotonic())
-        except BaseException:
-            session.book.cancel(entry)
-            session.room.pump()
-            raise
+        copy_out = partial(self._copy_out, tuple(block_ids), layers)
+        digest = await self._publish(lease_id, index, num_bytes, copy_out, ttl_s=ttl_s, deadline=deadline)
         return ChunkInfo(
             index=index,
             first_block=first_block,
@@ -192,6 +175,38 @@ class RayTransport:
             first_layer=layers.first if layers else 0,
             num_layers=layers.num_layers if layers else 0,
         )
+
+    async def publish_bytes(self, lease_id: str, index: int, data: Bytes, *, ttl_s: float, deadline: float) -> int:
+        def copy_in(slot: Slot) -> int:
+            slot.bytes[:] = data
+            return checksum(slot.bytes)
+
+        return await self._publish(lease_id, index, data.size, copy_in, ttl_s=ttl_s, deadline=deadline)
+
+    async def _publish(
+        self, lease_id: str, index: int, num_bytes: int, fill: Callable[[Slot], int], *, ttl_s: float, deadline: float
+    ) -> int:
+        """`fill` puts the chunk's bytes into the slot, in a thread, and returns their checksum, as this does."""
+        session = self._running_session()
+
+        def attempt() -> Entry[bool] | None:
+            session.check_alive()
+            return session.book.reserve(lease_id, index, num_bytes, ttl_s=ttl_s, now=time.monotonic())
+
+        entry = await session.room.take(attempt, deadline=deadline)
+        try:
+            slot = await session.take_slot(num_bytes, deadline=deadline)
+            try:
+                digest = await finish(self._in_thread(fill, slot))
+                await self._put(session, lease_id, index, slot, ttl_s=ttl_s, deadline=deadline)
+            finally:
+                session.give_back(slot)
+            session.book.fill(entry, True, now=time.monotonic())
+        except BaseException:
+            session.book.cancel(entry)
+            session.room.pump()
+            raise
+        return digest
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
         check_blocks(chunk, block_ids, self._block_bytes, self._num_layers)
@@ -257,7 +272,7 @@ class RayTransport:
 
     # ---- bytes --------------------------------------------------------------------------------------------------------
 
-    def _copy_out(self, block_ids: Sequence[int], slot: Slot, layers: LayerRange | None) -> int:
+    def _copy_out(self, block_ids: Sequence[int], layers: LayerRange | None, slot: Slot) -> int:
         self._store.read_blocks(block_ids, slot.bytes.reshape(len(block_ids), -1), layers)
         return checksum(slot.bytes)
 

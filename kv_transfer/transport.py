@@ -92,6 +92,15 @@ class HostFetch(Protocol):
         ...
 
 
+@runtime_checkable
+class HostPublish(Protocol):
+    """Of transports that pass through the source's host memory: what travels otherwise than it lies in the pool is given to them there."""
+
+    async def publish_bytes(self, lease_id: str, index: int, data: Bytes, *, ttl_s: float, deadline: float) -> int:
+        """One chunk's bytes, uint8 [n], as `publish` would publish what it reads; returns their checksum. Nobody changes `data` after."""
+        ...
+
+
 class KvTransport(Protocol):
     """One side's end of a transport; a worker has one for each kind it can use."""
 

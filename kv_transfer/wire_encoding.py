@@ -1,9 +1,10 @@
-"""What blocks look like on the wire, if they travel otherwise than they lie in the pool. Off unless asked for.
+"""What blocks look like on the wire, if they travel otherwise than they lie in the pool (--kv-wire). Off unless asked for.
 
     raw     as they are
     int8    lossy: a byte a number, a scale a token and head, by the same code as a quantized pool's. What arrives is not what was
     fp8     computed: right tokens are no longer promised, and its blocks' prefix hashes need a key of their own (`lossy_key`)
-    zstd    lossless: bytes of equal significance side by side (exponents compress, fractions hardly do), then zstd
+    zstd    lossless: bytes of equal significance side by side (exponents compress, fractions hardly do), then zstd. A chunk that does
+            not get smaller so travels as it is: that it is as long as its blocks are tells it apart
 
 benchmarks/kv_compression.py measures what zstd gives on real KV.
 """
@@ -20,10 +21,12 @@ from kv_transfer import convert, kv_numbers
 from twostep.cluster.convertible import SLOTS_TOGETHER, cache_key_fields
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import DataLoss, InvalidRequest
+from twostep.flags import KV_WIRES
 
 Bytes = npt.NDArray[np.uint8]
 
-ENCODINGS = ("raw", "int8", "fp8", "zstd")
+ENCODINGS = KV_WIRES
+RAW = "raw"
 LOSSY = ("int8", "fp8")
 
 
@@ -44,16 +47,22 @@ def lossy_key(encoding: str, layout: LayoutRecord) -> tuple[str, str]:
     return cache_key_fields(replace(layout, quantization=encoding), layout)
 
 
+def wire_layout(encoding: str, layout: LayoutRecord) -> LayoutRecord:
+    """Of blocks while they travel, if not as zstd."""
+    return replace(layout, quantization=encoding) if encoding in LOSSY else layout
+
+
 def encode(encoding: str, blocks: Bytes, layout: LayoutRecord, *, num_layers: int | None = None, level: int = 1) -> Bytes:
-    """blocks uint8 [n, bytes of a block over these layers] as flat bytes. `level`: zstd's. Raises InvalidRequest. Run it in a thread."""
+    """blocks uint8 [n, bytes of a block over these layers] as flat bytes, never more of them. `level`: zstd's. Raises InvalidRequest. Run
+    it in a thread."""
     check_encoding(encoding, layout)
+    flat = np.ascontiguousarray(blocks).reshape(-1)
     if encoding == "raw":
-        return np.ascontiguousarray(blocks).reshape(-1)
+        return flat
     if encoding == "zstd":
-        return np.frombuffer(
-            zstandard.ZstdCompressor(level=level).compress(shuffle(blocks.reshape(-1), _item_bytes(layout)).data), np.uint8
-        )
-    wire = replace(layout, quantization=encoding)
+        packed = zstandard.ZstdCompressor(level=level).compress(shuffle(flat, _item_bytes(layout)).data)
+        return np.frombuffer(packed, np.uint8) if len(packed) < flat.size else flat
+    wire = wire_layout(encoding, layout)
     return convert.pack(convert.recode(convert.unpack(blocks, layout, num_layers), layout, wire), wire).reshape(-1)
 
 
@@ -62,7 +71,7 @@ def decode(encoding: str, data: Bytes, num_blocks: int, layout: LayoutRecord, *,
     makes more than the blocks' own size."""
     check_encoding(encoding, layout)
     size = convert.block_bytes(layout, num_layers)
-    if encoding == "zstd":
+    if encoding == "zstd" and data.size != num_blocks * size:
         _check_size(data, num_blocks * size)
         try:
             plain = zstandard.ZstdDecompressor().decompress(
@@ -72,7 +81,7 @@ def decode(encoding: str, data: Bytes, num_blocks: int, layout: LayoutRecord, *,
             raise DataLoss(f"{num_blocks} blocks do not come out of {data.size} zstd bytes: {error}; prefill again") from error
         data, wire_size = unshuffle(np.frombuffer(plain, np.uint8), _item_bytes(layout)), size
     else:
-        wire = layout if encoding == "raw" else replace(layout, quantization=encoding)
+        wire = wire_layout(encoding, layout)
         wire_size = convert.block_bytes(wire, num_layers)
     if data.size != num_blocks * wire_size:
         raise DataLoss(f"{num_blocks} blocks are {num_blocks * wire_size} bytes as {encoding}, but {data.size} came; prefill again")

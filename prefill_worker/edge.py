@@ -33,6 +33,7 @@ class PrefillEdge:
                 lease_ttl_s=config.lease_ttl,
                 max_leases=config.max_waiting + config.max_num_seqs + 256,
                 chunk_bytes=config.chunk_bytes,
+                wire=config.kv_wire,
             ),
             secret=parts.secret,
             address=parts.address,

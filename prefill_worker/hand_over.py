@@ -36,6 +36,8 @@ from kv_transfer.probing import ProbePass
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
+from kv_transfer.wire_encoding import RAW
+from prefill_worker.encoder import Encoder
 from prefill_worker.job import Job
 from prefill_worker.outlet import Outlets
 from prefill_worker.publisher import Publisher
@@ -51,7 +53,8 @@ _SWEEP_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOverConfig:
-    """`lease_ttl_s`: a lease without progress ends. `max_life_s`: the longest life of a lease and its ticket."""
+    """`lease_ttl_s`: a lease without progress ends. `max_life_s`: the longest life of a lease and its ticket. `wire`: how blocks travel,
+    where transport and reader take it so (kv_transfer.wire_encoding)."""
 
     worker_id: str
     epoch: int
@@ -60,6 +63,7 @@ class HandOverConfig:
     max_life_s: float = 600.0
     max_leases: int = 1024
     chunk_bytes: int = TARGET_CHUNK_BYTES
+    wire: str = RAW
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class HandOvers:
         address: Callable[[], str],
         observer: TransferObserver | None = None,
     ) -> None:
+        """Raises SetupError where KV cannot travel as the configuration says."""
         self.outlets = Outlets(transports)
         self.config = config
         self.layout_fingerprint = kv_layout.fingerprint(config.layout)
@@ -95,7 +100,8 @@ class HandOvers:
         self._table = LeaseTable(epoch=config.epoch, max_leases=config.max_leases)
         self._jobs: dict[str, Job] = {}  # by lease id
         self._by_seq: dict[str, Job] = {}
-        self._publisher = Publisher(engine, self._on_chunk, observer or TransferLedger(), lease_ttl_s=config.lease_ttl_s)
+        self._encoder = Encoder(engine.runner, config.layout, config.wire)
+        self._publisher = Publisher(engine, self._encoder, self._on_chunk, observer or TransferLedger(), lease_ttl_s=config.lease_ttl_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -165,16 +171,20 @@ class HandOvers:
             raise Unavailable("the lease of this ticket has ended and what it held is free; prefill again")
         return job
 
-    def watched(self, job: Job, offered: Sequence[str]) -> KvTransport:
-        """The transport by which the job is published, chosen by the first reader; `offered`: those that work for this one, best first.
-        Raises Unavailable and Incompatible, and then changes nothing."""
+    def watched(self, job: Job, offered: Sequence[str], wires: Sequence[str] = ()) -> KvTransport:
+        """The transport by which the job is published, chosen by the first reader, as is the form of its blocks (job.wire). `offered`:
+        those that work for this one, best first; `wires`: forms that it takes besides raw. Raises Unavailable and Incompatible, and then
+        changes nothing."""
         if job.outlet is None:
             job.outlet = self.outlets.choose(offered, job.wanted_blocks * self._block_bytes)
+            job.wire = self._encoder.choose(job.outlet.transport, wires)
             job.plan = self._plan(job, job.outlet.transport)
             if job.started:
                 self._start_publisher(job)
         elif offered and job.outlet.name not in offered:
             raise Unavailable(f"the lease is published by {job.outlet.name}, this reader takes {', '.join(offered)}; prefill again")
+        elif job.wire != RAW and job.wire not in wires:
+            raise Unavailable(f"the lease is published as {job.wire}, this reader takes {', '.join((RAW, *wires))}; prefill again")
         return job.outlet.transport
 
     def _plan(self, job: Job, transport: KvTransport) -> ChunkPlan:

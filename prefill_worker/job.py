@@ -11,6 +11,7 @@ from kv_transfer.copy_clock import CopyClock
 from kv_transfer.lease import Lease
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import ChunkInfo
+from kv_transfer.wire_encoding import RAW
 from prefill_worker.outlet import Outlet
 from twostep.engine.types import EngineRequest, LayerProgress, PrefillProgress, TokenOutput
 from twostep.errors import TwostepError
@@ -43,6 +44,8 @@ class Job:
     # Chosen by the first Watch; nothing is published before.
     outlet: Outlet | None = None
     plan: ChunkPlan | None = None
+    # How its blocks travel, chosen with it.
+    wire: str = RAW
     # Of its budget, set aside for all that is to be published.
     promised_bytes: int = 0
     # Why it failed, where that is not the router's own doing.

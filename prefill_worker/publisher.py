@@ -11,6 +11,8 @@ from dataclasses import replace
 from kv_transfer.chunking import ChunkRange
 from kv_transfer.observer import Direction, Transfer, TransferObserver, reason_of
 from kv_transfer.transport import ChunkInfo
+from kv_transfer.wire_encoding import RAW
+from prefill_worker.encoder import Encoder
 from prefill_worker.job import Job
 from twostep.engine.engine import Engine
 from twostep.errors import InternalError, TwostepError
@@ -23,10 +25,17 @@ _MAX_PUBLISHING = 6
 
 class Publisher:
     def __init__(
-        self, engine: Engine, on_chunk: Callable[[Job, ChunkInfo], None], observer: TransferObserver, *, lease_ttl_s: float
+        self,
+        engine: Engine,
+        encoder: Encoder,
+        on_chunk: Callable[[Job, ChunkInfo], None],
+        observer: TransferObserver,
+        *,
+        lease_ttl_s: float,
     ) -> None:
         """`on_chunk` is called with each chunk that is published, in the order in which they become so."""
         self._engine = engine
+        self._encoder = encoder
         self._on_chunk = on_chunk
         self._observer = observer
         self._lease_ttl_s = lease_ttl_s
@@ -75,18 +84,17 @@ class Publisher:
         assert job.outlet is not None
         transport = job.outlet.transport
         block_ids = blocks[chunk.first_block : chunk.stop_block]
+        # The lease decides; the transport's own time only catches what a lost lease would leave.
+        ttl_s = 2 * self._lease_ttl_s
         async with room:
+            deadline = self._deadline(job)
             with job.copying.running():
-                info = await transport.publish(
-                    job.lease_id,
-                    chunk.index,
-                    chunk.first_block,
-                    block_ids,
-                    layers=chunk.layers,
-                    # The lease decides; the transport's own time only catches what a lost lease would leave.
-                    ttl_s=2 * self._lease_ttl_s,
-                    deadline=self._deadline(job),
-                )
+                if job.wire != RAW:
+                    info = await self._encoder.publish(transport, job.lease_id, chunk, block_ids, ttl_s=ttl_s, deadline=deadline)
+                else:
+                    info = await transport.publish(
+                        job.lease_id, chunk.index, chunk.first_block, block_ids, layers=chunk.layers, ttl_s=ttl_s, deadline=deadline
+                    )
         if not transport.copies_out:
             # What the reader will say that it read. The lease's sequence owns the blocks: they cannot change now.
             info = replace(info, source_blocks=tuple(block_ids), generations=tuple(self._engine.generations(block_ids)))

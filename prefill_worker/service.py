@@ -5,7 +5,7 @@ The life of a request here:
  1. Run       checks the request, queues the prompt (engine.submit, hold) and opens a lease; Accepted carries the ticket, at once,
               so that the router can attach the decode worker while the prompt is still queued.
  2. Watch     the decode worker asks what is published, and says which transports work between the two: the first Watch decides by which
-              one (prefill_worker.outlet). Manifest now, chunks as they become ready.
+              one (prefill_worker.outlet), and in which form (prefill_worker.encoder). Manifest now, chunks as they become ready.
  3. steps     the engine computes the prompt in chunks of its token budget; blocks that have become final are published while the
               next ones are computed (prefill_worker.hand_over).
  4. first     the step that ends the prompt samples the first token: FirstToken leaves at once and never waits for the publishing.
@@ -94,7 +94,7 @@ class KvService(kv_pb2_grpc.KvServicer):
     async def Watch(self, request: kv_pb2.WatchRequest, context: _Context) -> AsyncIterator[kv_pb2.WatchEvent]:
         job = self._hand_overs.find(Ticket.from_proto(request.ticket))
         config = self._hand_overs.config
-        transport = self._hand_overs.watched(job, request.transports)
+        transport = self._hand_overs.watched(job, request.transports, request.wire)
         yield kv_pb2.WatchEvent(
             manifest=kv_pb2.Manifest(
                 layout=kv_layout.layout_to_proto(config.layout),
@@ -103,6 +103,7 @@ class KvService(kv_pb2_grpc.KvServicer):
                 first_block=job.first_block,
                 num_blocks=job.wanted_blocks,
                 checksum=transport.checksum_name,
+                wire=job.wire,
             )
         )
         num_sent = 0

@@ -8,20 +8,22 @@ Costs are in tokens of prefill work, so that cached prefixes, queues, hand-over 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from twostep.cluster.convertible import HOST_TRANSPORTS, joinable
+from twostep.cluster.convertible import HOST_TRANSPORTS, joinable, keeps_keys, reasons_against
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 
 # Moving a token's KV through host memory takes about an eighth of the time that computing it does.
 _HANDOVER_COST = 0.125
 # The same for cutting KV into other blocks on the decode worker's CPU.
 _CONVERSION_COST = _HANDOVER_COST
+# KV in another number format gives answers that no single worker would give, and is no cached prefix afterwards: only where nobody else
+# has room.
+_ROUNDING_COST = 5e5
 # A sequence more slows the others' decode steps: over an answer of some hundred tokens about as long as 64 tokens of prefill.
 _SEQUENCE_COST = 64.0
 # Heartbeats are a second old, so a worker that looks full is asked last, not never.
@@ -125,8 +127,8 @@ class _Scored:
     candidate: Candidate
 
 
-# Workers can be paired along rails of one transport: of the same layout, or of two that differ in the cut into blocks alone, where the
-# transport passes through the reader's host memory.
+# Workers can be paired along rails of one transport: of the same layout, or of two that can be converted, where the transport passes
+# through the reader's host memory.
 _Rail = tuple[LayoutRecord, str]
 
 
@@ -134,7 +136,7 @@ def _cheapest(prefill: Iterable[Candidate], decode: Iterable[Candidate], demand:
     best_prefill = _best_by_rail(((c, _prefill_cost(c, demand)) for c in prefill if not (skip_excluded and c.excluded)), demand)
     best_decode = _best_by_rail(((c, _decode_cost(c, demand)) for c in decode if not (skip_excluded and c.excluded)), demand)
     pairs = [
-        (p.cost + d.cost + (0 if there[0] == here[0] else _CONVERSION_COST * demand.num_tokens), p, d)
+        (p.cost + d.cost + _conversion_cost(there[0], here[0], demand), p, d)
         for there, p in best_prefill.items()
         for here, d in best_decode.items()
         if _joined(there, here)
@@ -151,6 +153,12 @@ def _cheapest(prefill: Iterable[Candidate], decode: Iterable[Candidate], demand:
             f"decode {d.candidate.record.worker_id}: {d.candidate.cached_tokens} cached, cost {d.cost:.0f}"
         ),
     )
+
+
+def _conversion_cost(there: LayoutRecord, here: LayoutRecord, demand: Demand) -> float:
+    if there == here:
+        return 0.0
+    return _CONVERSION_COST * demand.num_tokens + (0.0 if keeps_keys(there, here) else _ROUNDING_COST)
 
 
 def _joined(there: _Rail, here: _Rail) -> bool:
@@ -215,21 +223,20 @@ def _too_large_reason(demand: Demand, prefill: Sequence[Candidate], decode: Sequ
 
 
 def _incompatible_reason(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
-    """What differs, for one worker of each layout; the first few pairs."""
+    """Why KV cannot be converted, for one worker of each layout; the first few pairs."""
     sides = [{c.record.layout: c.record.worker_id for c in reversed(side)} for side in (prefill, decode)]
     pairs = list(itertools.product(sides[0].items(), sides[1].items()))
-    parts = [f"{p} and {d} differ in {_differences(ours, theirs)}" for (ours, p), (theirs, d) in pairs[:_MAX_PAIRS_NAMED]]
+    parts = [f"from {p} to {d}, {_why_not(there, here)}" for (there, p), (here, d) in pairs[:_MAX_PAIRS_NAMED]]
     if len(pairs) > _MAX_PAIRS_NAMED:
-        parts.append(f"and so do {len(pairs) - _MAX_PAIRS_NAMED} more such pairs")
+        parts.append(f"and so on for {len(pairs) - _MAX_PAIRS_NAMED} more such pairs")
     return (
         f"no prefill worker has a KV layout that any decode worker takes: {'; '.join(parts)}. "
-        "Start both with the same model, --dtype, --kv-cache-dtype, --block-size and --tensor-parallel-size"
+        "Start both with the same model, and with blocks of a multiple of 4 tokens where KV is quantized"
     )
 
 
-def _differences(ours: LayoutRecord, theirs: LayoutRecord) -> str:
-    names = [f.name for f in dataclasses.fields(LayoutRecord) if getattr(ours, f.name) != getattr(theirs, f.name)]
-    return ", ".join(f"{name} ({getattr(ours, name)!r:.40} and {getattr(theirs, name)!r:.40})" for name in names)
+def _why_not(there: LayoutRecord, here: LayoutRecord) -> str:
+    return ", ".join(reasons_against(there, here)) or f"KV is in {there.tp_size} parts there and {here.tp_size} here"
 
 
 def _no_transport_reason(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:

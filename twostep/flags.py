@@ -10,6 +10,8 @@ import os
 from typing import Any
 
 KV_TRANSPORTS = ("cuda_ipc", "nixl", "ray", "local")
+# See kv_transfer/wire_encoding.py.
+KV_WIRES = ("raw", "int8", "fp8", "zstd")
 
 
 def kv_transports(text: str) -> str:

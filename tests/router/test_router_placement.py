@@ -113,16 +113,36 @@ def test_blocks_of_another_size_are_cut_anew_where_they_pass_through_the_host() 
     assert direct.shortage is Shortage.NO_TRANSPORT
 
 
+def test_numbers_are_converted_where_nothing_exact_has_room() -> None:
+    for other in (dataclasses.replace(LAYOUT, dtype="float32"), dataclasses.replace(LAYOUT, quantization="int8")):
+        assert chosen([candidate("p0", layout=other)], [candidate("d0")]) == ("p0", "d0")
+        assert chosen([candidate("p0")], [candidate("d0", layout=other)]) == ("p0", "d0")
+        # However long the queue before the exact pair, and however much of the prompt others have cached.
+        cached, queued = candidate("p0", layout=other, cached=900), candidate("p1", queued=100_000)
+        assert chosen([cached, queued], [candidate("d0", cached=900)]) == ("p1", "d0")
+        # Blocks of another size hold the same numbers.
+        cut = candidate("p1", layout=dataclasses.replace(LAYOUT, block_size=32))
+        assert chosen([cached, cut], [candidate("d0")]) == ("p1", "d0")
+        full = candidate("d0", load=WorkerLoad(num_running=64, num_free_blocks=1000))
+        assert chosen([candidate("p0")], [full, candidate("d1", layout=other)]) == ("p0", "d1")
+        assert chosen([candidate("p0")], [candidate("d0", excluded=True), candidate("d1", layout=other)]) == ("p0", "d1")
+        direct = shortage([candidate("p0", layout=other, transports=("nixl",))], [candidate("d0", transports=("nixl",))])
+        assert direct.shortage is Shortage.NO_TRANSPORT
+
+
 def test_only_layouts_that_fit_and_common_transports_are_paired() -> None:
-    other = dataclasses.replace(LAYOUT, dtype="float32")
+    other = dataclasses.replace(LAYOUT, num_layers=3)
     prefill = [candidate("p0", cached=900, layout=other), candidate("p1", queued=3000)]
     assert chosen(prefill, [candidate("d0")])[0] == "p1"
     assert chosen(prefill, [candidate("d0"), candidate("d1", layout=other)]) == ("p0", "d1")
     apart = shortage([candidate("p0", layout=other)], [candidate("d0")])
     assert apart.shortage is Shortage.INCOMPATIBLE
-    assert "p0 and d0 differ in dtype ('float32' and 'bfloat16')" in apart.reason
+    assert "from p0 to d0, num_layers is 3 there and 2 here" in apart.reason
+    odd = dataclasses.replace(LAYOUT, quantization="fp8", block_size=6)
+    assert "no multiple of 4 here" in shortage([candidate("p0")], [candidate("d0", layout=odd)]).reason
+    parts = dataclasses.replace(LAYOUT, num_kv_heads=1, tp_size=2)
+    assert "KV is in 2 parts there and 1 here" in shortage([candidate("p0", layout=parts)], [candidate("d0")]).reason
     lossy = [dataclasses.replace(LAYOUT, quantization=name) for name in ("fp8", "int8")]
-    assert "--kv-cache-dtype" in shortage([candidate("p0", layout=lossy[0])], [candidate("d0"), candidate("d1", layout=lossy[1])]).reason
     assert chosen([candidate("p0", layout=lossy[0])], [candidate("d0"), candidate("d1", layout=lossy[0])]) == ("p0", "d1")
     nixl = [candidate("p0", transports=("nixl",), cached=900), candidate("p1", transports=("ray", "nixl"))]
     assert chosen(nixl, [candidate("d0", transports=("ray",))])[0] == "p1"
@@ -162,6 +182,8 @@ def test_ties_are_spread_evenly_and_fall_the_same_way_for_the_same_request() -> 
     assert len({chosen(prefill, decode, demand("same")) for _ in range(5)}) == 1
 
 
+OTHERS: tuple[tuple[str, Any], ...] = (("block_size", 32), ("dtype", "float32"), ("num_layers", 3))
+
 workers = st.lists(
     st.builds(
         dict,
@@ -172,7 +194,7 @@ workers = st.lists(
         ready=st.booleans(),
         draining=st.booleans(),
         transports=st.sampled_from([(), ("ray",), ("nixl",), ("ray", "nixl")]),
-        layout=st.sampled_from([LAYOUT, dataclasses.replace(LAYOUT, block_size=32), dataclasses.replace(LAYOUT, dtype="float32")]),
+        layout=st.sampled_from([LAYOUT, *(dataclasses.replace(LAYOUT, **{name: value}) for name, value in OTHERS)]),
         num_blocks=st.sampled_from([20, 70, 1000]),
     ),
     max_size=5,

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from twostep import __version__
-from twostep.flags import FlagParser, kv_transports
+from twostep.flags import KV_WIRES, FlagParser, kv_transports
 
 # Also the SDK's default; not imported from there, that would load grpc.
 DEFAULT_TARGET = "localhost:50051"
@@ -171,6 +171,7 @@ def _system(command: FlagParser) -> None:
         metavar="auto|NAME[,NAME...]",
         help="how KV caches may travel, best first: cuda_ipc, nixl, ray; auto: all that work here",
     )
+    command.flag("--kv-wire", default="raw", choices=KV_WIRES, help="form of KV moved by ray; zstd: fewer bytes for time; int8, fp8: lossy")
     command.flag("--runner", default="model", choices=["model", "fake"], help="fake: invented tokens, no weights")
     command.flag("--block-size", type=int, metavar="N", help="tokens of one KV block")
     command.flag("--max-num-seqs", type=int, metavar="N", help="sequences of one step")

@@ -34,6 +34,7 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
         redis_url=args.redis_url,
         ray_address=args.ray_address,
         kv_transfer=args.kv_transfer,
+        kv_wire=args.kv_wire,
         runner=args.runner,
         dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,

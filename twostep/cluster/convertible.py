@@ -19,16 +19,22 @@ QUANTIZATIONS = ("none", "int8", "fp8")
 SLOTS_TOGETHER = 4
 
 
-def check_convertible(source: LayoutRecord, target: LayoutRecord) -> None:
-    """Raises Incompatible with all reasons why KV of `source` cannot be turned into KV of `target`."""
+def reasons_against(source: LayoutRecord, target: LayoutRecord) -> list[str]:
+    """All that stands against turning KV of `source` into KV of `target`; empty: nothing does."""
     reasons = []
     for name in ("model_fingerprint", "num_layers", "head_dim"):
         if getattr(source, name) != getattr(target, name):
-            reasons.append(f"{name} is {getattr(source, name)!r} there and {getattr(target, name)!r} here")
+            reasons.append(f"{name} is {getattr(source, name)!r:.40} there and {getattr(target, name)!r:.40} here")
     if (there := source.num_kv_heads * source.tp_size) != (here := target.num_kv_heads * target.tp_size):
         reasons.append(f"{there} KV heads in {source.tp_size} parts there are not the {here} in {target.tp_size} parts here")
     for side, layout in (("there", source), ("here", target)):
         reasons += [f"{reason} {side}" for reason in _faults(layout)]
+    return reasons
+
+
+def check_convertible(source: LayoutRecord, target: LayoutRecord) -> None:
+    """Raises Incompatible with all reasons_against it."""
+    reasons = reasons_against(source, target)
     if reasons:
         raise Incompatible(f"KV cannot be converted: {'; '.join(reasons)}. Pair workers of the same model")
 
@@ -55,14 +61,27 @@ def same_numbers(source: LayoutRecord, target: LayoutRecord) -> bool:
     return source.quantization != "none" or source.dtype == target.dtype
 
 
+def check_joinable(source: LayoutRecord, target: LayoutRecord) -> None:
+    """Raises Incompatible where there are no hand-overs between the two, also not by converting on the way. (What leaves a runner is
+    whole, whatever number of devices it is cut over.)"""
+    check_convertible(source, target)
+    if not _whole(source, target):
+        raise Incompatible(f"KV is handed over in whole blocks, not in {source.tp_size} parts there and {target.tp_size} here")
+
+
 def joinable(source: LayoutRecord, target: LayoutRecord) -> bool:
-    """Whether hand-overs between the two are possible: whole blocks of the same numbers, that may be cut differently. Rounded KV would
-    need prefix hashes of its own."""
-    try:
-        check_convertible(source, target)
-    except Incompatible:
-        return False
-    return (source.dtype, source.quantization) == (target.dtype, target.quantization) and source.tp_size == target.tp_size == 1
+    """Whether check_joinable lets the two pass."""
+    return not reasons_against(source, target) and _whole(source, target)
+
+
+def _whole(source: LayoutRecord, target: LayoutRecord) -> bool:
+    return source.tp_size == target.tp_size == 1
+
+
+def keeps_keys(source: LayoutRecord, target: LayoutRecord) -> bool:
+    """Whether KV of `source` in a pool of `target` is what the target would have computed: only then it may stand under the target's
+    prefix hashes (see cache_key_fields)."""
+    return cache_key_fields(source, target) == (target.dtype, target.quantization)
 
 
 def cache_key_fields(source: LayoutRecord, target: LayoutRecord) -> tuple[str, str]:
@@ -71,7 +90,7 @@ def cache_key_fields(source: LayoutRecord, target: LayoutRecord) -> tuple[str, s
     A prefix hash stands for exact numbers. KV that was rounded on its way, and also bfloat16 KV in a float32 pool, which is exact
     but not what float32 would have computed, differs from what the target computes itself; under the target's own key the two would be
     shared as if they were the same, and a prompt's answer would depend on who had asked before. So converted blocks get a key of
-    their own, which names both ends, or are not registered at all.
+    their own, which names both ends, or are not registered at all (decode workers do the latter).
     """
     if (source.dtype, source.quantization) == (target.dtype, target.quantization):
         return target.dtype, target.quantization

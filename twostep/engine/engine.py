@@ -168,10 +168,12 @@ class Engine:
         with self._changed:
             return self._ledger.reserve(sequence)
 
-    def commit(self, seq_id: str, output_ids: Sequence[int]) -> None:
+    def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool = True) -> None:
         """The reserved blocks now hold the KV of all of the request's token_ids, and `output_ids` (at least one) were sampled
         after them elsewhere: decode from the next step on. The KV of `output_ids` is computed here, and the first token reported is the
         one after them. The reservation's block ids are not the caller's any more.
+        Not `exact`: this is not the KV that this engine would have computed, so neither it nor what is computed after it ever stands
+        under the prompt's prefix hashes.
 
         Raises NotFound if the reservation was cancelled, InvalidRequest if `output_ids` are none, no tokens, or ended the
         request already (nothing is left to decode: the reservation stays, cancel it)."""
@@ -179,7 +181,7 @@ class Engine:
         if any(not 0 <= token < self._runner.vocab_size for token in ids):
             raise InvalidRequest(f"output_ids of {seq_id} must be from 0 to {self._runner.vocab_size - 1}, the model's vocabulary")
         with self._changed:
-            self._ledger.commit(seq_id, ids)
+            self._ledger.commit(seq_id, ids, exact=exact)
             self._note_work()
 
     def cancel(self, seq_id: str) -> bool:

@@ -137,8 +137,9 @@ class SequenceLedger:
         self.num_reserved += 1
         return Reservation(seq_id=sequence.seq_id, block_ids=sequence.blocks.tolist(), num_cached_tokens=sequence.num_cached)
 
-    def commit(self, seq_id: str, output_ids: Sequence[int]) -> None:
-        """RESERVED to RUNNING: the KV of all given tokens is there, `output_ids` come after them. Raises NotFound, InvalidRequest."""
+    def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool = True) -> None:
+        """RESERVED to RUNNING: the KV of all given tokens is there, `output_ids` come after them. Not `exact`: nothing of the sequence is
+        made findable, now or later. Raises NotFound, InvalidRequest."""
         sequence = self.live(seq_id)
         if sequence is None or sequence.state is not SequenceState.RESERVED:
             raise NotFound(f"{seq_id} has no reservation here: it was cancelled, or committed before")
@@ -147,6 +148,8 @@ class SequenceLedger:
         if any(sequence.finish_reason(token, sequence.position + i) for i, token in enumerate(output_ids)):
             raise InvalidRequest(f"output_ids end {seq_id}: nothing is left to decode, cancel the reservation")
         sequence.num_computed = sequence.num_planned = sequence.num_reported = len(sequence.tokens)
+        if not exact:
+            sequence.hasher = None
         self._register(sequence)
         sequence.tokens.extend(output_ids)
         self.num_reserved -= 1

@@ -43,6 +43,7 @@ class EngineSequence:
     stop_ids: frozenset[int]
     # Longest the sequence can get, sampled tokens included.
     max_len: int
+    # None: its blocks are nobody else's, without a prefix key or because their KV is not what would have been computed here.
     hasher: PrefixHasher | None
     # int32, in order: for all its tokens, more are taken as it grows.
     blocks: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))

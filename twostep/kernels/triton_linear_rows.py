@@ -98,7 +98,7 @@ def _rows_kernel(
             y = g * tl.sigmoid(g) * y
         elif HAS_BIAS:
             y += tl.load(bias_ptr + at).to(tl.float32)
-        target = out_ptr + t * num_out.to(tl.int64) + row
+        target = out_ptr + t * tl.full([], num_out, tl.int64) + row  # (an argument of 1 has no type of its own)
         tl.store(target, y.to(out_ptr.dtype.element_ty), mask=row < num_out)
 
 

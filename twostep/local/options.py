@@ -25,6 +25,7 @@ class LocalOptions:
     redis_url: str = ""
     ray_address: str = ""
     kv_transfer: str = ""
+    kv_wire: str = ""
     runner: str = "model"
     dtype: str = ""
     kv_cache_dtype: str = ""

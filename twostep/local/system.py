@@ -306,6 +306,7 @@ class LocalSystem:
             flags += ["--kv-budget-bytes", str(options.budget_bytes)]
         for flag, value in (
             ("--kv-transfer", options.kv_transfer),
+            ("--kv-wire", options.kv_wire),
             ("--dtype", options.dtype),
             ("--kv-cache-dtype", options.kv_cache_dtype),
             ("--device", options.device if worker.gpu is None else f"{options.device or 'auto'}:{worker.gpu.index}"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.engine.preemption import PreemptionMode
-from twostep.flags import KV_TRANSPORTS, FlagParser, kv_transports
+from twostep.flags import KV_TRANSPORTS, KV_WIRES, FlagParser, kv_transports
 from twostep.models.store import default_cache_dir
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
 
@@ -60,6 +60,7 @@ class WorkerConfig:
     redis_url: str = "redis://127.0.0.1:6379/0"
     secret_file: Path | None = None
     kv_transfer: str = "auto"
+    kv_wire: str = "raw"
     ray_address: str = "127.0.0.1:6379"
     run_dir: Path | None = None
     # Where known models are; None: ~/.cache/twostep.
@@ -204,6 +205,13 @@ def _transfer_flags(parser: FlagParser, default: WorkerConfig, role: str) -> Non
         metavar="auto|NAME[,NAME...]",
         help=f"how KV may travel, best first: {', '.join(KV_TRANSPORTS)} (local within one process only); auto: all that work here. "
         "cuda_ipc and nixl let peers read the whole KV cache",
+    )
+    form = "published" if role == "prefill" else "taken, besides raw and zstd"
+    parser.flag(
+        "--kv-wire",
+        default=default.kv_wire,
+        choices=KV_WIRES,
+        help=f"form in which KV is {form} where ray moves it. zstd: fewer bytes for time; int8, fp8: lossy, and not kept as prefixes",
     )
     parser.flag("--ray-address", default=default.ray_address, help="host:port of Ray's GCS")
     parser.flag(
