@@ -67,14 +67,14 @@ class NixlTransport:
     def __init__(
         self, memory: NixlMemory, *, num_layers: int = 1, piece_bytes: int = 0, backend_params: dict[str, str] | None = None
     ) -> None:
-        """`num_layers` of a block, which chunks may take some of. `piece_bytes`: about how much is read at once; 0: an eighth of the
+        """`num_layers` of a block, which chunks may take some of. `piece_bytes`: about how much is read at once; 0: a quarter of the
         arena. `backend_params`: of NIXL's UCX backend. The environment (UCX_TLS, UCX_NET_DEVICES, ...) is the library's own. Raises
         SetupError."""
         if memory.block_bytes > memory.arena.num_bytes:
             raise SetupError(f"a block of {memory.block_bytes} bytes does not fit an arena of {memory.arena.num_bytes}; lower --block-size")
         self._memory = memory
         self._num_layers = num_layers
-        self._piece_bytes = piece_bytes or memory.arena.num_bytes // 8
+        self._piece_bytes = piece_bytes or memory.arena.num_bytes // 4
         self._agent = NixlAgent(
             f"twostep-{secrets.token_hex(8)}",
             [memory.pool, memory.arena, memory.probe],
@@ -240,9 +240,14 @@ class NixlTransport:
 
     async def _fetch_piece(self, source: NixlEndpoint, piece: _Piece, deadline: float) -> Sums:
         """The sums of its blocks."""
+        far = source.of_blocks(piece.far, piece.part)
         slot = await self._take(source, piece.num_bytes, deadline)
-        landing = self._memory.landing(slot.offset, piece.near, piece.part)
-        scattered(await self._read(source, source.of_blocks(piece.far, piece.part), slot, deadline, landing))
+        try:
+            landing = self._memory.landing(slot.offset, piece.near, piece.part)
+        except BaseException:
+            self._give_back(slot)
+            raise
+        scattered(await self._read(source, far, slot, deadline, landing))
         self._give_back(slot)
         return landing.sums
 
@@ -257,11 +262,12 @@ class NixlTransport:
     async def probe(self, endpoint: str, *, deadline: float) -> Probe:
         """The best of a few reads of the peer's probe region; the first one connects."""
         source = self._source(endpoint)
+        far = source.of_probe
         slot = await self._take(source, source.probe_bytes, deadline)
         best = float("inf")
         for _ in range(_PROBE_READS):
             start = time.perf_counter()
-            await self._read(source, source.of_probe, slot, deadline)
+            await self._read(source, far, slot, deadline)
             best = min(best, time.perf_counter() - start)
         try:
             await finish(self._in_thread(self._memory.check_probe, slot.offset, source.probe_bytes))
