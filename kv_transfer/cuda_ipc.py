@@ -66,7 +66,8 @@ class CudaIpcTransport:
 
     def __init__(self, cache: KvCache, *, serves: bool = True, shape: PullShape | None = None, blocking: bool = False) -> None:
         """`serves`: peers may read the pool; else it only reads theirs. `shape`: how a pull is cut. `blocking`: threads sleep while they
-        wait for the GPU, instead of spinning, which takes half a millisecond less of a fetch. A pool in host memory can be read within the process only. Raises SetupError."""
+        wait for the GPU, instead of spinning, which takes half a millisecond less of a fetch. A pool in host memory can be read within
+        the process only. Raises SetupError."""
         if cache.shape.layer_bytes % WORD_BYTES:
             raise SetupError(
                 f"cuda_ipc moves whole 64-bit words, and a layer of a KV block has {cache.shape.layer_bytes} bytes; "
