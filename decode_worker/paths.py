@@ -240,6 +240,10 @@ class Paths:
             self._store(known, transport.name, error=error.message)
         except TimeoutError:
             self._store(known, transport.name, error=f"a probe did not end in {_PROBE_S:g} s")
+        except Exception as error:
+            # No memory left on the GPU, say. It costs this try, not the tries of other transports, nor all later ones.
+            log.exception("probing %s from %s failed unexpectedly", transport.name, known.source.worker_id)
+            self._store(known, transport.name, error=f"the probe failed: {error!r}; see the decode worker's log")
         else:
             floor = self._floors.get(transport.name, 0.0)
             if probe.bytes_per_s >= floor:

@@ -178,6 +178,25 @@ async def test_another_way_is_taken_when_one_breaks_and_back(redis_url: str) -> 
         await w.pair.settled()
 
 
+async def test_a_probe_that_fails_unexpectedly_costs_one_try(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, failing = OneSidedTransport.probe, [True]
+
+    async def probe(self: OneSidedTransport, endpoint: str, *, deadline: float) -> Probe:
+        if failing:
+            raise RuntimeError("CUDA out of memory")
+        return await real(self, endpoint, deadline=deadline)
+
+    monkeypatch.setattr(OneSidedTransport, "probe", probe)
+    async with world(redis_url) as w:
+        await w.until_path(FAST, lambda p: "CUDA out of memory" in p.error)
+        # Nor does it keep the others from being tried.
+        await w.until_path("local", lambda p: p.bytes_per_s > 0)
+        assert await w.transport_of("r") == "local"
+        failing.clear()
+        await w.until_path(FAST, lambda p: p.bytes_per_s > 0)
+        assert await w.transport_of("s") == FAST
+
+
 async def test_only_members_of_the_deployment_may_ask(redis_url: str) -> None:
     async with world(redis_url) as w:
         worker = w.pair.prefill_worker
