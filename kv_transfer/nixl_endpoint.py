@@ -19,6 +19,8 @@ from twostep.errors import InvalidRequest, Unavailable
 
 _VERSION = "1"
 _MAX_LENGTH = 256 << 10
+# Addresses have 64 bits.
+_MAX_NUMBER = 1 << 64
 MEMORIES = ("DRAM", "VRAM")
 
 # uint64 [N, 3]: address, bytes, device of each region
@@ -55,7 +57,7 @@ class NixlEndpoint:
             metadata = base64.b64decode(parts[10], altchars=b"-_", validate=True)
         except (ValueError, binascii.Error):
             raise Unavailable(f"the nixl endpoint of {parts[2][:40]!r} is damaged; prefill again") from None
-        if min(numbers) < 0 or not parts[2] or not metadata:
+        if not 0 <= min(numbers) <= max(numbers) < _MAX_NUMBER or not parts[2] or not metadata:
             raise Unavailable(f"the nixl endpoint of {parts[2][:40]!r} is damaged; prefill again")
         device, pool_address, num_blocks, block_bytes, probe_address, probe_bytes = numbers
         return cls(

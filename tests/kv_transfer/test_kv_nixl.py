@@ -255,6 +255,23 @@ async def test_a_landing_that_fails_is_raised_and_the_transport_goes_on(library:
         np.testing.assert_array_equal(reader.pool[1:3], source.pool[3:5])
 
 
+async def test_what_fails_before_its_read_begins_leaves_no_slot_taken(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(self: HostMemory, offset: int, block_ids: object, part: object) -> HostLanding:
+        raise MemoryError("no pinned memory")
+
+    async with pair() as (source, reader):
+        chunk = await publish(source, [3, 4])
+        with monkeypatch.context() as patch:
+            patch.setattr(HostMemory, "landing", no_memory)
+            with pytest.raises(MemoryError):
+                await fetch(reader, source, chunk, [1, 2])
+        assert reader.transport.arena.used_bytes == 0
+        endpoint = NixlEndpoint.parse(source.transport.endpoint)
+        with pytest.raises(Unavailable, match="damaged"):
+            await reader.transport.probe(str(replace(endpoint, probe_address=1 << 70)), deadline=time.monotonic() + 10)
+        assert reader.transport.arena.used_bytes == 0
+
+
 async def test_one_peer_that_does_not_answer_leaves_room_for_the_others(library: FakeLibrary) -> None:
     async with pair() as (silent, reader), side(seed=2) as lively:
         stuck = await publish(silent, [0, 1, 2, 3])

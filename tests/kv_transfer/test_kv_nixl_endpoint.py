@@ -79,6 +79,7 @@ def test_text_and_back(metadata: bytes, address: int) -> None:
         lambda t: t + "!",
         lambda t: t.replace(":3:", ":-3:"),
         lambda t: t.replace(":3:", ":x:"),
+        lambda t: t.replace(":77:", f":{1 << 64}:"),
         lambda t: t.replace("twostep-1", ""),
         lambda t: t[: t.rindex(":") + 1],
         lambda t: t + "A" * (1 << 20),
