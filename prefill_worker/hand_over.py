@@ -49,6 +49,7 @@ from twostep.errors import InvalidRequest, NotFound, TwostepError, Unavailable
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.2
+_READ_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +167,15 @@ class HandOvers:
     def find(self, ticket: Ticket) -> Job:
         """The job of a ticket that verifies. Raises what Ticket.verify raises, and Unavailable if its lease has ended."""
         self._verify(ticket)
-        job = self._jobs.get(ticket.lease_id)
+        job = self._job_of(ticket)
         if job is None:
             raise Unavailable("the lease of this ticket has ended and what it held is free; prefill again")
         return job
+
+    def _job_of(self, ticket: Ticket) -> Job | None:
+        """Of exactly this ticket: a request that used its id again has another lease by the same name."""
+        job = self._jobs.get(ticket.lease_id)
+        return job if job is not None and job.ticket == ticket else None
 
     def watched(self, job: Job, offered: Sequence[str], wires: Sequence[str] = ()) -> KvTransport:
         """The transport by which the job is published, chosen by the first reader, as is the form of its blocks (job.wire). `offered`:
@@ -196,7 +202,8 @@ class HandOvers:
             block_bytes=self._block_bytes,
             num_layers=runner.kv_shape.num_layers if runner.marks_layers and transport.copies_out else 1,
             step_blocks=max(1, self._engine.max_num_batched_tokens // runner.kv_shape.block_size),
-            target_bytes=self.config.chunk_bytes,
+            # One read of many blocks costs little more than one of few: what is read where it lies comes in one piece, or in a few.
+            target_bytes=self.config.chunk_bytes if transport.copies_out else max(self.config.chunk_bytes, _READ_BYTES),
         )
 
     def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort) -> Acknowledged:
@@ -204,7 +211,9 @@ class HandOvers:
         was published). A lease that is forgotten was RELEASED, as far as the sender of a late word is concerned; but a reader that asks
         whether it may use what it read is refused, since nobody remembers."""
         self._verify(ticket, expired_too=True)
-        job = self._jobs.get(ticket.lease_id)
+        job = self._job_of(ticket)
+        if job is None and ticket.lease_id in self._jobs:
+            return Acknowledged(LeaseState.RELEASED, "the ticket's lease ended, and its name is another one's now; prefill again")
         if isinstance(event, Commit) and job is not None and not job.lease.copies_out:
             event = replace(event, now_in_pool=tuple(self._engine.generations(job.lease.source_blocks)))
         try:
