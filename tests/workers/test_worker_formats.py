@@ -1,0 +1,308 @@
+"""Hand-overs whose KV is encoded on its way, or lies in another number format on the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from worker_harness import BLOCK, expected, make_runner, prompt_of, routed, started
+
+from decode_worker.conversion import Conversion
+from decode_worker.target import Target
+from kv_transfer import wire_encoding
+from kv_transfer.checksum import checksum
+from kv_transfer.convert import Assembler, block_bytes
+from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.testing import ArrayStore
+from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
+from kv_transfer.transport import ChunkInfo
+from kv_transfer.transports import Transports
+from prefill_worker.encoder import Encoder
+from twostep.cluster.records import LayoutRecord
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.model_runner import ModelRunner
+from twostep.engine.types import EngineRequest, TokenOutput
+from twostep.errors import Incompatible, InvalidRequest, SetupError
+from twostep.rpc.v1 import kv_pb2
+from twostep.sampling_params import SamplingParams
+from twostep.worker.edge import EdgeParts
+from twostep.worker.model import layout_of
+
+Blocks = npt.NDArray[np.uint8]
+
+MAX_TOKENS = 10
+LENGTH = 37
+NUM_PROMPT_BLOCKS = -(-LENGTH // BLOCK)
+LAYOUT = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
+
+
+def wires(prefill: str, decode: str = "raw", **prefill_options: Any) -> dict[str, Any]:
+    return {"prefill_options": {"kv_wire": prefill} | prefill_options, "decode_options": {"kv_wire": decode}}
+
+
+# ---- encoded, with a fake model: a wrong byte gives a wrong token ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decode_block", [BLOCK, 8])
+async def test_zstd_moves_the_same_bytes_in_fewer(redis_url: str, decode_block: int) -> None:
+    shape = {"num_layers": 6, "num_kv_heads": 2, "head_dim": 16}
+    options = wires("zstd", chunk_bytes=4096, max_num_batched_tokens=256)
+    options["decode_options"] |= {"block_size": decode_block}
+    runners = {
+        "prefill_runner": make_runner(marks_layers=True, step_s=0.1, **shape),
+        "decode_runner": make_runner(block_size=decode_block, **shape),
+    }
+    async with started(redis_url, **options, **runners) as pair, routed(pair) as router:
+        prompt = prompt_of(150)
+        answer = await router.generate("r", prompt, 5)
+        assert answer.tokens == expected(prompt, 5)
+        assert answer.committed is not None
+        raw = -(-len(prompt) // BLOCK) * runners["prefill_runner"].kv_shape.block_bytes
+        assert 0 < answer.committed.bytes < raw / 3
+        # What came is what was sent: prefixes are kept.
+        longer = prompt + prompt_of(11, seed=9)
+        again = await router.generate("s", longer, 5)
+        assert again.tokens == expected(longer, 5)
+        assert again.num_decode_cached == len(prompt) // decode_block * decode_block
+        await pair.settled()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("raw", "int8"), ("int8", "raw"), ("int8", "fp8"), ("fp8", "zstd")])
+async def test_lossy_forms_travel_only_where_both_sides_say_so(redis_url: str, prefill: str, decode: str) -> None:
+    async with started(redis_url, **wires(prefill, decode)) as pair, routed(pair) as router:
+        answer = await router.generate("r", prompt_of(30), 4)
+        assert answer.tokens == expected(prompt_of(30), 4)
+        assert answer.committed is not None
+        assert answer.committed.bytes == 8 * pair.prefill_runner.kv_shape.block_bytes
+        assert (await router.generate("s", prompt_of(30), 4)).num_decode_cached == 28
+
+
+async def test_what_reads_the_pool_itself_reads_it_as_it_is(redis_url: str) -> None:
+    hub = OneSidedHub()
+
+    def make(parts: EdgeParts) -> Transports:
+        runner = parts.model.runner
+        return Transports(
+            [OneSidedTransport(runner, runner.kv_shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, num_layers=1)]
+        )
+
+    async with started(redis_url, make_transports=make, **wires("zstd", "zstd")) as pair, routed(pair) as router:
+        answer = await router.generate("r", prompt_of(30), 4)
+        assert answer.tokens == expected(prompt_of(30), 4)
+        assert answer.committed is not None
+        assert answer.committed.bytes == 8 * pair.prefill_runner.kv_shape.block_bytes
+
+
+async def test_the_first_watch_decides_the_form(redis_url: str) -> None:
+    async with started(redis_url, **wires("zstd")) as pair, routed(pair) as router:
+        await router.reserve("r", prompt_of(30), 3)
+        call = router.run("r", prompt_of(30), 3)
+        ticket = (await call.read()).accepted.ticket
+        manifest = (await pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket, wire=["zstd"])).read()).manifest
+        assert manifest.wire == "zstd"
+        with pytest.raises(Exception, match="published as zstd, this reader takes raw"):
+            await pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket)).read()
+        call.cancel()
+        await router.cancel("r")
+        await pair.settled()
+
+
+# ---- real models ------------------------------------------------------------------------------------------------------------------
+
+
+def runner_of(directory: Path, options: dict[str, Any]) -> ModelRunner:
+    return ModelRunner(directory, **({"num_blocks": 64, "block_size": BLOCK, "max_model_len": 128, "num_threads": 1} | options))
+
+
+def request_of(prompt: Sequence[int], key: bytes = b"") -> EngineRequest:
+    return EngineRequest(
+        seq_id="r",
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0),
+        prefix_key=key,
+    )
+
+
+def engine_of(runner: ModelRunner) -> Engine:
+    return Engine(runner, EngineConfig(max_num_batched_tokens=512, max_num_seqs=4, hash_unit=16))
+
+
+def run(engine: Engine, count: int) -> list[TokenOutput]:
+    tokens: list[TokenOutput] = []
+    while len(tokens) < count:
+        tokens += engine.step().tokens
+    return tokens
+
+
+def prefilled(runner: ModelRunner, prompt: Sequence[int]) -> tuple[int, Blocks]:
+    """The first token, and the KV that a prefill worker hands over: uint8 [blocks, block_bytes]."""
+    engine = engine_of(runner)
+    engine.submit(request_of(prompt), hold=True)
+    first = run(engine, 1)[0].token_id
+    ids = engine.block_ids("r")
+    blocks = np.empty((len(ids), runner.kv_shape.block_bytes), np.uint8)
+    runner.read_blocks(ids, blocks)
+    return first, blocks
+
+
+def decoded(runner: ModelRunner, prompt: Sequence[int], first: int, blocks: Blocks) -> list[int]:
+    """What an engine generates whose pool was filled with this KV."""
+    engine = engine_of(runner)
+    reservation = engine.reserve(request_of(prompt))
+    runner.write_blocks(reservation.block_ids[: len(blocks)], blocks)
+    engine.commit("r", [first])
+    return [first, *(token.token_id for token in run(engine, MAX_TOKENS - 1))]
+
+
+Convert = Callable[[Blocks, LayoutRecord, LayoutRecord], Blocks]
+
+
+def by_torch(blocks: Blocks, source: LayoutRecord, target: LayoutRecord) -> Blocks:
+    """Exact formats and equal cuts: torch's own rounding."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    numbers = torch.from_numpy(blocks).view(dtypes[source.dtype]).to(dtypes[target.dtype])
+    out: Blocks = numbers.view(torch.uint8).numpy()
+    return out
+
+
+def by_assembler(blocks: Blocks, source: LayoutRecord, target: LayoutRecord) -> Blocks:
+    done = Assembler(target, first_block=0, num_tokens=LENGTH).add(source, 0, blocks)
+    return np.stack([block.data for block in sorted(done, key=lambda block: block.index)])
+
+
+def by_wire(encoding: str) -> Convert:
+    def convert(blocks: Blocks, source: LayoutRecord, target: LayoutRecord) -> Blocks:
+        assert source == target
+        return wire_encoding.decode(encoding, wire_encoding.encode(encoding, blocks, source), len(blocks), source)
+
+    return convert
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, Convert]] = {
+    "float32 to bfloat16": ({}, {"dtype": "bfloat16"}, "raw", by_torch),
+    "bfloat16 to float32": ({"dtype": "bfloat16"}, {}, "zstd", by_torch),
+    "float32 to float16": ({}, {"dtype": "float16"}, "raw", by_torch),
+    "float32 to int8 of another cut": ({}, {"kv_cache_dtype": "int8", "block_size": 8}, "raw", by_assembler),
+    "fp8 to float32": ({"kv_cache_dtype": "fp8"}, {}, "zstd", by_assembler),
+    "int8 to fp8": ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, "raw", by_assembler),
+    "int8 on the wire": ({}, {}, "int8", by_wire("int8")),
+    "fp8 on the wire": ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}, "fp8", by_wire("fp8")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_decode_goes_on_from_converted_kv_and_shares_none_of_it(redis_url: str, tiny_llama_dir: Path, case: str) -> None:
+    there, here, wire, convert = CASES[case]
+    prompt = prompt_of(LENGTH)
+    runners: Any = {"prefill_runner": runner_of(tiny_llama_dir, there), "decode_runner": runner_of(tiny_llama_dir, here)}
+    layouts = [layout_of(runner.kv_shape, "fake") for runner in runners.values()]
+    first, exact = prefilled(runner_of(tiny_llama_dir, there), prompt)
+    want = convert(exact, *layouts)
+    tokens = decoded(runner_of(tiny_llama_dir, here), prompt, first, want)
+
+    written: dict[int, Blocks] = {}
+    real = runners["decode_runner"].write_blocks
+
+    def recorded(block_ids: Sequence[int], data: Blocks, layers: Any = None) -> None:
+        assert layers is None
+        written.update(zip(block_ids, data.copy(), strict=True))
+        real(block_ids, data, layers)
+
+    runners["decode_runner"].write_blocks = recorded
+    options = wires(wire, wire)
+    for role, runner in (("prefill", runners["prefill_runner"]), ("decode", runners["decode_runner"])):
+        options[f"{role}_options"] |= {"block_size": runner.kv_shape.block_size}
+    async with started(redis_url, **options, **runners) as pair, routed(pair) as router:
+        for name in ("r", "s"):
+            written.clear()
+            answer = await router.generate(name, prompt, MAX_TOKENS)
+            assert answer.tokens == tokens
+            # The source's prefixes are exact and stay so; nothing of what came here, nor of what followed it, may be found.
+            assert answer.num_decode_cached == 0
+            assert answer.first is not None
+            assert (answer.first.cached_tokens > 0) == (name == "s")
+            assert (await pair.both())[1].num_cached_blocks == 0
+            assert sorted(map(bytes, written.values())) == sorted(map(bytes, want))
+        await pair.settled()
+
+
+async def test_what_is_exact_here_is_kept_beside_what_is_not(redis_url: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix that exact KV left is used; what is put behind it, rounded, is not found by the next one."""
+    prompt, longer = prompt_of(LENGTH), prompt_of(LENGTH) + prompt_of(20, seed=5)
+    runners: Any = {"prefill_runner": runner_of(tiny_llama_dir, {}), "decode_runner": runner_of(tiny_llama_dir, {})}
+    async with started(redis_url, **wires("int8", "int8"), **runners) as pair, routed(pair) as router:
+        with monkeypatch.context() as patched:
+            patched.setattr(Encoder, "choose", lambda *_: "raw")
+            await router.generate("exact", prompt, 2)
+        for name in ("r", "s"):
+            assert (await router.generate(name, longer, 4)).num_decode_cached == LENGTH // BLOCK * BLOCK
+        await pair.settled()
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------------------
+
+
+class _OneChunk(LocalTransport):
+    """Every chunk is these bytes."""
+
+    data: Blocks
+
+    async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Blocks:
+        return self.data
+
+
+def conversion(target: LayoutRecord, data: Blocks, *, wire: str = "raw", num_tokens: int = 8) -> tuple[Conversion, ChunkInfo, ArrayStore]:
+    store = ArrayStore(np.full((4, block_bytes(target)), 7, np.uint8), target.num_layers)
+    transport = _OneChunk(store, block_bytes(target), LocalHub(), worker_id="w")
+    transport.data = data
+    num_blocks = -(-num_tokens // target.block_size)
+    where = Target(block_ids=[2, 1][:num_blocks], num_cached_blocks=0, num_blocks=num_blocks, num_tokens=num_tokens)
+    chunk = ChunkInfo(index=0, first_block=0, num_blocks=-(-num_tokens // LAYOUT.block_size), num_bytes=data.size, checksum=checksum(data))
+    return Conversion(LAYOUT, target, store, transport, where, wire=wire), chunk, store
+
+
+def other(**fields: Any) -> LayoutRecord:
+    return LayoutRecord(**{name: fields.get(name, getattr(LAYOUT, name)) for name in LayoutRecord.__dataclass_fields__})
+
+
+async def test_numbers_that_float16_has_not_are_refused() -> None:
+    numbers = np.zeros(2 * block_bytes(LAYOUT) // 4, np.float32)
+    for value, fits in ((60000.0, True), (-70000.0, False)):
+        numbers[5] = value
+        converting, chunk, store = conversion(other(dtype="float16"), numbers.view(np.uint8))
+        if fits:
+            await converting.fetch("", "", chunk, deadline=0.0)
+            assert store.blocks[2].view(np.float16)[5] == value
+        else:
+            with pytest.raises(Incompatible, match="another --dtype"):
+                await converting.fetch("", "", chunk, deadline=0.0)
+            assert (store.blocks == 7).all()
+
+
+async def test_chunks_of_another_size_are_refused() -> None:
+    size = 2 * block_bytes(LAYOUT)
+    for wire, num_bytes in (("raw", size - 1), ("raw", size + 1), ("zstd", size + 1), ("int8", size + 1)):
+        converting, chunk, store = conversion(LAYOUT, np.zeros(num_bytes, np.uint8), wire=wire)
+        with pytest.raises(InvalidRequest, match="bytes"):
+            await converting.fetch("", "", chunk, deadline=0.0)
+        assert (store.blocks == 7).all()
+
+
+def test_a_worker_does_not_start_with_a_form_that_its_blocks_cannot_have() -> None:
+    store = ArrayStore(np.zeros((1, 8), np.uint8))
+    for layout, wire, why in ((other(quantization="fp8"), "int8", "raw or zstd"), (other(block_size=6), "fp8", "--block-size")):
+        with pytest.raises(SetupError, match=why):
+            Encoder(store, layout, wire)
+    Encoder(store, other(quantization="fp8"), "zstd")
+
+
+def test_what_a_source_cannot_have_sent_is_incompatible() -> None:
+    for layout, wire in ((other(num_layers=3), "raw"), (other(tp_size=2), "raw"), (LAYOUT, "gzip")):
+        with pytest.raises(Incompatible):
+            conversion(layout, np.zeros(8, np.uint8), wire=wire)
