@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--budget-bytes", type=int, required=True, help="0: 70 %% of the node's object store")
     parser.add_argument("--start-timeout", type=float, required=True)
     flags = parser.parse_args(arguments)
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    threading.Thread(target=_end_with_stdin, args=(Path(flags.ring),), daemon=True).start()
     try:
         ray.init(
             address=flags.address,
@@ -67,9 +67,11 @@ def main(arguments: list[str]) -> int:
     os._exit(1)
 
 
-def _end_with_stdin() -> None:
+def _end_with_stdin(ring: Path) -> None:
     while os.read(0, 4096):
         pass
+    # A worker killed while its agent starts has not taken the ring's name away yet.
+    ring.unlink(missing_ok=True)
     os._exit(0)
 
 

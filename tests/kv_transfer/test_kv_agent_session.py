@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,3 +80,18 @@ async def piped_session(directory: Path) -> AgentSession:
     ring = SharedMemory.create(directory, 8192)
     ring.unlink()
     return AgentSession("kv:w:1:1", ring, directory / "agent.sock", helper)
+
+
+async def test_a_worker_killed_while_its_agent_starts_leaves_no_ring(tmp_path: Path) -> None:
+    ring = tmp_path / "twostep-1.ring"
+    ring.write_bytes(bytes(4096))
+    words = ["--address", "127.0.0.1:1", "--endpoint", "kv:w:1:1", "--socket", str(tmp_path / "s"), "--ring", str(ring)]
+    helper = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "kv_transfer.agent", *words, "--budget-bytes", "1", "--start-timeout", "60"),
+        stdin=asyncio.subprocess.PIPE,
+    )
+    assert helper.stdin is not None
+    helper.stdin.close()  # as the kernel does it for a worker that is gone
+    async with asyncio.timeout(30):
+        assert await helper.wait() == 0
+    assert not ring.exists()
