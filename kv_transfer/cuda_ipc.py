@@ -274,6 +274,9 @@ class CudaIpcTransport:
         other = _lives.get(source.life)
         if other is None or other._pattern is None:
             raise Unavailable("the KV source of this process was closed; prefill again")
+        if other.endpoint != str(source):
+            # Of other sizes, say: a kernel would read past the pool.
+            raise Unavailable(f"there are two cuda_ipc endpoints of life {source.life}; prefill again")
         yield PeerPool(other._cache.tensor.data_ptr(), other._pattern.data_ptr())
 
     # ---- both --------------------------------------------------------------------------------------------------------------------

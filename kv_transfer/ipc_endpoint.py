@@ -17,6 +17,8 @@ from twostep.errors import Unavailable
 _VERSION = "1"
 _NUM_PARTS = 14
 _MAX_LENGTH = 4096
+# Addresses have 64 bits, and so have numbers of the kernel's.
+_MAX_NUMBER = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,8 @@ class IpcEndpoint:
             pool_handle, probe_handle = (base64.b64decode(parts[i], altchars=b"-_", validate=True) for i in (8, 12))
         except (ValueError, binascii.Error):
             raise Unavailable(f"the cuda_ipc endpoint {text[:40]!r} is damaged; prefill again") from None
-        if min(pid, start_time, pool_offset, num_blocks, block_bytes, probe_offset) < 0:
+        numbers = pid, start_time, pool_offset, num_blocks, block_bytes, probe_offset
+        if not 0 <= min(numbers) <= max(numbers) < _MAX_NUMBER:
             raise Unavailable(f"the cuda_ipc endpoint {text[:40]!r} is damaged; prefill again")
         return cls(
             process=ProcessId(boot_id=parts[2], pid_namespace=parts[3], pid=pid, start_time=start_time),

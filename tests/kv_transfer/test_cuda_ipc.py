@@ -178,6 +178,14 @@ async def test_sources_that_cannot_be_read_are_unavailable(pair: Pair) -> None:
                 await call
 
 
+async def test_a_pool_that_claims_to_be_larger_is_not_read_past_its_end(pair: Pair) -> None:
+    chunk = await pair.publish(0, [1])
+    larger = replace(IpcEndpoint.parse(pair.source.transport.endpoint), num_blocks=SHAPE.num_blocks + 1)
+    beyond = replace(chunk, source_blocks=(SHAPE.num_blocks,))
+    with pytest.raises(Unavailable, match="two cuda_ipc endpoints"):
+        await pair.target.transport.fetch(str(larger), "lease", beyond, [1], deadline=in_s(20))
+
+
 async def test_a_pool_that_is_not_shared_only_reads(pair: Pair) -> None:
     reader = Side(pair.target.cache, CudaIpcTransport(pair.target.cache, serves=False))
     await reader.transport.start()

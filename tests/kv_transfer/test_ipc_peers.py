@@ -103,6 +103,7 @@ def test_other_text_is_unavailable_or_another_endpoint(text: str) -> None:
         str(ENDPOINT) + ":",
         str(ENDPOINT).replace(":512:", ":-512:"),
         str(ENDPOINT).replace(":512:", ":x:"),
+        str(ENDPOINT).replace(":512:", f":{1 << 64}:"),
         str(ENDPOINT) + "0" * 5000,
     ],
 )
