@@ -22,6 +22,8 @@ from kv_transfer.testing import ArrayStore, LocalRay
 from kv_transfer.transport import KvTransport
 
 NUM_BLOCKS = 64
+# Ray takes about one.
+STORE_EMPTY_S = 30.0
 _lives = itertools.count(1)
 
 
@@ -136,7 +138,7 @@ async def kind(request: pytest.FixtureRequest) -> AsyncIterator[Kind]:
     finally:
         await asyncio.gather(*(side.transport.close() for pair in kind.pairs.values() for side in (pair.prefill, pair.decode)))
     if ray is not None:
-        assert await asyncio.to_thread(store_empty_within, ray, 40.0)
+        await check_store_empty(ray)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -166,13 +168,10 @@ async def make_pair(kind: Kind) -> AsyncIterator[MakePair]:
                 assert side.transport.session.ring_used_bytes == 0
 
 
-def store_empty_within(ray: LocalRay, seconds: float) -> bool:
-    """Asks Ray itself. Blocks."""
-    end = time.monotonic() + seconds
-    while ray.store_usage().num_objects > 0:
-        if time.monotonic() > end:
-            return False
-    return True
+async def check_store_empty(ray: LocalRay) -> None:
+    """Ray itself counts no object any more."""
+    usage = await asyncio.to_thread(ray.store_usage, empty_within_s=STORE_EMPTY_S)
+    assert usage.num_objects == 0, f"{usage} {STORE_EMPTY_S:g} s after the last reference has gone"
 
 
 def rings_left() -> list[Path]:

@@ -135,12 +135,13 @@ class System:
         assert not left, left
 
     def check_store_empty(self, *, timeout_s: float = 30.0) -> None:
-        """Ray itself counts no object any more; it frees them a little after the last reference is gone."""
+        """Ray itself counts no object any more."""
         ((_, words),) = itertools.islice(self._children("decode_worker"), 1)
         address = words[words.index("--ray-address") + 1]
         token = Path(words[words.index("--run-dir") + 1]).parent / "ray" / "token"
         env = {**os.environ, **ray_env(token)}
-        wait_until(lambda: store_usage(address, env).num_objects == 0, timeout_s=timeout_s, what="the object store is empty")
+        usage = store_usage(address, env, empty_within_s=timeout_s)
+        assert usage.num_objects == 0, usage
 
     def log_tail(self, num_chars: int = 4000) -> str:
         return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(errors="replace"))[-num_chars:]

@@ -120,11 +120,9 @@ async def until_free(stubs: Stubs, index: int, within_s: float = 8.0) -> None:
         await asyncio.sleep(0.05)
 
 
-async def until_store_empty(ray: LocalRay, within_s: float = 15.0) -> None:
-    """Ray frees a little after the last reference is gone."""
-    give_up = time.monotonic() + within_s
-    while (usage := await asyncio.to_thread(ray.store_usage)).num_objects:
-        assert time.monotonic() < give_up, usage
+async def until_store_empty(ray: LocalRay) -> None:
+    usage = await asyncio.to_thread(ray.store_usage, empty_within_s=30.0)
+    assert usage.num_objects == 0, usage
 
 
 async def test_requests_through_processes_then_a_drain(ray_head: LocalRay, redis_url: str, tmp_path: Path) -> None:

@@ -371,7 +371,7 @@ class LocalSystem:
         local = ",".join(filter(None, (env.get("no_grpc_proxy") or env.get("no_proxy", ""), "localhost,127.0.0.1,127.0.0.2")))
         env["no_grpc_proxy"] = local
         if self.plan.own_ray:
-            # Whoever joins this Ray needs its token.
+            # Whoever joins this Ray needs its token. Its actors run at niceness 15 unless told: a busy machine would starve the hand-overs.
             env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._ray_dir / "token"), "RAY_USAGE_STATS_ENABLED": "0"}
-            env["RAY_enable_worker_prestart"] = "0"
+            env |= {"RAY_enable_worker_prestart": "0", "RAY_worker_niceness": "0"}
         return env
