@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_harness import (
     BLOCK,
     SECRET,
+    WAIT_S,
     Answer,
     Pair,
     RedisServer,
+    RouterDouble,
     decode_edge,
     expected,
     make_model,
@@ -56,25 +59,40 @@ def broken_runner() -> BrokenRunner:
 
 async def health(address: str, service: str) -> int:
     async with open_channel(address) as channel:
-        return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status
+        return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)).status
+
+
+async def decoding(router: RouterDouble) -> None:
+    """Returns at the first token of the decode worker, whoever's."""
+    give_up = time.monotonic() + WAIT_S
+    while not any(event.HasField("token") for message in router.messages for event in message.events):
+        assert time.monotonic() < give_up, "nothing was decoded"
+        await asyncio.sleep(0.01)
+
+
+async def begin_to_stop(worker: Worker, drain_timeout_s: float) -> asyncio.Task[None]:
+    """Returns when it refuses new work."""
+    stopping = asyncio.create_task(worker.stop(drain_timeout_s))
+    while not worker.record().draining:  # noqa: ASYNC110  it says so once, at once
+        await asyncio.sleep(0)
+    return stopping
 
 
 async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str) -> None:
     async with started(redis_url, decode_runner=make_runner(step_s=0.01)) as pair, routed(pair) as router:
-        running = asyncio.create_task(router.generate("r", prompt_of(40), 60))
-        await asyncio.sleep(0.2)
-        stopping = [asyncio.create_task(worker.stop(10)) for worker in (pair.prefill_worker, pair.decode_worker)]
-        await asyncio.sleep(0.05)
+        running = asyncio.create_task(router.generate("r", prompt_of(40), 200))
+        await decoding(router)
+        stopping = [await begin_to_stop(worker, 20) for worker in (pair.prefill_worker, pair.decode_worker)]
         for method, request in (
             (pair.decode.Reserve, decode_pb2.ReserveRequest(router_id="x", **router._request("n", prompt_of(4), 2))),
             (pair.prefill.Run, prefill_pb2.PrefillRequest(**router._request("n", prompt_of(4), 2))),
         ):
-            call: Any = method(request, timeout=5)  # type: ignore[operator]
+            call: Any = method(request, timeout=WAIT_S)  # type: ignore[operator]
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
                 await (call.read() if hasattr(call, "read") else call)
         answer = await running
-        assert answer.tokens == expected(prompt_of(40), 60)
-        await asyncio.wait_for(asyncio.gather(*stopping), 10)
+        assert answer.tokens == expected(prompt_of(40), 200)
+        await asyncio.wait_for(asyncio.gather(*stopping), WAIT_S)
         # The stream ended by itself, in order.
         assert await router._call.code() is grpc.StatusCode.OK
 
@@ -84,20 +102,19 @@ async def test_health_follows_the_drain(redis_url: str) -> None:
         health_address = f"127.0.0.1:{pair.decode_worker.server.health_port}"
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
         assert [await health(health_address, s) for s in ("liveness", "readiness")] == [serving, serving]
-        running = asyncio.create_task(router.generate("r", prompt_of(40), 60))
-        await asyncio.sleep(0.2)
-        stopping = asyncio.create_task(pair.decode_worker.stop(10))
-        await asyncio.sleep(0.05)
+        running = asyncio.create_task(router.generate("r", prompt_of(40), 200))
+        await decoding(router)
+        stopping = await begin_to_stop(pair.decode_worker, 20)
         assert [await health(health_address, s) for s in ("liveness", "readiness")] == [serving, not_serving]
-        assert (await running).tokens == expected(prompt_of(40), 60)
+        assert (await running).tokens == expected(prompt_of(40), 200)
         await stopping
 
 
 async def test_what_does_not_finish_in_time_is_failed_retryably(redis_url: str) -> None:
     async with started(redis_url, decode_runner=make_runner(step_s=0.05)) as pair, routed(pair) as router:
         running = asyncio.create_task(router.generate("r", prompt_of(40), 400))
-        await asyncio.sleep(0.3)
-        await asyncio.wait_for(pair.decode_worker.stop(0.1), 5)
+        await decoding(router)
+        await asyncio.wait_for(pair.decode_worker.stop(0.1), WAIT_S)
         answer = await running
         assert answer.failed is not None
         assert (answer.failed.code, answer.failed.retryable) == ("UNAVAILABLE", True)
@@ -115,7 +132,7 @@ async def test_a_prefill_worker_that_stops_ends_run_with_unavailable(redis_url: 
             stopping = asyncio.create_task(pair.prefill_worker.stop(0.1))
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
                 await call.read()
-            await asyncio.wait_for(stopping, 5)
+            await asyncio.wait_for(stopping, WAIT_S)
         pair.prefill_worker.engine.check_integrity()
 
 
@@ -123,7 +140,7 @@ async def test_one_failed_step_ends_its_sequences_and_the_worker_goes_on(redis_u
     runner = broken_runner()
     async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
         running = asyncio.create_task(router.generate("r", prompt_of(40), 300))
-        await asyncio.sleep(0.3)
+        await decoding(router)
         runner.failures = 1
         answer = await running
         assert answer.failed is not None
@@ -140,7 +157,7 @@ async def test_an_engine_that_keeps_failing_is_not_alive_and_tells_everybody(red
         for i in range(3):
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
                 await read_to_end(router.run(f"r{i}", prompt_of(10), 3))
-        await asyncio.wait_for(pair.prefill_worker.engine_failed.wait(), 5)
+        await asyncio.wait_for(pair.prefill_worker.engine_failed.wait(), WAIT_S)
         address = f"127.0.0.1:{pair.prefill_worker.server.health_port}"
         for service in ("liveness", "readiness"):
             assert await health(address, service) == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -214,9 +231,9 @@ async def test_a_missing_sampling_field_is_named(redis_url: str, field: str) -> 
 
 async def _both_refuse(pair: Pair, request: dict[str, Any], message: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT") as by_decode:
-        await pair.decode.Reserve(decode_pb2.ReserveRequest(router_id="x", **request), timeout=5)
+        await pair.decode.Reserve(decode_pb2.ReserveRequest(router_id="x", **request), timeout=WAIT_S)
     with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT") as by_prefill:
-        await read_to_end(pair.prefill.Run(prefill_pb2.PrefillRequest(**request), timeout=5))
+        await read_to_end(pair.prefill.Run(prefill_pb2.PrefillRequest(**request), timeout=WAIT_S))
     for caught in (by_decode, by_prefill):
         assert message in (caught.value.details() or "")
 
@@ -254,6 +271,7 @@ async def test_no_room_is_resource_exhausted_and_too_much_is_invalid(redis_url: 
 
 
 async def test_a_worker_that_cannot_start_leaves_nothing_behind(redis_url: str, own_redis: RedisServer) -> None:
+    before = _threads_of(["engine", "kv-local"])
     hub = LocalHub()
     taken = Worker(worker_config("prefill", redis_url), make_model(make_runner()), SECRET, prefill_edge(hub))
     await taken.start()
@@ -267,8 +285,8 @@ async def test_a_worker_that_cannot_start_leaves_nothing_behind(redis_url: str, 
     with pytest.raises(SetupError, match="--redis-url"):
         await lost.start()
     await taken.stop(0.1)
-    assert not _threads_of(["engine", "kv-local"])
+    assert not _threads_of(["engine", "kv-local"]) - before
 
 
-def _threads_of(prefixes: Sequence[str]) -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith(tuple(prefixes))]
+def _threads_of(prefixes: Sequence[str]) -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith(tuple(prefixes))}
