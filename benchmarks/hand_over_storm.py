@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -115,11 +116,10 @@ def _leftovers(running: Any, system: Any) -> list[str]:
 async def _storm(args: argparse.Namespace, system: Any, cases: Sequence[Case]) -> tuple[Tally, Counter[str], float]:
     """Returns when the last request has ended."""
     tally, killed = Tally(), Counter[str]()
-    rng = random.Random(args.seed)
     begin = time.monotonic()
     end = begin + args.seconds
-    async with AsyncClient(system.target, max_retries=0) as client:
-        killer = asyncio.create_task(_kill(args, system, killed, rng))
+    async with AsyncClient(system.target) as client:
+        killer = asyncio.create_task(_kill(args, system, killed))
         streams = (_stream(client, cases, tally, args.aborts, end, random.Random(f"{args.seed}/{n}"), n) for n in range(args.concurrency))
         await asyncio.gather(*streams)
         killer.cancel()
@@ -174,16 +174,18 @@ async def _ask(client: AsyncClient, case: Case, tally: Tally, salt: str, give_up
     return ended
 
 
-async def _kill(args: argparse.Namespace, system: Any, killed: Counter[str], rng: random.Random) -> None:
-    """A worker each time, any that is there."""
+async def _kill(args: argparse.Namespace, system: Any, killed: Counter[str]) -> None:
+    """The workers in turn, a prefill and a decode worker alternately; one that is not back yet is passed over."""
+    turns = itertools.cycle([(module, n) for n in range(2) for module in ("prefill_worker", "decode_worker")])
+    ports = {module: sorted(worker.address for worker in system.workers(module)) for module in ("prefill_worker", "decode_worker")}
     while True:
         await asyncio.sleep(args.kill_every)
-        workers = await asyncio.to_thread(system.all_workers)
-        if workers:
-            worker = rng.choice(workers)
-            killed[worker.module] += 1
-            with contextlib.suppress(ProcessLookupError):
-                worker.kill()
+        module, n = next(turns)
+        for worker in await asyncio.to_thread(system.workers, module):
+            if worker.address == ports[module][n]:
+                killed[module] += 1
+                with contextlib.suppress(ProcessLookupError):
+                    worker.kill()
 
 
 def _make_cases(judge: Any) -> list[Case]:
