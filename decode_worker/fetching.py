@@ -191,6 +191,11 @@ class Fetching:
         except TwostepError as failure:
             self._events.put_nowait(rd.GivenUp(failure))
             return
+        except Exception as failure:
+            # Nobody else would end the hand-over before its ticket's time.
+            log.exception("watching %s failed unexpectedly", self._ticket.lease_id)
+            self._events.put_nowait(rd.GivenUp(InternalError(f"the hand-over failed: {failure!r}; see the decode worker's log")))
+            return
         finally:
             call.cancel()
         self._events.put_nowait(rd.SourceLost(error))

@@ -197,6 +197,17 @@ async def test_a_probe_that_fails_unexpectedly_costs_one_try(redis_url: str, mon
         assert await w.transport_of("s") == FAST
 
 
+async def test_a_watch_that_fails_unexpectedly_ends_the_hand_over(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(redis_url) as w:
+        with monkeypatch.context() as patch:
+            patch.setattr("decode_worker.fetching._info", lambda chunk, num_layers: 1 // 0)
+            failed = await asyncio.wait_for(_failed(w), 10)
+        assert (failed.code, failed.retryable) == ("INTERNAL", True)
+        assert "ZeroDivisionError" in failed.message
+        await w.pair.settled()
+        assert await w.transport_of("s") in (FAST, "local")
+
+
 async def test_only_members_of_the_deployment_may_ask(redis_url: str) -> None:
     async with world(redis_url) as w:
         worker = w.pair.prefill_worker
