@@ -13,9 +13,10 @@ import numpy.typing as npt
 import pytest
 from kv_pairs import MakePair, Pair, in_s, wait_for_stats
 
+from kv_transfer.checksum import checksum
 from kv_transfer.scattering import ScatterClock
 from kv_transfer.testing import ArrayStore
-from kv_transfer.transport import ChunkInfo, HostFetch
+from kv_transfer.transport import ChunkInfo, HostFetch, HostPublish
 from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, TwostepError, Unavailable
 
@@ -325,6 +326,27 @@ async def test_bytes_are_fetched_for_the_callers_own_use(make_pair: MakePair) ->
     with pytest.raises(NotFound):
         await pair.decode.transport.fetch_bytes(endpoint, lease, chunk, deadline=in_s(10))
     assert not pair.decode.store.blocks.any()
+
+
+async def test_bytes_are_published_that_no_pool_holds(make_pair: MakePair) -> None:
+    pair = await make_pair(block_bytes=1000)
+    endpoint, source, lease = pair.prefill.transport.endpoint, pair.prefill.transport, pair.salt + "a"
+    assert isinstance(source, HostPublish)
+    assert isinstance(pair.decode.transport, HostFetch)
+    rng = np.random.default_rng(3)
+    for index, size in enumerate((1, 4097, 60_000)):
+        data = rng.integers(0, 256, size, np.uint8)
+        digest = await source.publish_bytes(lease, index, data, ttl_s=30.0, deadline=in_s(10))
+        assert digest == checksum(data)
+        chunk = ChunkInfo(index=index, first_block=0, num_blocks=1, num_bytes=size, checksum=digest)
+        got = await pair.decode.transport.fetch_bytes(endpoint, lease, chunk, deadline=in_s(10))
+        np.testing.assert_array_equal(got, data)
+    with pytest.raises(InvalidRequest, match="published already"):
+        await source.publish_bytes(lease, 0, data, ttl_s=30.0, deadline=in_s(10))
+    stats = await pair.prefill.transport.stats()
+    assert (stats.num_leases, stats.num_objects, stats.stored_bytes) == (1, 3, 64_098)
+    await drop(pair, "a")
+    await wait_for_stats(pair.prefill.transport, num_objects=0)
 
 
 async def test_a_probe_moves_bytes_and_leaves_nothing(make_pair: MakePair) -> None:

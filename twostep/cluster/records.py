@@ -34,7 +34,7 @@ def prefix_key(worker_id: str, epoch: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRecord:
-    """twostep.v1.KvLayout as a plain value; two workers can be paired if their fingerprints are equal (conversion comes later)."""
+    """twostep.v1.KvLayout as a plain value; twostep.cluster.convertible says which two workers can be paired."""
 
     model_fingerprint: str
     dtype: str
