@@ -11,7 +11,6 @@ from decode_worker.paths import Paths
 from decode_worker.peers import Peers
 from decode_worker.sequences import Sequences, SequencesConfig
 from decode_worker.service import DecodeService
-from kv_transfer import layout as kv_layout
 from kv_transfer.observer import Direction, TransferLedger
 from kv_transfer.reporting import transport_stats
 from kv_transfer.transfer_metrics import worker_observers
@@ -59,7 +58,6 @@ class DecodeEdge:
             ),
             limits or SequencesConfig(reservation_lease_s=parts.config.lease_ttl, router_lease_s=parts.config.router_lease),
             secret=parts.secret,
-            layout=kv_layout.fingerprint(parts.model.layout),
             block_size=parts.model.layout.block_size,
         )
         self._service = DecodeService(self._sequences, parts.reader, epoch=parts.epoch)

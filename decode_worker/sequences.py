@@ -77,8 +77,7 @@ class DecodeSequence:
 
 
 class Sequences:
-    def __init__(self, engine: Engine, fetcher: Fetcher, config: SequencesConfig, *, secret: bytes, layout: str, block_size: int) -> None:
-        """`layout`: fingerprint that tickets must carry."""
+    def __init__(self, engine: Engine, fetcher: Fetcher, config: SequencesConfig, *, secret: bytes, block_size: int) -> None:
         self.config = config
         self.bytes_fetched = 0
         self.blocks_fetched = 0
@@ -86,7 +85,6 @@ class Sequences:
         self._engine = engine
         self._fetcher = fetcher
         self._secret = secret
-        self._layout = layout
         self._block_size = block_size
         self._sequences: dict[str, DecodeSequence] = {}
         self._outboxes: dict[str, Outbox] = {}

@@ -133,7 +133,7 @@ class Wire:
 async def make(**limits: Any) -> tuple[Sequences, FreeEngine]:
     engine = FreeEngine()
     config = SequencesConfig(router_lease_s=60, **limits)
-    sequences = Sequences(cast(Engine, engine), cast(Fetcher, None), config, secret=b"", layout="", block_size=4)
+    sequences = Sequences(cast(Engine, engine), cast(Fetcher, None), config, secret=b"", block_size=4)
     for i in range(NUM_SEQUENCES):
         request = EngineRequest(seq_id=f"s{i}/1", token_ids=[1], num_prompt_tokens=1, sampling=SamplingParams(max_tokens=100))
         sequences.reserve(request, request_id=f"s{i}", attempt=1, router_id=ROUTER)
