@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from twostep.errors import InvalidRequest, Unavailable
+from twostep.errors import DataLoss, Unavailable
 
 _VERSION = "1"
 _MAX_LENGTH = 256 << 10
@@ -73,12 +73,12 @@ class NixlEndpoint:
         )
 
     def check(self, block_ids: Sequence[int]) -> None:
-        """Raises InvalidRequest for blocks that the pool does not have."""
+        """Raises DataLoss for blocks that the pool does not have: no fault of the request's, and another attempt may succeed."""
         if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
-            raise InvalidRequest(f"the source's pool has {self.num_blocks} blocks, but {max(block_ids)} was announced; prefill again")
+            raise DataLoss(f"the source's pool has {self.num_blocks} blocks, but {max(block_ids)} was announced; prefill again")
 
     def of_blocks(self, block_ids: Sequence[int], part: slice | None = None) -> Descriptors:
-        """One descriptor for each run of consecutive blocks; of a part of each block's bytes, one for each block. Raises InvalidRequest for
+        """One descriptor for each run of consecutive blocks; of a part of each block's bytes, one for each block. Raises DataLoss for
         blocks that the pool does not have."""
         self.check(block_ids)
         ids = np.asarray(block_ids, np.int64)

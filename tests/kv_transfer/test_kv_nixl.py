@@ -143,7 +143,7 @@ async def test_what_does_not_fit_is_refused(library: FakeLibrary) -> None:
         chunk = await publish(source, [3, 4])
         with pytest.raises(InvalidRequest):
             await fetch(reader, source, chunk, [1])
-        with pytest.raises(InvalidRequest, match="64 blocks"):
+        with pytest.raises(DataLoss, match="64 blocks"):
             await fetch(reader, source, replace(chunk, source_blocks=(3, 64)), [1, 2])
         with pytest.raises(DataLoss, match="source blocks"):
             await fetch(reader, source, replace(chunk, source_blocks=(3,)), [1, 2])

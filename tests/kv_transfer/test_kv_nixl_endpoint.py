@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.nixl_endpoint import NixlEndpoint, laid_out, merge_runs
-from twostep.errors import InvalidRequest, Unavailable
+from twostep.errors import DataLoss, Unavailable
 
 ENDPOINT = NixlEndpoint(
     agent="twostep-1",
@@ -51,9 +51,9 @@ def test_near_and_far_pair_up_and_the_near_side_is_dense(ids: list[int], address
 
 @pytest.mark.parametrize("ids", [[1000], [-1], [3, 1000, 4]])
 def test_blocks_outside_of_the_pool_are_refused(ids: list[int]) -> None:
-    with pytest.raises(InvalidRequest, match="1000 blocks"):
+    with pytest.raises(DataLoss, match="1000 blocks"):
         ENDPOINT.of_blocks(ids)
-    with pytest.raises(InvalidRequest, match="1000 blocks"):
+    with pytest.raises(DataLoss, match="1000 blocks"):
         ENDPOINT.check(ids)
 
 
