@@ -37,6 +37,7 @@ def test_a_variable_stands_in_for_a_flag_and_the_flag_wins(monkeypatch: pytest.M
         ["--kv-transfer", "ray,"],
         ["--kv-transfer", "ray,ray"],
         ["--kv-transfer", "auto,ray"],
+        ["--kv-wire", "gzip"],
         ["--max-num-seqs", "x"],
     ],
 )
@@ -101,6 +102,7 @@ def test_a_quantized_pool_is_in_the_layout_and_holds_more(tiny_llama_dir: Path) 
         (["--model", "/nonexistent"], "/nonexistent"),
         (["--runner", "fake", "--block-size", "24"], "hash_unit"),
         (["--runner", "fake", "--kv-transfer", "local"], "--kv-transfer"),
+        (["--runner", "fake", "--block-size", "2", "--kv-wire", "int8"], "--kv-wire"),
         (["--runner", "fake", "--tls-cert", "/no/cert.pem", "--tls-key", "/no/key.pem"], "--tls-cert"),
     ],
 )

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -100,10 +100,13 @@ def ray_head() -> Iterator[LocalRay]:
 
 
 @asynccontextmanager
-async def workers(ray: LocalRay, redis_url: str, directory: Path) -> AsyncIterator[tuple[Process, Process, Stubs]]:
+async def workers(
+    ray: LocalRay, redis_url: str, directory: Path, prefill_flags: Sequence[str] = (), decode_flags: Sequence[str] = ()
+) -> AsyncIterator[tuple[Process, Process, Stubs]]:
     shared = ("--redis-url", redis_url, "--ray-address", ray.address, "--chunk-bytes", "4096")
-    prefill = Process("prefill", free_port(), directory, *shared, "--lease-ttl", "3", "--fake-step-ms", "2", environment=ray.environment)
-    decode = Process("decode", free_port(), directory, *shared[:4], "--fake-step-ms", "5", environment=ray.environment)
+    prefill_flags = (*shared, "--lease-ttl", "3", "--fake-step-ms", "2", *prefill_flags)
+    prefill = Process("prefill", free_port(), directory, *prefill_flags, environment=ray.environment)
+    decode = Process("decode", free_port(), directory, *shared[:4], "--fake-step-ms", "5", *decode_flags, environment=ray.environment)
     try:
         await asyncio.gather(prefill.ready(), decode.ready())
         async with open_channel(prefill.address) as to_prefill, open_channel(decode.address) as to_decode:
@@ -152,6 +155,24 @@ async def test_requests_through_processes_then_a_drain(ray_head: LocalRay, redis
         await router.close()
         for process in (prefill, decode):
             assert "Traceback" not in process.log.read_text()
+
+
+async def test_what_is_compressed_and_cut_anew_goes_through_processes(ray_head: LocalRay, redis_url: str, tmp_path: Path) -> None:
+    flags = ("--kv-wire", "zstd"), ("--block-size", str(2 * BLOCK))
+    async with workers(ray_head, redis_url, tmp_path, *flags) as (_, _, stubs):
+        router = RouterDouble(stubs)  # type: ignore[arg-type]
+        await router.open()
+        prompts = [prompt_of(100 + 57 * i, seed=i) for i in range(4)]
+        answers = await asyncio.gather(*(router.generate(f"r{i}", prompt, 6) for i, prompt in enumerate(prompts)))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.tokens == expected(prompt, 6)
+            assert answer.committed is not None
+            # A token's KV of the fake model: two vectors of four numbers of 4 bytes.
+            assert 0 < answer.committed.bytes < 32 * len(prompt)
+        for index in (0, 1):
+            await until_free(stubs, index)
+        await until_store_empty(ray_head)
+        await router.close()
 
 
 async def test_each_side_survives_the_death_of_the_other(ray_head: LocalRay, redis_url: str, tmp_path: Path) -> None:
