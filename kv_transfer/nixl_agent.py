@@ -281,6 +281,8 @@ class NixlAgent:
             self._closing = True
         left, self._on_way = self._on_way, []
         for read in left:
+            if read.ended.done():
+                continue  # in the same round as what broke
             # Keeps the handle, and with it the agent and the registered memory, to the end of the process.
             _abandoned.append((self._agent, read))
             read.ended.set_exception(Unavailable("the nixl transport was closed while this read was on its way; prefill again"))

@@ -367,6 +367,29 @@ async def test_a_library_that_breaks_costs_the_transport_and_no_call_waits(libra
     library.live_handles = 0  # kept to the end of the process
 
 
+async def test_a_library_that_breaks_after_a_read_has_ended_tells_the_others(library: FakeLibrary) -> None:
+    async with pair() as (source, reader):
+        first, second = await publish(source, [3]), await publish(source, [4], index=1)
+        agent = library.agents[reader.agent]
+        library.held.add(source.agent)
+        tasks = [asyncio.create_task(fetch(reader, source, chunk, [1 + chunk.index], within_s=60)) for chunk in (first, second)]
+        assert await settles(lambda: library.live_handles == 2)
+        asked: list[object] = []
+
+        def broken(handle: object) -> str:
+            asked.append(handle)
+            if handle is not asked[0]:
+                raise MemoryError("broken")
+            library.copied_late(handle)
+            handle.state = "DONE"
+            return "DONE"
+
+        agent.check_xfer_state = broken
+        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        assert [type(each) for each in ended] == [type(None), Unavailable]
+    library.live_handles = 0  # kept to the end of the process
+
+
 async def test_a_library_that_does_not_start_says_what_to_do(library: FakeLibrary) -> None:
     transport = NixlTransport(
         HostMemory(np.zeros((2, BLOCK), np.uint8), arena_bytes=ARENA, probe_bytes=BLOCK), backend_params={"refuse": "1"}
