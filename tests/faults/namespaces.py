@@ -164,8 +164,11 @@ def _child_of(pid: int, name: str) -> int:
     give_up = time.monotonic() + 10
     while time.monotonic() < give_up:
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            if Path(f"/proc/{child}/comm").read_text() == f"{name}\n":
-                return int(child)
+            try:
+                if Path(f"/proc/{child}/comm").read_text() == f"{name}\n":
+                    return int(child)
+            except OSError:  # one that came before it, and has just ended
+                continue
         time.sleep(0.01)
     raise TimeoutError(f"process {pid} started no {name}: the namespaces were not made")
 

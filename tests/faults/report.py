@@ -28,6 +28,7 @@ processes. (Where the owner of an object has died, Ray puts a marker of a byte o
 these are not counted, as they hold no KV.) In a cell of
 `decoding` the KV has been handed over (COMMITTED, RELEASED) and tokens are flowing.
 """
+_TWO_RAYLETS = "## Two raylets"
 _EXPLAIN = {
     Fault.KILL: "The process ends at once, and is started again half a second later, as a supervisor would.",
     Fault.STOP: "The process freezes for {stop:g} s: its connections stay open, and nothing is answered.",
@@ -43,17 +44,25 @@ def markdown(injections: Sequence[Injection], timing: Timing, *, made: str, seco
         if rows:
             parts += [f"## {fault.value}", "", _EXPLAIN[fault].format(stop=timing.stop_s, cut=timing.cut_s), "", *_table(rows), ""]
     if two_raylets:
-        parts += [
-            "## Two raylets",
-            "",
-            "The ray transport between two nodes of one Ray: a raylet killed in mid-pull, then the contract's own tests.",
-            "",
-        ]
-        parts += ["```", two_raylets.strip(), "```", ""]
+        parts += [_section(two_raylets), ""]
     problems = [f"- {i.fault}, {i.target}: {i.problem}" for i in injections if i.problem]
     if problems:
         parts += ["## What stands out", "", *problems, ""]
     return "\n".join([*parts, totals(injections, seconds), ""])
+
+
+def with_two_raylets(page: str, two_raylets: str) -> str:
+    """A page with that section made anew."""
+    before, found, rest = page.partition(_TWO_RAYLETS)
+    assert found, "the page has no such section; make all of it"
+    _, fence, behind = rest.partition("```")[2].partition("```")
+    assert fence
+    return before + _section(two_raylets) + behind
+
+
+def _section(two_raylets: str) -> str:
+    intro = "The ray transport between two nodes of one Ray: a raylet killed in mid-pull, then the contract's own tests."
+    return "\n".join([_TWO_RAYLETS, "", intro, "", "```", two_raylets.strip(), "```"])
 
 
 def _table(rows: Sequence[Injection]) -> list[str]:

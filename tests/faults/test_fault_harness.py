@@ -17,7 +17,7 @@ from cells import STATES, Injection, Timing
 from fault_system import Held
 from faulty_requests import Ask, FakeOracle, Outcome
 from gates import Gate, Gates
-from report import markdown, totals
+from report import markdown, totals, with_two_raylets
 
 from twostep import DeadlineExceeded, Piece, Unavailable
 from twostep.engine.fake import fake_next_token
@@ -113,6 +113,12 @@ def test_the_page_ends_with_the_totals() -> None:
     line = totals(injections, 9.0)
     for part in ("20 cells (4 faults)", "10 recovered", "5 failed clearly", "0 hung", "5 not run", "3 blocks", "70 object-store bytes"):
         assert part in line
+
+
+def test_a_section_of_the_page_is_replaced() -> None:
+    old, new = (markdown([good()], Timing(), made="today", seconds=9.0, two_raylets=said) for said in ("one\ntwo", "three"))
+    assert "two" in old
+    assert with_two_raylets(old, "three") == new
 
 
 async def test_a_gate_holds_the_first_who_comes_until_it_is_opened(tmp_path: Path) -> None:
