@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from worker_harness import RedisServer
+from worker_harness import WAIT_S, RedisServer
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +23,9 @@ def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def patient_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that has to wait for the first probe fails after 2 s, which on a busy machine is no more than a probe may take."""
+    monkeypatch.setattr("decode_worker.paths._WAIT_S", WAIT_S)

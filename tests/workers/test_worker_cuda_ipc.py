@@ -20,6 +20,7 @@ from twostep.kernels.triton_pull import PullShape
 from twostep.sampling_params import SamplingParams
 from twostep.worker.edge import EdgeParts
 
+pytestmark = pytest.mark.usefixtures("patient_paths")
 MAX_TOKENS = 5
 
 

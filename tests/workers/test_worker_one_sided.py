@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from worker_harness import (
     SECRET,
+    WAIT_S,
     Pair,
     RouterDouble,
     expected,
@@ -34,6 +35,7 @@ from twostep.errors import Unavailable
 from twostep.worker.edge import EdgeParts
 from twostep.worker.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("patient_paths")
 PROMPT = prompt_of(40)
 
 
@@ -65,7 +67,7 @@ class World:
 
     async def failed(self, name: str = "r") -> Any:
         """How it failed; nothing may have been committed before."""
-        event = await asyncio.wait_for(self.router.inbox(name).get(), 15)
+        event = await asyncio.wait_for(self.router.inbox(name).get(), WAIT_S)
         assert event.WhichOneof("event") == "failed", event
         return event.failed
 
@@ -97,7 +99,7 @@ class Gate:
         await self.open.wait()
 
 
-async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = WAIT_S) -> None:
     give_up = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < give_up, "it did not happen"
@@ -109,7 +111,7 @@ async def test_blocks_stay_until_the_reader_has_asked(redis_url: str) -> None:
         all_blocks = await w.free_source_blocks()
         gate = w.reader.after_write = Gate()
         call = await w.begin()
-        await asyncio.wait_for(gate.reached.wait(), 10)
+        await asyncio.wait_for(gate.reached.wait(), WAIT_S)
         await until(lambda: w.source._by_seq["r/1"].lease.num_chunks is not None)
         stats = (await w.pair.both())[0]
         # All is published, and all of it is still owned: ten blocks of four tokens.
@@ -138,7 +140,7 @@ async def test_a_lease_that_expires_in_mid_read_commits_nothing(redis_url: str, 
         gate = Gate()
         setattr(w.reader, moment, gate)
         call = await w.begin()
-        await asyncio.wait_for(gate.reached.wait(), 10)
+        await asyncio.wait_for(gate.reached.wait(), WAIT_S)
         await until(lambda: "r/1" not in w.source._by_seq)
         # Its blocks are given out again, and hold another prompt's KV.
         setattr(w.reader, moment, _pass)
@@ -166,7 +168,7 @@ async def test_a_restarted_source_answers_for_no_earlier_life(redis_url: str) ->
     async with world(redis_url) as w:
         gate = w.reader.after_write = Gate()
         await w.begin()
-        await asyncio.wait_for(gate.reached.wait(), 10)
+        await asyncio.wait_for(gate.reached.wait(), WAIT_S)
         await until(lambda: w.source._by_seq["r/1"].lease.num_chunks is not None)
         port = int(w.pair.prefill_worker.address.rpartition(":")[2])
         await w.pair.prefill_worker.stop(0.0)
@@ -190,7 +192,7 @@ async def test_reused_memory_under_a_live_lease_is_refused(redis_url: str) -> No
     async with world(redis_url) as w:
         gate = w.reader.after_write = Gate()
         call = await w.begin()
-        await asyncio.wait_for(gate.reached.wait(), 10)
+        await asyncio.wait_for(gate.reached.wait(), WAIT_S)
         await until(lambda: w.source._by_seq["r/1"].lease.num_chunks is not None)
         generations = w.pair.prefill_worker.engine._pool._generations
         reused = w.source._by_seq["r/1"].lease.source_blocks[3]
@@ -260,7 +262,7 @@ async def test_cancelled_in_mid_read_leaves_nothing(redis_url: str) -> None:
             gate = Gate()
             w.reader.before_read, w.reader.after_write = (gate, _pass) if number % 2 else (_pass, gate)
             call = await w.begin(f"r{number}")
-            await asyncio.wait_for(gate.reached.wait(), 10)
+            await asyncio.wait_for(gate.reached.wait(), WAIT_S)
             await asyncio.sleep(float(rng.random()) * 0.02)
             assert await w.router.cancel(f"r{number}")
             call.cancel()

@@ -74,6 +74,8 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
     # An answer under way does not hold up the end of the process.
     block_on_close = False
+    # Two processes on one port would each get half of the scrapes; some versions of http.server allow that.
+    allow_reuse_port = False
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
         self.address_family = family
