@@ -41,8 +41,7 @@ _ASK_S = 30.0
 _NUM_RAYLETS = 4
 BLOCK_SIZE = 16
 _STORE_BYTES = 160 << 20
-# Where an object's owner has died, the raylet of whoever asked for it puts the error's number in its place. Ray frees such a marker only
-# when it needs the room.
+# Where an object's owner has died, the raylet of whoever asked for it may keep the error's number in its place.
 _MARKER_BYTES = 2
 _HERE = Path(__file__).parent
 
