@@ -164,7 +164,7 @@ async def test_killed_worker_leaves_no_process_no_object_and_no_ring(local_ray: 
     finally:
         worker.kill()
         await worker.communicate()
-    assert await wait_until(lambda: not psutil.pid_exists(helper) and not psutil.pid_exists(actor)) < 5
+    assert await wait_until(lambda: not psutil.pid_exists(helper) and not psutil.pid_exists(actor)) < 20
     await check_store_empty(local_ray)
     assert rings_left() == []
 

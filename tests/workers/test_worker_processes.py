@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 import redis.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from worker_harness import BLOCK, SECRET, RouterDouble, expected, prompt_of
+from worker_harness import BLOCK, SECRET, WAIT_S, RouterDouble, expected, prompt_of
 
 from kv_transfer.ray_head import free_port
 from kv_transfer.testing import LocalRay
@@ -116,7 +116,7 @@ async def workers(
             process.kill()
 
 
-async def until_free(stubs: Stubs, index: int, within_s: float = 8.0) -> None:
+async def until_free(stubs: Stubs, index: int, within_s: float = WAIT_S) -> None:
     give_up = time.monotonic() + within_s
     while not await stubs.free(index):
         assert time.monotonic() < give_up, await stubs.stats(index)
@@ -186,7 +186,7 @@ async def test_each_side_survives_the_death_of_the_other(ray_head: LocalRay, red
         assert (await call.read()).WhichOneof("event") == "accepted"
         assert (await call.read()).WhichOneof("event") == "first_token"
         decode.kill()
-        assert (await asyncio.wait_for(call.read(), 8)).done.state == kv_pb2.LEASE_STATE_EXPIRED
+        assert (await asyncio.wait_for(call.read(), WAIT_S)).done.state == kv_pb2.LEASE_STATE_EXPIRED
         await until_free(stubs, 0)
         await until_store_empty(ray_head)
         await router.close()
@@ -211,7 +211,7 @@ async def test_each_side_survives_the_death_of_the_other(ray_head: LocalRay, red
             ticket = (await call.read()).accepted.ticket
             prefill.kill()
             await router.attach("b", ticket)
-            failed = (await asyncio.wait_for(router.inbox("b").get(), 10)).failed
+            failed = (await asyncio.wait_for(router.inbox("b").get(), WAIT_S)).failed
             assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
             await until_free(stubs, 1)
             await router.close()
