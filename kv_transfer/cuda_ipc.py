@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import torch
 
+from kv_transfer.in_place import InPlaceBook
 from kv_transfer.ipc_batches import Ask, Batch, PullBatches
 from kv_transfer.ipc_endpoint import IpcEndpoint, ProcessId
 from kv_transfer.ipc_lanes import Lane
@@ -31,7 +32,6 @@ from kv_transfer.ipc_memory import export
 from kv_transfer.ipc_opening import IpcOpener, gpu_uuid
 from kv_transfer.ipc_peers import IpcPeers, PeerPool
 from kv_transfer.local import check_blocks, part_bytes
-from kv_transfer.object_book import ObjectBook
 from kv_transfer.probing import PROBE_BYTES, probe_pattern
 from kv_transfer.sum64 import WORD_BYTES, chunk_sum, chunk_sums
 from kv_transfer.transport import ChunkInfo, Probe, TransportStats
@@ -46,8 +46,6 @@ from twostep.worker.edge import EdgeParts
 # Pulls share the link: a second one only fills the gaps between launches.
 _NUM_LANES = 2
 _SWEEP_S = 0.5
-# Nothing is copied out, so nothing bounds what is published but the pool itself.
-_NO_BUDGET = 1 << 62
 # No lane is taken for so long: a call takes milliseconds.
 _TURN_S = 60.0
 # A probe reads its region in pieces of this size, each of them several times.
@@ -82,7 +80,7 @@ class CudaIpcTransport:
         self._life = secrets.token_hex(8)
         self._endpoint = ""
         self._pattern: torch.Tensor | None = None
-        self._book: ObjectBook[bool] = ObjectBook(_NO_BUDGET)
+        self._book = InPlaceBook()
         self._peers = IpcPeers(IpcOpener(self._device, self._own), self._own)
         self._local = threading.local()
         self._threads: ThreadPoolExecutor | None = None
@@ -173,24 +171,8 @@ class CudaIpcTransport:
         part = self._part(layers)
         num_bytes = len(ids) * (part.stop - part.start)
         self._running_threads()
-        entry = self._book.reserve(lease_id, index, num_bytes, ttl_s=ttl_s, now=time.monotonic())
-        assert entry is not None, "there is no budget"
-        try:
-            digest = await self._in_thread(self._sum, ids, part, deadline=deadline)
-            self._book.fill(entry, True, now=time.monotonic())
-        except BaseException:
-            self._book.cancel(entry)
-            raise
-        return ChunkInfo(
-            index=index,
-            first_block=first_block,
-            num_blocks=len(ids),
-            num_bytes=num_bytes,
-            checksum=digest,
-            first_layer=layers.first if layers else 0,
-            num_layers=layers.num_layers if layers else 0,
-            source_blocks=ids,
-        )
+        digest = partial(self._in_thread, self._sum, ids, part, deadline=deadline)
+        return await self._book.publish(lease_id, index, first_block, ids, layers=layers, num_bytes=num_bytes, ttl_s=ttl_s, digest=digest)
 
     async def drop(self, lease_id: str) -> None:
         self._book.drop(lease_id)
@@ -356,7 +338,7 @@ class CudaIpcTransport:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self._book.expire(time.monotonic())
+            self._book.expire()
             if self._peers.num_open:
                 with suppress(ResourceExhausted):
                     await self._in_thread(self._peers.sweep, deadline=time.monotonic() + _SWEEP_S)

@@ -25,12 +25,12 @@ from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
+from kv_transfer.in_place import InPlaceBook
 from kv_transfer.local import check_blocks, part_bytes
 from kv_transfer.nixl_agent import NixlAgent
 from kv_transfer.nixl_endpoint import Descriptors, NixlEndpoint, laid_out
 from kv_transfer.nixl_memory import NixlMemory, Sums
 from kv_transfer.nixl_read import Landing, Peer, Read
-from kv_transfer.object_book import ObjectBook
 from kv_transfer.scattering import scattered
 from kv_transfer.staging_arena import ArenaSlot, StagingArena
 from kv_transfer.sum64 import chunk_sum
@@ -42,8 +42,6 @@ from twostep.worker.edge import EdgeParts
 
 _NUM_THREADS = 4
 _SWEEP_S = 0.1
-# Nothing is copied out, so nothing bounds what is published but the pool itself.
-_NO_BUDGET = 1 << 62
 # After an error the library no longer tells when the last byte has landed: so long its memory is let alone. A copy takes milliseconds.
 _GRACE_S = 2.0
 _PROBE_READS = 4
@@ -82,7 +80,7 @@ class NixlTransport:
             backend_params=backend_params or {},
         )
         self._endpoint = ""
-        self._book: ObjectBook[bool] = ObjectBook(_NO_BUDGET)
+        self._book = InPlaceBook()
         self._arena = StagingArena(memory.arena.num_bytes)
         # By peer: none waits behind one that does not answer.
         self._rooms: dict[str, FifoGate] = {}
@@ -179,24 +177,12 @@ class NixlTransport:
         ids = tuple(block_ids)
         part = self._part(layers)
         num_bytes = len(ids) * part_bytes(self._memory.block_bytes, self._num_layers, layers)
-        entry = self._book.reserve(lease_id, index, num_bytes, ttl_s=ttl_s, now=time.monotonic())
-        assert entry is not None, "there is no budget"
-        try:
-            digest = chunk_sum(await finish(self._in_thread(self._memory.block_sums, ids, part)))
-            self._book.fill(entry, True, now=time.monotonic())
-        except BaseException:
-            self._book.cancel(entry)
-            raise
-        return ChunkInfo(
-            index=index,
-            first_block=first_block,
-            num_blocks=len(ids),
-            num_bytes=num_bytes,
-            checksum=digest,
-            first_layer=layers.first if layers else 0,
-            num_layers=layers.num_layers if layers else 0,
-            source_blocks=ids,
+        return await self._book.publish(
+            lease_id, index, first_block, ids, layers=layers, num_bytes=num_bytes, ttl_s=ttl_s, digest=partial(self._sum, ids, part)
         )
+
+    async def _sum(self, ids: Sequence[int], part: slice | None) -> int:
+        return chunk_sum(await finish(self._in_thread(self._memory.block_sums, ids, part)))
 
     async def drop(self, lease_id: str) -> None:
         self._book.drop(lease_id)
@@ -207,7 +193,7 @@ class NixlTransport:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self._book.expire(time.monotonic())
+            self._book.expire()
 
     # ---- the reader's side --------------------------------------------------------------------------------------------------
 

@@ -4,19 +4,16 @@ the lease is still there or not, so all that keeps it from using what it saw is 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
 from kv_transfer.checksum import checksum
+from kv_transfer.in_place import InPlaceBook
 from kv_transfer.local import check_blocks, part_bytes, write_verified
-from kv_transfer.object_book import ObjectBook
 from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
 from twostep.engine.batch import LayerRange
 from twostep.errors import Unavailable
-
-_NO_BUDGET = 1 << 62
 
 
 async def _nothing(chunk: ChunkInfo) -> None:
@@ -59,7 +56,7 @@ class OneSidedTransport:
         self._hub = hub
         self._name = name
         self._endpoint = f"{name}:{worker_id}/{epoch}"
-        self._book: ObjectBook[bool] = ObjectBook(_NO_BUDGET)
+        self._book = InPlaceBook()
         self._started = False
 
     @property
@@ -106,19 +103,13 @@ class OneSidedTransport:
         deadline: float,
     ) -> ChunkInfo:
         data = np.empty((len(block_ids), part_bytes(self._block_bytes, self._num_layers, layers)), np.uint8)
-        entry = self._book.reserve(lease_id, index, data.size, ttl_s=ttl_s, now=time.monotonic())
-        assert entry is not None
-        await asyncio.to_thread(self._store.read_blocks, block_ids, data, layers)
-        self._book.fill(entry, True, now=time.monotonic())
-        return ChunkInfo(
-            index=index,
-            first_block=first_block,
-            num_blocks=len(block_ids),
-            num_bytes=data.size,
-            checksum=checksum(data.reshape(-1)),
-            first_layer=layers.first if layers else 0,
-            num_layers=layers.num_layers if layers else 0,
-            source_blocks=tuple(block_ids),
+
+        async def digest() -> int:
+            await asyncio.to_thread(self._store.read_blocks, block_ids, data, layers)
+            return checksum(data.reshape(-1))
+
+        return await self._book.publish(
+            lease_id, index, first_block, block_ids, layers=layers, num_bytes=data.size, ttl_s=ttl_s, digest=digest
         )
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
