@@ -42,6 +42,9 @@ _FIRST_BACKOFF_S = 0.25
 _MAX_BACKOFF_S = 4.0
 _RETRY_PUT_S = 0.02
 _SWEEP_S = 0.2
+# A fetch that has less time left once it has a slot, or less than half of what it began with, is not tried: that it would then be late
+# says nothing about the source.
+_LEAST_FETCH_S = 5.0
 
 R = TypeVar("R")
 
@@ -211,7 +214,7 @@ class RayTransport:
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
         check_blocks(chunk, block_ids, self._block_bytes, self._num_layers)
         session = self._running_session()
-        slot = await session.take_slot(chunk.num_bytes, deadline=deadline)
+        slot = await self._slot_in_time(session, chunk.num_bytes, deadline=deadline)
         pull = asyncio.create_task(session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
         try:
             await asyncio.shield(pull)
@@ -222,7 +225,7 @@ class RayTransport:
 
     async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Bytes:
         session = self._running_session()
-        slot = await session.take_slot(chunk.num_bytes, deadline=deadline)
+        slot = await self._slot_in_time(session, chunk.num_bytes, deadline=deadline)
         pull = asyncio.create_task(session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
         try:
             await asyncio.shield(pull)
@@ -236,7 +239,7 @@ class RayTransport:
         into the ring."""
         session = self._running_session()
         num_bytes = max(1, min(PROBE_BYTES, self._config.ring_bytes // 4))
-        slot = await session.take_slot(num_bytes, deadline=deadline)
+        slot = await self._slot_in_time(session, num_bytes, deadline=deadline)
         start = time.monotonic()
         pull = asyncio.create_task(session.fetch(endpoint, PROBE_LEASE, 0, slot, deadline=deadline))
         try:
@@ -285,6 +288,19 @@ class RayTransport:
                 if time.monotonic() + _RETRY_PUT_S >= deadline:
                     raise
                 await asyncio.sleep(_RETRY_PUT_S)
+
+    async def _slot_in_time(self, session: AgentSession, num_bytes: int, *, deadline: float) -> Slot:
+        """To fetch into. Raises as `take_slot`, and ResourceExhausted where waiting for it left too little time."""
+        start = time.monotonic()
+        slot = await session.take_slot(num_bytes, deadline=deadline)
+        left_s = deadline - time.monotonic()
+        if left_s >= min(_LEAST_FETCH_S, (deadline - start) / 2):
+            return slot
+        session.give_back(slot)
+        raise ResourceExhausted(
+            f"a fetch waited so long for a slot of this worker's own ring that {max(0.0, left_s):.1f} s were left; try again, or make "
+            "--kv-ring-bytes larger"
+        )
 
     def _give_back(self, pull: asyncio.Task[None], session: AgentSession, slot: Slot) -> None:
         """Cancelled while the agent may still write the slot: it stays taken until the agent has answered."""

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kv_pairs import in_s
+from kv_pairs import in_s, make_store
 
 from kv_transfer.agent_session import AgentSession
+from kv_transfer.ray_transport import RayTransport
 from kv_transfer.ring import SharedMemory
-from twostep.errors import Unavailable
+from kv_transfer.transport import ChunkInfo
+from twostep.errors import ResourceExhausted, Unavailable
 
 
 async def test_every_call_of_an_ended_session_is_unavailable(tmp_path: Path) -> None:
@@ -70,6 +72,34 @@ async def test_a_ring_that_cannot_be_pinned_is_used_all_the_same(tmp_path: Path,
     assert "not pinned" in caplog.text
     session.give_back(await session.take_slot(4096, deadline=in_s(1)))
     await session.close()
+
+
+async def test_a_fetch_that_waited_too_long_for_a_slot_blames_its_own_ring(tmp_path: Path, short_dir: Path) -> None:
+    """Unavailable would take the transport out of use for this source, which was not even asked."""
+    store, session = make_store(64, fill=True), await piped_session(tmp_path)
+    transport = RayTransport(store, 64, worker_id="w", epoch=1, ray_address="127.0.0.1:1", run_dir=short_dir, ring_bytes=8192)
+    transport._session = session
+    chunk = ChunkInfo(index=0, first_block=0, num_blocks=1, num_bytes=64, checksum=0)
+    slot, deadline = await session.take_slot(8192, deadline=in_s(5)), in_s(2)
+    late = [
+        asyncio.ensure_future(call)
+        for call in (
+            transport.fetch("kv:p:1:1", "lease", chunk, [0], deadline=deadline),
+            transport.fetch_bytes("kv:p:1:1", "lease", chunk, deadline=deadline),
+            transport.probe("kv:p:1:1", deadline=deadline),
+        )
+    ]
+    await asyncio.sleep(1.2)
+    session.give_back(slot)
+    for error in await asyncio.gather(*late, return_exceptions=True):
+        assert isinstance(error, ResourceExhausted), error
+        assert "ring" in error.message
+    assert session.ring_used_bytes == 0
+    # With time left it is the source, or the agent, that is not there.
+    with pytest.raises(Unavailable):
+        await transport.fetch("kv:p:1:1", "lease", chunk, [0], deadline=in_s(5))
+    await session.close()
+    await transport.close()
 
 
 async def piped_session(directory: Path) -> AgentSession:
