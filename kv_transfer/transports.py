@@ -84,7 +84,8 @@ def _possible(names: Sequence[str], parts: EdgeParts, run_dir: Path) -> Iterator
         except SetupError as error:
             if name == "ray":
                 raise
-            log.info("no KV transfer by %s here: %s", name, error.message)
+            # Nobody asked for it: what to do about it is no news.
+            log.info("auto: no KV transfer by %s here: %s", name, error.message)
 
 
 def _make(name: str, parts: EdgeParts, run_dir: Path) -> KvTransport:
@@ -129,7 +130,7 @@ def _check_one_gpu(name: str, parts: EdgeParts) -> None:
     """Both read one pool in one GPU's memory. Raises SetupError."""
     config = parts.config
     if config.runner != "model" or not config.device.startswith("cuda"):
-        raise SetupError(f"--kv-transfer {name} moves KV between GPUs, and this worker has none ({config.device}); leave it out")
+        raise SetupError(f"{name} moves KV between GPUs, and this worker has none ({config.device}); leave it out of --kv-transfer")
     if config.tensor_parallel_size > 1:
         raise SetupError(
             f"--kv-transfer {name} reads one pool, and with --tensor-parallel-size {config.tensor_parallel_size} it is cut over processes; "

@@ -96,7 +96,8 @@ def error_of(target: str, error: grpc.RpcError) -> TwostepError:
         return InvalidRequest(f"the request or its answer is too large for one message ({details}); send less")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"the answer was not complete within the timeout; allow more, or ask for fewer tokens ({details})")
-    if code is grpc.StatusCode.UNAVAILABLE and ("failed to connect" in details or "DNS resolution failed" in details):
+    # Where it begins so: a router that tells of a worker's failure has words in front.
+    if code is grpc.StatusCode.UNAVAILABLE and details.startswith(("failed to connect", "DNS resolution failed")):
         return Unavailable(
             f"no server answers at {target}; start one with `twostep up`, give the address of another, or align the TLS options of both "
             f"({details})"
