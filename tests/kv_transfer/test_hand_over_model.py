@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import ClassVar
@@ -40,6 +40,8 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 class HandOvers(RuleBasedStateMachine):
+    # How leases end.
+    ends: ClassVar[Sequence[str]] = ENDS
     num_operations: ClassVar[int] = 0
     seen: ClassVar[Counter[str]] = Counter()
 
@@ -112,7 +114,7 @@ class HandOvers(RuleBasedStateMachine):
     @precondition(lambda self: self.world.jobs)
     @rule(
         data=st.data(),
-        kind=st.sampled_from(ENDS),
+        kind=st.runner().flatmap(lambda machine: st.sampled_from(machine.ends)),
         again=st.booleans(),
         count=st.integers(0, SOURCE_BLOCKS),
         seed=SEEDS,
@@ -176,9 +178,9 @@ class HandOvers(RuleBasedStateMachine):
         self.world.tick(seconds)
 
 
-def run(operations: int, *, find_only: bool = False) -> type[HandOvers]:
+def run(operations: int, *, find_only: bool = False, ends: Sequence[str] = ENDS) -> type[HandOvers]:
     """A fresh class, so that its counts are of this run. `find_only`: a failure is raised as it was found."""
-    machine = type("HandOvers", (HandOvers,), {"num_operations": 0, "seen": Counter()})
+    machine = type("HandOvers", (HandOvers,), {"num_operations": 0, "seen": Counter(), "ends": ends})
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -272,5 +274,7 @@ def free_targets_under_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_model_finds_a_broken_rule(break_a_rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     break_a_rule(monkeypatch)
+    # Epochs matter after a restart alone; hypothesis draws other cases when other modules are loaded, and often hardly any with one.
+    ends = ["restarts"] if break_a_rule is accept_any_epoch else ENDS
     with pytest.raises(AssertionError):
-        run(5 * OPERATIONS, find_only=True)
+        run(5 * OPERATIONS, find_only=True, ends=ends)
