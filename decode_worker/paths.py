@@ -23,7 +23,7 @@ from kv_transfer.observer import ProbeResult, TransferObserver
 from kv_transfer.probing import ProbePass
 from kv_transfer.transport import HostFetch, KvTransport
 from kv_transfer.transports import Transports
-from twostep.errors import TwostepError, Unavailable
+from twostep.errors import ResourceExhausted, TwostepError, Unavailable
 from twostep.rpc.channel import error_from_rpc
 from twostep.rpc.v1 import kv_pb2_grpc
 
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 FLOORS = {"cuda_ipc": 5e9, "nixl": 5e9}
 
 _ASK_S = 5.0
+# One that did not answer the last time.
+_ASK_AGAIN_S = 2.0
 _PROBE_S = 20.0
 # How long a request waits for a probe where nothing is known to work.
 _WAIT_S = 2.0
@@ -40,8 +42,11 @@ _FIRST_BACKOFF_S = 0.25
 _MAX_BACKOFF_S = 30.0
 # A source that cannot even be asked so often in a row is forgotten; its next ticket brings it back.
 _MAX_UNANSWERED = 12
-_MAX_SOURCES = 256
-_AT_ONCE = 2
+_MAX_SOURCES = 1024
+# Asking costs nothing, and a frozen source holds its place for as long as asking may take: many. Copies share one link, whose rate they
+# are to find, and the host memory that some pass through: few, of each transport.
+_ASKING_AT_ONCE = 64
+_COPYING_AT_ONCE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +92,9 @@ class Paths:
         self._floors = FLOORS if floors is None else floors
         self._clock = clock
         self._known: OrderedDict[tuple[str, int], _Known] = OrderedDict()
-        self._probing = asyncio.Semaphore(_AT_ONCE)
+        self._asking = asyncio.Semaphore(_ASKING_AT_ONCE)
+        self._copying = {transport.name: asyncio.Semaphore(_COPYING_AT_ONCE) for transport in transports}
+        self._said_full = False
         self._closed = False
 
     @property
@@ -100,8 +107,13 @@ class Paths:
             await self._forget(key)
 
     def learn(self, source: Source) -> None:
-        """There is such a worker: its paths are tried if they were not."""
-        self._find(source)
+        """There is such a worker: its paths are tried if they were not. One too many waits for its first ticket: it takes the place of no
+        other, or each look at all of them would forget some and try them again."""
+        if len(self._known) < _MAX_SOURCES or (source.worker_id, source.epoch) in self._known:
+            self._find(source)
+        elif not self._said_full:
+            self._said_full = True
+            log.warning("more than %d prefill workers: paths from the others are tried at their first tickets", _MAX_SOURCES)
 
     async def forget(self, keys: Collection[tuple[str, int]]) -> None:
         """Of these (worker id, epoch): they are gone."""
@@ -193,8 +205,8 @@ class Paths:
             missing = [transport for transport in self._transports if not known.usable(transport.name)]
             if not missing:
                 return
-            async with self._probing:
-                unanswered = 0 if await self._try(known, missing) else unanswered + 1
+            answered = await self._try(known, missing, ask_s=_ASK_AGAIN_S if unanswered else _ASK_S)
+            unanswered = 0 if answered else unanswered + 1
             tried, known.tried = known.tried, asyncio.Event()
             tried.set()
             if unanswered >= _MAX_UNANSWERED:
@@ -210,14 +222,15 @@ class Paths:
             except TimeoutError:
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    async def _try(self, known: _Known, transports: Collection[KvTransport]) -> bool:
+    async def _try(self, known: _Known, transports: Collection[KvTransport], *, ask_s: float) -> bool:
         """False: the source did not answer at all."""
         source = known.source
-        request = ProbePass.issue(self._secret, worker_id=source.worker_id, epoch=source.epoch)
         try:
-            async with self._peers.channel(source.address) as channel:
+            async with self._asking, self._peers.channel(source.address) as channel:
+                # A pass is good for a minute, so it is made when it is used.
+                request = ProbePass.issue(self._secret, worker_id=source.worker_id, epoch=source.epoch)
                 stub: kv_pb2_grpc.KvAsyncStub = kv_pb2_grpc.KvStub(channel)
-                response = await stub.Probe(request.to_proto(), timeout=_ASK_S)
+                response = await stub.Probe(request.to_proto(), timeout=ask_s)
         except grpc.aio.AioRpcError as error:
             for transport in transports:
                 self._store(known, transport.name, error=f"the prefill worker could not be asked: {error_from_rpc(error).message}")
@@ -229,13 +242,17 @@ class Paths:
             elif transport.name not in endpoints:
                 self._store(known, transport.name, error="not ready on the prefill worker")
             else:
-                await self._copy(known, transport, endpoints[transport.name])
+                async with self._copying[transport.name]:
+                    await self._copy(known, transport, endpoints[transport.name])
         return True
 
     async def _copy(self, known: _Known, transport: KvTransport, endpoint: str) -> None:
         try:
             async with asyncio.timeout(_PROBE_S):
                 probe = await transport.probe(endpoint, deadline=self._clock() + _PROBE_S)
+        except ResourceExhausted as error:
+            # Other transfers were in its way, here or there, which says nothing of the path: it is tried again, and what is known stands.
+            log.debug("no room to probe %s from %s: %s", transport.name, known.source.worker_id, error.message)
         except TwostepError as error:
             self._store(known, transport.name, error=error.message)
         except TimeoutError:
