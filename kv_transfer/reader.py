@@ -24,7 +24,7 @@ from enum import Enum, auto
 from itertools import chain
 
 from kv_transfer.transport import ChunkInfo
-from twostep.errors import Cancelled, DataLoss, InvalidRequest, TwostepError, Unavailable
+from twostep.errors import Cancelled, DataLoss, TwostepError, Unavailable
 
 
 class ReaderState(Enum):
@@ -243,7 +243,8 @@ class Step:
 
 
 def advance(reader: Reader, event: Event, now: float) -> Step:
-    """Applies one event. Never raises: what no honest source says ends in ABORTED, with `error`."""
+    """Applies one event. Never raises: what no honest source says ends in ABORTED, with DataLoss as `error`: it is no fault of the request,
+    which another pair may serve."""
     if isinstance(event, FetchEnded):
         return _fetch_ended(reader, event, now)
     if reader.state.ended:
@@ -281,12 +282,12 @@ def _manifest_came(reader: Reader, manifest: ManifestCame, now: float) -> Step:
         # Of a watch that was opened again.
         if manifest == reader.manifest:
             return Step(reader)
-        return _abort(reader, InvalidRequest("a second manifest differs from the first; the two workers run different versions"))
+        return _abort(reader, DataLoss("a second manifest differs from the first; the two workers run different versions"))
     published, wanted = manifest.published, manifest.wanted
     if published != wanted:
         return _abort(
             reader,
-            InvalidRequest(
+            DataLoss(
                 f"blocks {published.first_block} + {published.num_blocks} are published, but {wanted.first_block} + {wanted.num_blocks} "
                 "are missing; give the reservation's num_cached_tokens as num_decode_cached_tokens"
             ),
@@ -296,23 +297,21 @@ def _manifest_came(reader: Reader, manifest: ManifestCame, now: float) -> Step:
 
 def _chunk_announced(reader: Reader, chunk: ChunkInfo) -> Step:
     if reader.manifest is None:
-        return _abort(reader, InvalidRequest("a chunk came before the manifest; the two workers run different versions"))
+        return _abort(reader, DataLoss("a chunk came before the manifest; the two workers run different versions"))
     if reader.infos.get(chunk.index) == chunk:
         return Step(reader)
     # A chunk outside of the manifest, or of blocks announced before, must not be written anywhere.
     if not _inside(chunk, reader.manifest) or chunk.index in reader.infos or any(_overlap(chunk, c, reader) for c in reader.infos.values()):
-        return _abort(reader, InvalidRequest(f"chunk {chunk.index} does not fit the manifest; the two workers run different versions"))
+        return _abort(reader, DataLoss(f"chunk {chunk.index} does not fit the manifest; the two workers run different versions"))
     if reader.manifest.one_sided and not len(chunk.source_blocks) == len(chunk.generations) == chunk.num_blocks:
-        return _abort(
-            reader, InvalidRequest(f"chunk {chunk.index} does not say which blocks to read; the two workers run different versions")
-        )
+        return _abort(reader, DataLoss(f"chunk {chunk.index} does not say which blocks to read; the two workers run different versions"))
     known = replace(reader, infos={**reader.infos, chunk.index: chunk}, chunks={**reader.chunks, chunk.index: ChunkState.ANNOUNCED})
     return _start_more(known)
 
 
 def _complete_came(reader: Reader, complete: CompleteCame, now: float) -> Step:
     if reader.manifest is None:
-        return _abort(reader, InvalidRequest("the end came before the manifest; the two workers run different versions"))
+        return _abort(reader, DataLoss("the end came before the manifest; the two workers run different versions"))
     if reader.complete is not None:
         return Step(reader)
     wanted = reader.manifest.wanted.num_blocks * reader.manifest.num_layers

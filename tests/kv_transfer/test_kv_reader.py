@@ -32,7 +32,7 @@ from kv_transfer.reader import (
     advance,
 )
 from kv_transfer.transport import ChunkInfo
-from twostep.errors import DataLoss, InvalidRequest, TwostepError, Unavailable
+from twostep.errors import DataLoss, TwostepError, Unavailable
 
 SPAN = BlockSpan(2, 5)
 MANIFEST = ManifestCame(published=SPAN, wanted=SPAN, num_layers=4, one_sided=False)
@@ -180,17 +180,17 @@ def test_nothing_to_move_is_complete_at_once() -> None:
 @pytest.mark.parametrize(
     ("events", "error", "why"),
     [
-        ([ChunkAnnounced(FIRST)], InvalidRequest, "before the manifest"),
-        ([COMPLETE], InvalidRequest, "before the manifest"),
-        ([replace(MANIFEST, published=BlockSpan(0, 7))], InvalidRequest, r"blocks 0 \+ 7 are published, but 2 \+ 5 are missing"),
-        ([MANIFEST, ONE_SIDED], InvalidRequest, "second manifest"),
-        ([MANIFEST, ChunkAnnounced(chunk(0, 1, 2))], InvalidRequest, "does not fit"),
-        ([MANIFEST, ChunkAnnounced(chunk(0, 6, 2))], InvalidRequest, "does not fit"),
-        ([MANIFEST, ChunkAnnounced(chunk(0, 3, 0))], InvalidRequest, "does not fit"),
-        ([MANIFEST, ChunkAnnounced(chunk(0, 2, 1, first_layer=3, num_layers=2))], InvalidRequest, "does not fit"),
-        ([MANIFEST, ChunkAnnounced(FIRST), ChunkAnnounced(chunk(1, 4, 3))], InvalidRequest, "chunk 1 does not fit"),
-        ([MANIFEST, ChunkAnnounced(FIRST), ChunkAnnounced(replace(FIRST, checksum=5))], InvalidRequest, "chunk 0 does not fit"),
-        ([ONE_SIDED, ChunkAnnounced(replace(FIRST, generations=()))], InvalidRequest, "which blocks to read"),
+        ([ChunkAnnounced(FIRST)], DataLoss, "before the manifest"),
+        ([COMPLETE], DataLoss, "before the manifest"),
+        ([replace(MANIFEST, published=BlockSpan(0, 7))], DataLoss, r"blocks 0 \+ 7 are published, but 2 \+ 5 are missing"),
+        ([MANIFEST, ONE_SIDED], DataLoss, "second manifest"),
+        ([MANIFEST, ChunkAnnounced(chunk(0, 1, 2))], DataLoss, "does not fit"),
+        ([MANIFEST, ChunkAnnounced(chunk(0, 6, 2))], DataLoss, "does not fit"),
+        ([MANIFEST, ChunkAnnounced(chunk(0, 3, 0))], DataLoss, "does not fit"),
+        ([MANIFEST, ChunkAnnounced(chunk(0, 2, 1, first_layer=3, num_layers=2))], DataLoss, "does not fit"),
+        ([MANIFEST, ChunkAnnounced(FIRST), ChunkAnnounced(chunk(1, 4, 3))], DataLoss, "chunk 1 does not fit"),
+        ([MANIFEST, ChunkAnnounced(FIRST), ChunkAnnounced(replace(FIRST, checksum=5))], DataLoss, "chunk 0 does not fit"),
+        ([ONE_SIDED, ChunkAnnounced(replace(FIRST, generations=()))], DataLoss, "which blocks to read"),
         ([MANIFEST, ChunkAnnounced(FIRST), CompleteCame(1, (7,))], DataLoss, "12 of 20 blocks of a layer"),
         ([MANIFEST, ChunkAnnounced(FIRST), ChunkAnnounced(SECOND), CompleteCame(3, (7,))], DataLoss, "2 of 3 chunks"),
         ([MANIFEST, ChunkAnnounced(FIRST), ChunkAnnounced(SECOND), CompleteCame(2, ())], DataLoss, "0 tokens"),
