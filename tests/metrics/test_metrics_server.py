@@ -78,6 +78,19 @@ def test_connections_that_say_nothing_are_few_and_hold_nobody_up_for_long(server
             connection.close()
 
 
+def test_a_connection_that_says_a_byte_now_and_then_ends_too(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostep.metrics.server._CONNECTION_S", 0.5)
+    with socket.create_connection(("127.0.0.1", server.port)) as dribbling:
+        give_up = time.monotonic() + 10
+        while not select.select([dribbling], [], [], 0.05)[0]:
+            assert time.monotonic() < give_up, "it keeps its place for ever"
+            try:
+                dribbling.sendall(b"G")
+            except ConnectionError:
+                break
+    assert get(server.port)[0] == 200
+
+
 def test_one_slow_reading_does_not_keep_the_port_from_closing(registry: MetricsRegistry) -> None:
     held, began = threading.Event(), threading.Event()
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from scraping import Scrape, scrape
 from worker_harness import BLOCK, WAIT_S, Pair, expected, make_runner, prompt_of, routed, started
 
+from twostep.engine.engine import Engine
 from twostep.errors import SetupError
+from twostep.rpc.v1 import worker_pb2
+from twostep.worker.config import WorkerConfig
+from twostep.worker.telemetry import Telemetry
 
 
 def both(pair: Pair) -> tuple[Scrape, Scrape]:
@@ -142,3 +148,30 @@ async def test_both_sides_of_a_hand_over_and_one_that_hangs(redis_url: str) -> N
         assert decode("twostep_kv_transfer_bytes_per_second_count", transport="local") == 1
         assert decode("twostep_kv_transfer_scatter_seconds_count", transport="local") == 1
         assert prefill("twostep_kv_transfers_total", direction="publish", transport="local", status="ok") == 1
+
+
+async def test_figures_that_cannot_be_had_once_are_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("twostep.worker.telemetry._SAMPLE_EVERY_S", 0.01)
+    config = WorkerConfig(role="prefill", host="127.0.0.1", metrics_port=0)
+    telemetry = Telemetry(config, cast("Engine", SimpleNamespace(stats=lambda: None)))
+    calls, filled = 0, asyncio.Event()
+
+    def describe() -> worker_pb2.WorkerStats:
+        nonlocal calls
+        calls += 1
+        if calls <= 2:
+            raise RuntimeError("the table changed while it was read")
+        return worker_pb2.WorkerStats()
+
+    async def fill(stats: worker_pb2.WorkerStats) -> None:
+        filled.set()
+
+    telemetry.start(describe, fill)
+    try:
+        async with asyncio.timeout(10):
+            await filled.wait()
+    finally:
+        await telemetry.close()
+    assert [record.levelname for record in caplog.records if "the table changed" in record.getMessage()].count("WARNING") == 1

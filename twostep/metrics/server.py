@@ -10,6 +10,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -20,9 +21,11 @@ from twostep.metrics.registry import MetricsRegistry
 
 log = logging.getLogger(__name__)
 
-# Scrapers ask one at a time. Connections beyond so many are closed, and so is one that says nothing for so long.
+# Scrapers ask one at a time. Connections beyond so many are closed, and so is one that says nothing for so long, or is not over after so
+# long: a byte now and then keeps no place.
 _MAX_CONNECTIONS = 8
 _TIMEOUT_S = 5.0
+_CONNECTION_S = 15.0
 # How long close() takes at most.
 _POLL_S = 0.1
 
@@ -100,13 +103,23 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        deadline = threading.Timer(_CONNECTION_S, _shut, [request])
+        deadline.daemon = True
         try:
+            deadline.start()
             super().process_request_thread(request, client_address)
         finally:
+            deadline.cancel()
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a scrape from %s failed", client_address, exc_info=True)
+
+
+def _shut(connection: socket.socket) -> None:
+    """Whoever reads from it, or writes to it, is woken. It stays theirs to close."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):
