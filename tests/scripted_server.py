@@ -27,7 +27,8 @@ WORDS = ("one ", "two ", "three")
 
 class ScriptedInference(pb_grpc.InferenceServicer):
     """Prompts: "ok" answers WORDS; "refuse-N" is refused N times first; "break" breaks after two words; "crash" does so too, tells its
-    seed and can go on; "endless" never stops; "silent" says nothing; "noend" ends without an End; "skip" leaves a position out; anything
+    seed and can go on; "stumble" does so after each word;
+    "endless" never stops; "silent" says nothing; "noend" ends without an End; "skip" leaves a position out; anything
     else answers WORDS."""
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class ScriptedInference(pb_grpc.InferenceServicer):
         prompt = request.text or (request.chat.messages[-1].content if request.HasField("chat") else "ids")
         self.calls[prompt] += 1
         self.requests.append(request)
-        told = (("x-twostep-seed", "1234"),) if prompt == "crash" else ()
+        told = (("x-twostep-seed", "1234"),) if prompt in ("crash", "stumble") else ()
         await context.send_initial_metadata((("x-request-id", request.request_id or "made-by-router"), *told))
         try:
             if prompt.startswith("refuse-") and self.calls[prompt] <= int(prompt[7:]):
@@ -53,6 +54,8 @@ class ScriptedInference(pb_grpc.InferenceServicer):
                 await asyncio.sleep(60)
             position = len(request.resume_token_ids)
             while prompt == "endless" or position < len(WORDS):
+                if prompt == "stumble" and position == len(request.resume_token_ids) + 1:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the router was lost")
                 if (prompt == "break" and position == 2) or (prompt == "crash" and position == len(request.resume_token_ids) + 2):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the decode worker was lost")
                 yield pb.GenerateResponse(

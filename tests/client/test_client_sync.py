@@ -187,6 +187,29 @@ def test_a_stream_that_breaks_goes_on_where_the_server_can(client: Client, serve
     assert second == first, "nothing else has changed"
 
 
+def test_only_breaks_without_progress_between_them_count(server: tuple[ScriptedInference, str]) -> None:
+    with Client(server[1], timeout=20, max_retries=1) as client:
+        completion = client.generate("stumble").result()
+    assert (completion.text, completion.resumes) == ("one two three", 2)
+
+
+def test_cancel_does_not_wait_for_the_next_try(server: tuple[ScriptedInference, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = threading.Event()
+
+    def long_delay(attempts: object, error: object) -> float:
+        waiting.set()
+        return 60.0
+
+    monkeypatch.setattr("twostep.client._channel.Attempts.delay_s", long_delay)
+    with Client(server[1], timeout=120) as client, ThreadPoolExecutor(1) as threads:
+        generation = client.generate("refuse-1000")
+        answer = threads.submit(generation.result)
+        assert waiting.wait(10)
+        generation.cancel()
+        with pytest.raises(twostep.Cancelled):
+            answer.result(20)
+
+
 @pytest.mark.parametrize("declined", [{"resume": False}, {"migrate": False}])
 def test_going_on_can_be_declined_and_done_by_hand(
     client: Client, server: tuple[ScriptedInference, str], declined: dict[str, bool]

@@ -122,7 +122,10 @@ class AsyncGeneration(Answer):
                 raise self._broken("the server closed the stream without an end")
             if not self._begun():
                 self._heard(await self._call.initial_metadata())
-            return self._take(response)
+            piece = self._take(response)
+            if piece is not None and piece.token_ids:
+                self._attempts.progressed()
+            return piece
 
 
 class AsyncClient:

@@ -107,7 +107,7 @@ def error_of(target: str, error: grpc.RpcError) -> TwostepError:
 
 @dataclass(slots=True)
 class Attempts:
-    """One request's tries: how much time is left, and whether and when to try again.
+    """One request's tries: how much time is left, and whether and when to try again. `num_retries`: since its answer last grew.
 
     Half to the whole of a span that doubles from 0.1 s to 5 s, drawn at random, so that clients refused together do not return together.
     """
@@ -130,6 +130,10 @@ class Attempts:
             return None
         self.num_retries += 1
         return delay
+
+    def progressed(self) -> None:
+        """More of the answer has come: what broke before it does not count against what may break yet."""
+        self.num_retries = 0
 
 
 def checked_timeout(timeout: float | None, default: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ class Generation(Answer):
     ) -> None:
         super().__init__(request, resume=resume)
         self._start, self._routers, self._attempts = start, routers, attempts
-        self._cancelled = False
+        self._cancelled = threading.Event()
         self._target = routers.current
         self._call = start(request, self._target, attempts.remaining_s())
 
@@ -70,7 +71,7 @@ class Generation(Answer):
     def cancel(self) -> None:
         """Ends the request and frees everything it holds on the servers. From any thread; nothing happens after the end."""
         if self._end is None:
-            self._cancelled = True
+            self._cancelled.set()
             self._call.cancel()
 
     def result(self) -> Completion:
@@ -81,7 +82,7 @@ class Generation(Answer):
 
     def _next(self) -> Piece | None:
         while True:
-            if self._cancelled:
+            if self._cancelled.is_set():
                 raise Cancelled("the request was cancelled on this side; ask again if you want an answer")
             try:
                 response = next(self._call)
@@ -89,20 +90,25 @@ class Generation(Answer):
                 raise self._broken("the server closed the stream without an end") from None
             except grpc.RpcError as failure:
                 error = _channel.error_of(self._target, failure)
-                request = None if self._cancelled else self._next_request(error)
+                request = None if self._cancelled.is_set() else self._next_request(error)
                 delay = None if request is None else self._attempts.delay_s(error)
                 if request is None or delay is None:
                     raise self._failed(error) from failure
-                time.sleep(delay)
-                if not self._cancelled:
+                if not self._cancelled.wait(delay):
                     self._repeats(request)
                     self._routers.skip(self._target)
                     self._target = self._routers.current
                     self._call = self._start(request, self._target, self._attempts.remaining_s())
+                    if self._cancelled.is_set():
+                        # Meanwhile, when only the old call was there to be ended.
+                        self._call.cancel()
                 continue
             if not self._begun():
                 self._heard(self._call.initial_metadata())
-            return self._take(response)
+            piece = self._take(response)
+            if piece is not None and piece.token_ids:
+                self._attempts.progressed()
+            return piece
 
 
 class Client:
