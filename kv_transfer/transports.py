@@ -84,8 +84,7 @@ def _possible(names: Sequence[str], parts: EdgeParts, run_dir: Path) -> Iterator
         except SetupError as error:
             if name == "ray":
                 raise
-            # Nobody asked for it: what to do about it is no news.
-            log.info("auto: no KV transfer by %s here: %s", name, error.message)
+            log.info("no KV transfer by %s here: %s", name, error.message)
 
 
 def _make(name: str, parts: EdgeParts, run_dir: Path) -> KvTransport:
