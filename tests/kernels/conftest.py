@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from triton.runtime import interpreter
 
 assert torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", "there is no GPU: set TRITON_INTERPRET=1"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same numbers whatever ran before."""
+    torch.manual_seed(0)
 
 
 def _one_number_as_an_index(patch_tensor):
