@@ -354,13 +354,14 @@ async def test_incompatible_layouts_are_refused_and_not_worth_repeating(redis_ur
         await pair.settled()
 
 
-async def test_a_prefill_that_skips_blocks_decode_does_not_hold_fails_for_good(redis_url: str) -> None:
+async def test_a_prefill_that_skips_blocks_decode_does_not_hold_is_not_decoded_from(redis_url: str) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
         await router.reserve("r", PROMPT, 20)
         call = router.run("r", PROMPT, 20, cached=4 * BLOCK)
         await router.attach("r", (await call.read()).accepted.ticket)
         failed = (await until_event(router, "failed")).failed
-        assert (failed.code, failed.retryable) == ("INVALID_ARGUMENT", False)
+        # Another attempt reserves anew, and skips what is there then.
+        assert (failed.code, failed.retryable) == ("DATA_LOSS", True)
         call.cancel()
         await pair.settled()
 
