@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kv_transfer import convert, kv_numbers, wire_encoding
 from kv_transfer.convert import Assembler, block_bytes, needed_blocks, pack, unpack
-from kv_transfer.layout import check_compatible
 from twostep.cluster.convertible import cache_key_fields, check_convertible, same_numbers
 from twostep.cluster.records import LayoutRecord
 from twostep.engine import kv_quantization
@@ -221,16 +220,6 @@ def _meet(source: LayoutRecord, target: LayoutRecord) -> bool:
 def test_what_cannot_be_converted_is_refused_with_the_reason(changes: dict[str, object], why: str) -> None:
     with pytest.raises(Incompatible, match=why):
         check_convertible(layout_of(**changes), layout_of())
-
-
-def test_only_who_converts_may_have_unequal_layouts() -> None:
-    ours, theirs = layout_of(), layout_of(block_size=16, dtype="bfloat16")
-    check_compatible(ours, ours)
-    check_compatible(ours, theirs, convert=True)
-    with pytest.raises(Incompatible, match="block_size"):
-        check_compatible(ours, theirs)
-    with pytest.raises(Incompatible, match="num_layers"):
-        check_compatible(ours, layout_of(num_layers=9), convert=True)
 
 
 def test_what_was_rounded_never_shares_a_key() -> None:
