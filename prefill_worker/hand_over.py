@@ -54,8 +54,9 @@ _READ_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOverConfig:
-    """`lease_ttl_s`: a lease without progress ends. `max_life_s`: the longest life of a lease and its ticket. `wire`: how blocks travel,
-    where transport and reader take it so (kv_transfer.wire_encoding)."""
+    """`lease_ttl_s`: a lease without progress ends. `max_life_s`: the longest life of a lease and its ticket. `chunk_bytes`: of a published
+    chunk, about; 0: what suits the transport. `wire`: how blocks travel, where transport and reader take it so
+    (kv_transfer.wire_encoding)."""
 
     worker_id: str
     epoch: int
@@ -63,7 +64,7 @@ class HandOverConfig:
     lease_ttl_s: float = 30.0
     max_life_s: float = 600.0
     max_leases: int = 1024
-    chunk_bytes: int = TARGET_CHUNK_BYTES
+    chunk_bytes: int = 0
     wire: str = RAW
 
 
@@ -203,7 +204,7 @@ class HandOvers:
             num_layers=runner.kv_shape.num_layers if runner.marks_layers and transport.copies_out else 1,
             step_blocks=max(1, self._engine.max_num_batched_tokens // runner.kv_shape.block_size),
             # One read of many blocks costs little more than one of few: what is read where it lies comes in one piece, or in a few.
-            target_bytes=self.config.chunk_bytes if transport.copies_out else max(self.config.chunk_bytes, _READ_BYTES),
+            target_bytes=self.config.chunk_bytes or (TARGET_CHUNK_BYTES if transport.copies_out else _READ_BYTES),
         )
 
     def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort) -> Acknowledged:

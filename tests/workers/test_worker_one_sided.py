@@ -238,8 +238,10 @@ async def test_a_flipped_bit_is_read_again(redis_url: str) -> None:
     async with world(redis_url, prefill_options={"chunk_bytes": 1}) as w:
         store = w.pair.prefill_runner
         flipped: list[int] = []
+        indices: set[int] = set()
 
         async def flip(chunk: ChunkInfo) -> None:
+            indices.add(chunk.index)
             block = chunk.source_blocks[0]
             if not flipped:
                 flipped.append(block)
@@ -251,6 +253,7 @@ async def test_a_flipped_bit_is_read_again(redis_url: str) -> None:
         w.reader.before_read = flip
         assert (await w.router.generate("r", PROMPT, 4)).tokens == expected(PROMPT, 4)
         assert flipped[1:] == [-1]
+        assert len(indices) > 1, "chunks are of the size that was asked for"
         assert dict((await w.pair.both())[1].transports[0].retries) == {"data_loss": 1}
         await w.pair.settled()
 

@@ -26,7 +26,7 @@ class WorkerConfig:
     """Everything a worker can be told; times in seconds. Empty `worker_id`: role, host name and port. Empty `advertise_address`: host
     and port as others reach them. `num_blocks` 0: as many as fit `kv_cache_memory_bytes`; that 0 too: on a GPU what
     `gpu_memory_utilization` leaves, on a CPU 512 MiB. `max_num_batched_tokens` and `max_num_seqs` 0: what
-    suits the device (settle in worker/model.py)."""
+    suits the device (settle in worker/model.py). `chunk_bytes` 0: what suits the transport."""
 
     role: str
     model: str = ""
@@ -67,7 +67,7 @@ class WorkerConfig:
     cache_dir: Path | None = None
     kv_budget_bytes: int = 0
     kv_ring_bytes: int = 0
-    chunk_bytes: int = 8 << 20
+    chunk_bytes: int = 0
     transport_timeout: float = 60.0
     lease_ttl: float = 30.0
     router_lease: float = 5.0
@@ -230,7 +230,12 @@ def _transfer_flags(parser: FlagParser, default: WorkerConfig, role: str) -> Non
             default=0,
             help="memory shared with the KV agent of the ray transport; 0: 64 MiB, on a GPU up to 256",
         )
-        parser.flag("--chunk-bytes", type=_between(1, 1 << 30), default=default.chunk_bytes, help="size of a published chunk, about")
+        parser.flag(
+            "--chunk-bytes",
+            type=_between(0, 1 << 30),
+            default=default.chunk_bytes,
+            help="size of a published chunk, about; 0: 8 MiB of what is copied out, 256 MiB of what is read in place",
+        )
         parser.flag("--lease-ttl", type=_positive, default=default.lease_ttl, help="a hand-over without progress for so long ends")
     else:
         parser.flag("--lease-ttl", type=_positive, default=default.lease_ttl, help="a reservation without a ticket for so long ends")
