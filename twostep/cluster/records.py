@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from twostep.cluster.step_curve import StepCurve
 from twostep.errors import InvalidRequest
 
 HEARTBEAT_S = 1.0
@@ -54,6 +55,8 @@ class WorkerLoad:
     num_reserved: int = 0
     num_held: int = 0
     num_free_blocks: int = 0  # that can be given out now, those with a cached prefix that nobody uses included
+    num_queued_tokens: int = 0  # prompt tokens that are here and not yet computed
+    num_context_tokens: int = 0  # tokens of the running sequences, whose KV a decode step reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,11 @@ class WorkerRecord:
     draining: bool = False
     transports: tuple[str, ...] = ()  # those ready now
     load: WorkerLoad = field(default_factory=WorkerLoad)
+    # How long its steps take; None: not measured yet.
+    curve: StepCurve | None = None
+    # Token budget of a step, and whether prompts may be computed on a decode worker, in chunks of it.
+    step_tokens: int = 512
+    local_prefill: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -84,6 +92,7 @@ class WorkerRecord:
             raw: dict[str, Any] = json.loads(text)
             raw["layout"] = LayoutRecord(**raw["layout"])
             raw["load"] = WorkerLoad(**raw["load"])
+            raw["curve"] = StepCurve(**raw["curve"]) if raw.get("curve") else None
             raw["transports"] = tuple(raw["transports"])
             return cls(**raw)
         except (ValueError, KeyError, TypeError) as error:

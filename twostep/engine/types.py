@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 
 
@@ -28,6 +29,7 @@ class EngineRequest:
     sampling: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     prefix_key: bytes = b""
+    request_class: RequestClass = RequestClass.STANDARD
 
     @property
     def num_prior_tokens(self) -> int:

@@ -5,11 +5,29 @@ from __future__ import annotations
 import dataclasses
 
 from twostep.errors import InvalidRequest
+from twostep.request_class import RequestClass
 from twostep.rpc.v1 import inference_pb2
 from twostep.sampling_params import SamplingParams
 
 # Every field between router and workers is set, but stop strings never leave the router.
 _REQUIRED = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("stop", "stop_token_ids", "logprobs"))
+
+
+_CLASSES = {
+    inference_pb2.REQUEST_CLASS_INTERACTIVE: RequestClass.INTERACTIVE,
+    inference_pb2.REQUEST_CLASS_STANDARD: RequestClass.STANDARD,
+    inference_pb2.REQUEST_CLASS_BATCH: RequestClass.BATCH,
+}
+_CLASS_NUMBERS = {known: number for number, known in _CLASSES.items()}
+
+
+def class_from_proto(number: inference_pb2.RequestClass) -> RequestClass:
+    """One that is unset, or not known here, is standard."""
+    return _CLASSES.get(number, RequestClass.STANDARD)
+
+
+def class_to_proto(request_class: RequestClass) -> inference_pb2.RequestClass:
+    return _CLASS_NUMBERS[request_class]
 
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:

@@ -8,7 +8,7 @@ from twostep.cluster.records import LayoutRecord
 from twostep.engine.types import EngineRequest, FinishReason, TokenOutput
 from twostep.errors import InvalidRequest
 from twostep.prefix import derive_key
-from twostep.rpc.convert import sampling_from_proto
+from twostep.rpc.convert import class_from_proto, sampling_from_proto
 from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
 
 # A client's 128, and what a router adds to make the name unique.
@@ -48,6 +48,7 @@ class RequestReader:
             num_prompt_tokens=proto.num_prompt_tokens,
             sampling=sampling_from_proto(proto.sampling),
             eos_token_ids=self.eos_token_ids,
+            request_class=class_from_proto(proto.request_class),
             prefix_key=derive_key(
                 self.secret,
                 tenant=proto.tenant,

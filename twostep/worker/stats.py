@@ -39,3 +39,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         stats.stalled_s = engine.stalled_s
         await self._fill(stats)
         return stats
+
+    async def SwitchRole(
+        self, request: worker_pb2.SwitchRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.SwitchRoleResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker keeps its role; start one of the other role")
+        raise AssertionError("abort raises")

@@ -33,12 +33,17 @@ class ReserveRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    REQUEST_CLASS_FIELD_NUMBER: _builtins.int
+    PREFILL_HERE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     router_id: _builtins.str
     num_prompt_tokens: _builtins.int
     tenant: _builtins.str
     cache_salt: _builtins.str
+    request_class: _inference_pb2.RequestClass.ValueType
+    prefill_here: _builtins.bool
+    """The prompt is computed here, in chunks between the others' tokens: there will be no ticket. FirstToken comes on the stream."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then what earlier attempts already generated."""
@@ -56,10 +61,12 @@ class ReserveRequest(_message.Message):
         sampling: _inference_pb2.SamplingParams | None = ...,
         tenant: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        request_class: _inference_pb2.RequestClass.ValueType = ...,
+        prefill_here: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "num_prompt_tokens", b"num_prompt_tokens", "prefill_here", b"prefill_here", "request_class", b"request_class", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -270,6 +277,7 @@ class DecodeEvent(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     @_builtins.property
@@ -282,6 +290,10 @@ class DecodeEvent(_message.Message):
     def failed(self) -> Global___DecodeFailed:
         """The attempt is over and holds nothing here any more."""
 
+    @_builtins.property
+    def first_token(self) -> _prefill_pb2.FirstToken:
+        """Of a prompt computed here; in place of Committed."""
+
     def __init__(
         self,
         *,
@@ -290,12 +302,13 @@ class DecodeEvent(_message.Message):
         token: _prefill_pb2.Token | None = ...,
         committed: Global___Committed | None = ...,
         failed: Global___DecodeFailed | None = ...,
+        first_token: _prefill_pb2.FirstToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "failed", b"failed", "token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "failed", b"failed", "first_token", b"first_token", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed", b"committed", "event", b"event", "failed", b"failed", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed", b"committed", "event", b"event", "failed", b"failed", "first_token", b"first_token", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["token", "committed", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["token", "committed", "failed", "first_token"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

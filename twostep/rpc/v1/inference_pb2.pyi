@@ -19,6 +19,28 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RequestClass:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestClass.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_CLASS_UNSPECIFIED: _RequestClass.ValueType  # 0
+    """standard"""
+    REQUEST_CLASS_INTERACTIVE: _RequestClass.ValueType  # 1
+    REQUEST_CLASS_STANDARD: _RequestClass.ValueType  # 2
+    REQUEST_CLASS_BATCH: _RequestClass.ValueType  # 3
+
+class RequestClass(_RequestClass, metaclass=_RequestClassEnumTypeWrapper):
+    """Interactive requests go first; batch ones fill the gaps, and give way within a step."""
+
+REQUEST_CLASS_UNSPECIFIED: RequestClass.ValueType  # 0
+"""standard"""
+REQUEST_CLASS_INTERACTIVE: RequestClass.ValueType  # 1
+REQUEST_CLASS_STANDARD: RequestClass.ValueType  # 2
+REQUEST_CLASS_BATCH: RequestClass.ValueType  # 3
+Global___RequestClass: _TypeAlias = RequestClass  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -53,6 +75,10 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NO_MIGRATION_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    REQUEST_CLASS_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    TPOT_MS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served here. A name that is not served: NOT_FOUND."""
     text: _builtins.str
@@ -62,6 +88,14 @@ class GenerateRequest(_message.Message):
     """Requests share cached prefixes only with requests of the same salt."""
     no_migration: _builtins.bool
     """A worker lost after the first token ends the stream with UNAVAILABLE; otherwise another pair goes on from the next token."""
+    request_class: Global___RequestClass.ValueType
+    ttft_ms: _builtins.float
+    """What the client is promised, in milliseconds; unset: as soon as can be. A request that cannot meet them is refused at once with
+    RESOURCE_EXHAUSTED, and the trailing metadata `x-twostep-retry-after-ms` says when it is worth trying again.
+    """
+    tpot_ms: _builtins.float
+    tenant: _builtins.str
+    """Whose share of the system it uses. Behind an authenticating front, the front sets it."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -86,13 +120,26 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         no_migration: _builtins.bool = ...,
         resume_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        request_class: Global___RequestClass.ValueType = ...,
+        ttft_ms: _builtins.float | None = ...,
+        tpot_ms: _builtins.float | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "no_migration", b"no_migration", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "no_migration", b"no_migration", "prompt", b"prompt", "request_class", b"request_class", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tpot_ms: _TypeAlias = _typing.Literal["tpot_ms"]  # noqa: Y015
+    _WhichOneofArgType__tpot_ms: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_ms) -> _WhichOneofReturnType__tpot_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015

@@ -32,6 +32,7 @@ class PrefillRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NUM_DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    REQUEST_CLASS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """From 1. An attempt of a request is one sequence on one worker."""
@@ -40,6 +41,7 @@ class PrefillRequest(_message.Message):
     cache_salt: _builtins.str
     num_decode_cached_tokens: _builtins.int
     """The decode worker holds the KV of so many tokens (whole blocks): those are not published."""
+    request_class: _inference_pb2.RequestClass.ValueType
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then what earlier attempts already generated."""
@@ -57,10 +59,11 @@ class PrefillRequest(_message.Message):
         tenant: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         num_decode_cached_tokens: _builtins.int = ...,
+        request_class: _inference_pb2.RequestClass.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "num_decode_cached_tokens", b"num_decode_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "num_decode_cached_tokens", b"num_decode_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

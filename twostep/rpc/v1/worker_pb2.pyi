@@ -19,6 +19,58 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class SwitchRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    DRAIN_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """"prefill" or "decode". The one it has already: nothing happens."""
+    drain_timeout_s: _builtins.float
+    """Running requests may end within so long; then they are failed, and routers begin them again elsewhere."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        drain_timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_timeout_s", b"drain_timeout_s", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchRoleRequest: _TypeAlias = SwitchRoleRequest  # noqa: Y015
+
+@_typing.final
+class SwitchRoleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    DRAIN_S_FIELD_NUMBER: _builtins.int
+    SWITCH_S_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    epoch: _builtins.int
+    drain_s: _builtins.float
+    switch_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        drain_s: _builtins.float = ...,
+        switch_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_s", b"drain_s", "epoch", b"epoch", "role", b"role", "switch_s", b"switch_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchRoleResponse: _TypeAlias = SwitchRoleResponse  # noqa: Y015
+
+@_typing.final
 class WorkerStatsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -68,6 +120,8 @@ class WorkerStats(_message.Message):
     SWAPPED_BYTES_FIELD_NUMBER: _builtins.int
     OLDEST_LEASE_S_FIELD_NUMBER: _builtins.int
     PATHS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -102,6 +156,9 @@ class WorkerStats(_message.Message):
     swapped_bytes: _builtins.int
     oldest_lease_s: _builtins.float
     """Age of the oldest hand-over under way, 0 if there is none. Prefill: of a lease. Decode: of a sequence whose KV is still to come."""
+    num_host_blocks: _builtins.int
+    """Prefixes kept in host memory, below the pool: blocks there now, tokens found there since the start."""
+    num_host_hit_tokens: _builtins.int
     @_builtins.property
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStats]: ...
     @_builtins.property
@@ -137,10 +194,12 @@ class WorkerStats(_message.Message):
         swapped_bytes: _builtins.int = ...,
         oldest_lease_s: _builtins.float = ...,
         paths: _abc.Iterable[Global___PathStats] | None = ...,
+        num_host_blocks: _builtins.int = ...,
+        num_host_hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "blocks_reused", b"blocks_reused", "bytes_moved", b"bytes_moved", "draining", b"draining", "epoch", b"epoch", "integrity_error", b"integrity_error", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_sequences", b"num_sequences", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "oldest_lease_s", b"oldest_lease_s", "paths", b"paths", "ready", b"ready", "role", b"role", "stalled_s", b"stalled_s", "steps", b"steps", "swapped_bytes", b"swapped_bytes", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "blocks_reused", b"blocks_reused", "bytes_moved", b"bytes_moved", "draining", b"draining", "epoch", b"epoch", "integrity_error", b"integrity_error", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_host_blocks", b"num_host_blocks", "num_host_hit_tokens", b"num_host_hit_tokens", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_sequences", b"num_sequences", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "oldest_lease_s", b"oldest_lease_s", "paths", b"paths", "ready", b"ready", "role", b"role", "stalled_s", b"stalled_s", "steps", b"steps", "swapped_bytes", b"swapped_bytes", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

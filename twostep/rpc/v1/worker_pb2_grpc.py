@@ -39,6 +39,11 @@ class WorkerStub:
                 request_serializer=twostep_dot_rpc_dot_v1_dot_worker__pb2.WorkerStatsRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_worker__pb2.WorkerStats.FromString,
                 _registered_method=True)
+        self.SwitchRole = channel.unary_unary(
+                '/twostep.v1.Worker/SwitchRole',
+                request_serializer=twostep_dot_rpc_dot_v1_dot_worker__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=twostep_dot_rpc_dot_v1_dot_worker__pb2.SwitchRoleResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -51,6 +56,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchRole(self, request, context):
+        """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does. FAILED_PRECONDITION:
+        it cannot, for the reason given; ABORTED: the drain was cut short by another change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +71,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_worker__pb2.WorkerStatsRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_worker__pb2.WorkerStats.SerializeToString,
+            ),
+            'SwitchRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRole,
+                    request_deserializer=twostep_dot_rpc_dot_v1_dot_worker__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=twostep_dot_rpc_dot_v1_dot_worker__pb2.SwitchRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +105,33 @@ class Worker:
             '/twostep.v1.Worker/Stats',
             twostep_dot_rpc_dot_v1_dot_worker__pb2.WorkerStatsRequest.SerializeToString,
             twostep_dot_rpc_dot_v1_dot_worker__pb2.WorkerStats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostep.v1.Worker/SwitchRole',
+            twostep_dot_rpc_dot_v1_dot_worker__pb2.SwitchRoleRequest.SerializeToString,
+            twostep_dot_rpc_dot_v1_dot_worker__pb2.SwitchRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,12 +33,20 @@ class WorkerStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Stats: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WorkerStatsRequest, _worker_pb2.WorkerStats]
     """What the worker holds right now. When nothing is in flight every gauge but the free and cached blocks is zero."""
+    SwitchRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SwitchRoleRequest, _worker_pb2.SwitchRoleResponse]
+    """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does. FAILED_PRECONDITION:
+    it cannot, for the reason given; ABORTED: the drain was cut short by another change.
+    """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Stats: _aio.UnaryUnaryMultiCallable[_worker_pb2.WorkerStatsRequest, _worker_pb2.WorkerStats]  # type: ignore[assignment]
     """What the worker holds right now. When nothing is in flight every gauge but the free and cached blocks is zero."""
+    SwitchRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SwitchRoleRequest, _worker_pb2.SwitchRoleResponse]  # type: ignore[assignment]
+    """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does. FAILED_PRECONDITION:
+    it cannot, for the reason given; ABORTED: the drain was cut short by another change.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -48,5 +56,15 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.WorkerStats, _abc.Awaitable[_worker_pb2.WorkerStats]]:
         """What the worker holds right now. When nothing is in flight every gauge but the free and cached blocks is zero."""
+
+    @_abc_1.abstractmethod
+    def SwitchRole(
+        self,
+        request: _worker_pb2.SwitchRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SwitchRoleResponse, _abc.Awaitable[_worker_pb2.SwitchRoleResponse]]:
+        """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does. FAILED_PRECONDITION:
+        it cannot, for the reason given; ABORTED: the drain was cut short by another change.
+        """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
