@@ -2,9 +2,10 @@
 
     step = fixed + per_row * max(0, rows - knee) + per_pair * pairs + per_sequence * decodes + per_context * context
 
-rows     tokens computed in the step, of prompts and of decodes. Up to the knee the weights' reading hides them; beyond it the device computes
-pairs    query-key pairs of the prompts' chunks: a chunk of n tokens after m others has n * (m + n / 2)
-decodes  sequences that get a token; context: tokens whose KV they read, in sum
+rows     tokens computed in the step, of prompts and of decodes; up to the knee the reading of the weights hides them
+pairs    query-key pairs of the chunks of prompts: n tokens after m others make n * (m + n / 2)
+decodes  sequences that get a token
+context  tokens whose KV they read, in sum
 
 Standard library only: routers have no numpy.
 """

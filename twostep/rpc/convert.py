@@ -21,12 +21,12 @@ _CLASSES = {
 _CLASS_NUMBERS = {known: number for number, known in _CLASSES.items()}
 
 
-def class_from_proto(number: inference_pb2.RequestClass) -> RequestClass:
+def class_from_proto(number: inference_pb2.RequestClass.ValueType) -> RequestClass:
     """One that is unset, or not known here, is standard."""
     return _CLASSES.get(number, RequestClass.STANDARD)
 
 
-def class_to_proto(request_class: RequestClass) -> inference_pb2.RequestClass:
+def class_to_proto(request_class: RequestClass) -> inference_pb2.RequestClass.ValueType:
     return _CLASS_NUMBERS[request_class]
 
 
