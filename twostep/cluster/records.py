@@ -13,8 +13,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from twostep.cluster.step_curve import StepCurve
 from twostep.errors import InvalidRequest
+from twostep.step_curve import StepCurve
 
 HEARTBEAT_S = 1.0
 HEARTBEAT_TTL_S = 4.0

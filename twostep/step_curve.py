@@ -12,7 +12,16 @@ Standard library only: routers have no numpy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+# Share of the best rate at which the knee of a throughput curve is taken to be.
+KNEE_SHARE = 0.95
+
+
+def chunk_pairs(num_tokens: int, num_before: int) -> float:
+    """Query-key pairs of a chunk of so many tokens, after so many others of its sequence."""
+    return num_tokens * (num_before + num_tokens / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +66,39 @@ class StepCurve:
         total, done = 0.0, num_cached
         while done < num_tokens:
             count = min(room, num_tokens - done)
-            pairs = count * (done + count / 2)
+            pairs = chunk_pairs(count, done)
             total += self.step_s(StepWorkload(prompt_tokens=count, pairs=pairs, decodes=decodes, context=context))
             done += count
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputPoint:
+    """A step of `num_tokens` prompt tokens took `seconds`, measured or by a curve."""
+
+    num_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def knee_budget(points: Sequence[ThroughputPoint], *, share: float = KNEE_SHARE) -> int:
+    """The token budget of a step at the knee of the throughput curve: the smallest of the measured sizes from which on every larger one
+    up to the best reaches `share` of the best tokens/s, so that one lucky small step does not decide. Larger steps than that would
+    lengthen everybody's gaps for nothing (DeepSpeed-FastGen, section 3.2: the forward size that saturates the device).
+
+    Raises ValueError without points, or if one has no tokens or took no time."""
+    if not points or any(point.num_tokens < 1 or point.seconds <= 0 for point in points):
+        raise ValueError(f"a knee needs points of at least one token and some time each; got {list(points)}")
+    if not 0 < share <= 1:
+        raise ValueError(f"share is above 0 and at most 1, not {share}")
+    ordered = sorted(points, key=lambda point: point.num_tokens)
+    best = max(ordered, key=lambda point: point.tokens_per_s)
+    knee = best.num_tokens
+    for point in reversed(ordered[: ordered.index(best)]):
+        if point.tokens_per_s < share * best.tokens_per_s:
+            break
+        knee = point.num_tokens
+    return knee
