@@ -12,22 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
 from router.cleanup import Cleanup
+from router.job import Job
 from router.output import Output
 from router.prefix_index import WorkerLife
 from router.report import Report
 from router.workers import DecodeLink, PrefillLink, WorkerLink
 from twostep.errors import InternalError, TwostepError, Unavailable, error_from_grpc
 from twostep.rpc.channel import error_from_rpc
-from twostep.rpc.convert import sampling_to_proto
+from twostep.rpc.convert import class_to_proto, sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, kv_pb2, prefill_pb2
-from twostep.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -47,27 +45,6 @@ _MAX_EARLY_S = 2.0
 _RETRYABLE = frozenset(
     {"UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION"}
 )
-
-Metadata = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Job:
-    """A validated request. `deadline` is in time.monotonic() seconds; `metadata` goes along with every call to a worker. `resumed`: tokens
-    of the answer that the client has already. Without `migrate`, nothing is begun again once the client has been sent tokens."""
-
-    request_id: str
-    prompt: Sequence[int]
-    sampling: SamplingParams
-    deadline: float
-    tenant: str = ""
-    cache_salt: str = ""
-    resumed: Sequence[int] = ()
-    migrate: bool = True
-    metadata: Metadata = ()
-
-    def remaining_s(self) -> float:
-        return max(0.001, self.deadline - time.monotonic())
 
 
 class WorkerRefused(Exception):
@@ -137,6 +114,7 @@ class Attempt:
             sampling=sampling_to_proto(self._job.sampling),
             tenant=self._job.tenant,
             cache_salt=self._job.cache_salt,
+            request_class=class_to_proto(self._job.request_class),
         )
         self._decode.stream.add(self._id, self)
         self._on_decode = True
@@ -170,6 +148,7 @@ class Attempt:
             tenant=self._job.tenant,
             cache_salt=self._job.cache_salt,
             num_decode_cached_tokens=self._num_decode_cached,
+            request_class=class_to_proto(self._job.request_class),
         )
         try:
             run = self._run = self._prefill.stub.Run(request, timeout=self._job.remaining_s(), metadata=self._job.metadata)

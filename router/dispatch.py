@@ -16,8 +16,9 @@ import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from router.attempt import Attempt, AttemptFailed, Job, WorkerRefused
+from router.attempt import Attempt, AttemptFailed, WorkerRefused
 from router.cleanup import Cleanup
+from router.job import Job
 from router.output import Output
 from router.placement import Demand, NoPlacement, Placement, Shortage, place
 from router.prefix_index import WorkerLife

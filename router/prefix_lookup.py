@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from router.attempt import Job
+from router.job import Job
 from router.prefix_index import NO_HINTS, PrefixIndex, WorkerLife
 from router.workers import WorkerPool
 from twostep.cluster.records import LayoutRecord

@@ -32,8 +32,8 @@ import grpc.aio
 
 from router.admission import Admission
 from router.answer import Answer, Finish
-from router.attempt import Job, Metadata
 from router.dispatch import Dispatcher
+from router.job import Job, Metadata
 from router.output import Output
 from router.prompt import PromptReader
 from router.recorder import Record, recorded

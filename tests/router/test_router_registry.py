@@ -12,8 +12,8 @@ import pytest
 import redis.asyncio
 from router_fakes import HASH_UNIT, SECRET, Cluster, RedisServer
 
-from router.attempt import Job
 from router.cleanup import Cleanup
+from router.job import Job
 from router.prefix_index import PrefixIndex, WorkerLife
 from router.prefix_lookup import PrefixLookup
 from router.registry import Deployment, Registry

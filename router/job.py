@@ -1,0 +1,36 @@
+"""A request as the router passes it around."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from twostep.request_class import RequestClass
+from twostep.sampling_params import SamplingParams
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """A validated request. `deadline` is in time.monotonic() seconds; `metadata` goes along with every call to a worker. `resumed`: tokens
+    of the answer that the client has already. Without `migrate`, nothing is begun again once the client has been sent tokens. `ttft_s`
+    (counted from `arrived`) and `tpot_s` are what the client was promised; None: nothing."""
+
+    request_id: str
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    deadline: float
+    tenant: str = ""
+    cache_salt: str = ""
+    resumed: Sequence[int] = ()
+    migrate: bool = True
+    metadata: Metadata = ()
+    request_class: RequestClass = RequestClass.STANDARD
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    arrived: float = field(default_factory=time.monotonic)
+
+    def remaining_s(self) -> float:
+        return max(0.001, self.deadline - time.monotonic())
