@@ -2,15 +2,17 @@
 
     PYTHONPATH=. python benchmarks/gpu_hand_over.py                        # Llama-3.1-8B's shape, prefill on GPU 0, decode on GPU 1, by Ray
     PYTHONPATH=. python benchmarks/gpu_hand_over.py --kv-transfer cuda_ipc # another transport
+    PYTHONPATH=. python benchmarks/gpu_hand_over.py --load 64              # while so many sequences decode there
     PYTHONPATH=. python benchmarks/gpu_hand_over.py --tiny                 # a dry run on the CPU
 
-Weights are random. This process plays the router. Medians in ms, worst in brackets:
+Weights are random. This process plays the router. Median, 99th percentile and worst in ms:
 
     prefill      the prompt's steps, on the prefill worker
     publish      from the first token to the last chunk published, on the prefill worker
     fetch        from the word that all is published to the last block in place, on the decode worker
     committed    from the first token to the word that decoding begins, at the router
     second       from the first token to the second, at the router: what the client sees
+    step         from the second token to the last, for each: the decode worker's own pace meanwhile
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,8 @@ from twostep.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 START_S = 150.0
+# Tokens of each sequence that is there as load: more than it has time for.
+LOAD_OUTPUT = 8192
 TINY = LLAMA_8B | {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -71,10 +74,10 @@ def start(role: str, address: str, directory: Path, ray: LocalRay, arguments: ar
         "--ray-address": ray.address,
         "--kv-transfer": arguments.kv_transfer,
         "--block-size": BLOCK_SIZE,
-        "--num-blocks": 4 * -(-arguments.tokens // BLOCK_SIZE),
-        "--max-model-len": max(4096, arguments.tokens + 64),
+        "--num-blocks": 4 * -(-arguments.tokens // BLOCK_SIZE) + arguments.load * -(-(arguments.load_tokens + LOAD_OUTPUT) // BLOCK_SIZE),
+        "--max-model-len": max(4096, arguments.tokens + 64, arguments.load_tokens + LOAD_OUTPUT),
         "--max-num-batched-tokens": max(4096, arguments.tokens),
-        "--max-num-seqs": 8,
+        "--max-num-seqs": 8 + arguments.load,
     }
     if role == "prefill":
         flags["--chunk-bytes"] = arguments.chunk_mib << 20
@@ -103,15 +106,14 @@ async def ready(process: subprocess.Popen[bytes], address: str, log: Path) -> No
 
 
 class Router:
-    """One request at a time."""
-
     def __init__(self, to_prefill: Any, to_decode: Any, vocab_size: int) -> None:
         self._prefill, self._decode = prefill_pb2_grpc.PrefillStub(to_prefill), decode_pb2_grpc.DecodeStub(to_decode)
         self._vocab_size = vocab_size
         self._rng = np.random.default_rng(1)
         self._names = 0
 
-    async def run(self, num_tokens: int) -> dict[str, float]:
+    async def run(self, num_tokens: int, max_tokens: int, *, started: asyncio.Event | None = None) -> dict[str, float]:
+        """One request, on a stream of its own. `started` is set with its second token."""
         self._names += 1
         name = f"q{self._names}"
         request = {
@@ -119,32 +121,38 @@ class Router:
             "attempt": 1,
             "token_ids": self._rng.integers(0, self._vocab_size, num_tokens).tolist(),
             "num_prompt_tokens": num_tokens,
-            "sampling": sampling_to_proto(SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)),
+            "sampling": sampling_to_proto(SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)),
             "tenant": "t",
         }
-        stream = self._decode.Stream(decode_pb2.StreamRequest(router_id="r"))
+        stream = self._decode.Stream(decode_pb2.StreamRequest(router_id=name))
         await stream.initial_metadata()
-        await self._decode.Reserve(decode_pb2.ReserveRequest(router_id="r", **request), timeout=60)
-        watching = asyncio.create_task(self._watch(stream, name))
+        await self._decode.Reserve(decode_pb2.ReserveRequest(router_id=name, **request), timeout=60)
+        watching = asyncio.create_task(self._watch(stream, name, started))
         result: dict[str, float] = {}
         first_at = 0.0
-        async for event in self._prefill.Run(prefill_pb2.PrefillRequest(**request), timeout=120):
-            if event.HasField("accepted"):
-                await self._decode.Attach(decode_pb2.AttachRequest(request_id=name, attempt=1, ticket=event.accepted.ticket), timeout=60)
-            elif event.HasField("first_token"):
-                first_at = time.perf_counter()
-                result["prefill"] = event.first_token.prefill_s * 1e3
-            else:
-                result |= {"publish": event.done.publish_s * 1e3, "chunks": event.done.chunks, "MB": event.done.bytes / 1e6}
-        times = await asyncio.wait_for(watching, 60)
-        stream.cancel()
+        try:
+            async for event in self._prefill.Run(prefill_pb2.PrefillRequest(**request), timeout=120):
+                if event.HasField("accepted"):
+                    await self._decode.Attach(
+                        decode_pb2.AttachRequest(request_id=name, attempt=1, ticket=event.accepted.ticket), timeout=60
+                    )
+                elif event.HasField("first_token"):
+                    first_at = time.perf_counter()
+                    result["prefill"] = event.first_token.prefill_s * 1e3
+                else:
+                    result |= {"publish": event.done.publish_s * 1e3, "chunks": event.done.chunks, "MB": event.done.bytes / 1e6}
+            times = await asyncio.wait_for(watching, None if started else 60)
+        finally:
+            watching.cancel()
+            stream.cancel()
         return result | {
             "fetch": times["fetch"],
             "committed": (times["committed"] - first_at) * 1e3,
             "second": (times["second"] - first_at) * 1e3,
+            "step": (times["last"] - times["second"]) * 1e3 / max(1, max_tokens - 2),
         }
 
-    async def _watch(self, stream: Any, name: str) -> dict[str, float]:
+    async def _watch(self, stream: Any, name: str, started: asyncio.Event | None) -> dict[str, float]:
         seen: dict[str, float] = {}
         async for message in stream:
             for event in message.events:
@@ -156,8 +164,10 @@ class Router:
                     seen |= {"committed": time.perf_counter(), "fetch": event.committed.fetch_s * 1e3}
                 elif event.HasField("token"):
                     seen.setdefault("second", time.perf_counter())
+                    if started is not None:
+                        started.set()
                     if event.token.finish_reason:
-                        return seen
+                        return seen | {"last": time.perf_counter()}
         raise SystemExit("the decode worker ended its stream")
 
 
@@ -191,13 +201,33 @@ async def measure(ray: LocalRay, directory: Path, arguments: argparse.Namespace,
     ):
         router = Router(to_prefill, to_decode, vocab_size)
         for _ in range(3):
-            await router.run(arguments.tokens)
-        results = [await router.run(arguments.tokens) for _ in range(arguments.rounds)]
-    last = results[-1]
-    print(f"{arguments.kv_transfer}: {arguments.tokens} tokens, {last['MB']:.0f} MB in {last['chunks']:.0f} chunks, {len(results)} rounds")
-    for name in ("prefill", "publish", "fetch", "committed", "second"):
-        values = [result[name] for result in results]
-        print(f"  {name:<10} {statistics.median(values):8.2f} ms  ({max(values):.2f})", flush=True)
+            await router.run(arguments.tokens, 6)
+        load = await begin_load(router, arguments)
+        try:
+            results = [await router.run(arguments.tokens, 6) for _ in range(arguments.rounds)]
+            if any(task.done() for task in load):
+                raise SystemExit("the load ended before the measurement; ask for fewer --rounds")
+        finally:
+            for task in load:
+                task.cancel()
+            await asyncio.gather(*load, return_exceptions=True)
+    megabytes, chunks = results[-1]["MB"], results[-1]["chunks"]
+    print(
+        f"{arguments.kv_transfer}, {arguments.load} others decoding: {arguments.tokens} tokens, {megabytes:.0f} MB in {chunks:.0f} chunks"
+    )
+    for name in ("prefill", "publish", "fetch", "committed", "second", "step"):
+        median, late, worst = np.percentile([result[name] for result in results], [50, 99, 100])
+        print(f"  {name:<10} {median:8.2f} {late:8.2f} {worst:8.2f} ms", flush=True)
+
+
+async def begin_load(router: Router, arguments: argparse.Namespace) -> list[asyncio.Task[dict[str, float]]]:
+    """Sequences that decode from now on until they are cancelled."""
+    tasks: list[asyncio.Task[dict[str, float]]] = []
+    for _ in range(arguments.load):
+        started = asyncio.Event()
+        tasks.append(asyncio.create_task(router.run(arguments.load_tokens, LOAD_OUTPUT, started=started)))
+        await asyncio.wait_for(started.wait(), 60)
+    return tasks
 
 
 def main() -> None:
@@ -205,6 +235,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--tokens", type=int, default=2600)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--load", type=int, default=0, help="sequences that decode meanwhile")
+    parser.add_argument("--load-tokens", type=int, default=1024, help="tokens of each one's prompt")
     parser.add_argument("--chunk-mib", type=int, default=8)
     parser.add_argument("--kv-transfer", default="ray")
     parser.add_argument("--decode-gpu", type=int, default=1)
