@@ -2,6 +2,7 @@
 
 auto          cuda_ipc, nixl, ray, in this order: those that can exist here. Why another cannot is said once, in the log
 a,b,...       those and no others, in this order of preference; the worker does not start without any one of them
+none          nothing is handed over: for decode workers that compute every prompt themselves
 local         within one process: for tests, never made here
 """
 
@@ -71,6 +72,8 @@ def make_transports(parts: EdgeParts, run_dir: Path) -> Transports:
     asked = parts.config.kv_transfer
     if asked == "auto":
         return Transports(_possible(AUTO, parts, run_dir), optional=set(AUTO) - {"ray"})
+    if asked == "none":
+        return Transports([])
     names = asked.split(",")
     if "local" in names:
         raise SetupError("--kv-transfer local joins workers of one process only; give cuda_ipc, nixl, ray or auto to worker processes")

@@ -15,12 +15,12 @@ KV_WIRES = ("raw", "int8", "fp8", "zstd")
 
 
 def kv_transports(text: str) -> str:
-    """Type of --kv-transfer: auto, or some of KV_TRANSPORTS behind commas."""
+    """Type of --kv-transfer: auto, none, or some of KV_TRANSPORTS behind commas."""
     names = text.replace(" ", "").split(",")
-    if names == ["auto"]:
-        return "auto"
+    if names in (["auto"], ["none"]):
+        return names[0]
     if not set(names) <= set(KV_TRANSPORTS) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a list of some of {', '.join(KV_TRANSPORTS)}, each once")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor none nor a list of some of {', '.join(KV_TRANSPORTS)}, each once")
     return ",".join(names)
 
 
@@ -28,12 +28,12 @@ class FlagParser(argparse.ArgumentParser):
     """ArgumentParser whose every option can also come from a TWOSTEP_ variable, and says so in --help."""
 
     def flag(self, name: str, *shorter: str, **options: Any) -> None:
-        """Like add_argument for one `--name`, which names the variable. A boolean is made with `action="store_true"` (variable: 1,
-        true, yes, on)."""
+        """Like add_argument for one `--name`, which names the variable. A boolean is made with `action="store_true"`, or with
+        `argparse.BooleanOptionalAction` where it may be on by default (variable: 1, true, yes, on)."""
         variable = "TWOSTEP_" + name.lstrip("-").replace("-", "_").upper()
         value = os.environ.get(variable)
         if value is not None and value != "":
-            if options.get("action") == "store_true":
+            if options.get("action") in ("store_true", argparse.BooleanOptionalAction):
                 if value.lower() not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
                     self.error(f"{variable}={value!r}: give 1 or 0")
                 options["default"] = value.lower() in ("1", "true", "yes", "on")

@@ -37,6 +37,8 @@ def test_a_variable_stands_in_for_a_flag_and_the_flag_wins(monkeypatch: pytest.M
         ["--kv-transfer", "ray,"],
         ["--kv-transfer", "ray,ray"],
         ["--kv-transfer", "auto,ray"],
+        ["--kv-transfer", "none,ray"],
+        ["--kv-transfer", "none"],
         ["--kv-wire", "gzip"],
         ["--max-num-seqs", "x"],
     ],
@@ -138,3 +140,18 @@ def test_a_variable_is_held_to_the_flag_s_choices(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit):
         parse_config("decode", ["--runner", "fake"])
     assert "TWOSTEP_PREEMPTION_MODE='foo': give one of auto, recompute, swap" in capsys.readouterr().err
+
+
+def test_prompts_are_computed_on_decode_workers_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_config("decode", ["--runner", "fake"]).local_prefill
+    assert not parse_config("decode", ["--runner", "fake", "--no-local-prefill"]).local_prefill
+    monkeypatch.setenv("TWOSTEP_LOCAL_PREFILL", "0")
+    assert not parse_config("decode", ["--runner", "fake"]).local_prefill
+    assert parse_config("decode", ["--runner", "fake", "--local-prefill"]).local_prefill
+
+
+def test_a_decode_worker_may_hand_nothing_over_if_it_computes_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_config("decode", ["--runner", "fake", "--kv-transfer", "none"]).kv_transfer == "none"
+    with pytest.raises(SystemExit):
+        parse_config("decode", ["--runner", "fake", "--kv-transfer", "none", "--no-local-prefill"])
+    assert "--local-prefill" in capsys.readouterr().err

@@ -47,6 +47,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = CPU_STEP_TOKENS
     max_num_seqs: int = CPU_NUM_SEQS
     max_waiting: int = 256
+    local_prefill: bool = True
     hash_unit: int = 64
     cpu_threads: int = 0
     fake_step_ms: float = 0.0
@@ -93,6 +94,8 @@ def parse_config(role: str, argv: Sequence[str] | None = None) -> WorkerConfig:
     args = vars(parser.parse_args(argv))
     if args["runner"] == "model" and not args["model"]:
         parser.error("--model is missing: give a model directory or a known model's name, or --runner fake")
+    if args["kv_transfer"] == "none" and (role == "prefill" or not args["local_prefill"]):
+        parser.error("--kv-transfer none is for decode workers with --local-prefill: nothing else can be done without handing KV over")
     tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"))
     args["served_model_name"] = args["served_model_name"] or Path(args["model"]).name or "fake"
     return WorkerConfig(role=role, tls=tls, cache_dir=default_cache_dir(os.environ), **args)
@@ -202,9 +205,9 @@ def _transfer_flags(parser: FlagParser, default: WorkerConfig, role: str) -> Non
         "--kv-transfer",
         type=kv_transports,
         default="auto",
-        metavar="auto|NAME[,NAME...]",
-        help=f"how KV may travel, best first: {', '.join(KV_TRANSPORTS)} (local within one process only); auto: all that work here. "
-        "cuda_ipc and nixl let peers read the whole KV cache",
+        metavar="auto|none|NAME[,NAME...]",
+        help=f"how KV may travel, best first: {', '.join(KV_TRANSPORTS)} (local within one process only); auto: all that work here; none: "
+        "not at all, for decode workers that compute every prompt themselves. cuda_ipc and nixl let peers read the whole KV cache",
     )
     form = "published" if role == "prefill" else "taken, besides raw and zstd"
     parser.flag(
@@ -239,6 +242,12 @@ def _transfer_flags(parser: FlagParser, default: WorkerConfig, role: str) -> Non
         parser.flag("--lease-ttl", type=_positive, default=default.lease_ttl, help="a hand-over without progress for so long ends")
     else:
         parser.flag("--lease-ttl", type=_positive, default=default.lease_ttl, help="a reservation without a ticket for so long ends")
+        parser.flag(
+            "--local-prefill",
+            action=argparse.BooleanOptionalAction,
+            default=default.local_prefill,
+            help="compute prompts here too, in chunks between the others' tokens, where routers find that better than a hand-over",
+        )
         parser.flag(
             "--router-lease", type=_positive, default=default.router_lease, help="sequences of a router without a stream for so long end"
         )

@@ -115,6 +115,8 @@ class Worker:
             ready=self._ready,
             draining=self._draining,
             transports=tuple(self.edge.ready_transports),
+            step_tokens=self.engine.max_num_batched_tokens,
+            local_prefill=self.config.role == "decode" and self.config.local_prefill,
             load=WorkerLoad(
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
@@ -170,6 +172,8 @@ class Worker:
         await self.telemetry.close()
 
     async def _wait_for_transport(self) -> None:
+        if self.config.kv_transfer == "none":
+            return
         if not await _until(lambda: bool(self.edge.ready_transports), self.config.transport_timeout):
             raise SetupError(
                 f"no KV transport works after {self.config.transport_timeout:g} s (--kv-transfer {self.config.kv_transfer}); "
