@@ -152,6 +152,7 @@ class Dispatcher:
             placed = self._place(demand, cached, refused, lost)
             if isinstance(placed, NoPlacement):
                 return _NotNow(full, placed.shortage, f"{placed.reason}: {reason}" if reason else placed.reason)
+            assert placed.prefill is not None, "no worker offers to compute prompts beside its decoding yet"
             prefill = self._pool.prefill[WorkerLife.of(placed.prefill)]
             decode = self._pool.decode[WorkerLife.of(placed.decode)]
             attempt = Attempt(

@@ -16,6 +16,7 @@ from enum import Enum
 
 from twostep.cluster.convertible import HOST_TRANSPORTS, joinable, keeps_keys, reasons_against
 from twostep.cluster.records import LayoutRecord, WorkerRecord
+from twostep.request_class import RequestClass
 
 # Moving a token's KV through host memory takes about an eighth of the time that computing it does.
 _HANDOVER_COST = 0.125
@@ -53,19 +54,32 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a request needs. `num_tokens` are to be prefilled, `max_new_tokens` may follow them."""
+    """What a request needs. `num_tokens` are to be prefilled, `max_new_tokens` may follow them. The targets are milliseconds from now;
+    None: as soon as can be."""
 
     request_id: str
     num_tokens: int
     max_new_tokens: int
+    request_class: RequestClass = RequestClass.STANDARD
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    prefill: WorkerRecord
+    """Who serves a request. `prefill` is None where the decode worker computes the prompt itself.
+
+    Of the choice, as predicted now: time to the first token, time per token after it, whether both are within the demand's targets, and if
+    not, after how many seconds it is worth asking again (0 otherwise)."""
+
+    prefill: WorkerRecord | None
     decode: WorkerRecord
     cost: float
     reason: str
+    predicted_ttft_s: float = 0.0
+    predicted_tpot_s: float = 0.0
+    meets_targets: bool = True
+    retry_after_s: float = 0.0
 
 
 class Shortage(Enum):

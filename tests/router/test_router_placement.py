@@ -45,6 +45,7 @@ def demand(name: str = "r", num_tokens: int = 1000, max_new_tokens: int = 100) -
 def chosen(prefill: list[Candidate], decode: list[Candidate], wanted: Demand | None = None) -> tuple[str, str]:
     placed = place(Snapshot(prefill=prefill, decode=decode), wanted or demand())
     assert isinstance(placed, Placement), placed
+    assert placed.prefill is not None
     assert placed.prefill.worker_id in placed.reason
     return placed.prefill.worker_id, placed.decode.worker_id
 
@@ -217,6 +218,7 @@ def test_whatever_the_workers_a_pair_is_valid_and_cheapest_and_none_is_missed(pr
         assert not pairs
         assert placed.reason
         return
+    assert placed.prefill is not None
     common = set(placed.prefill.transports) & set(placed.decode.transports)
     assert common
     assert placed.prefill.layout == placed.decode.layout or ("ray" in common and placed.prefill.layout.dtype == placed.decode.layout.dtype)
