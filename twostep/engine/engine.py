@@ -26,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from twostep.engine.batch import InFlight, LayerMark, Runner, Sampled
 from twostep.engine.batch_builder import build_batch
@@ -93,8 +93,7 @@ class Engine:
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         """Raises SetupError for bounds that make no sense together."""
         shape = runner.kv_shape
-        if min(config.max_num_batched_tokens, config.max_num_seqs, config.max_waiting) < 1:
-            raise SetupError("max_num_batched_tokens, max_num_seqs and max_waiting must each be at least 1")
+        _check_bounds(config)
         if config.hash_unit < 1 or config.hash_unit % shape.block_size:
             raise SetupError(f"hash_unit {config.hash_unit} is no multiple of the block size {shape.block_size}; change either")
         self._runner = runner
@@ -120,8 +119,25 @@ class Engine:
         self._on_marked: Callable[[MarkedStep], None] | None = None
         # Since when there is work without a finished step; None: idle.
         self._busy_since: float | None = None
-        if config.swap_bytes and config.preemption_mode is not PreemptionMode.RECOMPUTE:
-            self._measure_copies(min(shape.num_blocks, config.swap_bytes // shape.block_bytes, max(1, _PROBE_BYTES // shape.block_bytes)))
+        self._measure_copies()
+
+    def reconfigure(self, *, max_num_batched_tokens: int, max_num_seqs: int, swap_bytes: int) -> bool:
+        """Other bounds from now on; the pool, and what is findable in it, stays. Only while nothing is here, not even in a launched step:
+        otherwise False, and nothing changes. Nothing may be submitted or reserved until it returns, which on a GPU takes some
+        milliseconds where host memory is made. Raises SetupError for bounds that make no sense together."""
+        config = replace(self._config, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, swap_bytes=swap_bytes)
+        _check_bounds(config)
+        with self._changed:
+            if not self._ledger.idle:
+                return False
+            self._ledger.reconfigure(budget=max_num_batched_tokens, max_num_seqs=max_num_seqs, swap_bytes=swap_bytes)
+            resized = swap_bytes != self._config.swap_bytes
+            self._config = config
+        if resized:
+            # The engine's thread touches it in steps only, and there are none.
+            self._host = HostSlabs(self._runner.kv_shape.block_bytes, self._runner.new_host_blocks)
+            self._measure_copies()
+        return True
 
     # ---- work in ----------------------------------------------------------------------------------------------------
 
@@ -255,8 +271,8 @@ class Engine:
         self._save_preempted()
         return True
 
-    def _measure_copies(self, count: int) -> None:
-        """Copies so many blocks to the host and back, while nothing is in them: the first slab of host memory is made now, which takes a
+    def _measure_copies(self) -> None:
+        """Copies some blocks to the host and back, while nobody writes them: the first slab of host memory is made now, which takes a
         moment, and the first choice of a way to give way is an informed one."""
         try:
             for _ in range(2 if count else 0):
@@ -264,6 +280,10 @@ class Engine:
                 for place, memory in self._host.parts(range(count)):
                     blocks = list(range(place, place + len(memory)))
                     self._runner.read_blocks(blocks, memory)
+        shape, config = self._runner.kv_shape, self._config
+        if not config.swap_bytes or config.preemption_mode is PreemptionMode.RECOMPUTE:
+            return
+        count = min(shape.num_blocks, config.swap_bytes // shape.block_bytes, max(1, _PROBE_BYTES // shape.block_bytes))
                     self._runner.write_blocks(blocks, memory)
                 self._ledger.preemptor.start_rates(2 * count, time.monotonic() - started)
         except Exception:
@@ -401,3 +421,9 @@ class Engine:
         if self._busy_since is None:
             self._busy_since = time.monotonic()
         self._changed.notify_all()
+
+
+def _check_bounds(config: EngineConfig) -> None:
+    """Raises SetupError."""
+    if min(config.max_num_batched_tokens, config.max_num_seqs, config.max_waiting) < 1:
+        raise SetupError("max_num_batched_tokens, max_num_seqs and max_waiting must each be at least 1")

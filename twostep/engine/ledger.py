@@ -58,6 +58,7 @@ class SequenceLedger:
         self._block_size = block_size
         self._budget = budget
         self._max_num_seqs = min(max_num_seqs, budget)
+        self._block_bytes = block_bytes
         self._max_waiting = max_waiting
         self._sequences: dict[str, EngineSequence] = {}
         self._running: dict[str, EngineSequence] = {}
@@ -114,6 +115,17 @@ class SequenceLedger:
         self._arrive(sequence)
         self._admission.waiting[sequence.seq_id] = sequence
         self._blocked = False
+    @property
+    def idle(self) -> bool:
+        """Nothing is here, not even in a planned step."""
+        return not (self._sequences or self._planned or self.preemptor.busy)
+
+    def reconfigure(self, *, budget: int, max_num_seqs: int, swap_bytes: int) -> None:
+        """Other bounds, as for a new one. Only while idle; what is findable in the pool stays."""
+        assert self.idle
+        self._budget, self._max_num_seqs = budget, min(max_num_seqs, budget)
+        self.preemptor.resize(swap_bytes // self._block_bytes)
+
 
     def reserve(self, sequence: EngineSequence) -> Reservation:
         """A new RESERVED sequence, with blocks for its tokens. Raises ResourceExhausted, InvalidRequest."""

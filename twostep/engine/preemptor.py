@@ -66,6 +66,11 @@ class Preemptor:
         """Who counts one use more than it is in steps."""
         return list(self._saving.values())
 
+    def resize(self, num_rows: int) -> None:
+        """Another size of the host memory that sequences give way to. Nothing may be there."""
+        assert not self._host.num_used
+        self._host = HostRows(num_rows)
+
     # ---- growing ----------------------------------------------------------------------------------------------------
 
     def grow(self, sequences: Sequence[EngineSequence]) -> Sequence[EngineSequence]:
