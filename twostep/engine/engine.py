@@ -39,6 +39,7 @@ from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.step_work import BlockLoad, StepWork
 from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound, SetupError
+from twostep.step_curve import StepCurve
 
 __all__ = ["Engine", "EngineConfig", "PrefixDelta"]
 
@@ -212,6 +213,11 @@ class Engine:
         prompts submitted with `hold` are told of."""
         self._on_marked = on_marked
 
+    def set_curve(self, curve: StepCurve | None) -> None:
+        """How long steps take here, from now on: what bounds mixed steps in time (EngineConfig.max_step_s). None: nothing does."""
+        with self._changed:
+            self._ledger.curve = curve
+
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def wait_for_work(self, timeout_s: float) -> bool:
@@ -274,16 +280,16 @@ class Engine:
     def _measure_copies(self) -> None:
         """Copies some blocks to the host and back, while nobody writes them: the first slab of host memory is made now, which takes a
         moment, and the first choice of a way to give way is an informed one."""
+        shape, config = self._runner.kv_shape, self._config
+        if not config.swap_bytes or config.preemption_mode is PreemptionMode.RECOMPUTE:
+            return
+        count = min(shape.num_blocks, config.swap_bytes // shape.block_bytes, max(1, _PROBE_BYTES // shape.block_bytes))
         try:
             for _ in range(2 if count else 0):
                 started = time.monotonic()
                 for place, memory in self._host.parts(range(count)):
                     blocks = list(range(place, place + len(memory)))
                     self._runner.read_blocks(blocks, memory)
-        shape, config = self._runner.kv_shape, self._config
-        if not config.swap_bytes or config.preemption_mode is PreemptionMode.RECOMPUTE:
-            return
-        count = min(shape.num_blocks, config.swap_bytes // shape.block_bytes, max(1, _PROBE_BYTES // shape.block_bytes))
                     self._runner.write_blocks(blocks, memory)
                 self._ledger.preemptor.start_rates(2 * count, time.monotonic() - started)
         except Exception:
@@ -335,15 +341,18 @@ class Engine:
             self._note_work()
             since = max(launched.since, self._settled_at)
             self._settled_at = time.monotonic()
+            done = work.workload
             if sampled is not None:
-                self._ledger.preemptor.computed(work.num_prefill_tokens, work.num_decodes, self._settled_at - since)
+                self._ledger.preemptor.computed(done.prompt_tokens, done.decodes, self._settled_at - since)
         return StepOutput(
             step=launched.step,
             tokens=result.tokens,
             progress=result.progress,
             failures=result.failures,
-            num_prefill_tokens=work.num_prefill_tokens,
-            num_decode_tokens=work.num_decodes,
+            num_prefill_tokens=done.prompt_tokens,
+            num_decode_tokens=done.decodes,
+            num_pairs=done.pairs,
+            num_context_tokens=done.context,
             duration_s=self._settled_at - since,
         )
 
@@ -374,6 +383,8 @@ class Engine:
                 num_queried_tokens=self._ledger.num_queried_tokens,
                 num_hit_tokens=self._ledger.num_hit_tokens,
                 steps=self._steps,
+                num_queued_tokens=self._ledger.num_queued_tokens,
+                num_context_tokens=self._ledger.num_context_tokens,
                 stalled_s=0.0 if since is None else time.monotonic() - since,
             )
 

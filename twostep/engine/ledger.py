@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_work import BlockSave, StepResult, StepWork, plan_chunks
 from twostep.engine.types import PrefillProgress, Reservation, SequenceFailure, TokenOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
+from twostep.step_curve import StepCurve
 
 
 class SequenceLedger:
@@ -56,9 +58,9 @@ class SequenceLedger:
         `swap_bytes`: most that preempted sequences may take on the host."""
         self._pool = pool
         self._block_size = block_size
+        self._block_bytes = block_bytes
         self._budget = budget
         self._max_num_seqs = min(max_num_seqs, budget)
-        self._block_bytes = block_bytes
         self._max_waiting = max_waiting
         self._sequences: dict[str, EngineSequence] = {}
         self._running: dict[str, EngineSequence] = {}
@@ -73,6 +75,8 @@ class SequenceLedger:
             host=HostRows(swap_bytes // block_bytes),
         )
         self._admission = Admission(pool, self.preemptor, self._running, block_size=block_size)
+        # How long steps take; None: not known.
+        self.curve: StepCurve | None = None
         self._num_arrived = 0
         # Nothing could be planned, and nothing has changed since.
         self._blocked = False
@@ -96,9 +100,31 @@ class SequenceLedger:
         return self._admission.num_hit_tokens
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that are here and not computed, neither found nor saved, but for those that decoding adds."""
+        waiting = chain(self._admission.waiting.values(), self.preemptor.waiting.values())
+        queued = sum(len(sequence.tokens) - sequence.num_matched for sequence in waiting)
+        return queued + sum(len(s.tokens) - s.num_computed for s in self._running.values() if not s.decodes)
+
+    @property
+    def num_context_tokens(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self._running.values() if sequence.decodes)
+
+    @property
     def has_work(self) -> bool:
         """Whether `plan` may find something to do, a planned step is to be settled, or blocks are to be copied out."""
         return bool(self._planned or self.preemptor.busy) or (bool(self._running or self.num_waiting) and not self._blocked)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is here, not even in a planned step."""
+        return not (self._sequences or self._planned or self.preemptor.busy)
+
+    def reconfigure(self, *, budget: int, max_num_seqs: int, swap_bytes: int) -> None:
+        """Other bounds, as for a new one. Only while idle; what is findable in the pool stays."""
+        assert self.idle
+        self._budget, self._max_num_seqs = budget, min(max_num_seqs, budget)
+        self.preemptor.resize(swap_bytes // self._block_bytes)
 
     def live(self, seq_id: str) -> EngineSequence | None:
         """The sequence, unless it has ended."""
@@ -113,19 +139,10 @@ class SequenceLedger:
         if len(self._admission.waiting) >= self._max_waiting:
             raise ResourceExhausted(f"{len(self._admission.waiting)} prompts are waiting here already; try another worker, or later")
         self._arrive(sequence)
+        num_cached = len(self._pool.lookup(sequence.block_hashes())) * self._block_size
+        sequence.num_matched = min(num_cached, len(sequence.tokens) - 1)
         self._admission.waiting[sequence.seq_id] = sequence
         self._blocked = False
-    @property
-    def idle(self) -> bool:
-        """Nothing is here, not even in a planned step."""
-        return not (self._sequences or self._planned or self.preemptor.busy)
-
-    def reconfigure(self, *, budget: int, max_num_seqs: int, swap_bytes: int) -> None:
-        """Other bounds, as for a new one. Only while idle; what is findable in the pool stays."""
-        assert self.idle
-        self._budget, self._max_num_seqs = budget, min(max_num_seqs, budget)
-        self.preemptor.resize(swap_bytes // self._block_bytes)
-
 
     def reserve(self, sequence: EngineSequence) -> Reservation:
         """A new RESERVED sequence, with blocks for its tokens. Raises ResourceExhausted, InvalidRequest."""
@@ -199,11 +216,10 @@ class SequenceLedger:
         decodes: list[EngineSequence] = []
         prompts: list[Running[EngineSequence]] = []
         for sequence in ready:
-            num_tokens = len(sequence.tokens) + sequence.num_pending
-            if num_tokens - sequence.num_planned == 1 and num_tokens > len(sequence.given):
+            if sequence.decodes:
                 decodes.append(sequence)
             else:
-                prompts.append(Running(sequence, num_tokens - sequence.num_planned))
+                prompts.append(Running(sequence, sequence.num_remaining))
         # What comes free is for those that run already.
         open_ = len(ready) == len(active) and not self.preemptor.busy and self.num_waiting > 0
         plan = plan_step(

@@ -173,6 +173,7 @@ class Preemptor:
         self._pool.free(sequence.blocks.tolist())
         sequence.blocks = np.empty(0, np.int32)
         sequence.num_computed = sequence.num_planned = sequence.num_registered = 0
+        sequence.num_matched = 0 if sequence.saved is None else sequence.saved.num_tokens
         self.waiting[sequence.seq_id] = sequence
         self.waiting = dict(sorted(self.waiting.items(), key=lambda item: item[1].arrival))
 

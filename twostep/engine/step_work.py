@@ -9,6 +9,7 @@ from twostep.engine.block_pool import BlockCopy
 from twostep.engine.preemption import SavedBlocks
 from twostep.engine.sequence import EngineSequence
 from twostep.engine.types import PrefillProgress, SequenceFailure, TokenOutput
+from twostep.step_curve import StepWorkload, chunk_pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,16 @@ class StepWork:
     @property
     def num_prefill_tokens(self) -> int:
         return sum(self.num_tokens[self.num_decodes :])
+
+    @property
+    def workload(self) -> StepWorkload:
+        chunks = zip(self.num_tokens[self.num_decodes :], self.starts[self.num_decodes :], strict=True)
+        return StepWorkload(
+            prompt_tokens=self.num_prefill_tokens,
+            pairs=sum(chunk_pairs(count, start) for count, start in chunks),
+            decodes=self.num_decodes,
+            context=sum(self.starts[: self.num_decodes]) + self.num_decodes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from enum import Enum
 
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
+from twostep.step_curve import StepWorkload
 
 
 class FinishReason(Enum):
@@ -91,7 +92,17 @@ class StepOutput:
     failures: Sequence[SequenceFailure] = ()
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    # Query-key pairs of the prompts' chunks, and tokens whose KV the decodes read, in sum: as step_curve.py counts them.
+    num_pairs: float = 0.0
+    num_context_tokens: int = 0
+    # From its launch, or from the end of the step before it, to its result.
     duration_s: float = 0.0
+
+    @property
+    def workload(self) -> StepWorkload:
+        return StepWorkload(
+            prompt_tokens=self.num_prefill_tokens, pairs=self.num_pairs, decodes=self.num_decode_tokens, context=self.num_context_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +116,13 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixDelta:
-    """Prefix hashes (at hash_unit boundaries) that became findable in the pool, and that no longer are."""
+    """Prefix hashes (at hash_unit boundaries) that became findable in the pool, and that no longer are; the same for the host tier, which
+    may hold what the pool holds too."""
 
     added: Sequence[bytes]
     removed: Sequence[bytes]
+    host_added: Sequence[bytes] = ()
+    host_removed: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +138,18 @@ class EngineStats:
     num_free_blocks: int
     num_cached_blocks: int
     steps: int
+    # Tokens that are here and not yet computed, of prompts that run or wait and of what gave way; and tokens of the sequences that decode.
+    num_queued_tokens: int = 0
+    num_context_tokens: int = 0
     # Since the start: sequences that gave way for a while, and bytes copied to the host and back for it.
     num_preemptions: int = 0
     swapped_bytes: int = 0
     # Since the start: tokens of new sequences that were looked up among cached prefixes, and found there.
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
+    # The host tier below the pool: blocks there now; of the tokens found, those that came from it.
+    num_host_blocks: int = 0
+    num_host_hit_tokens: int = 0
     # Seconds since the last finished step while there was work, 0 when idle: what liveness looks at.
     stalled_s: float = field(default=0.0)
 

@@ -1,0 +1,59 @@
+"""What the engine says of its work: of each step, as the cost formula counts it, and of what is still to be done."""
+
+from __future__ import annotations
+
+from engine_helpers import assert_idle, drain, make_request
+
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.fake import FakeRunner
+from twostep.step_curve import StepWorkload
+
+
+def make_engine(*, num_blocks: int = 60, **config: object) -> Engine:
+    runner = FakeRunner(num_blocks=num_blocks, block_size=4, vocab_size=1000, max_model_len=120)
+    return Engine(runner, EngineConfig(**({"hash_unit": 4, "max_num_batched_tokens": 20} | config)))  # type: ignore[arg-type]
+
+
+def test_steps_tell_their_rows_pairs_and_context() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", range(1, 31), max_tokens=3))
+    engine.submit(make_request("b", range(50, 55), max_tokens=2))
+    _, steps = drain(engine)
+    assert [step.workload for step in steps] == [
+        StepWorkload(prompt_tokens=20, pairs=20 * 10),
+        StepWorkload(prompt_tokens=15, pairs=10 * 25 + 5 * 2.5),
+        StepWorkload(decodes=2, context=31 + 6),
+        StepWorkload(decodes=1, context=32),
+    ]
+    assert_idle(engine)
+
+
+def test_what_is_queued_and_what_decodes_is_counted_in_tokens() -> None:
+    engine = make_engine(max_num_seqs=2)
+    engine.submit(make_request("a", range(1, 31), max_tokens=3))
+    engine.submit(make_request("b", range(50, 55), max_tokens=2))
+    engine.submit(make_request("c", range(1, 35)))
+    stats = engine.stats()
+    assert (stats.num_queued_tokens, stats.num_context_tokens) == (30 + 5 + 34, 0)
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_queued_tokens, stats.num_context_tokens) == (10 + 5 + 34, 0)
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_queued_tokens, stats.num_context_tokens) == (34, 31 + 6), "no seat for c"
+    drain(engine)
+    stats = engine.stats()
+    assert (stats.num_queued_tokens, stats.num_context_tokens) == (0, 0)
+    engine.submit(make_request("d", range(1, 33)))
+    assert engine.stats().num_queued_tokens == 1, "all its blocks are cached; one token is computed for its logits"
+    drain(engine)
+    assert_idle(engine)
+
+
+def test_a_reservation_is_computed_elsewhere() -> None:
+    engine = make_engine()
+    engine.reserve(make_request("a", range(1, 31), max_tokens=3))
+    assert engine.stats().num_queued_tokens == 0
+    engine.commit("a", [7])
+    stats = engine.stats()
+    assert (stats.num_queued_tokens, stats.num_context_tokens) == (0, 31)
