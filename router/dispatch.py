@@ -21,7 +21,7 @@ from router.cleanup import Cleanup
 from router.job import Job
 from router.output import Output
 from router.placement import Demand, NoPlacement, Placement, Shortage, place
-from router.prefix_index import WorkerLife
+from router.prefix_index import NOT_CACHED, CachedPrefix, WorkerLife
 from router.prefix_lookup import PrefixLookup
 from router.report import Report
 from router.room import Room
@@ -137,7 +137,7 @@ class Dispatcher:
         report: Report,
         numbers: itertools.count[int],
         lost: Set[WorkerLife],
-        cached: Mapping[WorkerLife, int],
+        cached: Mapping[WorkerLife, CachedPrefix],
     ) -> Attempt | _NotNow:
         """Asks pair after pair, the best first, each worker that refuses no more in this round."""
         demand = Demand(
@@ -167,7 +167,7 @@ class Dispatcher:
             begun = False
             try:
                 await attempt.reserve()
-                await attempt.accept(cached.get(prefill.life, 0))
+                await attempt.accept(cached.get(prefill.life, NOT_CACHED).num_tokens)
                 begun = True
             except WorkerRefused as error:
                 log.debug("request %s: %s", job.request_id, error)
@@ -183,7 +183,7 @@ class Dispatcher:
                 return attempt
 
     def _place(
-        self, demand: Demand, cached: Mapping[WorkerLife, int], refused: Set[WorkerLife], lost: Set[WorkerLife]
+        self, demand: Demand, cached: Mapping[WorkerLife, CachedPrefix], refused: Set[WorkerLife], lost: Set[WorkerLife]
     ) -> Placement | NoPlacement:
         """Workers that lost an earlier attempt are asked again only if there is nobody else."""
         placed = place(self._pool.snapshot(cached, refused | lost), demand)

@@ -22,6 +22,8 @@ from twostep.request_class import RequestClass
 _HANDOVER_COST = 0.125
 # The same for cutting KV into other blocks on the decode worker's CPU.
 _CONVERSION_COST = _HANDOVER_COST
+# Copying it from the worker's own host memory to its pool: a tenth.
+_HOST_COST = 0.1
 # KV in another number format gives answers that no single worker would give, and is no cached prefix afterwards: only where nobody else
 # has room.
 _ROUNDING_COST = 5e5
@@ -37,7 +39,9 @@ class Candidate:
     """A live worker as this router sees it: its record, and what the router itself knows better or sooner."""
 
     record: WorkerRecord
+    # Of the prompt, in its pool or in its host memory, and how many of them in the latter: those have to be copied to the pool first.
     cached_tokens: int = 0
+    host_cached_tokens: int = 0
     # Prefill: prompt tokens this router has sent and whose first token has not come yet, and in how many requests.
     queued_tokens: int = 0
     # Attempts of this router that are there now.
@@ -201,15 +205,17 @@ def _prefill_cost(candidate: Candidate, demand: Demand) -> float:
     load = candidate.record.load
     # Other routers' prompts are known by number only; take each for one like this.
     others = max(0, load.num_running + load.num_waiting - candidate.num_attempts)
-    return candidate.queued_tokens + others * demand.num_tokens + max(0, demand.num_tokens - candidate.cached_tokens)
+    here = max(0, demand.num_tokens - candidate.cached_tokens) + _HOST_COST * candidate.host_cached_tokens
+    return candidate.queued_tokens + others * demand.num_tokens + here
 
 
 def _decode_cost(candidate: Candidate, demand: Demand) -> float:
     record = candidate.record
     num_seqs = max(record.load.num_running + record.load.num_reserved, candidate.num_attempts)
-    cost = _HANDOVER_COST * max(0, demand.num_tokens - candidate.cached_tokens) + _SEQUENCE_COST * num_seqs
+    moved = _HANDOVER_COST * max(0, demand.num_tokens - candidate.cached_tokens) + _HOST_COST * candidate.host_cached_tokens
+    cost = moved + _SEQUENCE_COST * num_seqs
     # New tokens get their blocks as they come.
-    needed = _blocks(demand.num_tokens - candidate.cached_tokens + 1, record)
+    needed = _blocks(demand.num_tokens - candidate.cached_tokens + candidate.host_cached_tokens + 1, record)
     if num_seqs >= record.max_num_seqs or record.load.num_free_blocks < needed:
         cost += _FULL_COST
     return cost

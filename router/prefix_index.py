@@ -1,5 +1,7 @@
-"""Which workers hold how much of a prompt's prefix: one pipelined round trip to Redis, and never more than 2 ms of waiting
-(--prefix-lookup-timeout).
+"""Which workers hold how much of a prompt's prefix, in the pool or below it in host memory: one pipelined round trip to Redis, and never
+more than 2 ms of waiting (--prefix-lookup-timeout).
+
+The index lives in Redis alone: a router that starts knows at once what the one before it knew.
 
 A late answer is no answer, but its command is left to end (cancelling it would cost the connection). While one is overdue, and
 for a second after an error, requests go without hints at once: a dead Redis costs its 2 ms about once a second, not per request.
@@ -10,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from twostep.cluster.records import WorkerRecord, prefix_key
+from twostep.cluster.records import WorkerRecord, host_prefix_key, prefix_key
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,21 @@ class WorkerLife:
         return cls(record.worker_id, record.epoch)
 
 
-NO_HINTS: Mapping[WorkerLife, int] = {}
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """Tokens of a prompt's prefix that a worker holds: the first `pool_tokens` where steps read them, the next `host_tokens` in its host
+    memory, which have to be copied up first."""
+
+    pool_tokens: int
+    host_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pool_tokens + self.host_tokens
+
+
+NOT_CACHED = CachedPrefix(0)
+NO_HINTS: Mapping[WorkerLife, CachedPrefix] = {}
 
 
 class PrefixIndex:
@@ -50,19 +66,21 @@ class PrefixIndex:
         self._redis = redis
         self._unit = hash_unit
         self._timeout_s = timeout_s
-        self._pending: set[asyncio.Task[dict[WorkerLife, int]]] = set()
+        self._pending: set[asyncio.Task[dict[WorkerLife, CachedPrefix]]] = set()
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
         self._overdue = 0
         self._open_until = 0.0
         self._failing = False
 
-    async def lookup(self, hashes_of: Mapping[WorkerLife, Sequence[bytes]]) -> Mapping[WorkerLife, int]:
-        """Tokens of the longest prefix that each worker holds, given the prompt's unit hashes under each worker's key. Workers
-        with none are left out. Empty if Redis is slow or away; never raises."""
+    async def lookup(
+        self, hashes_of: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife] = frozenset()
+    ) -> Mapping[WorkerLife, CachedPrefix]:
+        """The longest prefix that each worker holds, given the prompt's unit hashes under each worker's key; of the `tiered` ones, those in
+        host memory too. Workers with none are left out. Empty if Redis is slow or away; never raises."""
         asked = {life: hashes for life, hashes in list(hashes_of.items())[:_MAX_WORKERS] if hashes}
         if not asked or self._overdue or len(self._pending) >= _MAX_PENDING or time.monotonic() < self._open_until:
             return NO_HINTS
-        task = asyncio.create_task(self._ask(asked))
+        task = asyncio.create_task(self._ask(asked, tiered))
         self._pending.add(task)
         task.add_done_callback(self._finished)
         await asyncio.wait((task,), timeout=self._timeout_s)
@@ -78,25 +96,29 @@ class PrefixIndex:
             task.cancel()
         await asyncio.gather(*self._pending, return_exceptions=True)
 
-    async def _ask(self, asked: Mapping[WorkerLife, Sequence[bytes]]) -> dict[WorkerLife, int]:
+    async def _ask(self, asked: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife]) -> dict[WorkerLife, CachedPrefix]:
         pipeline = self._redis.pipeline(transaction=False)
         strides: list[int] = []
-        share = _MAX_PROBES // len(asked)
+        share = _MAX_PROBES // sum(1 + (life in tiered) for life in asked)
         for life, hashes in asked.items():
             stride = -(-len(hashes) // share)
             strides.append(stride)
-            pipeline.smismember(prefix_key(life.worker_id, life.epoch), list(hashes[stride - 1 :: stride]))
+            probes = list(hashes[stride - 1 :: stride])
+            pipeline.smismember(prefix_key(life.worker_id, life.epoch), probes)
+            if life in tiered:
+                pipeline.smismember(host_prefix_key(life.worker_id, life.epoch), probes)
         async with self._slots:
-            replies = await pipeline.execute()
-        held: dict[WorkerLife, int] = {}
-        for life, stride, flags in zip(asked, strides, replies, strict=True):
-            # A pool may have dropped the middle of a prefix: what counts is the unbroken run from the start.
-            run = next((i for i, flag in enumerate(flags) if not flag), len(flags))
-            if run:
-                held[life] = run * stride * self._unit
+            replies = iter(await pipeline.execute())
+        held: dict[WorkerLife, CachedPrefix] = {}
+        for life, stride in zip(asked, strides, strict=True):
+            in_pool = next(replies)
+            in_either = [a or b for a, b in zip(in_pool, next(replies), strict=True)] if life in tiered else in_pool
+            pool, either = _run(in_pool), _run(in_either)
+            if either:
+                held[life] = CachedPrefix(pool * stride * self._unit, (either - pool) * stride * self._unit)
         return held
 
-    def _finished(self, task: asyncio.Task[dict[WorkerLife, int]]) -> None:
+    def _finished(self, task: asyncio.Task[dict[WorkerLife, CachedPrefix]]) -> None:
         self._pending.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -109,5 +131,10 @@ class PrefixIndex:
         elif not task.cancelled():
             self._failing = False
 
-    def _caught_up(self, task: asyncio.Task[dict[WorkerLife, int]]) -> None:
+    def _caught_up(self, task: asyncio.Task[dict[WorkerLife, CachedPrefix]]) -> None:
         self._overdue -= 1
+
+
+def _run(flags: Sequence[int]) -> int:
+    """The middle of a prefix may be gone: what counts is the unbroken run from the start."""
+    return next((i for i, flag in enumerate(flags) if not flag), len(flags))

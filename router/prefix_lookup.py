@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from router.job import Job
-from router.prefix_index import NO_HINTS, PrefixIndex, WorkerLife
+from router.prefix_index import NO_HINTS, CachedPrefix, PrefixIndex, WorkerLife
 from router.workers import WorkerPool
 from twostep.cluster.records import LayoutRecord
 from twostep.prefix import derive_key, prefix_hashes
@@ -21,7 +21,7 @@ class PrefixLookup:
         self._secret = secret
         self._unit = hash_unit
 
-    async def cached_tokens(self, job: Job, pool: WorkerPool) -> Mapping[WorkerLife, int]:
+    async def cached_tokens(self, job: Job, pool: WorkerPool) -> Mapping[WorkerLife, CachedPrefix]:
         """Tokens of the job's prompt that workers hold; empty without an answer in time."""
         # The last token is always computed: its logits are what the first new token is sampled from.
         usable = len(job.prompt) - 1
@@ -35,7 +35,8 @@ class PrefixLookup:
                 hashes[key] = prefix_hashes(key, job.prompt[:usable], self._unit)
             else:
                 hashes[key] = await asyncio.to_thread(prefix_hashes, key, job.prompt[:usable], self._unit)
-        return await self._index.lookup({WorkerLife.of(r): hashes[keys[r.layout]] for r in records})
+        tiered = {WorkerLife.of(r) for r in records if r.num_host_blocks}
+        return await self._index.lookup({WorkerLife.of(r): hashes[keys[r.layout]] for r in records}, tiered)
 
     def _key(self, job: Job, layout: LayoutRecord) -> bytes:
         return derive_key(

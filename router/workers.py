@@ -18,7 +18,7 @@ import grpc.aio
 from router.cleanup import Cleanup
 from router.decode_stream import DecodeStream
 from router.placement import Candidate, Snapshot
-from router.prefix_index import WorkerLife
+from router.prefix_index import NOT_CACHED, CachedPrefix, WorkerLife
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import TwostepError, Unavailable
 from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
@@ -136,7 +136,7 @@ class WorkerPool:
         links: Sequence[WorkerLink] = (*self._prefill.values(), *self._decode.values())
         return [link.record for link in links if not link.retired]
 
-    def snapshot(self, cached: Mapping[WorkerLife, int], excluded: Set[WorkerLife]) -> Snapshot:
+    def snapshot(self, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife]) -> Snapshot:
         return Snapshot(
             prefill=[_candidate(link, cached, excluded) for link in self._prefill.values() if not link.retired],
             decode=[_candidate(link, cached, excluded) for link in self._decode.values() if not link.retired],
@@ -183,10 +183,12 @@ class WorkerPool:
         await asyncio.gather(*(link.close() for link in links))
 
 
-def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, int], excluded: Set[WorkerLife]) -> Candidate:
+def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife]) -> Candidate:
+    held = cached.get(link.life, NOT_CACHED)
     return Candidate(
         record=link.record,
-        cached_tokens=cached.get(link.life, 0),
+        cached_tokens=held.num_tokens,
+        host_cached_tokens=held.host_tokens,
         queued_tokens=link.queued_tokens,
         num_attempts=len(link.tenants),
         excluded=link.life in excluded,

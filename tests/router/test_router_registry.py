@@ -14,11 +14,11 @@ from router_fakes import HASH_UNIT, SECRET, Cluster, RedisServer
 
 from router.cleanup import Cleanup
 from router.job import Job
-from router.prefix_index import PrefixIndex, WorkerLife
+from router.prefix_index import CachedPrefix, PrefixIndex, WorkerLife
 from router.prefix_lookup import PrefixLookup
 from router.registry import Deployment, Registry
 from router.workers import WorkerPool
-from twostep.cluster.records import WORKERS_KEY, WorkerRecord, prefix_key, worker_key
+from twostep.cluster.records import WORKERS_KEY, WorkerRecord, host_prefix_key, prefix_key, worker_key
 from twostep.cluster.registration import connect
 from twostep.prefix import derive_key, prefix_hashes
 from twostep.sampling_params import SamplingParams
@@ -157,8 +157,21 @@ async def test_the_longest_unbroken_prefix_of_each_life_is_found(cluster: Cluste
     await cluster.redis.sadd(prefix_key("c", 2), *units)
     index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=1.0)
     found = await index.lookup(dict.fromkeys((A, B, C), units))
-    assert found == {A: 4 * HASH_UNIT, B: 2 * HASH_UNIT}, "C's prefixes were another life's"
+    assert found == {A: CachedPrefix(4 * HASH_UNIT), B: CachedPrefix(2 * HASH_UNIT)}, "C's prefixes were another life's"
     assert await index.lookup({A: []}) == {}
+    await index.close()
+
+
+async def test_what_is_in_host_memory_goes_on_where_the_pool_s_prefix_ends(cluster: Cluster) -> None:
+    units = hashes(10)
+    await cluster.redis.sadd(prefix_key("a", 1), *units[:4])
+    await cluster.redis.sadd(host_prefix_key("a", 1), *units[2:7], units[9])
+    await cluster.redis.sadd(host_prefix_key("b", 1), *units[:3])
+    await cluster.redis.sadd(host_prefix_key("c", 2), *units)
+    index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=1.0)
+    found = await index.lookup(dict.fromkeys((A, B, C), units), {A, B, C})
+    assert found == {A: CachedPrefix(4 * HASH_UNIT, 3 * HASH_UNIT), B: CachedPrefix(0, 3 * HASH_UNIT)}
+    assert await index.lookup(dict.fromkeys((A, B), units), {B}) == {A: CachedPrefix(4 * HASH_UNIT), B: CachedPrefix(0, 3 * HASH_UNIT)}
     await index.close()
 
 
@@ -168,7 +181,7 @@ async def test_very_long_prompts_are_probed_at_fewer_places(cluster: Cluster, mo
     await cluster.redis.sadd(prefix_key("a", 1), *units[:602])
     index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=1.0)
     found = await index.lookup({A: units})
-    assert found == {A: 600 * HASH_UNIT}
+    assert found == {A: CachedPrefix(600 * HASH_UNIT)}
     await index.close()
 
 
@@ -186,7 +199,7 @@ async def test_a_slow_redis_costs_two_milliseconds_and_then_nothing(cluster: Clu
     await asyncio.sleep(2.1)
     await index.close()
     index = PrefixIndex(connection(), HASH_UNIT, timeout_s=5.0)
-    assert await index.lookup({A: units}) == {A: 4 * HASH_UNIT}
+    assert await index.lookup({A: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
     await index.close()
 
 
@@ -212,7 +225,7 @@ async def test_a_dead_redis_is_not_asked_by_every_request(redis_server: RedisSer
     client = connection()
     await client.sadd(prefix_key("a", 1), *units)
     await asyncio.sleep(0.25)
-    assert await index.lookup({A: units}) == {A: 4 * HASH_UNIT}
+    assert await index.lookup({A: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
     await index.close()
 
 
@@ -230,10 +243,10 @@ async def test_a_prompt_is_looked_up_under_the_workers_own_keys(cluster: Cluster
     key = derive_key(SECRET, tenant="", salt="s", model_fingerprint=cluster.layout.model_fingerprint, dtype="float32")
     await cluster.announce(worker, prefix_hashes(key, ids, HASH_UNIT))
     life = WorkerLife.of(worker.record)
-    assert await lookup.cached_tokens(job("s", [*ids, 1]), pool) == {life: 3 * HASH_UNIT}
-    assert await lookup.cached_tokens(job("s", ids), pool) == {life: 2 * HASH_UNIT}, "the last token is computed anyway"
+    assert await lookup.cached_tokens(job("s", [*ids, 1]), pool) == {life: CachedPrefix(3 * HASH_UNIT)}
+    assert await lookup.cached_tokens(job("s", ids), pool) == {life: CachedPrefix(2 * HASH_UNIT)}, "the last token is computed anyway"
     assert await lookup.cached_tokens(job("other", [*ids, 1]), pool) == {}
-    assert await lookup.cached_tokens(job("s", [*ids, 1] * 100), pool) == {life: 3 * HASH_UNIT}, "hashed in a thread"
+    assert await lookup.cached_tokens(job("s", [*ids, 1] * 100), pool) == {life: CachedPrefix(3 * HASH_UNIT)}, "hashed in a thread"
     await pool.close()
     await index.close()
 

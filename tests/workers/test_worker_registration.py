@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio
 from worker_harness import BLOCK, RedisServer, expected, prompt_of, routed, started
 
-from twostep.cluster.records import HEARTBEAT_S, LayoutRecord, WorkerRecord, prefix_key, worker_key
+from twostep.cluster.records import HEARTBEAT_S, LayoutRecord, WorkerRecord, host_prefix_key, prefix_key, worker_key
 from twostep.cluster.registration import Registration
 from twostep.engine.types import PrefixDelta
 from twostep.errors import SetupError
@@ -38,6 +38,8 @@ class Pretended:
     def __init__(self) -> None:
         self.added: list[bytes] = []
         self.removed: list[bytes] = []
+        self.host_added: list[bytes] = []
+        self.host_removed: list[bytes] = []
 
     def describe(self) -> WorkerRecord:
         layout = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=4, num_layers=1, num_kv_heads=1, head_dim=4)
@@ -56,22 +58,24 @@ class Pretended:
         )
 
     def take_delta(self) -> PrefixDelta:
-        delta = PrefixDelta(added=self.added, removed=self.removed)
-        self.added, self.removed = [], []
+        delta = PrefixDelta(added=self.added, removed=self.removed, host_added=self.host_added, host_removed=self.host_removed)
+        self.added, self.removed, self.host_added, self.host_removed = [], [], [], []
         return delta
 
     def registration(self, url: str, timeout_s: float = 1.0) -> Registration:
         return Registration(url, describe=self.describe, take_delta=self.take_delta, connect_timeout_s=timeout_s)
 
 
-async def prefixes(connection: redis.asyncio.Redis) -> set[bytes]:
-    members: set[bytes] = await connection.smembers(prefix_key("pretended", 7))
+async def prefixes(connection: redis.asyncio.Redis, key: str = prefix_key("pretended", 7)) -> set[bytes]:
+    members: set[bytes] = await connection.smembers(key)
     return members
 
 
-async def eventually(connection: redis.asyncio.Redis, wanted: set[bytes], within_s: float = 2 * BEAT) -> None:
+async def eventually(
+    connection: redis.asyncio.Redis, wanted: set[bytes], within_s: float = 2 * BEAT, key: str = prefix_key("pretended", 7)
+) -> None:
     give_up = time.monotonic() + within_s
-    while (found := await prefixes(connection)) != wanted:
+    while (found := await prefixes(connection, key)) != wanted:
         assert time.monotonic() < give_up, (found, wanted)
         await asyncio.sleep(0.05)
 
@@ -102,6 +106,26 @@ async def test_computed_prefixes_are_announced_under_the_routers_hashes(redis_ur
             found = await connection.smembers(prefix_key(worker.worker_id, worker.epoch))
             assert wanted <= found
             assert 0 < await connection.ttl(prefix_key(worker.worker_id, worker.epoch)) <= 30
+
+
+async def test_prefixes_in_host_memory_are_announced_apart(redis_url: str) -> None:
+    worker = Pretended()
+    registration = worker.registration(redis_url)
+    key = host_prefix_key("pretended", 7)
+    worker.added, worker.host_added = [b"a"], [b"a", b"b"]
+    await registration.start()
+    async with client(redis_url) as connection:
+        try:
+            assert (await prefixes(connection), await prefixes(connection, key)) == ({b"a"}, {b"a", b"b"})
+            assert 0 < await connection.ttl(key) <= 30
+            worker.removed, worker.host_removed = [b"a"], [b"b"]
+            await eventually(connection, set())
+            assert await prefixes(connection, key) == {b"a"}
+            await connection.delete(key)
+            await eventually(connection, {b"a"}, within_s=3 * BEAT, key=key)
+        finally:
+            await registration.close()
+        assert not await connection.exists(key)
 
 
 async def test_deltas_wipes_and_restarts(own_redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ twostep:v1:worker:{worker_id}          string: WorkerRecord as JSON, expires HEA
 twostep:v1:workers                     set of worker ids, added by every heartbeat (a reader takes out ids whose record has expired)
 twostep:v1:prefix:{worker_id}:{epoch}  set of prefix hashes (bytes) at hash-unit boundaries, expires PREFIX_TTL_S after
                                        the last heartbeat; a restart has a new epoch and so a new, empty set
+twostep:v1:host-prefix:{worker_id}:{epoch}  the same for prefixes in the worker's host memory, below its pool
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ def worker_key(worker_id: str) -> str:
 
 def prefix_key(worker_id: str, epoch: int) -> str:
     return f"twostep:v1:prefix:{worker_id}:{epoch}"
+
+
+def host_prefix_key(worker_id: str, epoch: int) -> str:
+    return f"twostep:v1:host-prefix:{worker_id}:{epoch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,7 @@ class WorkerRecord:
     num_blocks: int
     max_num_seqs: int
     max_model_len: int
+    num_host_blocks: int = 0  # that prefixes may take in host memory, below the pool; 0: none are kept there
     ready: bool = True
     draining: bool = False
     transports: tuple[str, ...] = ()  # those ready now

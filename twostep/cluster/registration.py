@@ -1,4 +1,4 @@
-"""A worker's entry in Redis: the heartbeat that renews its record, and the set of prefixes it holds.
+"""A worker's entry in Redis: the heartbeat that renews its record, and the sets of prefixes it holds, in its pool and in host memory.
 
 Redis is for finding each other, not for serving: once started, a worker goes on without it, says so once, and
 announces everything again when it is back.
@@ -26,6 +26,7 @@ from twostep.cluster.records import (
     PREFIX_TTL_S,
     WORKERS_KEY,
     WorkerRecord,
+    host_prefix_key,
     prefix_key,
     worker_key,
 )
@@ -43,6 +44,12 @@ class PrefixDelta(Protocol):
 
     @property
     def removed(self) -> Sequence[bytes]: ...
+
+    @property
+    def host_added(self) -> Sequence[bytes]: ...
+
+    @property
+    def host_removed(self) -> Sequence[bytes]: ...
 
 
 def connect(url: str) -> redis.asyncio.Redis:
@@ -67,7 +74,9 @@ class Registration:
         self._take_delta = take_delta
         self._connect_timeout_s = connect_timeout_s
         self._redis = connect(url)
-        self._prefixes = _Announced(MAX_PREFIXES_PER_WORKER)
+        # By tier, each bounded.
+        self._in_pool = _Announced(MAX_PREFIXES_PER_WORKER)
+        self._in_host = _Announced(MAX_PREFIXES_PER_WORKER)
         self._task: asyncio.Task[None] | None = None
         self._connected = False
 
@@ -100,7 +109,7 @@ class Registration:
         record = self._describe()
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.delete(worker_key(record.worker_id), prefix_key(record.worker_id, record.epoch))
+                pipe.delete(worker_key(record.worker_id), *self._keys(record))
                 pipe.srem(WORKERS_KEY, record.worker_id)
                 await pipe.execute()
         except (RedisError, OSError) as error:
@@ -120,26 +129,36 @@ class Registration:
                 if self._connected:
                     self._connected = False
                     log.warning("Redis is away (%s); serving goes on, trying again every %g s", error, HEARTBEAT_S)
-                self._prefixes.forget_sent()
+                for announced in (self._in_pool, self._in_host):
+                    announced.forget_sent()
 
     async def _beat(self) -> None:
         record = self._describe()
         delta = self._take_delta()
-        self._prefixes.apply(delta)
-        key = prefix_key(record.worker_id, record.epoch)
+        self._in_pool.apply(delta.added, delta.removed)
+        self._in_host.apply(delta.host_added, delta.host_removed)
+        tiers = list(zip(self._keys(record), (self._in_pool, self._in_host), strict=True))
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(worker_key(record.worker_id), record.to_json(), px=int(HEARTBEAT_TTL_S * 1000))
             pipe.sadd(WORKERS_KEY, record.worker_id)
-            self._prefixes.write(pipe, key)
-            pipe.expire(key, int(PREFIX_TTL_S))
-            pipe.scard(key)
+            for key, announced in tiers:
+                announced.write(pipe, key)
+                pipe.expire(key, int(PREFIX_TTL_S))
+            for key, _ in tiers:
+                pipe.scard(key)
             replies = await pipe.execute()
         if not self._connected:
             self._connected = True
             log.info("registered in Redis as %s at %s", record.worker_id, record.address)
-        # Someone emptied or restarted Redis, or the set expired while it was away: announce all at the next beat.
-        if replies[-1] != self._prefixes.num_sent:
-            self._prefixes.forget_sent()
+        # Someone emptied or restarted Redis, or a set expired while it was away: announce all at the next beat.
+        for (_, announced), num_there in zip(tiers, replies[-len(tiers) :], strict=True):
+            if num_there != announced.num_sent:
+                announced.forget_sent()
+
+    @staticmethod
+    def _keys(record: WorkerRecord) -> tuple[str, str]:
+        """Of its pool's prefixes, and of those in host memory."""
+        return prefix_key(record.worker_id, record.epoch), host_prefix_key(record.worker_id, record.epoch)
 
 
 class _Announced:
@@ -154,10 +173,10 @@ class _Announced:
         self._resend = True
         self.num_sent = 0
 
-    def apply(self, delta: PrefixDelta) -> None:
-        for prefix in delta.removed:
+    def apply(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        for prefix in removed:
             self._drop(prefix)
-        for prefix in delta.added:
+        for prefix in added:
             if prefix not in self._held:
                 self._held[prefix] = None
                 self._to_add[prefix] = None
