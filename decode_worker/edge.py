@@ -56,7 +56,12 @@ class DecodeEdge:
                 observers,
                 wires=_wires(parts.config.kv_wire),
             ),
-            limits or SequencesConfig(reservation_lease_s=parts.config.lease_ttl, router_lease_s=parts.config.router_lease),
+            limits
+            or SequencesConfig(
+                local_prefill=parts.config.local_prefill,
+                reservation_lease_s=parts.config.lease_ttl,
+                router_lease_s=parts.config.router_lease,
+            ),
             secret=parts.secret,
             block_size=parts.model.layout.block_size,
         )

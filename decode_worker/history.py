@@ -20,12 +20,23 @@ class History:
     def __init__(self, attempt: AttemptId, *, max_tokens: int) -> None:
         self.attempt = attempt
         self.committed: decode_pb2.Committed | None = None
+        # In place of it, of a prompt computed here.
+        self.first_token: prefill_pb2.FirstToken | None = None
         self.failed: decode_pb2.DecodeFailed | None = None
         self.ended_at: float | None = None
         # Of consecutive positions, which end before `_next_position`.
         self._tokens: deque[bytes] = deque(maxlen=max_tokens)
         self._next_position: int | None = None
         self._full = False
+
+    def begin(self, token: TokenOutput, *, cached_tokens: int, queue_s: float, prefill_s: float) -> decode_pb2.DecodeEvent:
+        """The first token of a prompt computed here. Returns what the router is told."""
+        assert self._next_position is None, "the first token comes first"
+        self.first_token = prefill_pb2.FirstToken(
+            token=token_to_proto(token), cached_tokens=cached_tokens, queue_s=queue_s, prefill_s=prefill_s
+        )
+        self._next_position = token.position + 1
+        return self._first_token_event()
 
     def add(self, token: TokenOutput) -> decode_pb2.DecodeEvent:
         """Returns what the router is told."""
@@ -51,6 +62,12 @@ class History:
         event.committed.CopyFrom(self.committed)
         return event
 
+    def _first_token_event(self) -> decode_pb2.DecodeEvent:
+        assert self.first_token is not None
+        event = self.event()
+        event.first_token.CopyFrom(self.first_token)
+        return event
+
     def failed_event(self) -> decode_pb2.DecodeEvent:
         assert self.failed is not None
         event = self.event()
@@ -71,6 +88,8 @@ class History:
         events = []
         if self.committed is not None and not position.committed:
             events.append(self.committed_event())
+        if self.first_token is not None and position.next_position <= self.first_token.token.position:
+            events.append(self._first_token_event())
         for token in islice(self._tokens, max(0, position.next_position - self._first_position), None):
             event = self.event()
             event.token.CopyFrom(prefill_pb2.Token.FromString(token))

@@ -1,8 +1,12 @@
 """Every sequence on a decode worker, from reservation to last token, and who is told of it. One event loop owns it all.
 
-    RESERVED ──attach──▶ FETCHING ──commit──▶ DECODING ──▶ ended
-        │                    │                    │
-        └─ lease over ───────┴─ hand-over failed ─┴─ cancelled · its router gone · worker stops   ──▶ ended, blocks free
+    reserve ──▶ RESERVED ──attach──▶ FETCHING ──commit──▶ DECODING ──▶ ended
+    submit ───▶ PREFILLING ───────────────first token────▶ DECODING ──▶ ended
+                    │                    │                    │
+                    └─ lease over ───────┴─ hand-over failed ─┴─ cancelled · its router gone · worker stops   ──▶ ended, blocks free
+
+Whose prompt is computed here has no reservation, no lease and no ticket: it waits in the engine like any prompt, and is told of by its
+FirstToken.
 
 A sequence leaves the table at once, so that no late token of it is sent; its blocks go back only when nothing can write to them any more.
 """
@@ -13,12 +17,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
-from enum import Enum
 
 from decode_worker.fetch import Fetched, Fetcher, Target
 from decode_worker.history import AttemptId, History
 from decode_worker.outbox import Connection, Outbox
+from decode_worker.sequence import ComputedHere, DecodeSequence, HandedOver, SequencesConfig, State
 from kv_transfer.ticket import Ticket
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, Reservation, StepOutput
@@ -36,44 +39,13 @@ from twostep.errors import (
 from twostep.rpc.v1 import decode_pb2, kv_pb2
 from twostep.worker.requests import attempt_id
 
+__all__ = ["Sequences", "SequencesConfig"]
+
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.2
 # Repeating the prompt from the start cannot help against these.
 _FINAL_ERRORS = (Incompatible, InvalidRequest, Unauthenticated)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequencesConfig:
-    """`reservation_lease_s`: a reservation without a ticket ends. `router_lease_s`: so do all sequences of a router without a stream, and
-    what could be replayed of those that have ended is kept for so long. `max_buffered_events`, `max_ended_kept`: for each router.
-    `max_replay_tokens`: for each sequence, about 50 bytes each (12 more for each logprob)."""
-
-    reservation_lease_s: float = 30.0
-    router_lease_s: float = 5.0
-    max_buffered_events: int = 16384
-    max_replay_tokens: int = 2048
-    max_ended_kept: int = 1024
-    max_routers: int = 256
-
-
-class State(Enum):
-    RESERVED = "reserved"
-    FETCHING = "fetching"
-    DECODING = "decoding"
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class DecodeSequence:
-    seq_id: str
-    history: History
-    router_id: str
-    tenant: str
-    target: Target
-    expires_at: float  # as a reservation, in monotonic seconds
-    state: State = State.RESERVED
-    ticket: Ticket | None = None
-    fetching: asyncio.Task[None] | None = None
 
 
 class Sequences:
@@ -104,9 +76,9 @@ class Sequences:
     @property
     def oldest_hand_over_s(self) -> float:
         """Age of the oldest sequence whose KV is still to come; 0: there is none."""
-        now = time.monotonic()
-        waiting = (s.expires_at for s in self._sequences.values() if s.state is not State.DECODING)
-        return now + self.config.reservation_lease_s - min(waiting, default=now + self.config.reservation_lease_s)
+        fresh = time.monotonic() + self.config.reservation_lease_s
+        awaited = (s for s in self._sequences.values() if s.state in (State.RESERVED, State.FETCHING))
+        return fresh - min((s.source.expires_at for s in awaited if isinstance(s.source, HandedOver)), default=fresh)
 
     @property
     def num_streams(self) -> int:
@@ -189,20 +161,34 @@ class Sequences:
         """Raises ResourceExhausted (no room now), InvalidRequest."""
         outbox = self.outbox(router_id)
         reservation = self._engine.reserve(request)
-        self._sequences[request.seq_id] = DecodeSequence(
-            seq_id=request.seq_id,
-            history=outbox.begin((request_id, attempt), max_tokens=self.config.max_replay_tokens),
-            router_id=router_id,
-            tenant=tenant,
-            target=Target(
-                block_ids=reservation.block_ids,
-                num_cached_blocks=reservation.num_cached_tokens // self._block_size,
-                num_blocks=-(-len(request.token_ids) // self._block_size),
-                num_tokens=len(request.token_ids),
-            ),
-            expires_at=time.monotonic() + self.config.reservation_lease_s,
+        target = Target(
+            block_ids=reservation.block_ids,
+            num_cached_blocks=reservation.num_cached_tokens // self._block_size,
+            num_blocks=-(-len(request.token_ids) // self._block_size),
+            num_tokens=len(request.token_ids),
         )
+        source = HandedOver(target=target, expires_at=time.monotonic() + self.config.reservation_lease_s)
+        self._add(request.seq_id, (request_id, attempt), outbox, tenant, State.RESERVED, source)
         return reservation
+
+    def submit(self, request: EngineRequest, *, request_id: str, attempt: int, router_id: str, tenant: str = "") -> None:
+        """The prompt is computed here, in chunks within the engine's step budget. Raises ResourceExhausted (too many prompts wait),
+        Incompatible (this worker does not do that), InvalidRequest."""
+        if not self.config.local_prefill:
+            raise Incompatible("this decode worker computes no prompts (--no-local-prefill); hand the KV over from a prefill worker")
+        outbox = self.outbox(router_id)
+        self._engine.submit(request)
+        self._add(request.seq_id, (request_id, attempt), outbox, tenant, State.PREFILLING, ComputedHere())
+
+    def _add(self, seq_id: str, attempt: AttemptId, outbox: Outbox, tenant: str, state: State, source: HandedOver | ComputedHere) -> None:
+        self._sequences[seq_id] = DecodeSequence(
+            seq_id=seq_id,
+            history=outbox.begin(attempt, max_tokens=self.config.max_replay_tokens),
+            router_id=outbox.router_id,
+            tenant=tenant,
+            state=state,
+            source=source,
+        )
 
     def attach(self, request_id: str, attempt: int, ticket: Ticket) -> None:
         """Begins to pull in the background; what comes of it is an event. Repeating it changes nothing. Raises NotFound (no such
@@ -210,19 +196,22 @@ class Sequences:
         sequence = self._sequences.get(attempt_id(request_id, attempt))
         if sequence is None:
             raise NotFound(f"no reservation for attempt {attempt} of request {request_id}; reserve again under a new attempt")
+        source = sequence.source
+        if not isinstance(source, HandedOver):
+            raise InvalidRequest(f"the prompt of attempt {attempt} is computed here (prefill_here); there is no KV to hand over")
         ticket.check_signature(self._secret)
         if (ticket.request_id, ticket.attempt) != (request_id, attempt):
             raise InvalidRequest(f"the ticket is for attempt {ticket.attempt} of {ticket.request_id}; attach the one of this attempt")
         if ticket.tenant != sequence.tenant:
             raise Unauthenticated("the ticket is for another tenant's request; attach the one that this request's prefill worker gave")
-        if sequence.ticket is not None:
-            if sequence.ticket != ticket:
+        if source.ticket is not None:
+            if source.ticket != ticket:
                 raise InvalidRequest("another ticket is attached already; an attempt has one ticket")
             return
         ticket.check_expiry()
-        sequence.ticket = ticket
+        source.ticket = ticket
         sequence.state = State.FETCHING
-        sequence.fetching = asyncio.create_task(self._pull(sequence, ticket), name=f"fetch {sequence.seq_id}")
+        source.fetching = asyncio.create_task(self._pull(sequence, source.target, ticket), name=f"fetch {sequence.seq_id}")
 
     async def cancel(self, request_id: str, attempt: int) -> bool:
         """Frees all the attempt holds; returns when it is free. False: nothing was here."""
@@ -237,9 +226,9 @@ class Sequences:
 
     # ---- the hand-over ------------------------------------------------------------------------------------------------------
 
-    async def _pull(self, sequence: DecodeSequence, ticket: Ticket) -> None:
+    async def _pull(self, sequence: DecodeSequence, target: Target, ticket: Ticket) -> None:
         try:
-            fetched = await self._fetcher.fetch(ticket, sequence.target)
+            fetched = await self._fetcher.fetch(ticket, target)
             if self._sequences.get(sequence.seq_id) is not sequence:
                 return
             # No await from here to the commit: whatever ends the sequence comes before it, or finds it decoding.
@@ -252,20 +241,20 @@ class Sequences:
             self._fail(sequence, InternalError(f"the hand-over failed: {error!r}"))
             return
         sequence.state = State.DECODING
-        self._committed(sequence, fetched)
+        self._committed(sequence, target, fetched)
         if not fetched.acknowledged:
             self._spawn(self._fetcher.acknowledge(ticket, kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED))
 
-    def _committed(self, sequence: DecodeSequence, fetched: Fetched) -> None:
+    def _committed(self, sequence: DecodeSequence, target: Target, fetched: Fetched) -> None:
         self.bytes_fetched += fetched.num_bytes
         self.blocks_fetched += fetched.num_blocks
-        self.blocks_reused += sequence.target.num_cached_blocks
+        self.blocks_reused += target.num_cached_blocks
         sequence.history.committed = decode_pb2.Committed(
             transport=fetched.transport,
             bytes=fetched.num_bytes,
             chunks=fetched.num_chunks,
             blocks_moved=fetched.num_blocks,
-            blocks_reused=sequence.target.num_cached_blocks,
+            blocks_reused=target.num_cached_blocks,
             fetch_s=fetched.fetch_s,
         )
         self._send(sequence.router_id, decode_pb2.StepEvents(step=self._step, events=[sequence.history.committed_event()]))
@@ -275,13 +264,22 @@ class Sequences:
     def on_step(self, output: StepOutput) -> None:
         """All tokens of one step go to each router in one message."""
         self._step = output.step
+        for progress in output.progress:
+            sequence = self._sequences.get(progress.seq_id)
+            if sequence is not None and isinstance(sequence.source, ComputedHere):
+                sequence.source.on_progress(progress, output.duration_s)
         messages: dict[str, decode_pb2.StepEvents] = {}
         for token in output.tokens:
             sequence = self._sequences.get(token.seq_id)
             if sequence is None:
                 continue
-            history = sequence.history
-            messages.setdefault(sequence.router_id, decode_pb2.StepEvents(step=output.step)).events.append(history.add(token))
+            history, source = sequence.history, sequence.source
+            if sequence.state is State.PREFILLING and isinstance(source, ComputedHere):
+                sequence.state = State.DECODING
+                event = history.begin(token, cached_tokens=source.num_cached_tokens, queue_s=source.queue_s, prefill_s=source.prefill_s)
+            else:
+                event = history.add(token)
+            messages.setdefault(sequence.router_id, decode_pb2.StepEvents(step=output.step)).events.append(event)
             if token.finish_reason is not None:
                 del self._sequences[token.seq_id]
                 if (outbox := self._outboxes.get(sequence.router_id)) is not None:
@@ -338,16 +336,16 @@ class Sequences:
         return self._spawn(self._free(sequence, reason))
 
     async def _free(self, sequence: DecodeSequence, reason: str) -> None:
+        source = sequence.source if isinstance(sequence.source, HandedOver) else None
         try:
-            fetching = sequence.fetching
-            if fetching is not None and not fetching.done():
-                fetching.cancel()
-                await asyncio.wait([fetching])
+            if source is not None and source.fetching is not None and not source.fetching.done():
+                source.fetching.cancel()
+                await asyncio.wait([source.fetching])
             self._engine.cancel(sequence.seq_id)
         finally:
             self._num_ending -= 1
-        if sequence.ticket is not None and sequence.state is State.FETCHING:
-            self._spawn(self._fetcher.acknowledge(sequence.ticket, kv_pb2.AcknowledgeRequest.OUTCOME_ABORTED, reason))
+        if source is not None and source.ticket is not None and sequence.state is State.FETCHING:
+            self._spawn(self._fetcher.acknowledge(source.ticket, kv_pb2.AcknowledgeRequest.OUTCOME_ABORTED, reason))
 
     def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -365,7 +363,8 @@ class Sequences:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
             for sequence in list(self._sequences.values()):
-                if sequence.state is State.RESERVED and now >= sequence.expires_at:
+                source = sequence.source
+                if sequence.state is State.RESERVED and isinstance(source, HandedOver) and now >= source.expires_at:
                     self._fail(sequence, Unavailable(f"no ticket was attached for {self.config.reservation_lease_s:g} s; reserve again"))
             for outbox in list(self._outboxes.values()):
                 outbox.expire(now - self.config.router_lease_s)

@@ -12,6 +12,9 @@ The life of a request here:
  5. steps     continuous batching; all tokens of one step go to a router in one message on its one stream, buffered within bounds.
  6. end       the token with a finish reason; or DecodeFailed; or Cancel, after which nothing is told. The blocks are free by then.
 
+With prefill_here, Reserve queues the prompt instead: the engine computes it in chunks of its step budget, between the others' tokens, and
+FirstToken on the stream stands for 2 to 4. A prompt that waits holds no blocks; more than --max-waiting of them are refused.
+
 A stream that broke is opened again within the router's lease, from where it had got for each request: the events since then are sent
 again out of their histories (decode_worker.history), which outlive their sequences for the length of that lease.
 """
@@ -43,7 +46,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: _Context) -> decode_pb2.ReserveResponse:
         if self.refusal is not None:
             raise Unavailable(self.refusal)
-        reservation = self._sequences.reserve(
+        take = self._sequences.submit if request.prefill_here else self._sequences.reserve
+        reservation = take(
             self._reader.read(request),
             request_id=request.request_id,
             attempt=request.attempt,
@@ -51,7 +55,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             tenant=request.tenant,
         )
         return decode_pb2.ReserveResponse(
-            num_cached_tokens=reservation.num_cached_tokens,
+            # What a prompt that waits will find of its prefix is known when it is begun.
+            num_cached_tokens=0 if reservation is None else reservation.num_cached_tokens,
             lease_s=self._sequences.config.reservation_lease_s,
             epoch=self._epoch,
         )

@@ -21,6 +21,8 @@ from twostep.sampling_params import SamplingParams
 
 ROUTER = "r"
 NUM_SEQUENCES = 3
+# The sequence whose prompt is computed here: it begins with a FirstToken, at position 0, where the others' first tokens come another way.
+LOCAL = 2
 
 
 def token(position: int, *, last: bool = False, seq_id: str = "s/1") -> TokenOutput:
@@ -72,6 +74,17 @@ def test_ended_histories_are_bounded_in_number_and_time() -> None:
     outbox.disconnect(connection)
 
 
+def test_the_first_token_of_a_prompt_computed_here_is_kept_apart_from_the_others() -> None:
+    history = History(("s", 1), max_tokens=2)
+    first = history.begin(token(4), cached_tokens=16, queue_s=0.5, prefill_s=0.25)
+    assert (first.first_token.cached_tokens, first.first_token.queue_s, first.first_token.prefill_s) == (16, 0.5, 0.25)
+    told = [history.add(token(position)) for position in (5, 6)]
+    assert history.since(at(4)) == [first, *told], "whoever has not had it gets it, and whoever has does not"
+    assert history.since(at(5)) == told
+    told.append(history.add(token(7)))
+    assert [history.reaches(p) for p in (4, 5, 6)] == [False, False, True]
+
+
 # ---- all of a router's ---------------------------------------------------------------------------------------------------
 
 
@@ -83,6 +96,9 @@ class FreeEngine:
 
     def reserve(self, request: EngineRequest) -> Reservation:
         return Reservation(seq_id=request.seq_id, block_ids=[0], num_cached_tokens=0)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Its tokens come when the test says so."""
 
     def cancel(self, seq_id: str) -> None:
         self.cancelled.append(seq_id)
@@ -102,8 +118,9 @@ class Wire:
         self._stream = self.sequences.connect(ROUTER, positions)
 
     def _position(self, name: str) -> decode_pb2.StreamPosition:
-        num_tokens = sum(1 for e in self.got[name] if e.HasField("token"))
-        return decode_pb2.StreamPosition(request_id=name, attempt=1, next_position=1 + num_tokens, committed=True)
+        num_tokens = sum(1 for e in self.got[name] if e.HasField("token") or e.HasField("first_token"))
+        first = 0 if name == f"s{LOCAL}" else 1
+        return decode_pb2.StreamPosition(request_id=name, attempt=1, next_position=first + num_tokens, committed=bool(first or num_tokens))
 
     async def send(self, count: int) -> None:
         """So many messages leave the worker; none of them has arrived."""
@@ -136,7 +153,8 @@ async def make(**limits: Any) -> tuple[Sequences, FreeEngine]:
     sequences = Sequences(cast(Engine, engine), cast(Fetcher, None), config, secret=b"", block_size=4)
     for i in range(NUM_SEQUENCES):
         request = EngineRequest(seq_id=f"s{i}/1", token_ids=[1], num_prompt_tokens=1, sampling=SamplingParams(max_tokens=100))
-        sequences.reserve(request, request_id=f"s{i}", attempt=1, router_id=ROUTER)
+        take = sequences.submit if i == LOCAL else sequences.reserve
+        take(request, request_id=f"s{i}", attempt=1, router_id=ROUTER)
     return sequences, engine
 
 
@@ -160,7 +178,7 @@ def test_every_event_arrives_once_and_in_order_whatever_breaks(actions: list[tup
             tokens = []
             for i in sorted(members - over.keys()):
                 counts[i] += 1
-                tokens.append(token(counts[i], last=last, seq_id=f"s{i}/1"))
+                tokens.append(token(counts[i] - (i == LOCAL), last=last, seq_id=f"s{i}/1"))
             sequences.on_step(StepOutput(step=1, tokens=tokens))
 
         async def turn(kind: str, value: Any) -> None:
@@ -194,14 +212,17 @@ def test_every_event_arrives_once_and_in_order_whatever_breaks(actions: list[tup
         wire.arrive(1000)
         for i in range(NUM_SEQUENCES):
             events = wire.got[f"s{i}"]
-            tokens = [e.token for e in events if e.HasField("token")]
-            assert [t.position for t in tokens] == list(range(1, counts[i] + 1))
+            told = [e.WhichOneof("event") for e in events][: counts[i]]
+            assert told == [*(["first_token"] if i == LOCAL and counts[i] else []), *["token"] * counts[i]][: counts[i]]
+            tokens = [e.token if e.HasField("token") else e.first_token.token for e in events[: counts[i]]]
+            first = 0 if i == LOCAL else 1
+            assert [t.position for t in tokens] == list(range(first, first + counts[i]))
             assert [t.token_id for t in tokens] == [1000 + t.position for t in tokens]
             assert [bool(t.finish_reason) for t in tokens].count(True) == (over[i] == "finished")
             assert sum(e.HasField("failed") for e in events) >= (over[i] == "failed")
             assert all(e.failed.message.startswith("scripted") for e in events if e.HasField("failed"))
             # Failures may be told again: the position says nothing of them, and a router's attempt fails once.
-            assert [e.WhichOneof("event") for e in events][: counts[i]] == ["token"] * counts[i]
+            assert all(e.HasField("failed") for e in events[counts[i] :])
         assert len(sequences) == 0
         await sequences.close()
 

@@ -180,10 +180,13 @@ class RouterDouble:
     def inbox(self, request_id: str, attempt: int = 1) -> asyncio.Queue[decode_pb2.DecodeEvent]:
         return self._inboxes.setdefault((request_id, attempt), asyncio.Queue())
 
-    async def reserve(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> decode_pb2.ReserveResponse:
-        return await self.pair.decode.Reserve(
-            decode_pb2.ReserveRequest(router_id=self.router_id, **self._request(request_id, prompt, max_tokens, **options)), timeout=WAIT_S
+    async def reserve(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int, *, prefill_here: bool = False, **options: Any
+    ) -> decode_pb2.ReserveResponse:
+        request = decode_pb2.ReserveRequest(
+            router_id=self.router_id, prefill_here=prefill_here, **self._request(request_id, prompt, max_tokens, **options)
         )
+        return await self.pair.decode.Reserve(request, timeout=WAIT_S)
 
     def run(self, request_id: str, prompt: Sequence[int], max_tokens: int, *, cached: int = 0, **options: Any) -> Any:
         return self.pair.prefill.Run(
@@ -220,6 +223,13 @@ class RouterDouble:
             await self.collect(request_id, answer, options.get("attempt", 1))
         return answer
 
+    async def generate_here(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Answer:
+        """The whole life of a request whose prompt the decode worker computes."""
+        answer = Answer()
+        await self.reserve(request_id, prompt, max_tokens, prefill_here=True, **options)
+        await self.collect(request_id, answer, options.get("attempt", 1))
+        return answer
+
     async def collect(self, request_id: str, answer: Answer, attempt: int = 1) -> None:
         """Until the last token, or a failure."""
         while True:
@@ -230,11 +240,17 @@ class RouterDouble:
                 case "failed":
                     answer.failed = event.failed
                     return
-                case "token":
-                    answer.tokens.append(event.token.token_id)
-                    answer.positions.append(event.token.position)
-                    if event.token.finish_reason:
-                        return
+                case "first_token":
+                    assert answer.first is None, "there is one first token"
+                    answer.first = event.first_token
+                    token = event.first_token.token
+                case _:
+                    token = event.token
+            if event.HasField("token") or event.HasField("first_token"):
+                answer.tokens.append(token.token_id)
+                answer.positions.append(token.position)
+                if token.finish_reason:
+                    return
 
     @staticmethod
     def _request(

@@ -80,9 +80,9 @@ class ReserveResponse(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
-    """Tokens whose KV is already here, leased to this reservation (whole blocks)."""
+    """Tokens whose KV is already here, leased to this reservation (whole blocks). With prefill_here 0: FirstToken will say."""
     lease_s: _builtins.float
-    """The reservation is dropped if nothing is attached for so long."""
+    """The reservation is dropped if nothing is attached for so long (never with prefill_here)."""
     epoch: _builtins.int
     def __init__(
         self,
@@ -223,7 +223,7 @@ class StreamPosition(_message.Message):
     request_id: _builtins.str
     attempt: _builtins.int
     next_position: _builtins.int
-    """The first token that is missing."""
+    """The first token that is missing; of a prompt computed here, FirstToken's is the first of all."""
     committed: _builtins.bool
     """Committed has arrived."""
     reserving: _builtins.bool

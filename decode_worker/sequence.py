@@ -1,0 +1,80 @@
+"""One sequence on a decode worker: where it stands, and how it gets its prompt's KV. And the bounds of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from decode_worker.history import History
+from decode_worker.target import Target
+from kv_transfer.ticket import Ticket
+from twostep.engine.types import PrefillProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencesConfig:
+    """`local_prefill`: prompts are computed here too. `reservation_lease_s`: a reservation without a ticket ends. `router_lease_s`: so do
+    all sequences of a router without a stream, and what could be replayed of those that have ended is kept for so long.
+    `max_buffered_events`, `max_ended_kept`: for each router. `max_replay_tokens`: for each sequence, about 50 bytes each (12 more for each
+    logprob)."""
+
+    local_prefill: bool = True
+    reservation_lease_s: float = 30.0
+    router_lease_s: float = 5.0
+    max_buffered_events: int = 16384
+    max_replay_tokens: int = 2048
+    max_ended_kept: int = 1024
+    max_routers: int = 256
+
+
+class State(Enum):
+    RESERVED = "reserved"
+    FETCHING = "fetching"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class HandedOver:
+    """Its KV comes from a prefill worker. `expires_at`: as a reservation, in monotonic seconds."""
+
+    target: Target
+    expires_at: float
+    ticket: Ticket | None = None
+    fetching: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ComputedHere:
+    """Its prompt is one of the engine's. Instants in monotonic seconds; `started_at` 0: it waits."""
+
+    submitted_at: float = field(default_factory=time.monotonic)
+    started_at: float = 0.0
+    num_cached_tokens: int = 0
+
+    def on_progress(self, progress: PrefillProgress, step_s: float) -> None:
+        """`step_s`: how long the step took that computed it."""
+        if not self.started_at:
+            self.started_at = max(self.submitted_at, time.monotonic() - step_s)
+            self.num_cached_tokens = progress.num_cached_tokens
+
+    @property
+    def queue_s(self) -> float:
+        return max(0.0, self.started_at - self.submitted_at)
+
+    @property
+    def prefill_s(self) -> float:
+        """Until now."""
+        return time.monotonic() - (self.started_at or self.submitted_at)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DecodeSequence:
+    seq_id: str
+    history: History
+    router_id: str
+    tenant: str
+    state: State
+    source: HandedOver | ComputedHere
