@@ -16,7 +16,8 @@ Metadata = tuple[tuple[str, str], ...]
 class Job:
     """A validated request. `deadline` is in time.monotonic() seconds; `metadata` goes along with every call to a worker. `resumed`: tokens
     of the answer that the client has already. Without `migrate`, nothing is begun again once the client has been sent tokens. `ttft_s`
-    (counted from `arrived`) and `tpot_s` are what the client was promised; None: nothing."""
+    (counted from `arrived`) and `tpot_s` are what the client was promised; None: nothing. `expected_tokens`: of the answer, those that are
+    thought to come yet."""
 
     request_id: str
     prompt: Sequence[int]
@@ -31,6 +32,7 @@ class Job:
     ttft_s: float | None = None
     tpot_s: float | None = None
     arrived: float = field(default_factory=time.monotonic)
+    expected_tokens: int = 1
 
     def remaining_s(self) -> float:
         return max(0.001, self.deadline - time.monotonic())
