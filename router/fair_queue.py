@@ -8,10 +8,10 @@ is an argument, and nothing waits here.
               tokens that it is expected to take when its turn comes, and with the real ones when it is over
     a tenant  the earliest due; requests without a target are due `ageing_s` after they came
 
-Counters: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), the virtual token counter; the level that newcomers begin at
-is the virtual time of start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996), whose bound holds: while two tenants of a class both wait,
-what they are charged, divided by their weights, grows apart by no more than one request of each, however long it goes on. A turn is never
-left unused while anybody may take it.
+Counters: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), the virtual token counter. The level that newcomers begin
+at is the virtual time of start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996), whose bound holds: while two tenants of a class both
+wait, what they are charged, divided by their weights, grows apart by no more than one request of each, however long it goes on. A turn is
+never left unused while anybody may take it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Claim:
 
 
 class FairQueue:
-    """join() or leave() a claim; first() says whose turn it is; take() charges whoever gets it, having waited or not; settle() afterwards."""
+    """join() or leave() a claim; first() says whose turn it is; take() charges whoever gets it, having waited or not; settle() corrects."""
 
     def __init__(self, quota: Quota = EVERYBODY_ALIKE, *, ageing_s: float = AGEING_S) -> None:
         self._quota = quota
@@ -116,15 +116,15 @@ class FairQueue:
             lane.elsewhere({tenant: count for (its_class, tenant), count in tokens.items() if its_class == request_class})
 
     def tokens_before(self, claim: Claim) -> float:
-        """Tokens that will be given out before `claim`, which need not be here, gets its turn; if nobody else comes. As in a fluid: all that
-        is more urgent, and what its tenant's own earlier ones drag along of the others' by their shares."""
+        """Tokens that will be given out before `claim`, which need not be here, gets its turn, if nobody else comes. As in a fluid: all
+        that is more urgent, its tenant's own earlier ones, and what these drag along of the others' by their shares."""
         urgent = sum(lane.num_tokens for known, lane in self._lanes.items() if known < claim.request_class)
         return urgent + self._lanes[claim.request_class].tokens_before(claim)
 
     def gives_way(self, claim: Claim) -> Claim | None:
         """Who should be sent away when there is no place left for `claim`: the last of what is less urgent, else of the tenant that holds
         most places for its weight, if that is more than this one's would. None: `claim` itself should."""
-        for request_class in reversed(sorted(RequestClass)):
+        for request_class in sorted(RequestClass, reverse=True):
             if request_class < claim.request_class:
                 return None
             lane = self._lanes[request_class]

@@ -26,8 +26,8 @@ WORDS = ("one ", "two ", "three")
 
 
 class ScriptedInference(pb_grpc.InferenceServicer):
-    """Prompts: "ok" answers WORDS; "refuse-N" is refused N times first; "break" breaks after two words; "crash" does so too, tells its
-    seed and can go on; "stumble" does so after each word;
+    """Prompts: "ok" answers WORDS; "refuse-N" is refused N times first; "later-MS" is refused once, with a retry delay of MS milliseconds;
+    "break" breaks after two words; "crash" does so too, tells its seed and can go on; "stumble" does so after each word;
     "endless" never stops; "silent" says nothing; "noend" ends without an End; "skip" leaves a position out; anything
     else answers WORDS."""
 
@@ -46,6 +46,9 @@ class ScriptedInference(pb_grpc.InferenceServicer):
         try:
             if prompt.startswith("refuse-") and self.calls[prompt] <= int(prompt[7:]):
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no worker has room; try again")
+            if prompt.startswith("later-") and self.calls[prompt] == 1:
+                behind = (("x-twostep-retry-after-ms", prompt[6:]),)
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "come again later", behind)
             if prompt == "invalid":
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "temperature is -1; give a value from 0 to 100")
             if request.model not in ("", "scripted"):

@@ -20,8 +20,13 @@ Every message says what to do about it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+# Trailing metadata of RESOURCE_EXHAUSTED: milliseconds after which it is worth trying again.
+RETRY_AFTER = "x-twostep-retry-after-ms"
+_MAX_DIGITS = 12
 
 
 class TwostepError(Exception):
@@ -49,7 +54,11 @@ class Unauthenticated(TwostepError):
 
 
 class ResourceExhausted(TwostepError):
-    """No room now. Another worker may have some; later, this one."""
+    """No room now. Another worker may have some; later, this one: after `retry_after_s` seconds, if whoever refused could tell."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Unavailable(TwostepError):
@@ -128,6 +137,22 @@ def status_of(error: BaseException) -> Status:
     return STATUS[InternalError]
 
 
-def error_from_grpc(code: str, message: str) -> TwostepError:
-    """The exception for a grpc status code's name, as a client should see it."""
-    return _BY_GRPC.get(code, InternalError)(message)
+def error_from_grpc(code: str, message: str, metadata: Iterable[tuple[str, str | bytes]] | None = None) -> TwostepError:
+    """The exception for a grpc status code's name, as a client should see it. `metadata` is what came behind the status."""
+    kind = _BY_GRPC.get(code, InternalError)
+    return ResourceExhausted(message, retry_after_s=_retry_after_s(metadata)) if kind is ResourceExhausted else kind(message)
+
+
+def trailing_metadata(error: TwostepError) -> tuple[tuple[str, str], ...]:
+    """What goes behind the status of `error`."""
+    if not isinstance(error, ResourceExhausted) or error.retry_after_s is None:
+        return ()
+    return ((RETRY_AFTER, str(math.ceil(error.retry_after_s * 1000))),)
+
+
+def _retry_after_s(metadata: Iterable[tuple[str, str | bytes]] | None) -> float | None:
+    for key, value in metadata or ():
+        if key == RETRY_AFTER:
+            text = value if isinstance(value, str) else value.decode("ascii", "replace")
+            return int(text) / 1000 if text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS else None
+    return None

@@ -9,7 +9,7 @@ import time
 from typing import cast
 
 from twostep.cli._connect import client_of
-from twostep.cli._flags import sampling_of
+from twostep.cli._flags import sampling_of, urgency_of
 from twostep.client import Client, Message, SamplingOptions
 from twostep.errors import TwostepError
 
@@ -35,6 +35,7 @@ class Conversation:
     def __init__(self, client: Client, args: argparse.Namespace, terminal: bool) -> None:
         self._client, self._model, self._terminal = client, args.model, terminal
         self._migrate = not args.no_migrate
+        self._urgency = urgency_of(args)
         self._sampling = cast(SamplingOptions, sampling_of(args))
         self._first = [Message("system", args.system)] if args.system else []
         self._messages = list(self._first)
@@ -65,7 +66,7 @@ class Conversation:
         self._messages.append(Message("user", question))
         started = time.monotonic()
         first = last = started
-        answer = self._client.chat(self._messages, model=self._model, migrate=self._migrate, **self._sampling)
+        answer = self._client.chat(self._messages, model=self._model, migrate=self._migrate, **self._urgency, **self._sampling)
         try:
             for piece in answer:
                 last = time.monotonic()

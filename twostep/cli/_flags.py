@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Literal, TypedDict
 
 from twostep import __version__
 from twostep.flags import KV_WIRES, FlagParser, kv_transports
 
 # Also the SDK's default; not imported from there, that would load grpc.
 DEFAULT_TARGET = "localhost:50051"
+
+
+class Urgency(TypedDict):
+    """Keyword arguments of the SDK's generate and chat."""
+
+    request_class: Literal["interactive", "standard", "batch"]
+    ttft_ms: float | None
+    tpot_ms: float | None
+    tenant: str
 
 
 def parser() -> FlagParser:
@@ -21,6 +31,7 @@ def parser() -> FlagParser:
     generate.add_argument("prompt", nargs="?", default="-", help="the text; - or nothing: standard input")
     _connection(generate)
     _sampling(generate)
+    _urgency(generate, "standard")
     generate.add_argument("--json", action="store_true", help="one JSON object with text, tokens, usage, phases and transfer, at the end")
 
     chat = commands.add_parser(
@@ -30,6 +41,7 @@ def parser() -> FlagParser:
     )
     _connection(chat)
     _sampling(chat)
+    _urgency(chat, "interactive")
     chat.add_argument("--system", default="", metavar="TEXT", help="the system message")
 
     models = commands.add_parser("models", help="what is served, and what can be fetched", description="Lists the models served.")
@@ -145,6 +157,22 @@ def sampling_of(args: argparse.Namespace) -> dict[str, object]:
         "stop",
     )
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _urgency(command: FlagParser, default: str) -> None:
+    command.flag(
+        "--request-class",
+        default=default,
+        choices=["interactive", "standard", "batch"],
+        help="interactive goes first, batch fills the gaps",
+    )
+    command.add_argument("--ttft-ms", type=float, metavar="MS", help="refuse at once what cannot get its first token within so long")
+    command.add_argument("--tpot-ms", type=float, metavar="MS", help="and what cannot get each token after it within so long")
+    command.flag("--tenant", default="", metavar="NAME", help="whose share of the system is used")
+
+
+def urgency_of(args: argparse.Namespace) -> Urgency:
+    return {"request_class": args.request_class, "ttft_ms": args.ttft_ms, "tpot_ms": args.tpot_ms, "tenant": args.tenant}
 
 
 def _system(command: FlagParser) -> None:

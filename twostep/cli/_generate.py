@@ -9,7 +9,7 @@ import sys
 from typing import cast
 
 from twostep.cli._connect import client_of
-from twostep.cli._flags import sampling_of
+from twostep.cli._flags import sampling_of, urgency_of
 from twostep.client import SamplingOptions
 from twostep.errors import InvalidRequest
 
@@ -17,7 +17,11 @@ from twostep.errors import InvalidRequest
 def run(args: argparse.Namespace) -> int:
     prompt = args.prompt if args.prompt != "-" else _read_stdin()
     sampling = cast(SamplingOptions, sampling_of(args))
-    with client_of(args) as client, client.generate(prompt, model=args.model, migrate=not args.no_migrate, **sampling) as answer:
+    urgency = urgency_of(args)
+    with (
+        client_of(args) as client,
+        client.generate(prompt, model=args.model, migrate=not args.no_migrate, **urgency, **sampling) as answer,
+    ):
         if args.json:
             print(json.dumps(dataclasses.asdict(answer.result()), ensure_ascii=False))
             return 0

@@ -13,7 +13,7 @@ import grpc.aio
 
 from twostep.client import _channel, _wire
 from twostep.client._answer import Answer
-from twostep.client._types import Completion, Compression, Model, Piece, SamplingOptions, Tokens
+from twostep.client._types import Completion, Compression, Model, Piece, RequestClass, SamplingOptions, Tokens
 from twostep.errors import Cancelled, InvalidRequest, TwostepError
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.rpc.v1 import inference_pb2_grpc as pb_grpc
@@ -191,13 +191,22 @@ class AsyncClient:
         migrate: bool = True,
         resume: bool = True,
         resume_token_ids: Sequence[int] = (),
+        request_class: RequestClass = "standard",
+        ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
+        tenant: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGeneration:
         """Continues a text, or token ids as they are. Requests share cached prefixes only with requests of the same `cache_salt`.
 
         A lost worker or router costs the answer nothing but time: servers begin it again elsewhere after its last token (`migrate`), and
         so does this client when the router itself is lost (`resume`, which needs `migrate`). Without, the answer breaks off with
-        StreamBroken, and `resume_token_ids=broken.token_ids, seed=broken.seed` goes on with it: text and pieces are those after them."""
+        StreamBroken, and `resume_token_ids=broken.token_ids, seed=broken.seed` goes on with it: text and pieces are those after them.
+
+        `request_class` says how urgent it is: interactive requests go first, batch ones fill the gaps. `ttft_ms` and `tpot_ms` are what the
+        answer is needed within, to its first token and for each one after it: if that cannot be kept, the request is refused at once with
+        ResourceExhausted, whose `retry_after_s` says when to come again; retries do (batch requests wait instead). `tenant` is whose
+        share of the system it uses; where a front names the tenants, its word counts."""
         request = _wire.generate_request(
             prompt,
             token_ids,
@@ -208,6 +217,10 @@ class AsyncClient:
             sampling=sampling,
             migrate=migrate,
             resume_token_ids=resume_token_ids,
+            request_class=request_class,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            tenant=tenant,
         )
         return self._generate(request, timeout, resume)
 
@@ -222,6 +235,10 @@ class AsyncClient:
         migrate: bool = True,
         resume: bool = True,
         resume_token_ids: Sequence[int] = (),
+        request_class: RequestClass = "standard",
+        ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
+        tenant: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGeneration:
         """The next turn of a conversation, in the model's own chat template. The other options are those of `generate`."""
@@ -235,6 +252,10 @@ class AsyncClient:
             sampling=sampling,
             migrate=migrate,
             resume_token_ids=resume_token_ids,
+            request_class=request_class,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            tenant=tenant,
         )
         return self._generate(request, timeout, resume)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import grpc
 
@@ -23,6 +24,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 _MIN_COMPRESSED_BYTES = 1024
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
+_MAX_RETRY_AFTER_S = 30.0
+_RETRY_AFTER_SPREAD = 0.25
 _LOOPBACK = ("localhost:", "127.", "[::1]:", "unix:")
 
 
@@ -102,7 +105,8 @@ def error_of(target: str, error: grpc.RpcError) -> TwostepError:
             f"no server answers at {target}; start one with `twostep up`, give the address of another, or align the TLS options of both "
             f"({details})"
         )
-    return error_from_grpc(code.name, details or f"the server at {target} gave no reason ({code.name})")
+    behind = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
+    return error_from_grpc(code.name, details or f"the server at {target} gave no reason ({code.name})", behind)
 
 
 @dataclass(slots=True)
@@ -110,6 +114,8 @@ class Attempts:
     """One request's tries: how much time is left, and whether and when to try again. `num_retries`: since its answer last grew.
 
     Half to the whole of a span that doubles from 0.1 s to 5 s, drawn at random, so that clients refused together do not return together.
+    A server that says when it is worth trying again is not asked before, nor by all at once then. One that asks for more patience than
+    half a minute gets none: its error goes to the caller, with what it said.
     """
 
     timeout_s: float
@@ -126,6 +132,10 @@ class Attempts:
             return None
         span = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**self.num_retries)
         delay = random.uniform(span / 2, span)
+        if isinstance(error, ResourceExhausted) and error.retry_after_s is not None:
+            if error.retry_after_s > _MAX_RETRY_AFTER_S:
+                return None
+            delay = max(delay, error.retry_after_s * random.uniform(1.0, 1.0 + _RETRY_AFTER_SPREAD))
         if delay >= self.remaining_s():
             return None
         self.num_retries += 1

@@ -8,6 +8,7 @@ from typing import Literal, TypedDict
 
 FinishReason = Literal["stop", "length"]
 Compression = Literal["none", "gzip"]
+RequestClass = Literal["interactive", "standard", "batch"]
 
 
 class SamplingOptions(TypedDict, total=False):

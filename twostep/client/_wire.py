@@ -11,6 +11,7 @@ from twostep.client._types import (
     Model,
     Phases,
     Piece,
+    RequestClass,
     SamplingOptions,
     TokenLogprobs,
     Tokens,
@@ -19,12 +20,18 @@ from twostep.client._types import (
     Usage,
 )
 from twostep.errors import InternalError, InvalidRequest
+from twostep.request_class import MAX_TARGET_MS
 from twostep.rpc.v1 import inference_pb2 as pb
 
 Prompt = str | None
 Messages = Iterable[Message | Mapping[str, str]]
 
 _MAX_TOKEN_ID = (1 << 32) - 1
+_CLASSES: dict[RequestClass, pb.RequestClass.ValueType] = {
+    "interactive": pb.REQUEST_CLASS_INTERACTIVE,
+    "standard": pb.REQUEST_CLASS_STANDARD,
+    "batch": pb.REQUEST_CLASS_BATCH,
+}
 _FINISH: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -39,6 +46,10 @@ def generate_request(
     sampling: SamplingOptions,
     migrate: bool = True,
     resume_token_ids: Sequence[int] = (),
+    request_class: RequestClass = "standard",
+    ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
+    tenant: str = "",
 ) -> pb.GenerateRequest:
     """Exactly one of prompt, token_ids and messages is not None. Raises InvalidRequest for what no server could take."""
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
@@ -50,6 +61,10 @@ def generate_request(
         sampling=_sampling(sampling),
         no_migration=not migrate,
         resume_token_ids=_token_ids("resume_token_ids", resume_token_ids),
+        request_class=_request_class(request_class),
+        ttft_ms=_milliseconds("ttft_ms", ttft_ms),
+        tpot_ms=_milliseconds("tpot_ms", tpot_ms),
+        tenant=_text("tenant", tenant),
     )
     drawn = not (request.sampling.HasField("temperature") and request.sampling.temperature == 0.0)
     if request.resume_token_ids and drawn and not request.sampling.HasField("seed"):
@@ -85,6 +100,21 @@ def _token_ids(field: str, token_ids: Sequence[int]) -> list[int]:
         if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or not 0 <= token_id <= _MAX_TOKEN_ID:
             raise InvalidRequest(f"{field} has {token_id!r}; every id is a whole number from 0 up to the vocabulary's size")
     return ids
+
+
+def _request_class(name: RequestClass) -> pb.RequestClass.ValueType:
+    try:
+        return _CLASSES[name]
+    except (KeyError, TypeError):
+        raise InvalidRequest(f"request_class is {name!r:.100}; give one of {', '.join(map(repr, _CLASSES))}") from None
+
+
+def _milliseconds(field: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_TARGET_MS:
+        raise InvalidRequest(f"{field} is {value!r:.100}; give milliseconds above 0, up to {MAX_TARGET_MS}, or leave it out")
+    return float(value)
 
 
 def _text(field: str, value: object) -> str:

@@ -100,5 +100,5 @@ def open_channel(
 def error_from_rpc(error: grpc.RpcError) -> TwostepError:
     """The exception behind a failed call, with the server's message."""
     if isinstance(error, grpc.Call | grpc.aio.AioRpcError):
-        return error_from_grpc(error.code().name, error.details() or "the peer gave no reason")
+        return error_from_grpc(error.code().name, error.details() or "the peer gave no reason", error.trailing_metadata())
     return error_from_grpc("UNKNOWN", str(error))

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from twostep.errors import TwostepError, status_of
+from twostep.errors import TwostepError, status_of, trailing_metadata
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +105,11 @@ async def _abort(error: Exception, context: _Context) -> None:
         # Nobody is left to tell (a write to a client that went away ends up here).
         log.debug("call ended before its handler: %r", error)
         return
+    behind: tuple[tuple[str, str], ...] = ()
     if isinstance(error, TwostepError):
-        message = error.message
+        message, behind = error.message, trailing_metadata(error)
     else:
         reference = secrets.token_hex(4)
         log.error("unexpected error %s", reference, exc_info=error)
         message = f"internal error {reference}; look for this reference in the log of the process that answered"
-    await context.abort(grpc.StatusCode[status_of(error).grpc], message[:_MAX_MESSAGE_CHARS])
+    await context.abort(grpc.StatusCode[status_of(error).grpc], message[:_MAX_MESSAGE_CHARS], behind)
