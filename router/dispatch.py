@@ -1,10 +1,10 @@
 """One request's life over its attempts.
 
 1. ask which workers hold how much of the prompt (at most 2 ms)
-2. place it on a pair; reserve on decode, run on prefill; a refusal: the next pair. All full: wait in the queue for room.
-   Nobody there: wait a moment for somebody to come back
+2. place it on a pair, or on a decode worker alone; reserve on decode, run on prefill; a refusal: the next placement. All full: wait in
+   the queue for room. Nobody there: wait a moment for somebody to come back
 3. tokens flow into the output until the last one
-4. a worker lost on the way: begin again, with the tokens already received behind the prompt, on another pair if there is one
+4. a worker lost on the way: begin again, with the tokens already received behind the prompt, on other workers if there are any
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from router.attempt import Attempt, AttemptFailed, WorkerRefused
+from router.attempt import Attempt
 from router.cleanup import Cleanup
 from router.job import Job
+from router.losses import AttemptFailed, WorkerRefused
 from router.output import Output
-from router.placement import Demand, NoPlacement, Placement, Shortage, place
+from router.placement import Demand, NoPlacement, Placement, Shortage, Snapshot, place
 from router.prefix_index import NOT_CACHED, CachedPrefix, WorkerLife
 from router.prefix_lookup import PrefixLookup
 from router.report import Report
@@ -53,6 +54,21 @@ class _NotNow:
             raise Incompatible(self.reason)
         if self.shortage is Shortage.NO_TRANSPORT and not self.full:
             raise Unavailable(self.reason)
+
+
+@dataclass(slots=True)
+class _Refusals:
+    """Of one round. `workers`: ask them no more. `local`: decode workers that would not compute the prompt; they may still take its KV."""
+
+    workers: set[WorkerLife] = field(default_factory=set)
+    local: set[WorkerLife] = field(default_factory=set)
+    full: bool = False
+    reason: str = ""
+
+    def add(self, refused: WorkerRefused, *, local: bool) -> None:
+        (self.local if local and refused.declined else self.workers).add(refused.life)
+        self.full = self.full or refused.full
+        self.reason = refused.error.message
 
 
 class Dispatcher:
@@ -139,21 +155,15 @@ class Dispatcher:
         lost: Set[WorkerLife],
         cached: Mapping[WorkerLife, CachedPrefix],
     ) -> Attempt | _NotNow:
-        """Asks pair after pair, the best first, each worker that refuses no more in this round."""
-        demand = Demand(
-            request_id=job.request_id,
-            num_tokens=len(job.prompt) + output.next_position,
-            max_new_tokens=job.sampling.max_tokens - output.next_position,
-        )
-        refused: set[WorkerLife] = set()
-        full = False
-        reason = ""
+        """Asks placement after placement, the best first, each worker that refuses no more in this round."""
+        demand = _demand(job, output)
+        refusals = _Refusals()
         while True:
-            placed = self._place(demand, cached, refused, lost)
+            placed = self._place(demand, cached, refusals, lost)
             if isinstance(placed, NoPlacement):
-                return _NotNow(full, placed.shortage, f"{placed.reason}: {reason}" if reason else placed.reason)
-            assert placed.prefill is not None, "no worker offers to compute prompts beside its decoding yet"
-            prefill = self._pool.prefill[WorkerLife.of(placed.prefill)]
+                reason = f"{placed.reason}: {refusals.reason}" if refusals.reason else placed.reason
+                return _NotNow(refusals.full, placed.shortage, reason)
+            prefill = None if placed.prefill is None else self._pool.prefill[WorkerLife.of(placed.prefill)]
             decode = self._pool.decode[WorkerLife.of(placed.decode)]
             attempt = Attempt(
                 job,
@@ -166,30 +176,51 @@ class Dispatcher:
             )
             begun = False
             try:
-                await attempt.reserve()
-                await attempt.accept(cached.get(prefill.life, NOT_CACHED).num_tokens)
+                await attempt.begin(cached.get((prefill or decode).life, NOT_CACHED).num_tokens)
                 begun = True
-            except WorkerRefused as error:
-                log.debug("request %s: %s", job.request_id, error)
-                refused.add(error.life)
-                full = full or error.full
-                reason = error.error.message
+            except WorkerRefused as refused:
+                log.debug("request %s: %s", job.request_id, refused)
+                refusals.add(refused, local=prefill is None)
             finally:
                 if not begun:
                     attempt.close()
             if begun:
                 log.debug("request %s: %s", job.request_id, placed.reason)
-                report.begin_attempt(placed.prefill.worker_id, placed.decode.worker_id)
+                report.metrics.placements.labels("local" if prefill is None else "handed_over").inc()
                 return attempt
 
     def _place(
-        self, demand: Demand, cached: Mapping[WorkerLife, CachedPrefix], refused: Set[WorkerLife], lost: Set[WorkerLife]
+        self, demand: Demand, cached: Mapping[WorkerLife, CachedPrefix], refusals: _Refusals, lost: Set[WorkerLife]
     ) -> Placement | NoPlacement:
         """Workers that lost an earlier attempt are asked again only if there is nobody else."""
-        placed = place(self._pool.snapshot(cached, refused | lost), demand)
+        placed = place(self._snapshot(cached, refusals.workers | lost, refusals.local), demand)
         if lost and isinstance(placed, NoPlacement) and placed.shortage is Shortage.EXCLUDED:
-            return place(self._pool.snapshot(cached, refused), demand)
+            return place(self._snapshot(cached, refusals.workers, refusals.local), demand)
         return placed
+
+    def _snapshot(self, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife], not_local: Set[WorkerLife]) -> Snapshot:
+        snapshot = self._pool.snapshot(cached, excluded)
+        if not not_local:
+            return snapshot
+        decode = [
+            replace(c, record=replace(c.record, local_prefill=False)) if WorkerLife.of(c.record) in not_local else c
+            for c in snapshot.decode
+        ]
+        return replace(snapshot, decode=decode)
+
+
+def _demand(job: Job, output: Output) -> Demand:
+    """What is still to be done. Of the time to the first token, what is left; nothing is promised for it once the client has tokens."""
+    waited_s = time.monotonic() - job.arrived
+    answered = output.next_position > 0
+    return Demand(
+        request_id=job.request_id,
+        num_tokens=len(job.prompt) + output.next_position,
+        max_new_tokens=job.sampling.max_tokens - output.next_position,
+        request_class=job.request_class,
+        ttft_ms=None if job.ttft_s is None or answered else max(0.0, 1e3 * (job.ttft_s - waited_s)),
+        tpot_ms=None if job.tpot_s is None else 1e3 * job.tpot_s,
+    )
 
 
 def _not_migrated(job: Job, output: Output, failed: AttemptFailed) -> Unavailable:

@@ -49,6 +49,11 @@ class Report:
         self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
         self.cached_tokens = min(first.cached_tokens, self.num_prompt_tokens)
 
+    def on_computed_here(self) -> None:
+        """The decode worker has computed the prompt: nothing is published, nothing fetched."""
+        self.committed_at = time.monotonic()
+        self.transfer.transport = "none"
+
     def on_committed(self, committed: decode_pb2.Committed) -> None:
         self.committed_at = time.monotonic()
         self.transfer.transport = committed.transport

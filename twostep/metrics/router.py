@@ -20,26 +20,37 @@ ITL = histogram(
     "Between two tokens of a request, each gap one observation; the gap after the first token and those of migrations included.",
     STEP_SECONDS,
 )
-SECOND_TOKEN = histogram("twostep_second_token_seconds", "From the first token to the second: what the hand-over adds.", STEP_SECONDS)
+SECOND_TOKEN = histogram(
+    "twostep_second_token_seconds", "From the first token to the second: of prompts handed over, what that adds.", STEP_SECONDS
+)
 E2E = histogram(
     "twostep_e2e_request_latency_seconds", "From a request's arrival to its last token, of those that ended OK.", REQUEST_SECONDS
 )
 QUEUE = histogram(
-    "twostep_request_queue_time_seconds", "From a request's arrival until a prefill worker computes it: route and queue.", REQUEST_SECONDS
+    "twostep_request_queue_time_seconds", "From a request's arrival until a worker computes its prompt: route and queue.", REQUEST_SECONDS
 )
 PHASES = histogram(
     "twostep_request_phase_seconds",
-    "A phase of a request that ended OK: route (until two workers accepted it), queue (in the prefill worker), prefill, publish (after the "
-    "first token), fetch (after the last block was published), first_decode, decode.",
+    "A phase of a request that ended OK: route (until its workers accepted it), queue (in the worker that computes the prompt), prefill, "
+    "publish (after the first token), fetch (after the last block was published), first_decode, decode. Of a prompt that the decode worker "
+    "computed itself, publish and fetch are 0.",
     REQUEST_SECONDS,
     ["phase"],
 )
 PROMPT_TOKENS = counter("twostep_prompt_tokens_total", "Prompt tokens of requests that got a first token.")
-CACHED_TOKENS = counter("twostep_prompt_tokens_cached_total", "Those of them that prefill workers had in their prefix cache.")
+CACHED_TOKENS = counter(
+    "twostep_prompt_tokens_cached_total", "Those of them that the workers that computed them had in their prefix cache."
+)
 GENERATION_TOKENS = counter("twostep_generation_tokens_total", "Tokens sent to clients.")
 PROMPT_SIZES = histogram("twostep_request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
 GENERATION_SIZES = histogram("twostep_request_generation_tokens", "Tokens of an answer, complete or not.", TOKENS)
-ATTEMPTS = counter("twostep_request_attempts_total", "Pairs of workers that requests ran on; one for each unless a worker was lost.")
+ATTEMPTS = counter("twostep_request_attempts_total", "Placements that requests ran on; one for each unless a worker was lost.")
+PLACEMENTS = counter(
+    "twostep_request_placements_total",
+    "Attempts that workers took, by the way that was chosen: handed_over (a prefill worker computes the prompt), local (the decode worker "
+    "does itself).",
+    ["path"],
+)
 MIGRATIONS = counter("twostep_request_migrations_total", "How often a request went on elsewhere because a worker was lost.")
 STREAMS = gauge("twostep_router_streams", "Token streams open to decode workers.")
 WORKERS = gauge("twostep_router_workers", "Workers that may get new work, by role.", ["worker_role"])
@@ -47,7 +58,7 @@ WORKERS = gauge("twostep_router_workers", "Workers that may get new work, by rol
 _READ = (RUNNING, WAITING, GENERATION_TOKENS, STREAMS, WORKERS)
 FAMILIES = (
     *(REQUESTS, TTFT, ITL, SECOND_TOKEN, E2E, QUEUE, PHASES, PROMPT_TOKENS, CACHED_TOKENS, GENERATION_TOKENS),
-    *(PROMPT_SIZES, GENERATION_SIZES, ATTEMPTS, MIGRATIONS, STREAMS, WORKERS),
+    *(PROMPT_SIZES, GENERATION_SIZES, ATTEMPTS, PLACEMENTS, MIGRATIONS, STREAMS, WORKERS),
 )
 
 
@@ -82,6 +93,7 @@ class RouterMetrics:
         self.prompt_sizes = registry.histogram(PROMPT_SIZES)
         self.generation_sizes = registry.histogram(GENERATION_SIZES)
         self.attempts = registry.counter(ATTEMPTS)
+        self.placements = registry.counter(PLACEMENTS)
         self.migrations = registry.counter(MIGRATIONS)
         self.num_generation_tokens = 0
         registry.on_scrape(_READ, self._read)
