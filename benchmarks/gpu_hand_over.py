@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--load", type=int, default=0, help="sequences that decode meanwhile")
     parser.add_argument("--load-tokens", type=int, default=1024, help="tokens of each one's prompt")
-    parser.add_argument("--chunk-mib", type=int, default=8)
+    parser.add_argument("--chunk-mib", type=int, default=0, help="of a published chunk; 0: what suits the transport")
     parser.add_argument("--kv-transfer", default="ray")
     parser.add_argument("--decode-gpu", type=int, default=1)
     parser.add_argument("--logs", action="store_true", help="print the ends of the workers' logs")

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.chunking import ChunkPlan, ChunkRange
+from kv_transfer.chunking import ChunkPlan, ChunkRange, ChunkSizes
 from kv_transfer.ray_transport import RayTransport
 from kv_transfer.testing import LocalRay
 from kv_transfer.transport import ChunkInfo
@@ -189,7 +189,7 @@ class Bench:
             num_blocks=self.num_blocks,
             block_bytes=shape.block_bytes,
             num_layers=shape.num_layers if layers else 1,
-            target_bytes=chunk_bytes,
+            sizes=ChunkSizes.of(chunk_bytes),
         )
 
     async def row(self, label: str, make_plan: Callable[[], ChunkPlan | None], rounds: int, fetch: bool) -> None:

@@ -36,7 +36,8 @@ NAMESPACE = "twostep"
 # Calls of other agents and of the worker that run at once; a worker's ring bounds its own far below that.
 MAX_CONCURRENCY = 256
 
-_NUM_THREADS = 8
+# A copy of a chunk is bound by one processor: what several hand-overs, or one in a hurry, want at once.
+_NUM_THREADS = 16
 _SWEEP_S = 0.2
 _COLLECT_EVERY = 25
 _SWITCH_S = 0.0005

@@ -19,12 +19,32 @@ from dataclasses import dataclass
 
 from twostep.engine.batch import LayerRange
 
-TARGET_CHUNK_BYTES = 8 << 20
 # Chunks that the rest of the step hides may be so many times larger than the target, up to so many bytes.
 _HIDDEN = 3
 _MOST_HIDDEN_BYTES = 32 << 20
 # A step is followed in at least so many groups where its bytes allow that.
 _LEAST_GROUPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSizes:
+    """Bytes, about. `group`: of the last group of layers, in all; `last`: of a chunk of it; `hidden`: of a chunk of the groups before,
+    which the rest of their step hides; `whole`: of a chunk of all layers."""
+
+    group: int
+    last: int
+    hidden: int
+    whole: int
+
+    @classmethod
+    def of(cls, target_bytes: int) -> ChunkSizes:
+        hidden = max(target_bytes, min(_HIDDEN * target_bytes, _MOST_HIDDEN_BYTES))
+        return cls(group=target_bytes, last=target_bytes, hidden=hidden, whole=target_bytes)
+
+
+COPIED_OUT = ChunkSizes.of(8 << 20)
+# What is read where it lies: a chunk costs its reader a few launches and messages, its source a checksum, and a large one no more.
+IN_PLACE = ChunkSizes(group=32 << 20, last=256 << 20, hidden=256 << 20, whole=256 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +76,20 @@ class ChunkPlan:
         block_bytes: int,
         num_layers: int = 1,
         step_blocks: int = 1 << 30,
-        target_bytes: int = TARGET_CHUNK_BYTES,
+        sizes: ChunkSizes = COPIED_OUT,
     ) -> None:
         """`num_layers`: of the model, where chunks may be of some of them; else 1. `step_blocks`: most blocks that a step computes."""
-        if first_block < 0 or num_blocks < 0 or min(block_bytes, num_layers, step_blocks, target_bytes) < 1:
+        if first_block < 0 or num_blocks < 0 or min(block_bytes, num_layers, step_blocks, sizes.group, sizes.last) < 1:
             raise ValueError("first_block and num_blocks must not be negative; the other arguments must be positive")
         columns = _parts(num_blocks, step_blocks) if num_layers > 1 else []
         widest = max((count for _, count in columns), default=0)
-        groups = _layer_groups(widest * block_bytes // num_layers, num_layers, target_bytes) if widest else []
+        groups = _layer_groups(widest * block_bytes // num_layers, num_layers, sizes) if widest else []
         cut: list[tuple[int, int, LayerRange | None]] = []
         if len(groups) < 2:
-            cut = [(start, count, None) for start, count in _parts(num_blocks, max(1, target_bytes // block_bytes))]
+            cut = [(start, count, None) for start, count in _parts(num_blocks, max(1, sizes.whole // block_bytes))]
         for column, width in columns if len(groups) >= 2 else ():
             for group in groups:
-                size = target_bytes if group is groups[-1] else _hidden(target_bytes)
+                size = sizes.last if group is groups[-1] else sizes.hidden
                 most = size // (group.num_layers * (block_bytes // num_layers))
                 cut += [(column + start, count, group) for start, count in _parts(width, max(1, most))]
         self.ranges: tuple[ChunkRange, ...] = tuple(
@@ -99,19 +119,15 @@ class ChunkPlan:
         return taken
 
 
-def _hidden(target_bytes: int) -> int:
-    return max(target_bytes, min(_HIDDEN * target_bytes, _MOST_HIDDEN_BYTES))
-
-
-def _layer_groups(layer_bytes: int, num_layers: int, target_bytes: int) -> list[LayerRange]:
-    """`layer_bytes`: one layer of a column. The last group, and the one before it, fill the target; those before them are larger. Fewer
-    than two where the column has not the bytes for that."""
-    thin = -(-target_bytes // layer_bytes)
+def _layer_groups(layer_bytes: int, num_layers: int, sizes: ChunkSizes) -> list[LayerRange]:
+    """`layer_bytes`: one layer of a column. The last group, and the one before it, have sizes.group bytes; those before them are larger.
+    Fewer than two where the column has not the bytes for that."""
+    thin = -(-sizes.group // layer_bytes)
     if 2 * thin > num_layers:
         return []
-    wide = max(thin, min(_hidden(target_bytes) // layer_bytes, num_layers // _LEAST_GROUPS))
-    sizes = [count for _, count in _parts(num_layers - 2 * thin, wide)] + [thin, thin]
-    return [LayerRange(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    wide = max(thin, min(sizes.hidden // layer_bytes, num_layers // _LEAST_GROUPS))
+    counts = [count for _, count in _parts(num_layers - 2 * thin, wide)] + [thin, thin]
+    return [LayerRange(sum(counts[:i]), count) for i, count in enumerate(counts)]
 
 
 def _parts(total: int, most: int) -> list[tuple[int, int]]:

@@ -165,8 +165,6 @@ class NixlAgent:
     def _begin(self, read: Read) -> None:
         try:
             self._know(read.peer)
-            if read.landing is not None:
-                read.landing.prepare()
             near = self._agent.get_xfer_descs(read.near, read.near_memory)
             far = self._agent.get_xfer_descs(read.far, read.far_memory)
             read.handle = self._agent.initialize_xfer("READ", near, far, read.peer.name)
@@ -179,6 +177,12 @@ class NixlAgent:
             self._release(read)
             read.ended.set_exception(error)
             return
+        if read.landing is not None:
+            # While the bytes are on their way.
+            try:
+                read.landing.prepare()
+            except Exception as error:  # noqa: BLE001 - whoever waits raises it, once the read has ended
+                read.unprepared = error
         if not self._settled(read, state):
             self._on_way.append(read)
 
@@ -196,6 +200,8 @@ class NixlAgent:
         assert read.landing is not None
         read.arrived_at = time.monotonic()
         try:
+            if read.unprepared is not None:
+                raise read.unprepared
             read.landing.begin()
         except Exception as error:  # noqa: BLE001 - whoever waits raises it
             read.ended.set_exception(error)

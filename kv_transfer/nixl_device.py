@@ -173,19 +173,19 @@ class DeviceLanding:
         self._offset = offset
         self._block_ids = block_ids
         self._part = part
-        pin = memory.is_cuda
-        # int32 [2, n]: rows of the arena, blocks of the pool
-        self._ids = torch.from_numpy(np.array([range(len(block_ids)), block_ids], np.int32))
-        self._found = torch.empty(len(block_ids), dtype=torch.int64, pin_memory=pin)
-        self._event = torch.cuda.Event() if pin else None
 
     @property
     def sums(self) -> Sums:
         return self._found.numpy().view(np.uint64)
 
     def prepare(self) -> None:
+        pin = self._memory.is_cuda
+        self._found = torch.empty(len(self._block_ids), dtype=torch.int64, pin_memory=pin)
+        self._event = torch.cuda.Event() if pin else None
+        ids = np.stack([np.arange(len(self._block_ids), dtype=np.int32), np.asarray(self._block_ids, np.int32)])
         with self._memory.on_stream():
-            self._ids = self._ids.to(self._memory.device)
+            # int32 [2, n]: rows of the arena, blocks of the pool
+            self._ids = torch.from_numpy(ids).to(self._memory.device)
             self._on_device = torch.zeros(len(self._block_ids), dtype=torch.int64, device=self._memory.device)
 
     def begin(self) -> None:

@@ -11,6 +11,7 @@ import base64
 import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ class NixlEndpoint:
         return ":".join(("nixl", _VERSION, self.agent, self.memory, *map(str, numbers), text))
 
     @classmethod
+    @lru_cache(maxsize=256)
     def parse(cls, text: str) -> NixlEndpoint:
         """Raises Unavailable: whoever wrote it is no source for us."""
         parts = text.split(":")

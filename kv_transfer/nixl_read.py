@@ -35,7 +35,7 @@ class Landing(Protocol):
     """What is done with the bytes that a read brought. Used in the agent's thread only."""
 
     def prepare(self) -> None:
-        """Before the read is posted."""
+        """Once the read is posted."""
         ...
 
     def begin(self) -> None:
@@ -61,6 +61,8 @@ class Read:
         self.ended.set_running_or_notify_cancel()  # it cannot be cancelled
         # Seconds from the last byte's arrival to the end of the landing.
         self.landing_s = 0.0
+        # Why the landing could not be prepared: nothing lands.
+        self.unprepared: Exception | None = None
         self.handle: Any = None
         self.posted_at = self.arrived_at = 0.0
         self._lock = threading.Lock()

@@ -35,7 +35,7 @@ from twostep.errors import ResourceExhausted, SetupError, TwostepError, Unavaila
 
 log = logging.getLogger(__name__)
 
-_NUM_THREADS = 4
+_NUM_THREADS = 8
 _MAX_SOCKET_PATH = 107
 _CONNECT_S = 1.0
 _FIRST_BACKOFF_S = 0.25

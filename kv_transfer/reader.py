@@ -200,7 +200,7 @@ class Reader:
 
     reader_id: int
     deadline: float
-    max_fetching: int = 4
+    max_fetching: int = 16
     renew_every_s: float = 2.0
     max_asks: int = 3
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
 from kv_transfer import layout as kv_layout
-from kv_transfer.chunking import TARGET_CHUNK_BYTES, ChunkPlan
+from kv_transfer.chunking import COPIED_OUT, IN_PLACE, ChunkPlan, ChunkSizes
 from kv_transfer.lease import (
     Abort,
     Action,
@@ -49,7 +49,6 @@ from twostep.errors import InvalidRequest, NotFound, TwostepError, Unavailable
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.2
-_READ_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,16 +194,15 @@ class HandOvers:
         return job.outlet.transport
 
     def _plan(self, job: Job, transport: KvTransport) -> ChunkPlan:
-        """Layer by layer only where the steps tell of it, and where a copy out is what would be waited for."""
-        runner = self._engine.runner
+        """Groups of layers where the steps tell of them."""
+        runner, sizes = self._engine.runner, COPIED_OUT if transport.copies_out else IN_PLACE
         return ChunkPlan(
             first_block=job.first_block,
             num_blocks=job.wanted_blocks,
             block_bytes=self._block_bytes,
-            num_layers=runner.kv_shape.num_layers if runner.marks_layers and transport.copies_out else 1,
+            num_layers=runner.kv_shape.num_layers if runner.marks_layers else 1,
             step_blocks=max(1, self._engine.max_num_batched_tokens // runner.kv_shape.block_size),
-            # One read of many blocks costs little more than one of few: what is read where it lies comes in one piece, or in a few.
-            target_bytes=self.config.chunk_bytes or (TARGET_CHUNK_BYTES if transport.copies_out else _READ_BYTES),
+            sizes=ChunkSizes.of(self.config.chunk_bytes) if self.config.chunk_bytes else sizes,
         )
 
     def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort) -> Acknowledged:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kv_pairs import in_s
 
 from kv_transfer.checksum import checksum
-from kv_transfer.chunking import ChunkPlan, ChunkRange
+from kv_transfer.chunking import ChunkPlan, ChunkRange, ChunkSizes
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.ring import RingAllocator, SharedMemory, default_ring_bytes, default_ring_dir
 from kv_transfer.waiting import FifoGate, finish
@@ -25,7 +25,7 @@ from twostep.errors import InvalidRequest, NotFound, ResourceExhausted, SetupErr
 def test_chunks_cover_the_blocks_once_in_order_whenever_they_become_final(
     first: int, count: int, block_bytes: int, target: int, finals: list[int]
 ) -> None:
-    plan = ChunkPlan(first_block=first, num_blocks=count, block_bytes=block_bytes, target_bytes=target)
+    plan = ChunkPlan(first_block=first, num_blocks=count, block_bytes=block_bytes, sizes=ChunkSizes.of(target))
     taken: list[ChunkRange] = []
     for final in [*sorted(finals), first + count]:
         new = plan.take(final)
@@ -63,7 +63,7 @@ def test_rectangles_tile_blocks_and_layers_and_are_handed_out_once_all_of_them_i
             block_bytes=12 * layer_bytes,
             num_layers=12,
             step_blocks=step,
-            target_bytes=target,
+            sizes=ChunkSizes.of(target),
         )
 
     cells = np.zeros((first + count, 12), np.int64)
