@@ -20,10 +20,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from twostep.engine.net_change import NetChange
 from twostep.engine.types import PrefixDelta
 from twostep.errors import InternalError, ResourceExhausted
 
@@ -34,6 +36,22 @@ class BlockCopy:
 
     source: int
     target: int
+
+
+class CacheWatcher(Protocol):
+    """Whoever keeps what the pool gives up. Called in the midst of it: it looks, and changes nothing in the pool."""
+
+    def on_cached(self, block: int) -> None:
+        """A findable block has lost its last owner."""
+        ...
+
+    def on_shared(self, block: int) -> None:
+        """It has an owner again."""
+        ...
+
+    def on_evicted(self, block: int) -> None:
+        """It is about to be given to new content; its hash leads to it still."""
+        ...
 
 
 # Generations wrap like this unsigned integer: no reader is late by four thousand million reuses of one block.
@@ -56,9 +74,8 @@ class BlockPool:
         self._boundary = bytearray(num_blocks)  # 1: the block ends at a hash-unit boundary
         self._block_of: dict[bytes, int] = {}
         self._lru: OrderedDict[int, None] = OrderedDict()
-        # Net change since the last take_delta. `removed` holds only hashes once taken as added, so both are bounded by num_blocks.
-        self._added: dict[bytes, None] = {}
-        self._removed: dict[bytes, None] = {}
+        self._change = NetChange()
+        self._watcher: CacheWatcher | None = None
 
     # ---- looking ----------------------------------------------------------------------------------------------------
 
@@ -88,6 +105,19 @@ class BlockPool:
         """uint32 each, in the same order."""
         return [self._generations[block] for block in blocks]
 
+    def hash_of(self, block: int) -> bytes | None:
+        """Under which it is findable; None: it is not."""
+        return self._hash_of[block]
+
+    def announces(self, block: int) -> bool:
+        """Whether it is findable and ends at a hash-unit boundary."""
+        return bool(self._boundary[block])
+
+    def watch(self, watcher: CacheWatcher) -> None:
+        """From now on the one watcher is told of cached blocks; there are none yet."""
+        assert not self._lru
+        self._watcher = watcher
+
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known chain. They are not owned yet: `share` them before anything is allocated."""
         found = []
@@ -110,6 +140,8 @@ class BlockPool:
             if self._num_owners[block] == 0:
                 assert self._hash_of[block] is not None, f"block {block} is free"
                 del self._lru[block]
+                if self._watcher is not None:
+                    self._watcher.on_shared(block)
             self._num_owners[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -123,6 +155,8 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 block, _ = self._lru.popitem(last=False)
+                if self._watcher is not None:
+                    self._watcher.on_evicted(block)
                 self._forget(block)
             self._num_owners[block] = 1
             self._generations[block] = (self._generations[block] + 1) % _GENERATIONS
@@ -141,6 +175,8 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._lru[block] = None
+                    if self._watcher is not None:
+                        self._watcher.on_cached(block)
 
     def copy_on_write(self, block: int) -> BlockCopy | None:
         """Before an owner of `block` writes to it: None, it may; else a new block to write to, which the owner takes instead.
@@ -170,10 +206,7 @@ class BlockPool:
         self._block_of[digest] = block
         if (index + 1) % self._announced_every == 0:
             self._boundary[block] = 1
-            if digest in self._removed:
-                del self._removed[digest]
-            else:
-                self._added[digest] = None
+            self._change.add(digest)
         return block
 
     def _forget(self, block: int) -> None:
@@ -183,17 +216,12 @@ class BlockPool:
         del self._block_of[digest]
         if self._boundary[block]:
             self._boundary[block] = 0
-            if digest in self._added:
-                del self._added[digest]
-            else:
-                self._removed[digest] = None
+            self._change.remove(digest)
 
     def take_delta(self) -> PrefixDelta:
         """What changed at hash-unit boundaries since the last call; net."""
-        delta = PrefixDelta(added=list(self._added), removed=list(self._removed))
-        self._added.clear()
-        self._removed.clear()
-        return delta
+        added, removed = self._change.take()
+        return PrefixDelta(added=added, removed=removed)
 
     def findable(self) -> list[bytes]:
         """All findable hashes at hash-unit boundaries."""
