@@ -17,6 +17,7 @@ import grpc.aio
 
 from router.cleanup import Cleanup
 from router.decode_stream import DecodeStream
+from router.load_meter import LoadMeter
 from router.placement import Candidate, Snapshot
 from router.prefix_index import NOT_CACHED, CachedPrefix, WorkerLife
 from twostep.cluster.records import WorkerRecord
@@ -43,10 +44,18 @@ class WorkerLink:
         self.life = WorkerLife.of(record)
         self.channel: grpc.aio.Channel = open_channel(record.address, tls=tls, compression=compression)
         self.tenants: set[Tenant] = set()
-        # Prompt tokens sent there whose first token has not come yet.
-        self.queued_tokens = 0
+        self.meter = LoadMeter(time.monotonic())
         self.retired = False
         self._last_event = time.monotonic()
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens sent there whose first token has not come yet."""
+        return self.meter.queued_tokens
+
+    @queued_tokens.setter
+    def queued_tokens(self, num_tokens: int) -> None:
+        self.meter.set_queued_tokens(num_tokens, time.monotonic())
 
     def touch(self) -> None:
         """Something was heard from it."""
@@ -172,6 +181,8 @@ class WorkerPool:
                 if replaced or not gone.tenants or gone.silent_s > _SILENT_S:
                     del links[life]
                     self._cleanup.spawn(gone.close())
+        for link in (*self._prefill.values(), *self._decode.values()):
+            link.meter.observe(link.record.load, len(link.tenants), time.monotonic())
         state = sorted((r.worker_id, r.epoch, r.ready, r.draining, r.transports) for r in workers)
         if state != self._state:
             self._state = state
@@ -192,4 +203,5 @@ def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, CachedPrefix], excl
         queued_tokens=link.queued_tokens,
         num_attempts=len(link.tenants),
         excluded=link.life in excluded,
+        mean=link.meter.mean,
     )

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement import Candidate, Demand, NoPlacement, Placement, Shortage, Snapshot, place
+from router.placement import Candidate, Demand, MeanLoad, NoPlacement, Placement, Shortage, Snapshot, place
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 
 LAYOUT = LayoutRecord(model_fingerprint="m", dtype="bfloat16", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8)
@@ -63,15 +63,24 @@ def test_the_longest_cached_prefix_wins_on_both_sides() -> None:
 
 
 def test_a_long_queue_outweighs_a_cached_prefix_and_a_short_one_does_not() -> None:
+    """A cached prefix is worth more than its own time: whoever comes behind does not wait for it to be computed either."""
     cached = 512
-    for queued, winner in ((cached - 1, "p1"), (cached + 1, "p0")):
+    for queued, winner in ((cached, "p1"), (cached + cached // 3, "p1"), (cached * 2, "p0")):
         assert chosen([candidate("p0"), candidate("p1", cached=cached, queued=queued)], [candidate("d0")])[0] == winner
 
 
-def test_other_routers_prompts_count_by_number_and_ones_own_by_tokens() -> None:
-    busy = WorkerLoad(num_running=2, num_waiting=3)
-    assert chosen([candidate("p0", load=busy), candidate("p1", queued=4000)], [candidate("d0")])[0] == "p1"
-    assert chosen([candidate("p0", load=busy, attempts=5, queued=100), candidate("p1", queued=200)], [candidate("d0")])[0] == "p0"
+def test_other_routers_prompts_count_by_their_tokens_or_where_those_are_not_told_by_number() -> None:
+    for busy in (WorkerLoad(num_running=2, num_waiting=3), WorkerLoad(num_queued_tokens=5000)):
+        assert chosen([candidate("p0", load=busy), candidate("p1", load=WorkerLoad(num_queued_tokens=2000))], [candidate("d0")])[0] == "p1"
+    # What this router has there itself is not counted twice.
+    own = MeanLoad(queued_tokens=900, own_queued_tokens=900)
+    others = MeanLoad(queued_tokens=900, own_queued_tokens=0)
+    prefill = [
+        dataclasses.replace(candidate("p0", queued=100), mean=own),
+        dataclasses.replace(candidate("p1", queued=100), mean=others),
+    ]
+    assert chosen([prefill[0], dataclasses.replace(prefill[1], mean=own, queued_tokens=200)], [candidate("d0")])[0] == "p0"
+    assert chosen([dataclasses.replace(prefill[0], mean=MeanLoad()), prefill[1]], [candidate("d0")])[0] == "p0"
 
 
 def test_the_less_loaded_decode_worker_is_taken_and_a_full_one_last() -> None:
@@ -203,7 +212,7 @@ workers = st.lists(
 
 
 @given(prefill=workers, decode=workers)
-def test_whatever_the_workers_a_pair_is_valid_and_cheapest_and_none_is_missed(prefill: list[Any], decode: list[Any]) -> None:
+def test_whatever_the_workers_a_pair_is_valid_and_as_good_as_the_cheapest_and_none_is_missed(prefill: list[Any], decode: list[Any]) -> None:
     wanted = demand()
     sides = Snapshot(
         prefill=[candidate(f"p{i}", **o) for i, o in enumerate(prefill)], decode=[candidate(f"d{i}", **o) for i, o in enumerate(decode)]
@@ -222,4 +231,6 @@ def test_whatever_the_workers_a_pair_is_valid_and_cheapest_and_none_is_missed(pr
     common = set(placed.prefill.transports) & set(placed.decode.transports)
     assert common
     assert placed.prefill.layout == placed.decode.layout or ("ray" in common and placed.prefill.layout.dtype == placed.decode.layout.dtype)
-    assert placed.cost == min(pair.cost for pair in pairs)
+    # What differs by less than a twentieth of the load is equal.
+    least = min(pair.cost for pair in pairs)
+    assert least - 1e-6 <= placed.cost <= least + 0.05 * least % 1e9 + 1e-6

@@ -1,0 +1,64 @@
+"""Means over the last seconds of what is on one worker: everybody's load, from its heartbeats, and this router's own part.
+
+A heartbeat says how it was a second ago, in which a queue of prompts on a GPU comes and goes ten times. Compared moment by moment, the
+router's own queue then and now would look like somebody else's. Their means over some heartbeats can be compared whatever the delay.
+"""
+
+from __future__ import annotations
+
+import math
+
+from router.snapshot import MeanLoad
+from twostep.cluster.records import WorkerLoad
+
+# Some heartbeats: fewer are noise, more are history.
+TIME_CONSTANT_S = 3.0
+
+
+class LoadMeter:
+    """Instants are seconds of one clock that does not go back."""
+
+    def __init__(self, now: float) -> None:
+        self._queued_tokens = 0
+        self._token_seconds = 0.0  # of the own queue, since it was observed last
+        self._changed = self._observed = now
+        self._mean: MeanLoad | None = None
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of this router's that are there and not yet computed."""
+        return self._queued_tokens
+
+    def set_queued_tokens(self, num_tokens: int, now: float) -> None:
+        self._token_seconds += self._queued_tokens * (now - self._changed)
+        self._changed = now
+        self._queued_tokens = num_tokens
+
+    @property
+    def mean(self) -> MeanLoad | None:
+        """None before the first observation."""
+        return self._mean
+
+    def observe(self, load: WorkerLoad, num_attempts: int, now: float) -> None:
+        """Whenever records are read: `load` has held since the last time, for all that is known."""
+        elapsed = now - self._observed
+        self.set_queued_tokens(self._queued_tokens, now)
+        own = self._token_seconds / elapsed if elapsed > 0 else float(self._queued_tokens)
+        self._token_seconds, self._observed = 0.0, now
+        seqs = load.num_running + load.num_reserved
+        if self._mean is None:
+            self._mean = MeanLoad(
+                queued_tokens=load.num_queued_tokens, own_queued_tokens=own, num_seqs=seqs, own_num_seqs=min(seqs, num_attempts)
+            )
+            return
+        weight, before = -math.expm1(-elapsed / TIME_CONSTANT_S), self._mean
+        self._mean = MeanLoad(
+            queued_tokens=_blend(before.queued_tokens, load.num_queued_tokens, weight),
+            own_queued_tokens=_blend(before.own_queued_tokens, own, weight),
+            num_seqs=_blend(before.num_seqs, seqs, weight),
+            own_num_seqs=_blend(before.own_num_seqs, num_attempts, weight),
+        )
+
+
+def _blend(before: float, now: float, weight: float) -> float:
+    return before + weight * (now - before)

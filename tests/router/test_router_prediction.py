@@ -1,0 +1,255 @@
+"""What placement predicts: closed forms against sums of steps, targets, and who is asked to compute a prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from router.placement import Candidate, Demand, MeanLoad, Placement, Snapshot, place
+from router.prediction import TRANSPORT_RATES, load_now, prompt_s, shares, token_bytes
+from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
+from twostep.request_class import RequestClass
+from twostep.step_curve import StepCurve, StepWorkload
+
+# Llama-3.1-8B on an H200, about: 4 ms to read the weights, under which 200 rows are free, then 48,000 tokens a second.
+GPU = StepCurve(fixed_s=4.0e-3, per_row_s=20e-6, knee=200, per_pair_s=2e-11, per_sequence_s=4e-6, per_context_s=3e-8)
+LAYOUT = LayoutRecord(model_fingerprint="m", dtype="bfloat16", block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
+NAMES = itertools.count()
+
+
+def worker(role: str, **options: Any) -> Candidate:
+    """`seqs` of 2000 tokens each decode there, all of this router's; `queued`, `cached`: tokens."""
+    seqs, queued = options.pop("seqs", 0), options.pop("queued", 0)
+    load = WorkerLoad(num_running=seqs, num_context_tokens=2000 * seqs, num_free_blocks=10_000, num_queued_tokens=queued)
+    fields: dict[str, Any] = {
+        "worker_id": options.pop("name", f"{role}-{next(NAMES)}"),
+        "role": role,
+        "address": "127.0.0.1:1",
+        "epoch": 1,
+        "model": "m",
+        "layout": LAYOUT,
+        "hash_unit": 64,
+        "secret_check": "s",
+        "num_blocks": 10_000,
+        "max_num_seqs": 256,
+        "max_model_len": 131_072,
+        "transports": ("cuda_ipc",),
+        "load": load,
+        "curve": GPU,
+        "step_tokens": 8192 if role == "prefill" else 2048,
+    }
+    cached = options.pop("cached", 0)
+    mean = MeanLoad(queued_tokens=queued, own_queued_tokens=queued, num_seqs=seqs, own_num_seqs=seqs)
+    return Candidate(record=WorkerRecord(**(fields | options)), cached_tokens=cached, queued_tokens=queued, num_attempts=seqs, mean=mean)
+
+
+def placed(prefill: list[Candidate], decode: list[Candidate], **options: Any) -> Placement:
+    demand = Demand(**({"request_id": "r", "num_tokens": 2600, "max_new_tokens": 128} | options))
+    result = place(Snapshot(prefill=prefill, decode=decode), demand)
+    assert isinstance(result, Placement), result
+    return result
+
+
+# ---- closed forms -------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 9000), st.integers(0, 5000), st.integers(1, 3000), st.integers(0, 300), st.sampled_from([0.0, 150.0, 1000.0]))
+def test_a_prompt_in_closed_form_is_the_sum_of_its_steps(num_tokens: int, cached: int, room: int, decodes: int, knee: float) -> None:
+    curve = dataclasses.replace(GPU, knee=knee)
+    context = 900 * decodes
+    pairs = ((cached + num_tokens) ** 2 - cached**2) / 2
+    total, stall = prompt_s(curve, num_tokens, pairs, room, decodes=decodes, context=context)
+    summed = curve.prefill_s(cached + num_tokens, cached, room + decodes, decodes=decodes, context=context)
+    assert total == pytest.approx(summed)
+    # The stall is what those who decode would not have waited without it.
+    num_steps = -(-num_tokens // room)
+    assert stall == pytest.approx(total - num_steps * curve.decode_step_s(decodes, context), abs=1e-12)
+    assert stall >= 0
+
+
+def test_the_bytes_of_a_token() -> None:
+    assert token_bytes(LAYOUT) == 2 * 32 * 8 * 128 * 2
+    assert token_bytes(dataclasses.replace(LAYOUT, num_kv_heads=4, tp_size=2)) == token_bytes(LAYOUT)
+    assert token_bytes(dataclasses.replace(LAYOUT, quantization="fp8")) == 2 * 32 * 8 * (128 + 2)
+
+
+def test_one_router_counts_what_it_knows_and_several_reckon_with_each_other() -> None:
+    alone = shares([MeanLoad(queued_tokens=4000, own_queued_tokens=4000, num_seqs=50, own_num_seqs=50)])
+    assert (alone.tokens, alone.seqs) == (1.0, 1.0)
+    assert load_now(700, mean_total=4000, share=alone.tokens) == 700
+    half = shares([MeanLoad(num_seqs=100, own_num_seqs=50), MeanLoad(num_seqs=99, own_num_seqs=49)])
+    assert half.seqs == pytest.approx(0.5)
+    # Their mean, and when this one has sent more than its part of it, as much again for the others.
+    assert load_now(0, mean_total=10, share=0.5) == 5
+    assert load_now(20, mean_total=10, share=0.5) == 40
+
+
+# ---- times --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_token_waits_for_the_queue_and_the_prompt_and_never_for_the_hand_over() -> None:
+    idle = placed([worker("prefill")], [worker("decode")])
+    assert idle.predicted_ttft_s == pytest.approx(GPU.prefill_s(2600, 0, 8192))
+    behind = placed([worker("prefill", queued=8192)], [worker("decode", transports=("cuda_ipc",))])
+    assert behind.predicted_ttft_s == pytest.approx(idle.predicted_ttft_s + GPU.prefill_s(8192, 0, 8192), rel=0.01)
+    cached = placed([worker("prefill", cached=2048)], [worker("decode")])
+    assert cached.predicted_ttft_s == pytest.approx(GPU.prefill_s(2600, 2048, 8192))
+    by_ray = placed([worker("prefill", transports=("ray",))], [worker("decode", transports=("ray",))])
+    assert by_ray.predicted_ttft_s == idle.predicted_ttft_s
+    moved = 2600 * token_bytes(LAYOUT)
+    slower = sum(
+        sign * (r.latency_s + moved / r.bytes_per_s) for sign, r in ((1, TRANSPORT_RATES["ray"]), (-1, TRANSPORT_RATES["cuda_ipc"]))
+    )
+    assert by_ray.predicted_tpot_s - idle.predicted_tpot_s == pytest.approx(slower / 127)
+
+
+def test_the_time_per_token_is_the_step_with_one_sequence_more() -> None:
+    busy = placed([worker("prefill")], [worker("decode", seqs=40)])
+    step = GPU.decode_step_s(41, 40 * 2000 + 2600 + 64)
+    assert step < busy.predicted_tpot_s < 1.1 * step
+
+
+def test_both_sides_are_chosen_together_by_seconds() -> None:
+    prefill = [worker("prefill", name="p0", queued=5000), worker("prefill", name="p1", cached=1024), worker("prefill", name="p2")]
+    decode = [worker("decode", name="d0", seqs=60), worker("decode", name="d1", seqs=20), worker("decode", name="d2", seqs=40)]
+    result = placed(prefill, decode)
+    assert result.prefill is not None
+    assert (result.prefill.worker_id, result.decode.worker_id) == ("p1", "d1")
+
+
+def test_a_faster_worker_takes_more() -> None:
+    slow = dataclasses.replace(GPU, per_row_s=2 * GPU.per_row_s)
+    fast = worker("prefill", name="fast", queued=2000)
+    assert placed([worker("prefill", name="slow", curve=slow), fast], [worker("decode")]).prefill is fast.record
+    longer = dataclasses.replace(fast, queued_tokens=4000)
+    assert placed([slower := worker("prefill", name="slow", curve=slow), longer], [worker("decode")]).prefill is slower.record
+
+
+def test_workers_that_have_not_measured_themselves_are_taken_for_their_neighbours() -> None:
+    known, unknown = worker("prefill", name="p0", queued=4000), worker("prefill", name="p1", curve=None)
+    result = placed([known, unknown], [worker("decode")])
+    assert result.prefill is unknown.record
+    assert result.predicted_ttft_s == pytest.approx(GPU.prefill_s(2600, 0, 8192))
+
+
+# ---- targets ------------------------------------------------------------------------------------------------------------
+
+
+def test_those_that_meet_the_targets_come_first() -> None:
+    # The emptier decode worker cannot be reached within the time per token: it is slower.
+    slow = dataclasses.replace(GPU, fixed_s=12e-3)
+    decode = [worker("decode", name="d0", curve=slow), worker("decode", name="d1", seqs=100)]
+    met = placed([worker("prefill")], decode, tpot_ms=20.0)
+    assert met.meets_targets
+    for target, winner in ((20.0, "d0"), (10.0, "d1")):
+        chosen = placed(
+            [worker("prefill")], [worker("decode", name="d0", curve=slow), worker("decode", name="d1", seqs=52)], tpot_ms=target
+        )
+        assert chosen.meets_targets, chosen
+        if target == 10.0:
+            assert chosen.decode.worker_id == winner
+
+
+def test_a_queue_beyond_the_target_is_said_with_when_to_come_again() -> None:
+    prefill = [worker("prefill", queued=30_000)]
+    queued = GPU.prefill_s(8192, 0, 8192) * 30_000 / 8192
+    missed = placed(prefill, [worker("decode")], ttft_ms=200.0)
+    assert not missed.meets_targets
+    assert missed.attainable
+    assert missed.predicted_ttft_s > 0.2
+    assert missed.retry_after_s == pytest.approx(missed.predicted_ttft_s - 0.2)
+    assert missed.retry_after_s == pytest.approx(queued + GPU.prefill_s(2600, 0, 8192) - 0.2, rel=0.05)
+    assert placed(prefill, [worker("decode")], ttft_ms=2000.0).meets_targets
+    assert placed(prefill, [worker("decode")]).meets_targets
+    assert placed(prefill, [worker("decode")]).retry_after_s == 0
+
+
+def test_what_no_worker_could_do_even_idle_is_said() -> None:
+    hopeless = placed([worker("prefill")], [worker("decode")], ttft_ms=10.0)
+    assert (hopeless.meets_targets, hopeless.attainable) == (False, False)
+    assert not placed([worker("prefill")], [worker("decode", seqs=3)], tpot_ms=1.0).attainable
+    local = placed([], [worker("decode", local_prefill=True, seqs=30)], ttft_ms=10.0)
+    assert (local.prefill, local.meets_targets, local.attainable) == (None, False, False)
+
+
+def test_a_longer_queue_with_a_target_is_left_for_whoever_has_none() -> None:
+    decode = [worker("decode", name="d0", local_prefill=True, seqs=8)]
+    prefill = [worker("prefill", queued=30_000)]
+    # Without a target the eight others are spared; with one, the only way to keep it is taken.
+    assert placed(prefill, decode, num_tokens=2600, request_class=RequestClass.BATCH).prefill is not None
+    assert placed(prefill, decode, num_tokens=2600, ttft_ms=200.0).prefill is None
+
+
+# ---- prompts computed on decode workers ---------------------------------------------------------------------------------
+
+
+def test_a_short_uncached_suffix_stays_on_the_decode_worker_and_a_long_one_does_not() -> None:
+    # Among many decodes steps are long: then an idle prefill worker gives the first token sooner, and one with a queue does not.
+    for seqs, queued in ((1, 0), (16, 0), (60, 1000)):
+        for cached, local in ((2600 - 64, True), (2600 - 128, True), (0, False), (1024, False)):
+            decode = [worker("decode", cached=cached, seqs=seqs, local_prefill=True)]
+            result = placed([worker("prefill", cached=cached, queued=queued)], decode)
+            assert (result.prefill is None) == local, (seqs, cached)
+
+
+def test_only_decode_workers_that_offer_it_compute_prompts() -> None:
+    assert placed([worker("prefill", queued=50_000)], [worker("decode", cached=2560)]).prefill is not None
+
+
+def test_a_queue_before_the_prefill_workers_makes_local_prompts_longer() -> None:
+    def longest(queued: int) -> int:
+        sizes = (64, 128, 256, 512, 1024, 2048)
+        decode = [worker("decode", local_prefill=True, seqs=24)]
+        return max((n for n in sizes if placed([worker("prefill", queued=queued)], decode, num_tokens=n).prefill is None), default=0)
+
+    assert 128 <= longest(0) < longest(2_500) < longest(20_000)
+
+
+def test_without_prefill_workers_all_is_computed_where_it_decodes() -> None:
+    decode = [worker("decode", local_prefill=True, name=f"d{i}", seqs=n, queued=q) for i, (n, q) in enumerate([(30, 0), (2, 0), (2, 9000)])]
+    result = placed([], decode)
+    assert result.prefill is None
+    assert result.decode.worker_id == "d1"
+    expected = GPU.prefill_s(2600, 0, 2048, decodes=2, context=4000) + GPU.decode_step_s(2, 4000) / 2
+    assert result.predicted_ttft_s == pytest.approx(expected)
+
+
+@given(
+    seqs=st.integers(0, 200),
+    queued=st.integers(0, 60_000),
+    cached=st.integers(0, 2599),
+    num_tokens=st.integers(2600, 20_000),
+    ttft=st.none() | st.floats(1, 5000),
+    tpot=st.none() | st.floats(1, 100),
+)
+def test_more_load_never_predicts_less_and_what_meets_a_target_is_within_it(
+    seqs: int, queued: int, cached: int, num_tokens: int, ttft: float | None, tpot: float | None
+) -> None:
+    def at(extra_seqs: int, extra_tokens: int, **targets: Any) -> Placement:
+        return placed(
+            [worker("prefill", queued=queued + extra_tokens, cached=cached)],
+            [worker("decode", seqs=seqs + extra_seqs)],
+            num_tokens=num_tokens,
+            **targets,
+        )
+
+    first, later, fuller = at(0, 0, ttft_ms=ttft, tpot_ms=tpot), at(0, 500), at(5, 0)
+    assert later.predicted_ttft_s > first.predicted_ttft_s > 0
+    assert fuller.predicted_tpot_s > first.predicted_tpot_s > 0
+    within = (ttft is None or first.predicted_ttft_s * 1e3 <= ttft) and (tpot is None or first.predicted_tpot_s * 1e3 <= tpot)
+    assert first.meets_targets == within
+    assert (first.retry_after_s > 0) == (not within)
+    assume(within)
+    assert first.attainable
+
+
+def test_the_step_with_decodes_counts_rows_once() -> None:
+    """The knee hides rows of prompts and of decodes together."""
+    total, stall = prompt_s(GPU, 150, 0.0, 1000, decodes=100, context=0)
+    assert total == pytest.approx(GPU.step_s(StepWorkload(prompt_tokens=150, decodes=100)))
+    assert stall == pytest.approx(50 * GPU.per_row_s)
