@@ -1,4 +1,4 @@
-"""`twostep bench engine`: what one engine does on this machine, beside what the machine could do."""
+"""`twostep bench`: `serve` is in _bench_serve; `engine` here: what one engine does on this machine, beside what the machine could do."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.kind == "serve":
+        serve: Any = importlib.import_module("twostep.cli._bench_serve")
+        status: int = serve.run(args)
+        return status
     require_worker_extra("twostep bench engine")
     if min([*args.batch_size, args.prompt_tokens, args.output_tokens - 2, args.max_num_batched_tokens]) < 1:
         raise SetupError("--batch-size, --prompt-tokens and --max-num-batched-tokens start at 1, --output-tokens at 3")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from twostep import __version__
+from twostep.cli import _bench_flags
 from twostep.flags import KV_WIRES, FlagParser, kv_transports
 
 # Also the SDK's default; not imported from there, that would load grpc.
@@ -80,6 +81,14 @@ def parser() -> FlagParser:
         "device reaches in the same run, and which limit binds. docs/benchmarking.md has the definitions.",
     )
     _bench_engine(engine)
+    serve = kinds.add_parser(
+        "serve",
+        help="a served model under load: TTFT, TPOT, gaps, goodput, throughput, cost",
+        usage="twostep bench serve [--target T] [--rate R] [--workload W] [--goodput NAME:MS ...] [more options below]",
+        description=_bench_flags.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _bench_flags.add_flags(serve)
     return top
 
 

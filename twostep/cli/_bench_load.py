@@ -1,0 +1,182 @@
+"""From flags of `twostep bench serve` to the target and the load."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+from typing import Any
+
+from twostep.bench.serve import lengths
+from twostep.bench.serve.arrivals import Arrivals
+from twostep.bench.serve.grpc_target import GrpcOptions, GrpcTarget
+from twostep.bench.serve.load import Load, TraceTimes, Users
+from twostep.bench.serve.metrics import Targets
+from twostep.bench.serve.runner import Extent
+from twostep.bench.serve.target import Served, Target
+from twostep.bench.serve.workloads import MAX_TURNS, MixedPrompts, MultiTurn, Quoting, RandomPrompts, SharedPrefix, Workload
+from twostep.errors import InvalidRequest, SetupError
+from twostep.rpc.channel import TlsFiles
+
+_TRACES = ("mooncake", "azure")
+# Mean prompt and answer where --input-tokens and --output-tokens are not given.
+_DEFAULT_LENGTHS = {
+    "fixed": (512, 128),
+    "normal": (2600, 128),
+    "mixed": (0, 128),
+    "shared-prefix": (128, 128),
+    "quoting": (1024, 256),
+    "multi-turn": (128, 128),
+}
+_DEFAULT_DURATION_S = 60.0
+
+
+def target_of(args: argparse.Namespace, targets: Targets) -> Target:
+    """Connects to nothing yet."""
+    if args.target.startswith(("http://", "https://")):
+        if args.send_targets or args.request_class or args.tenant:
+            raise InvalidRequest("--send-targets, --request-class and --tenant are Twostep's own: give host:port of a router as --target")
+        return _openai_target(args)
+    return GrpcTarget(
+        GrpcOptions(
+            targets=tuple(t.strip() for t in args.target.split(",")),
+            model=args.model,
+            tls=TlsFiles(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key),
+            timeout_s=args.timeout,
+            temperature=args.temperature,
+            ignore_eos=not args.stop_at_eos,
+            vocab_size=args.vocab_size,
+            request_class=args.request_class,
+            ttft_ms=targets.ttft_ms if args.send_targets else None,
+            tpot_ms=targets.tpot_ms if args.send_targets else None,
+            tenant=args.tenant,
+            cold=not args.warm_cache,
+        )
+    )
+
+
+def _openai_target(args: argparse.Namespace) -> Target:
+    if importlib.util.find_spec("aiohttp") is None:
+        raise SetupError("an http target needs aiohttp; pip install 'twostep[bench]'")
+    module: Any = importlib.import_module("twostep.bench.serve.openai_target")
+    try:
+        extra = json.loads(args.extra_body or "{}")
+    except ValueError as error:
+        raise InvalidRequest(f"--extra-body is not JSON ({error}); give an object, as in '{{\"top_p\": 0.9}}'") from error
+    if not isinstance(extra, dict):
+        raise InvalidRequest("--extra-body is no JSON object; give one, as in '{\"top_p\": 0.9}'")
+    options = module.OpenAIOptions(
+        url=args.target,
+        api=args.api,
+        model=args.model,
+        api_key=args.api_key,
+        tokenizer_dir=args.tokenizer,
+        timeout_s=args.timeout,
+        temperature=args.temperature,
+        ignore_eos=not args.stop_at_eos,
+        extra_body=extra,
+        max_model_len=args.max_model_len,
+    )
+    target: Target = module.OpenAITarget(options)
+    return target
+
+
+async def load_of(args: argparse.Namespace, target: Target, served: Served) -> Load:
+    """Reads the data set, if there is one. Raises InvalidRequest for flags that contradict each other."""
+    workload = await _workload(args, target, served)
+    return Load(workload=workload, arrivals=_arrivals(args), extent=_extent(args), seed=args.seed, max_model_len=args.max_model_len)
+
+
+def _arrivals(args: argparse.Namespace) -> Arrivals | Users | TraceTimes:
+    kind = args.arrivals
+    if not kind:
+        traced = args.workload in _TRACES and args.rate is None and args.burstiness is None
+        kind = "closed" if args.concurrency else "trace" if traced else "poisson" if args.burstiness is None else "gamma"
+    if (args.concurrency is not None) != (kind == "closed"):
+        raise InvalidRequest("--concurrency is the number of users of a closed loop: give it with --arrivals closed, and only there")
+    if args.trace_speed is not None and kind != "trace":
+        raise InvalidRequest("--trace-speed is for a trace's own times: leave out --rate, --concurrency and other --arrivals")
+    if args.burstiness is not None and kind != "gamma":
+        raise InvalidRequest("--burstiness shapes gamma arrivals: give --arrivals gamma, or leave one of the two out")
+    if kind == "closed":
+        if args.rate is not None:
+            raise InvalidRequest("users that wait for their answers have no rate: leave out --rate or --concurrency")
+        return Users(args.concurrency)
+    if kind == "trace":
+        if args.workload not in _TRACES:
+            raise InvalidRequest(f"--arrivals trace needs a workload with times of its own: {', '.join(_TRACES)}")
+        return TraceTimes(args.trace_speed or 1.0)
+    return Arrivals(kind=kind, rate=1.0 if args.rate is None else args.rate, burstiness=args.burstiness or 1.0)
+
+
+def _extent(args: argparse.Namespace) -> Extent:
+    if args.num_requests is not None and args.duration is not None:
+        raise InvalidRequest("--num-requests and --duration both end the run: give one of the two")
+    duration = 0.0 if args.num_requests is not None else _DEFAULT_DURATION_S if args.duration is None else args.duration
+    return Extent(
+        duration_s=duration,
+        num_requests=args.num_requests or 0,
+        warmup_s=args.warmup,
+        cooldown_s=args.cooldown,
+        max_in_flight=args.max_in_flight,
+    )
+
+
+async def _workload(args: argparse.Namespace, target: Target, served: Served) -> Workload:
+    name, spread = args.workload, args.spread / 100
+    if args.dataset_path is not None and name not in ("sharegpt", *_TRACES):
+        raise InvalidRequest(f"--dataset-path is for sharegpt, {' and '.join(_TRACES)}: give one of these as --workload")
+    mean_prompt, mean_output = _DEFAULT_LENGTHS.get(name, (0, 0))
+    mean_prompt, mean_output = args.input_tokens or mean_prompt, args.output_tokens or mean_output
+    fixed_output: lengths.Lengths | None = lengths.Fixed(args.output_tokens) if args.output_tokens else None
+    match name:
+        case "fixed":
+            return RandomPrompts(prompt=lengths.Fixed(mean_prompt), output=lengths.Fixed(mean_output))
+        case "normal":
+            return RandomPrompts(prompt=lengths.Normal(mean_prompt, spread), output=lengths.Normal(mean_output, spread))
+        case "mixed":
+            output = lengths.Normal(mean_output, spread)
+            return MixedPrompts(long=lengths.LONG_PROMPT, short=lengths.SHORT_PROMPT, output=output, long_share=args.long_share)
+        case "document":
+            return RandomPrompts(prompt=lengths.DOCUMENT_PROMPT, output=fixed_output or lengths.DOCUMENT_OUTPUT)
+        case "shared-prefix":
+            return SharedPrefix(
+                prefix_tokens=1024 if args.prefix_tokens is None else args.prefix_tokens,
+                num_prefixes=args.num_prefixes,
+                suffix=lengths.Normal(mean_prompt, spread),
+                output=lengths.Normal(mean_output, spread),
+                zipf=args.prefix_zipf,
+            )
+        case "quoting":
+            return Quoting(prompt=lengths.Normal(mean_prompt, spread), output=lengths.Normal(mean_output, spread))
+        case "multi-turn":
+            return MultiTurn(
+                turns=_turns(args.turns),
+                message=lengths.Normal(mean_prompt, spread),
+                output=lengths.Normal(mean_output, spread),
+                system_tokens=args.prefix_tokens or 0,
+                think_s=args.think_time,
+                max_total_tokens=args.max_model_len or served.max_model_len,
+            )
+        case "sharegpt" if args.dataset_path is None:
+            return RandomPrompts(prompt=lengths.SHAREGPT_PROMPT, output=fixed_output or lengths.SHAREGPT_OUTPUT)
+    traces: Any = importlib.import_module("twostep.bench.serve.traces")
+    if args.dataset_path is None:
+        raise InvalidRequest(f"--workload {name} is read from a file: give it as --dataset-path")
+    if name == "sharegpt":
+        read: Workload = await traces.read_sharegpt(args.dataset_path, target.tokenize, output_tokens=args.output_tokens, seed=args.seed)
+    else:
+        read = traces.read_trace(args.dataset_path, name)
+    return read
+
+
+def _turns(text: str) -> lengths.Lengths:
+    low, _, high = text.partition(":")
+    try:
+        turns = lengths.Uniform(int(low), int(high or low))
+    except ValueError as error:
+        raise InvalidRequest(f"--turns {text!r}: give a number, or the least and the most with a colon between them") from error
+    if turns.high > MAX_TURNS:
+        raise InvalidRequest(f"--turns {text!r}: conversations have {MAX_TURNS} turns at most")
+    return turns

@@ -1,0 +1,62 @@
+"""A run's progress on standard error: a bar where there are tqdm and a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from twostep.bench.serve.runner import Extent, Progress
+
+_BAR_INTERVAL_S = 0.25
+_LINE_INTERVAL_S = 10.0
+
+
+@contextlib.asynccontextmanager
+async def shown(label: str, extent: Extent, progress: Progress, *, wanted: bool) -> AsyncIterator[None]:
+    """Shows `progress` while the body runs."""
+    if not wanted:
+        yield
+        return
+    bar = _bar(label, extent) if sys.stderr.isatty() and importlib.util.find_spec("tqdm") else None
+    task = asyncio.create_task(_follow(label, extent, progress, bar))
+    try:
+        yield
+    finally:
+        task.cancel()
+        if bar is not None:
+            _update(bar, extent, progress)
+            bar.close()
+
+
+def _bar(label: str, extent: Extent) -> Any:
+    total = extent.end_s if extent.duration_s else extent.num_requests
+    form = "{desc} {percentage:3.0f}% {bar} {n:.0f}/{total:.0f}" + (" s" if extent.duration_s else "") + "{postfix}"
+    # Its own interval is off: it is drawn when told, and never by a thread of its own.
+    return importlib.import_module("tqdm").tqdm(total=total, desc=label, bar_format=form, mininterval=0, leave=False, dynamic_ncols=True)
+
+
+def _update(bar: Any, extent: Extent, progress: Progress) -> None:
+    bar.n = min(progress.elapsed_s if extent.duration_s else progress.num_ended, bar.total)
+    bar.set_postfix_str(_state(progress))
+
+
+def _state(progress: Progress) -> str:
+    failed = f", {progress.num_failed} failed" if progress.num_failed else ""
+    return f"{progress.num_sent} sent, {progress.in_flight} under way{failed}"
+
+
+async def _follow(label: str, extent: Extent, progress: Progress, bar: Any) -> None:
+    began = time.monotonic()
+    while True:
+        await asyncio.sleep(_LINE_INTERVAL_S if bar is None else _BAR_INTERVAL_S)
+        if bar is not None:
+            _update(bar, extent, progress)
+        else:
+            print(f"{label}: {time.monotonic() - began:.0f} s, {_state(progress)}", file=sys.stderr, flush=True)

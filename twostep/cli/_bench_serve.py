@@ -1,0 +1,176 @@
+"""`twostep bench serve`: flags to a load, runs, tables and files."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import sys
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from twostep.bench.serve import report
+from twostep.bench.serve.load import Load
+from twostep.bench.serve.metrics import Prices, Targets
+from twostep.bench.serve.runner import Progress
+from twostep.bench.serve.summary import summarize
+from twostep.bench.serve.sweep import Search, Tried, knee
+from twostep.bench.serve.target import Served, Target
+from twostep.cli._bench_load import load_of, target_of
+from twostep.cli._bench_progress import shown
+from twostep.errors import InvalidRequest, SetupError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    targets: Targets
+    num_gpus: int | None
+    prices: Prices | None
+    attainment: float
+    max_slip_s: float
+
+
+def run(args: argparse.Namespace) -> int:
+    judgement = _judgement(args)
+    if args.plots and importlib.util.find_spec("matplotlib") is None:
+        raise SetupError("--plots needs matplotlib; pip install 'twostep[bench]', or leave it out and draw from --output elsewhere")
+    for path in (args.output, args.save_requests):
+        if path is not None and not path.parent.is_dir():
+            raise SetupError(f"{path.parent} is not a folder; make it, or give another file")
+    return _run(_main(args, judgement))
+
+
+def _run(work: Coroutine[Any, Any, int]) -> int:
+    if importlib.util.find_spec("uvloop"):
+        import uvloop  # noqa: PLC0415 - optional; twice the tokens on a core
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(work)
+    return asyncio.run(work)
+
+
+async def _main(args: argparse.Namespace, judgement: Judgement) -> int:
+    target = target_of(args, judgement.targets)
+    try:
+        served = await target.open()
+        load = await load_of(args, target, served)
+        rates = _rates(args, load)
+        points = []
+        if args.sweep:
+            points = await _sweep(args, target, served, load, judgement)
+        else:
+            for number, rate in enumerate(rates):
+                at_rate = load if rate is None else load.at_rate(rate)
+                points.append(await _point(args, target, served, at_rate, number, judgement))
+    finally:
+        await target.close()
+    best = _knee(points, judgement)
+    document = report.as_json(points, best, _settings(args, served))
+    if len(points) > 1 and not args.json:
+        print()
+        print(report.sweep_table(points, best, judgement.attainment))
+    if args.json:
+        print(json.dumps(document, indent=2, allow_nan=False))
+    if args.output:
+        args.output.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    if args.plots:
+        plots = importlib.import_module("twostep.bench.serve.plots")
+        for path in plots.draw(
+            points, best, judgement.targets, args.plots, title=args.title or served.model, attainment=judgement.attainment
+        ):
+            print(f"drawn: {path}", file=sys.stderr)
+    # A run in which nothing was answered has measured nothing.
+    return 0 if any(p.summary.num_completed for p in points) else 1
+
+
+async def _point(args: argparse.Namespace, target: Target, served: Served, load: Load, number: int, judgement: Judgement) -> report.Point:
+    """One run, shown and saved."""
+    progress = Progress()
+    async with shown(load.label, load.extent, progress, wanted=not args.no_progress and not args.json):
+        result, windows = await load.put_on(target, served, f"{number}", progress)
+    summary = summarize(result.records, windows, targets=judgement.targets, num_gpus=judgement.num_gpus, prices=judgement.prices)
+    warnings = report.warnings_of(
+        result, summary, max_slip_s=judgement.max_slip_s, measured_s=windows.arrivals.length_s if judgement.targets else None
+    )
+    point = report.Point(label=load.label, rate=load.rate, result=result, summary=summary, warnings=warnings)
+    if args.save_requests:
+        with args.save_requests.open("a" if number else "w") as file:
+            for record in result.records:
+                file.write(json.dumps({"rate": load.rate, **record.as_json()}) + "\n")
+    if not args.json:
+        print(report.table(point, judgement.targets), flush=True)
+    return point
+
+
+async def _sweep(args: argparse.Namespace, target: Target, served: Served, load: Load, judgement: Judgement) -> list[report.Point]:
+    search = Search(first=load.rate or 1.0, resolution=args.sweep_resolution, max_points=args.sweep_points)
+    points: list[report.Point] = []
+    tried: list[Tried] = []
+    while (rate := search.next_rate(tried)) is not None:
+        points.append(await _point(args, target, served, load.at_rate(rate), len(points), judgement))
+        tried.append(Tried(rate, _passed(points[-1], judgement)))
+        if not args.json:
+            print(f"  {rate:.4g} requests/s: {'kept' if tried[-1].passed else 'not kept'}\n", flush=True)
+    return points
+
+
+def _passed(point: report.Point, judgement: Judgement) -> bool:
+    good = point.summary.goodput
+    return good is not None and good.attainment >= judgement.attainment
+
+
+def _knee(points: list[report.Point], judgement: Judgement) -> report.Point | None:
+    if len(points) < 2:
+        return None
+    best = knee([Tried(p.rate, _passed(p, judgement)) for p in points if p.rate is not None])
+    return next((p for p in points if p.rate == best and best is not None), None)
+
+
+def _rates(args: argparse.Namespace, load: Load) -> list[float | None]:
+    """None: as the load is."""
+    if not args.rates:
+        return [None]
+    if args.sweep:
+        raise InvalidRequest("--rates says which rates to run, --sweep finds one: give one of the two")
+    try:
+        rates: list[float | None] = [float(rate) for rate in args.rates.split(",")]
+    except ValueError as error:
+        raise InvalidRequest(f"--rates {args.rates!r}: give numbers with commas between them, as in 4,6,8") from error
+    for rate in rates:
+        # Wrong ones are refused before the first has run for a minute.
+        load.at_rate(rate or 0.0)
+    return rates
+
+
+def _judgement(args: argparse.Namespace) -> Judgement:
+    targets = Targets.parse(args.goodput)
+    if args.sweep and not targets:
+        raise InvalidRequest("--sweep needs targets to keep: give --goodput, as in --goodput ttft:500 tpot:30")
+    if args.send_targets and targets.ttft_ms is None and targets.tpot_ms is None:
+        raise InvalidRequest("--send-targets tells the router ttft and tpot of --goodput: give at least one of these")
+    if not 0 < args.attainment <= 1:
+        raise InvalidRequest(f"--attainment {args.attainment:g}: give a share above 0 and up to 1, as 0.95")
+    prices = None
+    if args.gpu_hour_price is not None:
+        if args.prefill_gpus + args.decode_gpus < 1:
+            raise InvalidRequest("--gpu-hour-price needs --prefill-gpus and --decode-gpus")
+        decode = args.gpu_hour_price if args.decode_gpu_hour_price is None else args.decode_gpu_hour_price
+        prices = Prices(
+            prefill_gpus=args.prefill_gpus, decode_gpus=args.decode_gpus, prefill_gpu_hour=args.gpu_hour_price, decode_gpu_hour=decode
+        )
+    return Judgement(
+        targets=targets,
+        num_gpus=args.num_gpus or (args.prefill_gpus + args.decode_gpus) or None,
+        prices=prices,
+        attainment=args.attainment,
+        max_slip_s=args.max_slip_ms / 1e3,
+    )
+
+
+def _settings(args: argparse.Namespace, served: Served) -> dict[str, Any]:
+    """Everything that the figures depend on; no secrets."""
+    hidden = {"command", "kind", "json", "output", "save_requests", "plots", "no_progress", "api_key", "tls_ca", "tls_cert", "tls_key"}
+    given = {name: str(value) if hasattr(value, "parts") else value for name, value in vars(args).items() if name not in hidden}
+    return given | {"served_model": served.model, "served_max_model_len": served.max_model_len}
