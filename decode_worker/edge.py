@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from decode_worker.discovery import Discovery
 from decode_worker.fetch import Fetcher
@@ -14,17 +15,21 @@ from decode_worker.service import DecodeService
 from kv_transfer.observer import Direction, TransferLedger
 from kv_transfer.reporting import transport_stats
 from kv_transfer.transfer_metrics import worker_observers
-from kv_transfer.transports import Transports
+from kv_transfer.transports import Transports, make_transports
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
-from twostep.rpc.server import GrpcServer
-from twostep.rpc.v1 import decode_pb2_grpc, worker_pb2
+from twostep.rpc.v1 import worker_pb2
 from twostep.worker.edge import EdgeParts
 
 # Costs only time, so whoever sends it need not ask.
 _ALWAYS_TAKEN = "zstd"
 _FLUSH_S = 2.0
 _POLL_S = 0.02
+
+
+def make_edge(parts: EdgeParts, run_dir: Path) -> DecodeEdge:
+    """See twostep.worker.roles."""
+    return DecodeEdge(parts, make_transports(parts, run_dir))
 
 
 class DecodeEdge:
@@ -67,8 +72,9 @@ class DecodeEdge:
         )
         self._service = DecodeService(self._sequences, parts.reader, epoch=parts.epoch)
 
-    def add_to(self, server: GrpcServer) -> None:
-        server.add(self._service, decode_pb2_grpc.add_DecodeServicer_to_server, "twostep.v1.Decode")
+    @property
+    def services(self) -> Mapping[str, object]:
+        return {"twostep.v1.Decode": self._service}
 
     async def start(self) -> None:
         await self._transports.start()
@@ -95,7 +101,7 @@ class DecodeEdge:
     def fail_all(self, error: TwostepError) -> None:
         self._sequences.fail_all(error)
 
-    async def close(self) -> None:
+    async def leave(self) -> Transports:
         await self._sequences.close()
         # The streams end by themselves once routers have read what is left; those that do not read are cut with the server.
         for _ in range(int(_FLUSH_S / _POLL_S)):
@@ -105,7 +111,10 @@ class DecodeEdge:
         await self._discovery.close()
         await self._paths.close()
         await self._peers.close()
-        await self._transports.close()
+        return self._transports
+
+    async def close(self) -> None:
+        await (await self.leave()).close()
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
         stats.num_leases = self._sequences.num_reservations

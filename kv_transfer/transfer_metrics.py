@@ -25,8 +25,8 @@ _MAX_PROBED = 256
 
 
 def worker_observers(registry: MetricsRegistry, ledger: TransferLedger, tracer: Tracer | None = None) -> Observers:
-    """Everything a worker tells of its hand-overs; `ledger` is the worker's own. Call it once for a registry."""
-    return Observers((ledger, TransferMetrics(registry), TransferLog(tracer)))
+    """Everything a worker tells of its hand-overs; `ledger` is its edge's own."""
+    return Observers((ledger, registry.once(TransferMetrics), TransferLog(tracer)))
 
 
 class TransferMetrics:

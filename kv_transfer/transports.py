@@ -22,6 +22,8 @@ from twostep.worker.edge import EdgeParts
 log = logging.getLogger(__name__)
 
 AUTO = ("cuda_ipc", "nixl", "ray")
+# Made anew when their worker changes its role; the others serve either, and go on. A decode worker lets nobody read its pool.
+_OF_ONE_ROLE = frozenset({"cuda_ipc"})
 assert set(AUTO) < set(KV_TRANSPORTS)
 
 
@@ -32,6 +34,9 @@ class Transports:
         """`optional`: names of those that are left out, with a warning, if they cannot start."""
         self._transports = {transport.name: transport for transport in transports}
         self._optional = frozenset(optional)
+        self._started: set[str] = set()
+        # Of the role before: they end before those that take their place begin.
+        self._replaced: list[KvTransport] = []
 
     def __iter__(self) -> Iterator[KvTransport]:
         return iter(tuple(self._transports.values()))
@@ -51,8 +56,13 @@ class Transports:
         return tuple(transport for transport in self._transports.values() if transport.ready)
 
     async def start(self) -> None:
-        """Raises SetupError."""
+        """Those that do not run yet. Raises SetupError."""
+        while self._replaced:
+            await self._replaced[-1].close()
+            del self._replaced[-1]
         for transport in self:
+            if transport.name in self._started:
+                continue
             try:
                 await transport.start()
             except SetupError as error:
@@ -61,14 +71,31 @@ class Transports:
                 log.warning("no KV transfer by %s here: %s", transport.name, error.message)
                 del self._transports[transport.name]
                 await transport.close()
+            else:
+                self._started.add(transport.name)
 
     async def close(self) -> None:
-        for transport in self:
+        """Idempotent."""
+        for transport in (*self._replaced, *self):
             await transport.close()
+        self._replaced.clear()
+        self._started.clear()
+
+    def in_role(self, make: Callable[[str], KvTransport]) -> Transports:
+        """The same for the worker's other role, to be started again: those that serve one role only are made anew by name. Raises
+        SetupError, and then nothing has changed."""
+        anew = {name: make(name) for name in self._transports if name in _OF_ONE_ROLE}
+        self._replaced += [self._transports[name] for name in anew]
+        self._started -= anew.keys()
+        self._transports |= anew
+        return self
 
 
 def make_transports(parts: EdgeParts, run_dir: Path) -> Transports:
-    """Not started yet. `run_dir`: private to this worker, for sockets. Raises SetupError where one that was asked for by name cannot be."""
+    """To be started. `run_dir`: private to this worker, for sockets. What an edge of its other role has left is used again. Raises
+    SetupError where one that was asked for by name cannot be."""
+    if isinstance(parts.carried, Transports):
+        return parts.carried.in_role(lambda name: _make(name, parts, run_dir))
     asked = parts.config.kv_transfer
     if asked == "auto":
         return Transports(_possible(AUTO, parts, run_dir), optional=set(AUTO) - {"ray"})

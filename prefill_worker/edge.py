@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from kv_transfer.observer import Direction, TransferLedger
 from kv_transfer.reporting import transport_stats
 from kv_transfer.transfer_metrics import worker_observers
-from kv_transfer.transports import Transports
+from kv_transfer.transports import Transports, make_transports
 from prefill_worker.hand_over import HandOverConfig, HandOvers
 from prefill_worker.service import KvService, PrefillService
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
-from twostep.rpc.server import GrpcServer
-from twostep.rpc.v1 import kv_pb2_grpc, prefill_pb2_grpc, worker_pb2
+from twostep.rpc.v1 import worker_pb2
 from twostep.worker.edge import EdgeParts
+
+
+def make_edge(parts: EdgeParts, run_dir: Path) -> PrefillEdge:
+    """See twostep.worker.roles."""
+    return PrefillEdge(parts, make_transports(parts, run_dir))
 
 
 class PrefillEdge:
@@ -42,9 +47,9 @@ class PrefillEdge:
         self._prefill = PrefillService(self._hand_overs, parts.reader)
         self._kv = KvService(self._hand_overs)
 
-    def add_to(self, server: GrpcServer) -> None:
-        server.add(self._prefill, prefill_pb2_grpc.add_PrefillServicer_to_server, "twostep.v1.Prefill")
-        server.add(self._kv, kv_pb2_grpc.add_KvServicer_to_server, "twostep.v1.Kv")
+    @property
+    def services(self) -> Mapping[str, object]:
+        return {"twostep.v1.Prefill": self._prefill, "twostep.v1.Kv": self._kv}
 
     async def start(self) -> None:
         await self._hand_overs.start()
@@ -69,8 +74,12 @@ class PrefillEdge:
     def fail_all(self, error: TwostepError) -> None:
         self._hand_overs.abort_all(error)
 
-    async def close(self) -> None:
+    async def leave(self) -> Transports:
         await self._hand_overs.close()
+        return self._hand_overs.outlets.transports
+
+    async def close(self) -> None:
+        await (await self.leave()).close()
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
         stats.num_leases = len(self._hand_overs)

@@ -76,7 +76,8 @@ class Acknowledged:
 
 
 class HandOvers:
-    """All attempts of one worker life. `address` gives the host:port where decode workers find Kv. It owns its transports."""
+    """All attempts of one worker life. `address` gives the host:port where decode workers find Kv. It starts its transports, and
+    leaves them running to whoever closes it."""
 
     def __init__(
         self,
@@ -121,14 +122,13 @@ class HandOvers:
         self._sweeper = asyncio.create_task(self._sweep(), name="lease-sweep")
 
     async def close(self) -> None:
-        """Aborts what is left and waits until it is freed."""
+        """Aborts what is left and waits until it is freed. The transports go on. Idempotent."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
         self.abort_all(Unavailable("the prefill worker is stopping; another one will do"))
         while self._tasks:
             await asyncio.wait(self._tasks)
-        await self.outlets.transports.close()
 
     # ---- a job's life -------------------------------------------------------------------------------------------------
 

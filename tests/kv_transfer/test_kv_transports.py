@@ -27,7 +27,7 @@ from twostep.worker.edge import EdgeParts
 def parts_of(**options: Any) -> EdgeParts:
     runner = FakeRunner(num_blocks=8, block_size=4, vocab_size=10, max_model_len=32)
     config = WorkerConfig(role="prefill", **({"runner": "fake"} | options))
-    return cast(EdgeParts, SimpleNamespace(config=config, worker_id="w", epoch=1, model=SimpleNamespace(runner=runner)))
+    return cast(EdgeParts, SimpleNamespace(config=config, worker_id="w", epoch=1, carried=None, model=SimpleNamespace(runner=runner)))
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("ray", "ray"), ("nixl, ray", "nixl,ray"), ("ray,cuda_ipc", "ray,cuda_ipc")])

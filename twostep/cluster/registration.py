@@ -79,6 +79,9 @@ class Registration:
         self._in_host = _Announced(MAX_PREFIXES_PER_WORKER)
         self._task: asyncio.Task[None] | None = None
         self._connected = False
+        # Of the life that was announced last.
+        self._record: WorkerRecord | None = None
+        self._turn = asyncio.Lock()
 
     @property
     def connected(self) -> bool:
@@ -98,6 +101,12 @@ class Registration:
                     raise SetupError(f"no Redis at {_public(self._url)} ({error}); start one, or give another --redis-url") from error
             await asyncio.sleep(0.2)
         self._task = asyncio.create_task(self._beat_forever(), name="heartbeat")
+
+    async def announce(self) -> None:
+        """A heartbeat now, for what routers should not learn a second late. A worker of a new epoch stands under that from now on, with all
+        the prefixes that it holds. Where Redis is away, a later heartbeat says it."""
+        if self._task is not None:
+            await self._try_beat()
 
     async def close(self) -> None:
         """Takes the worker out of Redis, if Redis is there; otherwise its record expires by itself. Idempotent."""
@@ -123,22 +132,33 @@ class Registration:
         # The Redis client can take a cancellation for a lost connection: then it is up to us to remember it.
         while not task.cancelling():
             await asyncio.sleep(HEARTBEAT_S)
-            try:
+            await self._try_beat()
+
+    async def _try_beat(self) -> None:
+        try:
+            async with self._turn:
                 await self._beat()
-            except (RedisError, OSError) as error:
-                if self._connected:
-                    self._connected = False
-                    log.warning("Redis is away (%s); serving goes on, trying again every %g s", error, HEARTBEAT_S)
-                for announced in (self._in_pool, self._in_host):
-                    announced.forget_sent()
+        except (RedisError, OSError) as error:
+            if self._connected:
+                self._connected = False
+                log.warning("Redis is away (%s); serving goes on, trying again every %g s", error, HEARTBEAT_S)
+            self._forget_sent()
+
+    def _forget_sent(self) -> None:
+        for announced in (self._in_pool, self._in_host):
+            announced.forget_sent()
 
     async def _beat(self) -> None:
         record = self._describe()
+        before, self._record = self._record, record
         delta = self._take_delta()
         self._in_pool.apply(delta.added, delta.removed)
         self._in_host.apply(delta.host_added, delta.host_removed)
         tiers = list(zip(self._keys(record), (self._in_pool, self._in_host), strict=True))
         async with self._redis.pipeline(transaction=False) as pipe:
+            if before is not None and before.epoch != record.epoch:
+                pipe.delete(*self._keys(before))
+                self._forget_sent()
             pipe.set(worker_key(record.worker_id), record.to_json(), px=int(HEARTBEAT_TTL_S * 1000))
             pipe.sadd(WORKERS_KEY, record.worker_id)
             for key, announced in tiers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from twostep.engine.types import EngineStats, StepOutput
-from twostep.metrics.family import STEP_SECONDS, counter, gauge, histogram
+from twostep.metrics.family import STEP_SECONDS, Family, counter, gauge, histogram
 from twostep.metrics.registry import MetricsRegistry, Reading
 from twostep.metrics.requests import RUNNING, WAITING
 
@@ -35,13 +35,29 @@ class EngineMetrics:
     """on_step() on one thread; `stats` is called from scrapes' threads."""
 
     def __init__(self, registry: MetricsRegistry, *, role: str, stats: Callable[[], EngineStats]) -> None:
-        self._role = role
         self._stats = stats
+        self._tokens, self._duration, self._failures = (
+            registry.counter(STEP_TOKENS),
+            registry.histogram(STEP_DURATION),
+            registry.counter(FAILED),
+        )
+        # What the engine had counted in all when each role but the present one ended, less what was counted in others.
+        self._counted: dict[str, dict[Family, int]] = {}
+        self._serve(role)
         registry.on_scrape(_READ, self._read)
-        tokens, durations = registry.counter(STEP_TOKENS), registry.histogram(STEP_DURATION)
-        self._prefill_tokens, self._decode_tokens = tokens.labels(role, "prefill"), tokens.labels(role, "decode")
-        self._durations = {kind: durations.labels(role, kind) for kind in ("prefill", "decode", "mixed")}
-        self._failed = registry.counter(FAILED).labels(role)
+
+    def serve(self, role: str) -> None:
+        """The worker has this role from now on. What was counted stays counted for the role in which it happened."""
+        counted = {old: values for old, values in self._counted.items() if old != self._role}
+        # Replaced as a whole, for scrapes' threads.
+        self._counted = counted | {self._role: _less(_counters(self._stats()), counted)}
+        self._serve(role)
+
+    def _serve(self, role: str) -> None:
+        self._prefill_tokens, self._decode_tokens = self._tokens.labels(role, "prefill"), self._tokens.labels(role, "decode")
+        self._durations = {kind: self._duration.labels(role, kind) for kind in ("prefill", "decode", "mixed")}
+        self._failed = self._failures.labels(role)
+        self._role = role
 
     def on_step(self, output: StepOutput) -> None:
         prefill, decode = output.num_prefill_tokens, output.num_decode_tokens
@@ -56,6 +72,7 @@ class EngineMetrics:
 
     def _read(self) -> Iterable[Reading]:
         stats, role = self._stats(), (self._role,)
+        others = {old: values for old, values in self._counted.items() if old != self._role}
         used = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
         values = {
             RUNNING: stats.num_running,
@@ -64,12 +81,25 @@ class EngineMetrics:
             HELD: stats.num_held,
             KV_USAGE: used / stats.num_blocks if stats.num_blocks else 0.0,
             STALLED: stats.stalled_s,
-            PREEMPTIONS: stats.num_preemptions,
-            SWAPPED: stats.swapped_bytes,
-            STEPS: stats.steps,
-            PREFIX_QUERIES: stats.num_queried_tokens,
-            PREFIX_HITS: stats.num_hit_tokens,
         }
         yield from (Reading(family, value, role) for family, value in values.items())
+        for of_role, counts in (others | {self._role: _less(_counters(stats), others)}).items():
+            yield from (Reading(family, value, (of_role,)) for family, value in counts.items())
         for state, count in (("used", used), ("cached", stats.num_cached_blocks), ("free", stats.num_free_blocks)):
             yield Reading(KV_BLOCKS, count, (self._role, state))
+
+
+def _counters(stats: EngineStats) -> dict[Family, int]:
+    """What the engine has counted since its start."""
+    return {
+        PREEMPTIONS: stats.num_preemptions,
+        SWAPPED: stats.swapped_bytes,
+        STEPS: stats.steps,
+        PREFIX_QUERIES: stats.num_queried_tokens,
+        PREFIX_HITS: stats.num_hit_tokens,
+    }
+
+
+def _less(counts: dict[Family, int], others: dict[str, dict[Family, int]]) -> dict[Family, int]:
+    """What of it none of the others has."""
+    return {family: count - sum(values[family] for values in others.values()) for family, count in counts.items()}

@@ -12,9 +12,20 @@ INFO = gauge("twostep_process_info", "1, with the process's role and the version
 FAMILIES = (INFO,)
 
 
-def register_process(registry: MetricsRegistry, role: str) -> None:
+def register_process(registry: MetricsRegistry, role: str) -> ProcessMetrics:
     """`role`: "router", "prefill" or "decode"."""
-    registry.gauge(INFO).labels(role, _version()).set(1)
+    return ProcessMetrics(registry, role)
+
+
+class ProcessMetrics:
+    def __init__(self, registry: MetricsRegistry, role: str) -> None:
+        self._info = registry.gauge(INFO)
+        self.serve(role)
+
+    def serve(self, role: str) -> None:
+        """The process has this role from now on."""
+        self._info.clear()
+        self._info.labels(role, _version()).set(1)
 
 
 def _version() -> str:

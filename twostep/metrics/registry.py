@@ -14,6 +14,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,6 +24,8 @@ from prometheus_client.utils import floatToGoString
 from twostep.metrics.family import Family, Kind
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,16 @@ class Reading:
 class MetricsRegistry:
     def __init__(self) -> None:
         self.collectors = CollectorRegistry(auto_describe=True)
+        self._made: dict[Callable[[MetricsRegistry], Any], Any] = {}
         ProcessCollector(registry=self.collectors)
+
+    def once(self, make: Callable[[MetricsRegistry], T]) -> T:
+        """What `make` makes of this registry at the first call, and the same at every other: for what is counted on through changes of a
+        worker's role."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        made: T = self._made[make]
+        return made
 
     def counter(self, family: Family) -> Counter:
         assert family.kind is Kind.COUNTER, family

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from twostep.metrics.family import gauge
+from twostep.metrics.family import Family, gauge
 from twostep.metrics.registry import MetricsRegistry
 
 _ROLE = ["role"]
@@ -43,23 +43,25 @@ class WorkerMetrics:
 
     def __init__(self, registry: MetricsRegistry, *, role: str) -> None:
         self._role = role
-        self._ready = registry.gauge(READY).labels(role)
-        self._leases = registry.gauge(LEASES).labels(role)
-        self._oldest = registry.gauge(OLDEST_LEASE).labels(role)
-        self._sequences = registry.gauge(SEQUENCES).labels(role)
-        self._streams = registry.gauge(STREAMS).labels(role)
-        self._transport_ready = registry.gauge(TRANSPORT_READY)
-        self._stored = registry.gauge(STORED)
-        self._objects = registry.gauge(OBJECTS)
+        self._gauges = {family: registry.gauge(family) for family in FAMILIES}
+
+    def serve(self, role: str) -> None:
+        """The worker has this role from now on: nothing is said of the one before."""
+        self._role = role
+        for metric in self._gauges.values():
+            metric.clear()
 
     def set(self, *, ready: bool, num_leases: int, oldest_lease_s: float, num_sequences: int, num_streams: int) -> None:
-        self._ready.set(ready)
-        self._leases.set(num_leases)
-        self._oldest.set(oldest_lease_s)
-        self._sequences.set(num_sequences)
-        self._streams.set(num_streams)
+        self._set(READY, ready)
+        self._set(LEASES, num_leases)
+        self._set(OLDEST_LEASE, oldest_lease_s)
+        self._set(SEQUENCES, num_sequences)
+        self._set(STREAMS, num_streams)
 
     def set_transport(self, held: HeldByTransport) -> None:
-        self._transport_ready.labels(self._role, held.name).set(held.ready)
-        self._stored.labels(self._role, held.name).set(held.stored_bytes)
-        self._objects.labels(self._role, held.name).set(held.num_objects)
+        self._set(TRANSPORT_READY, held.ready, held.name)
+        self._set(STORED, held.stored_bytes, held.name)
+        self._set(OBJECTS, held.num_objects, held.name)
+
+    def _set(self, family: Family, value: float, *labels: str) -> None:
+        self._gauges[family].labels(self._role, *labels).set(value)

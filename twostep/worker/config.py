@@ -26,7 +26,8 @@ class WorkerConfig:
     """Everything a worker can be told; times in seconds. Empty `worker_id`: role, host name and port. Empty `advertise_address`: host
     and port as others reach them. `num_blocks` 0: as many as fit `kv_cache_memory_bytes`; that 0 too: on a GPU what
     `gpu_memory_utilization` leaves, on a CPU 512 MiB. `max_num_batched_tokens` and `max_num_seqs` 0: what
-    suits the device (settle in worker/model.py). `chunk_bytes` 0: what suits the transport."""
+    suits the device (settle in worker/model.py). `chunk_bytes` 0: what suits the transport.
+    `other_step_tokens`: the step's budget once the worker has changed its role; 0: the same."""
 
     role: str
     model: str = ""
@@ -45,6 +46,7 @@ class WorkerConfig:
     preemption_mode: str = "auto"
     max_model_len: int = 0
     max_num_batched_tokens: int = CPU_STEP_TOKENS
+    other_step_tokens: int = 0
     max_num_seqs: int = CPU_NUM_SEQS
     max_waiting: int = 256
     local_prefill: bool = True
@@ -86,7 +88,7 @@ def parse_config(role: str, argv: Sequence[str] | None = None) -> WorkerConfig:
     parser = FlagParser(prog=f"python -P -m {role}_worker", description=f"Twostep {role} worker.")
     _model_flags(parser, default)
     _network_flags(parser, default, role)
-    _transfer_flags(parser, default, role)
+    _transfer_flags(parser, default)
     parser.flag(
         "--log-level", default=default.log_level, choices=["debug", "info", "warning", "error"], help="least severe level that is logged"
     )
@@ -200,7 +202,7 @@ def _network_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None
     parser.flag("--stall-timeout", type=_positive, default=default.stall_timeout, help="not alive once work has seen no step for so long")
 
 
-def _transfer_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None:
+def _transfer_flags(parser: FlagParser, default: WorkerConfig) -> None:
     parser.flag(
         "--kv-transfer",
         type=kv_transports,
@@ -209,12 +211,12 @@ def _transfer_flags(parser: FlagParser, default: WorkerConfig, role: str) -> Non
         help=f"how KV may travel, best first: {', '.join(KV_TRANSPORTS)} (local within one process only); auto: all that work here; none: "
         "not at all, for decode workers that compute every prompt themselves. cuda_ipc and nixl let peers read the whole KV cache",
     )
-    form = "published" if role == "prefill" else "taken, besides raw and zstd"
     parser.flag(
         "--kv-wire",
         default=default.kv_wire,
         choices=KV_WIRES,
-        help=f"form in which KV is {form} where ray moves it. zstd: fewer bytes for time; int8, fp8: lossy, and not kept as prefixes",
+        help="form in which KV is published, and taken besides raw and zstd, where ray moves it. zstd: fewer bytes for time; "
+        "int8, fp8: lossy, and not kept as prefixes",
     )
     parser.flag("--ray-address", default=default.ray_address, help="host:port of Ray's GCS")
     parser.flag(
@@ -223,34 +225,43 @@ def _transfer_flags(parser: FlagParser, default: WorkerConfig, role: str) -> Non
     parser.flag(
         "--transport-timeout", type=_positive, default=default.transport_timeout, help="how long to wait for the KV transport at start"
     )
-    if role == "prefill":
-        parser.flag(
-            "--kv-budget-bytes", type=_between(0, 1 << 50), default=0, help="most KV published at once; 0: 70%% of the object store"
-        )
-        parser.flag(
-            "--kv-ring-bytes",
-            type=_between(0, 1 << 40),
-            default=0,
-            help="memory shared with the KV agent of the ray transport; 0: 64 MiB, on a GPU up to 256",
-        )
-        parser.flag(
-            "--chunk-bytes",
-            type=_between(0, 1 << 30),
-            default=default.chunk_bytes,
-            help="size of a published chunk, about; 0: 8 MiB of what is copied out, 256 MiB of what is read in place",
-        )
-        parser.flag("--lease-ttl", type=_positive, default=default.lease_ttl, help="a hand-over without progress for so long ends")
-    else:
-        parser.flag("--lease-ttl", type=_positive, default=default.lease_ttl, help="a reservation without a ticket for so long ends")
-        parser.flag(
-            "--local-prefill",
-            action=argparse.BooleanOptionalAction,
-            default=default.local_prefill,
-            help="compute prompts here too, in chunks between the others' tokens, where routers find that better than a hand-over",
-        )
-        parser.flag(
-            "--router-lease", type=_positive, default=default.router_lease, help="sequences of a router without a stream for so long end"
-        )
+    # Of either role, since a worker may change its own (docs/roles.md).
+    parser.flag(
+        "--kv-budget-bytes",
+        type=_between(0, 1 << 50),
+        default=0,
+        help="prefill: most KV published at once; 0: 70%% of the object store",
+    )
+    parser.flag(
+        "--kv-ring-bytes",
+        type=_between(0, 1 << 40),
+        default=0,
+        help="memory shared with the KV agent of the ray transport; 0: 64 MiB, on a GPU up to 256",
+    )
+    parser.flag(
+        "--chunk-bytes",
+        type=_between(0, 1 << 30),
+        default=default.chunk_bytes,
+        help="prefill: size of a published chunk, about; 0: 8 MiB of what is copied out, 256 MiB of what is read in place",
+    )
+    parser.flag(
+        "--lease-ttl",
+        type=_positive,
+        default=default.lease_ttl,
+        help="so long after its last progress a hand-over ends (prefill), and a reservation without a ticket (decode)",
+    )
+    parser.flag(
+        "--local-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=default.local_prefill,
+        help="decode: compute prompts here too, in chunks between the others' tokens, where routers find that better than a hand-over",
+    )
+    parser.flag(
+        "--router-lease",
+        type=_positive,
+        default=default.router_lease,
+        help="decode: sequences of a router without a stream for so long end",
+    )
 
 
 def _between(low: int, high: int) -> Callable[[str], int]:

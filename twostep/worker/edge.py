@@ -1,8 +1,8 @@
-"""What a role adds to a worker: its services, what they hold, and how it ends."""
+"""What a role adds to a worker: its services, what they hold, and how it ends. twostep/worker/roles.py says where edges come from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,16 +10,22 @@ from twostep.engine.engine import Engine
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.metrics.registry import MetricsRegistry
-from twostep.rpc.server import GrpcServer
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.config import WorkerConfig
 from twostep.worker.model import ServedModel
 from twostep.worker.requests import RequestReader
 
 
+class Carried(Protocol):
+    """What one edge of a worker leaves to the next, of either role: the KV transports, running. Whoever has it closes it in the end."""
+
+    async def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeParts:
-    """What every edge is made of. `address` gives host:port as others reach the worker, once it listens."""
+    """What every edge is made of. `address` gives host:port as others reach the worker, once it listens. `carried` is what the edge
+    before has left; the new one has it from now on."""
 
     config: WorkerConfig
     worker_id: str
@@ -30,12 +36,16 @@ class EdgeParts:
     reader: RequestReader
     address: Callable[[], str]
     metrics: MetricsRegistry
+    carried: Carried | None = None
 
 
 class Edge(Protocol):
     """Everything runs on the worker's event loop."""
 
-    def add_to(self, server: GrpcServer) -> None: ...
+    @property
+    def services(self) -> Mapping[str, object]:
+        """Servicers by the full names of their services: those of the role, and no others."""
+        ...
 
     async def start(self) -> None:
         """Raises SetupError."""
@@ -65,8 +75,12 @@ class Edge(Protocol):
         """Ends what runs; the routers are told."""
         ...
 
+    async def leave(self) -> Carried:
+        """Ends what runs, waits until it is freed, lets streams end: seconds at most. Idempotent."""
+        ...
+
     async def close(self) -> None:
-        """Ends what runs, waits until it is freed, lets streams end."""
+        """As `leave`, and ends the transports too. Idempotent."""
         ...
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:

@@ -94,9 +94,12 @@ def settle(config: WorkerConfig) -> WorkerConfig:
             log.info("device %s: %s", device, why)
             config = replace(config, device=device)
         on_gpu = device != "cpu"
+    if not config.max_num_batched_tokens and on_gpu:
+        other = next(role for role in GPU_STEP_TOKENS if role != config.role)
+        config = replace(config, max_num_batched_tokens=GPU_STEP_TOKENS[config.role], other_step_tokens=GPU_STEP_TOKENS[other])
     return replace(
         config,
-        max_num_batched_tokens=config.max_num_batched_tokens or (GPU_STEP_TOKENS[config.role] if on_gpu else CPU_STEP_TOKENS),
+        max_num_batched_tokens=config.max_num_batched_tokens or CPU_STEP_TOKENS,
         max_num_seqs=config.max_num_seqs or (GPU_NUM_SEQS if on_gpu else CPU_NUM_SEQS),
     )
 
@@ -172,7 +175,8 @@ def _pool(config: WorkerConfig, model_dir: Path) -> int | PoolSizing:
     if config.device != "cpu" and not config.kv_cache_memory_bytes:
         return PoolSizing(
             utilization=config.gpu_memory_utilization,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            # In whichever role: a step of the other one must not run out of memory.
+            max_num_batched_tokens=max(config.max_num_batched_tokens, config.other_step_tokens),
             max_num_seqs=config.max_num_seqs,
         )
     num_bytes = config.kv_cache_memory_bytes or _CPU_CACHE_BYTES

@@ -27,8 +27,9 @@ class Telemetry:
 
     def __init__(self, config: WorkerConfig, engine: Engine) -> None:
         self.registry = MetricsRegistry()
-        register_process(self.registry, config.role)
-        self.on_step: Callable[[StepOutput], None] = EngineMetrics(self.registry, role=config.role, stats=engine.stats).on_step
+        self._process = register_process(self.registry, config.role)
+        self._engine = EngineMetrics(self.registry, role=config.role, stats=engine.stats)
+        self.on_step: Callable[[StepOutput], None] = self._engine.on_step
         self._worker = WorkerMetrics(self.registry, role=config.role)
         self._server = MetricsServer.beside(self.registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
         self._sampling: asyncio.Task[None] | None = None
@@ -43,6 +44,11 @@ class Telemetry:
         if self._server is not None:
             self._server.start()
             self._sampling = asyncio.create_task(self._sample(describe, fill), name="metrics")
+
+    def serve(self, role: str) -> None:
+        """The worker has this role now: gauges are told of it, and what was counted stays counted for the role in which it happened."""
+        for metrics in (self._process, self._engine, self._worker):
+            metrics.serve(role)
 
     async def close(self) -> None:
         """Idempotent."""

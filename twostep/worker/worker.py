@@ -1,53 +1,72 @@
-"""One worker of either role: engine, edge, server and registration, started and stopped in order.
+"""One worker: engine, server, registration, and the edge of the role that it has now; started, switched and stopped in order.
 
 start   engine thread · edge (KV transport) · server listens · transport answers · registered · ready
 stop    not ready · deregistered · no new work · what runs ends, or is failed at the drain timeout · edge frees · server and engine stop
+switch  not ready, and said so in Redis · no new work · what runs ends, or is failed at the drain timeout · edge frees, and leaves its
+        transports running · engine reconfigured · the other role's edge under a new epoch · registered as that · ready   (docs/roles.md)
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from twostep.cluster.records import WorkerLoad, WorkerRecord
 from twostep.cluster.registration import Registration
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.preemption import PreemptionMode
-from twostep.engine.types import StepOutput
-from twostep.errors import SetupError, Unavailable
+from twostep.engine.types import LayerProgress, StepOutput
+from twostep.errors import InternalError, InvalidRequest, SetupError, Unavailable
 from twostep.prefix import secret_check
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.worker.config import WorkerConfig
-from twostep.worker.edge import Edge, EdgeParts
+from twostep.worker.edge import Carried, Edge, EdgeParts
 from twostep.worker.engine_loop import EngineLoop
+from twostep.worker.life import Life
 from twostep.worker.model import ServedModel
 from twostep.worker.requests import RequestReader
-from twostep.worker.stats import WorkerService
+from twostep.worker.roles import ROLES, RoleConflict, Switchboard, check_services, config_in_role, swap_bytes
+from twostep.worker.service import WorkerService
 from twostep.worker.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.05
 # For routers to read how their requests ended, and for calls to return.
 _GOODBYE_S = 2.0
+# Launched steps end within it once nothing is left in them; one that does not hangs.
+_ENGINE_IDLE_S = 10.0
+_IDLE_POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleChange:
+    """What a switch came to: the role and its epoch, how long the drain took and how long all that came after it."""
+
+    role: str
+    epoch: int
+    drain_s: float = 0.0
+    switch_s: float = 0.0
 
 
 class Worker:
     def __init__(self, config: WorkerConfig, model: ServedModel, secret: bytes, make_edge: Callable[[EdgeParts], Edge]) -> None:
-        """Needs a running event loop. Raises SetupError."""
-        self.config = config
-        self.epoch = time.time_ns() // 1000
+        """`make_edge` makes that of `parts.config.role`, which may change. Needs a running event loop. Raises SetupError."""
         self.worker_id = config.worker_id or f"{config.role}-{socket.gethostname()}-{config.port or os.getpid()}"
         self.address = ""
+        self._model = model
+        self._secret = secret
+        self._secret_check = secret_check(secret)
+        self._make_edge = make_edge
         shape = model.runner.kv_shape
-        # What is held for a hand-over never gives way: a prefill worker swaps nothing.
-        swap_bytes = min(int(config.swap_space * 2**30), shape.num_blocks * shape.block_bytes) if config.role == "decode" else 0
+        self._pool_bytes = shape.num_blocks * shape.block_bytes
         self.engine = Engine(
             model.runner,
             EngineConfig(
@@ -56,29 +75,18 @@ class Worker:
                 max_waiting=config.max_waiting,
                 hash_unit=config.hash_unit,
                 preemption_mode=PreemptionMode(config.preemption_mode),
-                swap_bytes=swap_bytes,
+                swap_bytes=swap_bytes(config, self._pool_bytes),
             ),
         )
         self.telemetry = Telemetry(config, self.engine)
+        # Nothing can be served any more, by whatever fault: the process is to end.
         self.engine_failed = asyncio.Event()
-        self._model = model
-        self._secret_check = secret_check(secret)
         self._draining = False
         self._ready = False
-        self.edge = make_edge(
-            EdgeParts(
-                config=config,
-                worker_id=self.worker_id,
-                epoch=self.epoch,
-                secret=secret,
-                model=model,
-                engine=self.engine,
-                reader=RequestReader(secret=secret, layout=model.layout, eos_token_ids=model.eos_token_ids),
-                address=lambda: self.address,
-                metrics=self.telemetry.registry,
-            )
-        )
-        self._loop = EngineLoop(self.engine, self._on_step, self._on_engine_failure, self.edge.on_layers)
+        self._stopping = False
+        self._switching: asyncio.Task[RoleChange] | None = None
+        self._life = self._new_life(config)
+        self._loop = EngineLoop(self.engine, self._on_step, self._on_engine_failure, self._on_layers)
         self.server = GrpcServer(
             ServerConfig(
                 host=config.host,
@@ -89,34 +97,45 @@ class Worker:
             ),
             alive=lambda: self._loop.alive(config.stall_timeout),
         )
-        self.edge.add_to(self.server)
-        self.server.add(
-            WorkerService(self.engine, self._describe_stats, self.edge.fill_stats),
-            worker_pb2_grpc.add_WorkerServicer_to_server,
-            "twostep.v1.Worker",
-        )
+        self._board = Switchboard()
+        self._connect()
+        self._board.add_to(self.server)
+        self.server.add(WorkerService(self, secret), worker_pb2_grpc.add_WorkerServicer_to_server, "twostep.v1.Worker")
         self._registration = Registration(config.redis_url, describe=self.record, take_delta=self.engine.take_prefix_delta)
+
+    @property
+    def config(self) -> WorkerConfig:
+        """In its role of now."""
+        return self._life.config
+
+    @property
+    def epoch(self) -> int:
+        return self._life.epoch
+
+    @property
+    def edge(self) -> Edge:
+        return self._life.edge
 
     def record(self) -> WorkerRecord:
         """What the worker says of itself in Redis, now."""
-        stats, shape = self.engine.stats(), self._model.runner.kv_shape
+        stats, shape, config = self.engine.stats(), self._model.runner.kv_shape, self.config
         return WorkerRecord(
             worker_id=self.worker_id,
-            role=self.config.role,
+            role=config.role,
             address=self.address,
             epoch=self.epoch,
             model=self._model.name,
             layout=self._model.layout,
-            hash_unit=self.config.hash_unit,
+            hash_unit=config.hash_unit,
             secret_check=self._secret_check,
             num_blocks=shape.num_blocks,
-            max_num_seqs=self.config.max_num_seqs,
+            max_num_seqs=config.max_num_seqs,
             max_model_len=self._model.runner.max_model_len,
             ready=self._ready,
             draining=self._draining,
             transports=tuple(self.edge.ready_transports),
             step_tokens=self.engine.max_num_batched_tokens,
-            local_prefill=self.config.role == "decode" and self.config.local_prefill,
+            local_prefill=config.role == "decode" and config.local_prefill,
             load=WorkerLoad(
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
@@ -129,14 +148,14 @@ class Worker:
     async def start(self) -> None:
         """Returns when the worker is ready and registered. Raises SetupError with what to change; everything is stopped then."""
         try:
-            self.telemetry.start(self._describe_stats, self.edge.fill_stats)
+            self.telemetry.start(self.describe, self.fill_stats)
             self._loop.start()
             if self._model.ranks is not None:
                 self._model.ranks.watch(self._loop.fail)
             await self.edge.start()
             port = await self.server.start()
             self.address = _reachable(self.config, port)
-            await self._wait_for_transport()
+            await self._life.wait_for_transport()
             self._ready = True
             await self._registration.start()
         except BaseException:
@@ -153,14 +172,16 @@ class Worker:
         )
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Drains: what runs may end within `drain_timeout_s`. Then everything is freed and stopped. Call it once."""
-        self._draining, self._ready = True, False
-        self.server.health.set(READINESS, False)
-        self.edge.refuse(f"{self.worker_id} is draining; use another worker")
+        """Drains: what runs may end within `drain_timeout_s`. Then everything is freed and stopped. A change of roles under way is cut
+        short. Call it once."""
+        self._stopping = True
+        self._refuse(f"{self.worker_id} is draining; use another worker")
+        if self._switching is not None:
+            await asyncio.wait({self._switching})
+        self._refuse(f"{self.worker_id} is draining; use another worker")
         await self._registration.close()
-        if not await _until(lambda: self.edge.idle or self.engine_failed.is_set(), drain_timeout_s) or not self.edge.idle:
-            log.warning("ending what still runs")
-            self.edge.fail_all(Unavailable(f"{self.worker_id} stopped before the request was done; try again"))
+        await self._life.drain(drain_timeout_s, self.engine_failed.is_set)
+        self._life.fail_rest(Unavailable(f"{self.worker_id} stopped before the request was done; try again"))
         await self._stop()
 
     async def _stop(self) -> None:
@@ -171,18 +192,147 @@ class Worker:
         await self._loop.stop()
         await self.telemetry.close()
 
-    async def _wait_for_transport(self) -> None:
-        if self.config.kv_transfer == "none":
-            return
-        if not await _until(lambda: bool(self.edge.ready_transports), self.config.transport_timeout):
-            raise SetupError(
-                f"no KV transport works after {self.config.transport_timeout:g} s (--kv-transfer {self.config.kv_transfer}); "
-                f"is Ray running at --ray-address {self.config.ray_address}?"
+    # ---- the other role ---------------------------------------------------------------------------------------------------
+
+    async def switch_role(self, role: str, drain_timeout_s: float) -> RoleChange:
+        """Returns when it serves that role; what runs may end within `drain_timeout_s` before. Goes on to its end whether or not anybody
+        waits for it. Raises InvalidRequest, RoleConflict (another change is under way, or came in between), and SetupError: it cannot
+        serve that role, and goes on in the one it had."""
+        if role not in ROLES:
+            raise InvalidRequest(f"role is {role!r}; give {' or '.join(ROLES)}")
+        if not (math.isfinite(drain_timeout_s) and drain_timeout_s >= 0):
+            raise InvalidRequest(f"drain_timeout_s is {drain_timeout_s}; give seconds, 0 or more")
+        if self._switching is not None:
+            raise RoleConflict(f"{self.worker_id} is changing its role already; ask again when it is ready")
+        if self._interrupted() or not self._ready:
+            raise RoleConflict(f"{self.worker_id} is {'stopping' if self._interrupted() else 'starting'}; it keeps its role")
+        if role == self._life.role:
+            return RoleChange(role=role, epoch=self.epoch)
+        config = config_in_role(self.config, role)
+        self._switching = asyncio.create_task(self._switch(config, drain_timeout_s), name="role switch")
+        self._switching.add_done_callback(self._switched)
+        return await asyncio.shield(self._switching)
+
+    async def _switch(self, config: WorkerConfig, drain_timeout_s: float) -> RoleChange:
+        try:
+            return await self._change(config, drain_timeout_s)
+        except (RoleConflict, SetupError):
+            raise
+        except Exception as error:
+            log.exception("%s serves no role any more", self.worker_id)
+            self._on_engine_failure(error)
+            raise
+
+    async def _change(self, config: WorkerConfig, drain_timeout_s: float) -> RoleChange:
+        old, begun = self._life, time.monotonic()
+        reason = f"{self.worker_id} is becoming a {config.role} worker; use another one"
+        log.info("%s becomes a %s worker: draining for %g s at most", self.worker_id, config.role, drain_timeout_s)
+        self._refuse(reason)
+        await self._registration.announce()
+        await old.drain(drain_timeout_s, self._interrupted)
+        self._check_not_interrupted()
+        old.fail_rest(Unavailable(f"{self.worker_id} changed its role before the request was done; try again"))
+        drained = time.monotonic()
+        self._board.disconnect(reason)
+        carried = await old.edge.leave()
+        try:
+            await self._begin(config, carried)
+        except Exception as error:
+            log.exception("%s cannot be a %s worker, and goes back", self.worker_id, config.role)
+            await self._begin(old.config, carried)
+            await self._resume()
+            raise SetupError(f"{self.worker_id} is a {old.role} worker still: {error}") from error
+        await self._resume()
+        change = RoleChange(role=config.role, epoch=self.epoch, drain_s=drained - begun, switch_s=time.monotonic() - drained)
+        log.info(
+            "ready: %s is a %s worker: drained in %.2f s, switched in %.2f", self.worker_id, config.role, change.drain_s, change.switch_s
+        )
+        return change
+
+    async def _begin(self, config: WorkerConfig, carried: Carried) -> None:
+        """A new life in the role of `config`, that nobody is told of yet. Raises SetupError, and then the life before is the present one
+        and has `carried`."""
+        give_up = time.monotonic() + _ENGINE_IDLE_S
+        while not await asyncio.to_thread(
+            self.engine.reconfigure,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            swap_bytes=swap_bytes(config, self._pool_bytes),
+        ):
+            if time.monotonic() >= give_up:
+                raise InternalError(f"a step that nobody waits for has not ended in {_ENGINE_IDLE_S:g} s; restart the worker")
+            await asyncio.sleep(_IDLE_POLL_S)
+        life = self._new_life(config, carried)
+        try:
+            await life.edge.start()
+            await life.wait_for_transport(self._interrupted)
+        except BaseException:
+            await life.edge.leave()
+            raise
+        self._life = life
+
+    async def _resume(self) -> None:
+        self._check_not_interrupted()
+        self._connect()
+        self.telemetry.serve(self._life.role)
+        self._draining, self._ready = False, True
+        await self._registration.announce()
+        # Whatever came meanwhile has said that it is not.
+        self.server.health.set(READINESS, self._ready)
+
+    def _new_life(self, config: WorkerConfig, carried: Carried | None = None) -> Life:
+        """Raises SetupError; `carried` is the caller's still then."""
+        epoch = time.time_ns() // 1000
+        if carried is not None:
+            epoch = max(epoch, self.epoch + 1)
+        edge = self._make_edge(
+            EdgeParts(
+                config=config,
+                worker_id=self.worker_id,
+                epoch=epoch,
+                secret=self._secret,
+                model=self._model,
+                engine=self.engine,
+                reader=RequestReader(secret=self._secret, layout=self._model.layout, eos_token_ids=self._model.eos_token_ids),
+                address=lambda: self.address,
+                metrics=self.telemetry.registry,
+                carried=carried,
             )
+        )
+        check_services(config.role, edge.services)
+        return Life(config=config, epoch=epoch, edge=edge)
+
+    def _connect(self) -> None:
+        life = self._life
+        self._board.connect(life.edge.services, f"{self.worker_id} is a {life.role} worker now; look it up again")
+
+    def _refuse(self, reason: str) -> None:
+        self._draining, self._ready = True, False
+        self.server.health.set(READINESS, False)
+        self.edge.refuse(reason)
+
+    def _interrupted(self) -> bool:
+        return self._stopping or self.engine_failed.is_set()
+
+    def _check_not_interrupted(self) -> None:
+        """Raises RoleConflict."""
+        if self._interrupted():
+            raise RoleConflict(f"{self.worker_id} stops: it changes its role no more")
+
+    def _switched(self, task: asyncio.Task[RoleChange]) -> None:
+        self._switching = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Perhaps nobody waits for it any more.
+            log.warning("no change of roles: %s", error)
+
+    # ---- what happens -----------------------------------------------------------------------------------------------------
 
     def _on_step(self, output: StepOutput) -> None:
         self.edge.on_step(output)
         self.telemetry.on_step(output)
+
+    def _on_layers(self, progress: Sequence[LayerProgress]) -> None:
+        self.edge.on_layers(progress)
 
     def _on_engine_failure(self, error: Exception) -> None:
         self._ready = False
@@ -192,20 +342,15 @@ class Worker:
         self.edge.fail_all(Unavailable(reason))
         self.engine_failed.set()
 
-    def _describe_stats(self) -> worker_pb2.WorkerStats:
+    def describe(self) -> worker_pb2.WorkerStats:
+        """Who the worker is now."""
         return worker_pb2.WorkerStats(
-            worker_id=self.worker_id, role=self.config.role, epoch=self.epoch, ready=self._ready, draining=self._draining
+            worker_id=self.worker_id, role=self._life.role, epoch=self.epoch, ready=self._ready, draining=self._draining
         )
 
-
-async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """False: `timeout_s` passed first."""
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() >= give_up:
-            return False
-        await asyncio.sleep(_POLL_S)
-    return True
+    async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
+        """Adds what its edge holds."""
+        await self.edge.fill_stats(stats)
 
 
 def _reachable(config: WorkerConfig, port: int) -> str:

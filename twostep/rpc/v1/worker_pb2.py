@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btwostep/rpc/v1/worker.proto\x12\ntwostep.v1\":\n\x11SwitchRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x17\n\x0f\x64rain_timeout_s\x18\x02 \x01(\x01\"T\n\x12SwitchRoleResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x01\x12\x10\n\x08switch_s\x18\x04 \x01(\x01\"-\n\x12WorkerStatsRequest\x12\x17\n\x0f\x63heck_integrity\x18\x01 \x01(\x08\"\x89\x05\n\x0bWorkerStats\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x14\n\x0cnum_reserved\x18\x08 \x01(\r\x12\x10\n\x08num_held\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x0b \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x0c \x01(\r\x12\r\n\x05steps\x18\r \x01(\x04\x12\x11\n\tstalled_s\x18\x0e \x01(\x01\x12\x12\n\nnum_leases\x18\x0f \x01(\r\x12\x15\n\rnum_sequences\x18\x10 \x01(\r\x12\x13\n\x0bnum_streams\x18\x11 \x01(\r\x12.\n\ntransports\x18\x12 \x03(\x0b\x32\x1a.twostep.v1.TransportStats\x12\x17\n\x0fintegrity_error\x18\x13 \x01(\t\x12\x13\n\x0b\x62ytes_moved\x18\x14 \x01(\x04\x12\x14\n\x0c\x62locks_moved\x18\x15 \x01(\x04\x12\x15\n\rblocks_reused\x18\x16 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x17 \x01(\x04\x12\x15\n\rswapped_bytes\x18\x18 \x01(\x04\x12\x16\n\x0eoldest_lease_s\x18\x19 \x01(\x01\x12$\n\x05paths\x18\x1a \x03(\x0b\x32\x15.twostep.v1.PathStats\x12\x17\n\x0fnum_host_blocks\x18\x1b \x01(\r\x12\x1b\n\x13num_host_hit_tokens\x18\x1c \x01(\x04\"d\n\tPathStats\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x01(\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\xc8\x03\n\x0eTransportStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x12\n\nnum_leases\x18\x03 \x01(\r\x12\x13\n\x0bnum_objects\x18\x04 \x01(\r\x12\x14\n\x0cstored_bytes\x18\x05 \x01(\x04\x12\x15\n\rnum_transfers\x18\x06 \x01(\x04\x12\x11\n\tnum_bytes\x18\x07 \x01(\x04\x12\x12\n\nnum_chunks\x18\x08 \x01(\x04\x12\x0f\n\x07queue_s\x18\t \x01(\x01\x12\x0e\n\x06\x63opy_s\x18\n \x01(\x01\x12\x11\n\tscatter_s\x18\x0b \x01(\x01\x12\x11\n\texposed_s\x18\x0c \x01(\x01\x12\x38\n\x07retries\x18\r \x03(\x0b\x32\'.twostep.v1.TransportStats.RetriesEntry\x12:\n\x08\x66\x61ilures\x18\x0e \x03(\x0b\x32(.twostep.v1.TransportStats.FailuresEntry\x1a.\n\x0cRetriesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x97\x01\n\x06Worker\x12@\n\x05Stats\x12\x1e.twostep.v1.WorkerStatsRequest\x1a\x17.twostep.v1.WorkerStats\x12K\n\nSwitchRole\x12\x1d.twostep.v1.SwitchRoleRequest\x1a\x1e.twostep.v1.SwitchRoleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btwostep/rpc/v1/worker.proto\x12\ntwostep.v1\"\x82\x01\n\x11SwitchRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x17\n\x0f\x64rain_timeout_s\x18\x02 \x01(\x01\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x17\n\x0f\x65xpires_unix_ms\x18\x05 \x01(\x03\x12\x0b\n\x03mac\x18\x06 \x01(\x0c\"T\n\x12SwitchRoleResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x01\x12\x10\n\x08switch_s\x18\x04 \x01(\x01\"-\n\x12WorkerStatsRequest\x12\x17\n\x0f\x63heck_integrity\x18\x01 \x01(\x08\"\x89\x05\n\x0bWorkerStats\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x14\n\x0cnum_reserved\x18\x08 \x01(\r\x12\x10\n\x08num_held\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x0b \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x0c \x01(\r\x12\r\n\x05steps\x18\r \x01(\x04\x12\x11\n\tstalled_s\x18\x0e \x01(\x01\x12\x12\n\nnum_leases\x18\x0f \x01(\r\x12\x15\n\rnum_sequences\x18\x10 \x01(\r\x12\x13\n\x0bnum_streams\x18\x11 \x01(\r\x12.\n\ntransports\x18\x12 \x03(\x0b\x32\x1a.twostep.v1.TransportStats\x12\x17\n\x0fintegrity_error\x18\x13 \x01(\t\x12\x13\n\x0b\x62ytes_moved\x18\x14 \x01(\x04\x12\x14\n\x0c\x62locks_moved\x18\x15 \x01(\x04\x12\x15\n\rblocks_reused\x18\x16 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x17 \x01(\x04\x12\x15\n\rswapped_bytes\x18\x18 \x01(\x04\x12\x16\n\x0eoldest_lease_s\x18\x19 \x01(\x01\x12$\n\x05paths\x18\x1a \x03(\x0b\x32\x15.twostep.v1.PathStats\x12\x17\n\x0fnum_host_blocks\x18\x1b \x01(\r\x12\x1b\n\x13num_host_hit_tokens\x18\x1c \x01(\x04\"d\n\tPathStats\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x01(\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\xc8\x03\n\x0eTransportStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x12\n\nnum_leases\x18\x03 \x01(\r\x12\x13\n\x0bnum_objects\x18\x04 \x01(\r\x12\x14\n\x0cstored_bytes\x18\x05 \x01(\x04\x12\x15\n\rnum_transfers\x18\x06 \x01(\x04\x12\x11\n\tnum_bytes\x18\x07 \x01(\x04\x12\x12\n\nnum_chunks\x18\x08 \x01(\x04\x12\x0f\n\x07queue_s\x18\t \x01(\x01\x12\x0e\n\x06\x63opy_s\x18\n \x01(\x01\x12\x11\n\tscatter_s\x18\x0b \x01(\x01\x12\x11\n\texposed_s\x18\x0c \x01(\x01\x12\x38\n\x07retries\x18\r \x03(\x0b\x32\'.twostep.v1.TransportStats.RetriesEntry\x12:\n\x08\x66\x61ilures\x18\x0e \x03(\x0b\x32(.twostep.v1.TransportStats.FailuresEntry\x1a.\n\x0cRetriesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x97\x01\n\x06Worker\x12@\n\x05Stats\x12\x1e.twostep.v1.WorkerStatsRequest\x1a\x17.twostep.v1.WorkerStats\x12K\n\nSwitchRole\x12\x1d.twostep.v1.SwitchRoleRequest\x1a\x1e.twostep.v1.SwitchRoleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,22 +35,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRANSPORTSTATS_RETRIESENTRY']._serialized_options = b'8\001'
   _globals['_TRANSPORTSTATS_FAILURESENTRY']._loaded_options = None
   _globals['_TRANSPORTSTATS_FAILURESENTRY']._serialized_options = b'8\001'
-  _globals['_SWITCHROLEREQUEST']._serialized_start=43
-  _globals['_SWITCHROLEREQUEST']._serialized_end=101
-  _globals['_SWITCHROLERESPONSE']._serialized_start=103
-  _globals['_SWITCHROLERESPONSE']._serialized_end=187
-  _globals['_WORKERSTATSREQUEST']._serialized_start=189
-  _globals['_WORKERSTATSREQUEST']._serialized_end=234
-  _globals['_WORKERSTATS']._serialized_start=237
-  _globals['_WORKERSTATS']._serialized_end=886
-  _globals['_PATHSTATS']._serialized_start=888
-  _globals['_PATHSTATS']._serialized_end=988
-  _globals['_TRANSPORTSTATS']._serialized_start=991
-  _globals['_TRANSPORTSTATS']._serialized_end=1447
-  _globals['_TRANSPORTSTATS_RETRIESENTRY']._serialized_start=1352
-  _globals['_TRANSPORTSTATS_RETRIESENTRY']._serialized_end=1398
-  _globals['_TRANSPORTSTATS_FAILURESENTRY']._serialized_start=1400
-  _globals['_TRANSPORTSTATS_FAILURESENTRY']._serialized_end=1447
-  _globals['_WORKER']._serialized_start=1450
-  _globals['_WORKER']._serialized_end=1601
+  _globals['_SWITCHROLEREQUEST']._serialized_start=44
+  _globals['_SWITCHROLEREQUEST']._serialized_end=174
+  _globals['_SWITCHROLERESPONSE']._serialized_start=176
+  _globals['_SWITCHROLERESPONSE']._serialized_end=260
+  _globals['_WORKERSTATSREQUEST']._serialized_start=262
+  _globals['_WORKERSTATSREQUEST']._serialized_end=307
+  _globals['_WORKERSTATS']._serialized_start=310
+  _globals['_WORKERSTATS']._serialized_end=959
+  _globals['_PATHSTATS']._serialized_start=961
+  _globals['_PATHSTATS']._serialized_end=1061
+  _globals['_TRANSPORTSTATS']._serialized_start=1064
+  _globals['_TRANSPORTSTATS']._serialized_end=1520
+  _globals['_TRANSPORTSTATS_RETRIESENTRY']._serialized_start=1425
+  _globals['_TRANSPORTSTATS_RETRIESENTRY']._serialized_end=1471
+  _globals['_TRANSPORTSTATS_FAILURESENTRY']._serialized_start=1473
+  _globals['_TRANSPORTSTATS_FAILURESENTRY']._serialized_end=1520
+  _globals['_WORKER']._serialized_start=1523
+  _globals['_WORKER']._serialized_end=1674
 # @@protoc_insertion_point(module_scope)

@@ -24,19 +24,33 @@ class SwitchRoleRequest(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     DRAIN_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _builtins.int
+    MAC_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"prefill" or "decode". The one it has already: nothing happens."""
     drain_timeout_s: _builtins.float
     """Running requests may end within so long; then they are failed, and routers begin them again elsewhere."""
+    worker_id: _builtins.str
+    """Which life is meant, as Stats tells, and until when the request is good."""
+    epoch: _builtins.int
+    expires_unix_ms: _builtins.int
+    mac: _builtins.bytes
+    """HMAC-SHA256 of the fields above under the deployment secret (twostep/role_pass.py)."""
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         drain_timeout_s: _builtins.float = ...,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        expires_unix_ms: _builtins.int = ...,
+        mac: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_timeout_s", b"drain_timeout_s", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_timeout_s", b"drain_timeout_s", "epoch", b"epoch", "expires_unix_ms", b"expires_unix_ms", "mac", b"mac", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -53,6 +67,7 @@ class SwitchRoleResponse(_message.Message):
     role: _builtins.str
     epoch: _builtins.int
     drain_s: _builtins.float
+    """How long running requests were waited for, and how long all took that came after."""
     switch_s: _builtins.float
     def __init__(
         self,
@@ -146,7 +161,7 @@ class WorkerStats(_message.Message):
     integrity_error: _builtins.str
     """Set if check_integrity was asked for and something does not add up."""
     bytes_moved: _builtins.int
-    """Since the process started."""
+    """Since the worker took its role."""
     blocks_moved: _builtins.int
     blocks_reused: _builtins.int
     num_preemptions: _builtins.int
@@ -303,7 +318,7 @@ class TransportStats(_message.Message):
     num_objects: _builtins.int
     stored_bytes: _builtins.int
     num_transfers: _builtins.int
-    """Since the process started. Seconds are summed over transfers; see kv_transfer/observer.py."""
+    """Since the worker took its role. Seconds are summed over transfers; see kv_transfer/observer.py."""
     num_bytes: _builtins.int
     num_chunks: _builtins.int
     queue_s: _builtins.float

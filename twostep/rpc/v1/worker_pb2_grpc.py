@@ -57,8 +57,9 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SwitchRole(self, request, context):
-        """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does. FAILED_PRECONDITION:
-        it cannot, for the reason given; ABORTED: the drain was cut short by another change.
+        """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does, and goes on if nobody
+        waits for it. Whoever holds the deployment secret may ask. FAILED_PRECONDITION: it cannot, for the reason given, and has kept its
+        role; ABORTED: another change of the worker (a switch, a stop) is under way, or came in between.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

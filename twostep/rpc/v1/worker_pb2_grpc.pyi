@@ -34,8 +34,9 @@ class WorkerStub:
     Stats: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WorkerStatsRequest, _worker_pb2.WorkerStats]
     """What the worker holds right now. When nothing is in flight every gauge but the free and cached blocks is zero."""
     SwitchRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SwitchRoleRequest, _worker_pb2.SwitchRoleResponse]
-    """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does. FAILED_PRECONDITION:
-    it cannot, for the reason given; ABORTED: the drain was cut short by another change.
+    """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does, and goes on if nobody
+    waits for it. Whoever holds the deployment secret may ask. FAILED_PRECONDITION: it cannot, for the reason given, and has kept its
+    role; ABORTED: another change of the worker (a switch, a stop) is under way, or came in between.
     """
 
 @_typing.type_check_only
@@ -44,8 +45,9 @@ class WorkerAsyncStub(WorkerStub):
     Stats: _aio.UnaryUnaryMultiCallable[_worker_pb2.WorkerStatsRequest, _worker_pb2.WorkerStats]  # type: ignore[assignment]
     """What the worker holds right now. When nothing is in flight every gauge but the free and cached blocks is zero."""
     SwitchRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SwitchRoleRequest, _worker_pb2.SwitchRoleResponse]  # type: ignore[assignment]
-    """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does. FAILED_PRECONDITION:
-    it cannot, for the reason given; ABORTED: the drain was cut short by another change.
+    """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does, and goes on if nobody
+    waits for it. Whoever holds the deployment secret may ask. FAILED_PRECONDITION: it cannot, for the reason given, and has kept its
+    role; ABORTED: another change of the worker (a switch, a stop) is under way, or came in between.
     """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
@@ -63,8 +65,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.SwitchRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.SwitchRoleResponse, _abc.Awaitable[_worker_pb2.SwitchRoleResponse]]:
-        """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does. FAILED_PRECONDITION:
-        it cannot, for the reason given; ABORTED: the drain was cut short by another change.
+        """Drains, then serves the other role, with the weights where they are and under a new epoch. Returns when it does, and goes on if nobody
+        waits for it. Whoever holds the deployment secret may ask. FAILED_PRECONDITION: it cannot, for the reason given, and has kept its
+        role; ABORTED: another change of the worker (a switch, a stop) is under way, or came in between.
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
