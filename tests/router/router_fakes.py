@@ -256,6 +256,7 @@ class Script:
     swap: bool = False  # tokens in pairs, the later one first
     skip: int | None = None  # the token at this position never comes
     tokens_per_step: int = 1
+    prefill_s: float = 0.0  # of prompts computed here
     once: bool = True  # faults happen to the first sequence only
 
 
@@ -270,6 +271,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.attach_hooks: deque[Hook] = deque()
         self.max_held = 1 << 30
         self.num_cached_tokens = 0
+        self.max_local = 1 << 30  # prompts computed here at once
         self._reservations: dict[AttemptId, decode_pb2.ReserveRequest] = {}
         self._tasks: dict[AttemptId, asyncio.Task[None]] = {}
         self._streams: dict[str, asyncio.Queue[decode_pb2.StepEvents | None]] = {}
@@ -303,8 +305,14 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         if len(self.held - {attempt}) >= self.max_held:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free blocks")
         assert request.router_id in self._streams, "a router opens its stream before it reserves"
+        if request.prefill_here and sum(r.prefill_here for a, r in self._reservations.items() if a in self.held) >= self.max_local:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "prompts are waiting here already")
         self.held.add(attempt)
         self._reservations[attempt] = request
+        if request.prefill_here:
+            self.begin(attempt)
+            # As on a fast worker: tokens overtake this answer.
+            await asyncio.sleep(0.01)
         return decode_pb2.ReserveResponse(num_cached_tokens=self.num_cached_tokens, lease_s=5.0, epoch=self.record.epoch)
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:
@@ -317,11 +325,12 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         return decode_pb2.AttachResponse()
 
     def begin(self, attempt: AttemptId) -> None:
-        """A ticket has come."""
-        self.attaches.append(attempt)
+        """A ticket has come, or none is needed."""
+        if not self._reservations[attempt].prefill_here:
+            self.attaches.append(attempt)
         script = self.script
         if script.once:
-            self.script = Script(step_s=script.step_s, tokens_per_step=script.tokens_per_step)
+            self.script = Script(step_s=script.step_s, tokens_per_step=script.tokens_per_step, prefill_s=script.prefill_s)
         self._tasks[attempt] = asyncio.create_task(self._decode(attempt, self._reservations[attempt], script))
 
     async def Cancel(self, request: decode_pb2.CancelRequest, context: Any) -> decode_pb2.CancelResponse:
@@ -356,6 +365,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 for e in history
                 if e.HasField("failed")
                 or (e.HasField("committed") and not position.committed)
+                or (e.HasField("first_token") and e.first_token.token.position >= position.next_position)
                 or (e.HasField("token") and e.token.position >= position.next_position)
             ]
             queue.put_nowait(decode_pb2.StepEvents(events=missed))
@@ -381,13 +391,26 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             return event(failed=decode_pb2.DecodeFailed(code=script.fail_code, message="scripted", retryable=script.fail_retryable))
 
         history = self._history.setdefault(attempt, [])
-        hand_over = self.exchange.of(attempt)
-        first = await hand_over.first
+        if reserved.prefill_here:
+            await asyncio.sleep(script.prefill_s)
+            first = self.exchange.token(len(reserved.token_ids) - reserved.num_prompt_tokens, reserved.sampling)
+        else:
+            hand_over = self.exchange.of(attempt)
+            first = await hand_over.first
         if script.fail_before_commit:
             send(failed())
             return
-        send(event(committed=decode_pb2.Committed(transport="local", bytes=4096, chunks=1, blocks_moved=3, blocks_reused=1, fetch_s=0.004)))
-        hand_over.committed.set()
+        if reserved.prefill_here:
+            if first.finish_reason:
+                self.held.discard(attempt)
+            cached = self.num_cached_tokens
+            send(event(first_token=prefill_pb2.FirstToken(token=first, cached_tokens=cached, queue_s=0.001, prefill_s=0.002)))
+            if first.finish_reason:
+                return
+        else:
+            committed = decode_pb2.Committed(transport="local", bytes=4096, chunks=1, blocks_moved=3, blocks_reused=1, fetch_s=0.004)
+            send(event(committed=committed))
+            hand_over.committed.set()
         position = first.position + 1
         past: list[decode_pb2.DecodeEvent] = []
         while True:
@@ -464,8 +487,9 @@ class Cluster:
         await self._start(worker)
         return worker
 
-    async def decode(self, name: str = "d0") -> FakeDecode:
-        worker = FakeDecode(name, self.exchange, self.template)
+    async def decode(self, name: str = "d0", *, local: bool = False, **record: Any) -> FakeDecode:
+        """`local`: it computes prompts too."""
+        worker = FakeDecode(name, self.exchange, dataclasses.replace(self.template, local_prefill=local, **record))
         await self._start(worker)
         return worker
 

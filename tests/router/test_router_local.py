@@ -1,0 +1,209 @@
+"""Requests that a decode worker serves alone: the router's side of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from router_fakes import Cluster, FakeDecode, Reply, Script, refuse, until
+from scraping import scrape
+
+from twostep.rpc.v1 import inference_pb2
+
+FULL = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free blocks")
+
+
+async def failure(cluster: Cluster, timeout: float = 10.0, **sampling: Any) -> tuple[str, str]:
+    """Status and message of a request that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.ask(timeout=timeout, **sampling)
+    return caught.value.code().name, caught.value.details() or ""
+
+
+def end_of(reply: Reply) -> inference_pb2.End:
+    assert reply.end is not None
+    return reply.end
+
+
+async def test_without_prefill_workers_the_decode_worker_does_it_all(cluster: Cluster) -> None:
+    decode = await cluster.decode(local=True, transports=())
+    decode.num_cached_tokens = 3
+    decode.script = Script(step_s=0.01, prefill_s=0.05)
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=9, ignore_eos=True)
+    assert reply.token_ids == cluster.expected(9)
+    end = end_of(reply)
+    assert end.attempts == 1
+    assert (end.transfer.transport, end.transfer.prefill_worker, end.transfer.decode_worker) == ("none", "", "d0")
+    assert (end.transfer.bytes, end.transfer.blocks_moved, end.phases.publish_s, end.phases.fetch_s) == (0, 0, 0, 0)
+    assert (end.phases.queue_s, end.phases.prefill_s, end.usage.cached_tokens) == (0.001, 0.002, 3)
+    assert end.phases.ttft_s >= 0.05
+    assert 0 < end.phases.first_decode_s < end.phases.decode_s
+    request = decode.requests[0]
+    assert request.prefill_here
+    assert decode.attaches == decode.cancels == []
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+async def test_answers_of_one_token_and_two(cluster: Cluster, max_tokens: int) -> None:
+    decode = await cluster.decode(local=True)
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=max_tokens, ignore_eos=True)
+        await cluster.all_free()
+    assert reply.token_ids == cluster.expected(max_tokens)
+    assert end_of(reply).transfer.transport == "none"
+    assert decode.cancels == []
+
+
+async def test_requests_are_counted_by_the_way_they_took(cluster: Cluster) -> None:
+    await cluster.decode(local=True)
+    async with cluster.serving():
+        for _ in range(3):
+            await cluster.ask(max_tokens=2, ignore_eos=True)
+        told = scrape(cluster.router.metrics_port)
+        assert told("twostep_request_placements_total", path="local") == told("twostep_request_placements_total") == 3
+
+
+async def test_who_would_not_compute_the_prompt_may_still_take_its_kv(cluster: Cluster) -> None:
+    """Its queue is full: the next choice is the pair of the prefill worker and the same decode worker."""
+    prefill = await cluster.prefill()
+    decode = await cluster.decode(local=True)
+    decode.max_local = 0
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=5, ignore_eos=True)
+        await cluster.all_free()
+    assert reply.token_ids == cluster.expected(5)
+    assert end_of(reply).attempts == 1
+    assert end_of(reply).transfer.prefill_worker == "p0"
+    assert len(prefill.requests) == 1
+    assert decode.requests[-1].prefill_here is False
+
+
+async def test_a_worker_whose_flag_has_changed_is_not_asked_twice_in_a_round(cluster: Cluster) -> None:
+    first, second = await cluster.decode("d0", local=True), await cluster.decode("d1", local=True)
+    for decode in (first, second):
+        decode.hooks.append(refuse(grpc.StatusCode.FAILED_PRECONDITION, "this decode worker computes no prompts"))
+    async with cluster.serving():
+        # One round asks both; the next, a moment later, finds that they do it again.
+        reply = await cluster.ask(max_tokens=3, ignore_eos=True)
+    assert reply.token_ids == cluster.expected(3)
+    assert sorted([len(first.requests), len(second.requests)]) == [1, 2]
+
+
+async def test_all_full_the_request_waits_for_room(cluster: Cluster) -> None:
+    decode = await cluster.decode(local=True)
+    decode.max_held = 1
+    decode.script = Script(step_s=0.05)
+    async with cluster.serving():
+        first = asyncio.create_task(cluster.ask(max_tokens=8, ignore_eos=True))
+        await until(lambda: bool(decode.held), "the first is there")
+        second = await cluster.ask(max_tokens=3, ignore_eos=True)
+        assert (await first).token_ids == cluster.expected(8)
+        await cluster.all_free()
+    assert second.token_ids == cluster.expected(3)
+
+
+@pytest.mark.parametrize("lost", ["prefilling", "decoding"])
+async def test_a_lost_decode_worker_is_replaced_by_another(cluster: Cluster, lost: str) -> None:
+    workers = [await cluster.decode(f"d{i}", local=True) for i in range(2)]
+    for worker in workers:
+        worker.script = Script(step_s=0.05, prefill_s=0.4)
+    async with cluster.serving():
+        call = asyncio.create_task(cluster.ask(max_tokens=12, ignore_eos=True))
+        await until(lambda: any(w.held for w in workers), "one has it")
+        busy, idle = sorted(workers, key=lambda w: not w.held)
+        await asyncio.sleep(0.1 if lost == "prefilling" else 0.6)
+        await busy.die()
+        reply = await call
+        assert reply.token_ids == cluster.expected(12)
+        assert end_of(reply).attempts == 2
+        assert end_of(reply).transfer.decode_worker == idle.record.worker_id
+        assert (idle.requests[0].num_prompt_tokens < len(idle.requests[0].token_ids)) == (lost == "decoding")
+        await until(lambda: not idle.held, "it is free")
+
+
+@pytest.mark.parametrize("script", [Script(fail_before_commit=True), Script(fail_at=4)], ids=["before the first token", "later"])
+async def test_what_fails_on_one_goes_on_on_another(cluster: Cluster, script: Script) -> None:
+    workers = [await cluster.decode(f"d{i}", local=True) for i in range(2)]
+    for worker in workers:
+        worker.script = script
+    # Only the first sequence of each fails; the second attempt is the first one of the other worker.
+    workers[1].script = Script()
+    async with cluster.serving():
+        replies = [await cluster.ask(max_tokens=9, ignore_eos=True) for _ in range(6)]
+        await cluster.all_free()
+    assert all(reply.token_ids == cluster.expected(9) for reply in replies)
+    assert max(end_of(reply).attempts for reply in replies) <= 2
+
+
+async def test_from_a_pair_to_a_decode_worker_alone(cluster: Cluster) -> None:
+    """The prefill worker dies for good while its prompt's answer is under way on a decode worker that dies too."""
+    prefill = await cluster.prefill()
+    only_pair = await cluster.decode("d0")
+    only_pair.script = Script(step_s=0.02)
+    async with cluster.serving():
+        call = asyncio.create_task(cluster.ask(max_tokens=30, ignore_eos=True, timeout=20))
+        await until(lambda: bool(only_pair.attaches), "it decodes there")
+        alone = await cluster.decode("d1", local=True, transports=())
+        await asyncio.sleep(0.5)  # for the router to see it
+        await prefill.die()
+        await only_pair.die()
+        reply = await call
+    assert reply.token_ids == cluster.expected(30)
+    assert (end_of(reply).transfer.transport, end_of(reply).transfer.decode_worker) == ("none", "d1")
+    assert alone.requests[0].prefill_here
+
+
+async def test_from_a_decode_worker_alone_to_a_pair(cluster: Cluster) -> None:
+    alone = await cluster.decode("d0", local=True, transports=())
+    alone.script = Script(step_s=0.02)
+    async with cluster.serving():
+        call = asyncio.create_task(cluster.ask(max_tokens=30, ignore_eos=True, timeout=20))
+        await until(lambda: bool(alone.held), "it decodes there")
+        await cluster.prefill()
+        await cluster.decode("d1")
+        await asyncio.sleep(0.5)  # for the router to see them
+        await alone.die()
+        reply = await call
+    assert reply.token_ids == cluster.expected(30)
+    assert end_of(reply).transfer.prefill_worker == "p0"
+
+
+@pytest.mark.parametrize("moment", ["prefilling", "decoding"])
+async def test_a_client_that_leaves_frees_the_worker(cluster: Cluster, moment: str) -> None:
+    decode = await cluster.decode(local=True)
+    decode.script = Script(step_s=0.02, prefill_s=5 if moment == "prefilling" else 0)
+    async with cluster.serving():
+        call = cluster.stub.Generate(cluster.request(max_tokens=500, ignore_eos=True), timeout=20)
+        if moment == "decoding":
+            await call.read()
+        else:
+            await until(lambda: bool(decode.held), "the prompt is there")
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call.read()
+        await cluster.all_free()
+        assert len(decode.cancels) == 1
+        link = next(iter(cluster.router.pool.decode.values()))
+        assert link.queued_tokens == 0
+        assert not link.tenants
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+async def test_a_stream_that_breaks_costs_no_attempt(cluster: Cluster, at: int) -> None:
+    """`at` 0: before the first token has come."""
+    decode: FakeDecode = await cluster.decode(local=True)
+    decode.script = Script(step_s=0.01, prefill_s=0.3 if at == 0 else 0.0, break_stream_at=at or None)
+    async with cluster.serving():
+        call = asyncio.create_task(cluster.ask(max_tokens=12, ignore_eos=True))
+        if at == 0:
+            await until(lambda: bool(decode.held), "the prompt is there")
+            decode.break_stream()
+        reply = await call
+    assert reply.token_ids == cluster.expected(12)
+    assert end_of(reply).attempts == 1
+    assert [(p.next_position, p.committed) for p in decode.positions[-1]] == [(at, at > 0)]
