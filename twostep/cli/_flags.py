@@ -51,6 +51,14 @@ def parser() -> FlagParser:
     models.add_argument("--json", action="store_true", help="a JSON list")
     _connection(models, with_model=False)
 
+    role = commands.add_parser(
+        "role",
+        help="which role a worker has, and the other one for it",
+        description="Says which role a worker has. With a role: the worker drains and takes that one, without loading its weights again; "
+        "its running requests may end first, and what has not is begun again elsewhere. docs/roles.md says more.",
+    )
+    _role(role)
+
     up = commands.add_parser(
         "up",
         help="run a whole system on this machine",
@@ -115,10 +123,23 @@ def _bench_engine(command: FlagParser) -> None:
 def _connection(command: FlagParser, *, with_model: bool = True) -> None:
     command.flag("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router; several, with commas, stand in for each other")
     command.add_argument("--timeout", type=float, default=600.0 if with_model else 30.0, metavar="S", help="seconds for a whole request")
-    command.flag("--tls-ca", type=Path, metavar="PEM", help="authority to check the router by; switches TLS on")
+    _tls(command, "authority to check the router by; switches TLS on")
+    command.flag("--grpc-compression", default="none", choices=["none", "gzip"], help="gzip: for long prompts over slow links")
+def _role(command: FlagParser) -> None:
+    command.add_argument("address", metavar="HOST:PORT", help="the worker's gRPC port")
+    command.add_argument("role", nargs="?", choices=["prefill", "decode"], help="what it is to be")
+    command.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="time for its running requests to end")
+    command.flag("--secret-file", type=Path, metavar="FILE", help="the deployment's secret, without which no worker changes its role")
+    _tls(command, "authority to check the worker by; switches TLS on")
+    command.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _tls(command: FlagParser, ca: str) -> None:
+    command.flag("--tls-ca", type=Path, metavar="PEM", help=ca)
     command.flag("--tls-cert", type=Path, metavar="PEM", help="own certificate")
     command.flag("--tls-key", type=Path, metavar="PEM", help="key of --tls-cert")
-    command.flag("--grpc-compression", default="none", choices=["none", "gzip"], help="gzip: for long prompts over slow links")
+
+
     if with_model:
         command.add_argument(
             "--no-migrate", action="store_true", help="when a worker or router is lost half-way, fail instead of going on through another"

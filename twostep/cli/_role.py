@@ -1,0 +1,45 @@
+"""`twostep role`: which role a worker has; with a role: it drains and takes that one."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+
+from twostep.errors import InvalidRequest
+from twostep.rpc.channel import TlsFiles, open_channel
+from twostep.rpc.v1 import worker_pb2
+from twostep.rpc.worker_role import switch_role, who_is
+from twostep.secret import load_secret
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0 <= args.drain_timeout < float("inf"):
+        raise InvalidRequest(f"--drain-timeout {args.drain_timeout:g}: give seconds, 0 or more")
+    secret = load_secret(args.secret_file) if args.role else b""
+    return asyncio.run(_run(args, secret))
+
+
+async def _run(args: argparse.Namespace, secret: bytes) -> int:
+    async with open_channel(args.address, tls=TlsFiles(cert=args.tls_cert, key=args.tls_key, ca=args.tls_ca)) as channel:
+        worker = await who_is(channel)
+        if not args.role:
+            _tell(worker, as_json=args.json)
+            return 0
+        change = await switch_role(channel, secret, role=args.role, drain_timeout_s=args.drain_timeout, worker=worker)
+    if args.json:
+        said = {"worker_id": worker.worker_id, "role": change.role, "epoch": change.epoch}
+        print(json.dumps(said | {"drain_s": change.drain_s, "switch_s": change.switch_s}))
+    elif change.epoch == worker.epoch:
+        print(f"{worker.worker_id} is a {change.role} worker already.")
+    else:
+        print(f"{worker.worker_id} is a {change.role} worker now: drained in {change.drain_s:.2f} s, switched in {change.switch_s:.2f} s.")
+    return 0
+
+
+def _tell(worker: worker_pb2.WorkerStats, *, as_json: bool) -> None:
+    state = "draining" if worker.draining else "ready" if worker.ready else "starting"
+    if as_json:
+        print(json.dumps({"worker_id": worker.worker_id, "role": worker.role, "epoch": worker.epoch, "state": state}))
+    else:
+        print(f"{worker.worker_id} is a {worker.role} worker, {state}, with {worker.num_sequences} requests.")
