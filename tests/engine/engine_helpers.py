@@ -9,6 +9,7 @@ from twostep.engine.batch import Batch, InFlight, Sampled
 from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.engine.types import EngineRequest, FinishReason, StepOutput, TokenOutput
+from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 
 KEY = b"a tenant's key"
@@ -22,6 +23,8 @@ def make_request(
     num_prompt_tokens: int | None = None,
     eos: frozenset[int] = frozenset(),
     key: bytes = KEY,
+    request_class: RequestClass = RequestClass.STANDARD,
+    tpot_s: float | None = None,
     **sampling: Any,
 ) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
@@ -32,6 +35,8 @@ def make_request(
         sampling=params,
         eos_token_ids=eos,
         prefix_key=key,
+        request_class=request_class,
+        tpot_s=tpot_s,
     )
 
 

@@ -1,5 +1,6 @@
-"""Two engines, everything at once, at random: prompts that share prefixes, chunks, splits, hand-overs as bytes, resumes, cancels at any
-moment, failing steps, with look-ahead and without. Every token equals the one worked out by hand, and nothing is left behind."""
+"""Two engines, everything at once, at random: prompts of all classes that share prefixes, chunks, splits, hand-overs as bytes, resumes,
+cancels at any moment, failing steps, with look-ahead and steps bounded in time, and without. Every token equals the one worked out by hand,
+and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, FinishReason, Reservation, StepOutput
 from twostep.errors import InvalidRequest, ResourceExhausted
+from twostep.request_class import RequestClass
+from twostep.step_curve import StepCurve
 
 
 @dataclass(eq=False)
@@ -69,8 +72,14 @@ class World:
             preemption_mode=rng.choice(list(PreemptionMode)),
             swap_bytes=rng.choice([0, 4, 1000]) * runner.kv_shape.block_bytes,
             look_ahead=rng.random() < 0.6,
+            max_step_s=rng.choice([0.0, 0.002]),
+            min_chunk_tokens=rng.choice([1, 8]),
+            ageing_s=rng.choice([0.001, 0.1, 30.0]),
         )
-        return Engine(runner, config)
+        engine = Engine(runner, config)
+        if rng.random() < 0.5:
+            engine.set_curve(StepCurve(fixed_s=0.0005, per_row_s=1e-4, per_pair_s=1e-6, per_sequence_s=1e-5, per_context_s=1e-6))
+        return engine
 
     # ---- new work ---------------------------------------------------------------------------------------------------
 
@@ -90,6 +99,7 @@ class World:
                     sampling=old.request.sampling,
                     eos_token_ids=old.request.eos_token_ids,
                     prefix_key=old.request.prefix_key,
+                    request_class=old.request.request_class,
                 )
         base = rng.choice(self.bases)
         tokens = base[: rng.randrange(1, len(base) + 1)]
@@ -107,6 +117,8 @@ class World:
             ignore_eos=rng.random() < 0.2,
             min_tokens=rng.choice([0, 0, min(3, max_tokens)]),
             stop_token_ids=(3,) if rng.random() < 0.3 else (),
+            request_class=rng.choice(list(RequestClass)),
+            tpot_s=rng.choice([None, 0.001]),
         )
 
     def start(self) -> None:
@@ -250,7 +262,7 @@ def test_every_token_is_right_and_nothing_is_left(seed: int) -> None:
 def test_the_random_worlds_visit_what_they_should() -> None:
     """Over a few worlds: enough finishes, cancels, failures, moved and reused blocks, copies, preemptions."""
     finished = cancelled = failed = moved = reused = copies = carried = preempted = 0
-    for seed in range(100, 106):
+    for seed in range(100, 112):
         world = World(seed)
         world.run(250)
         finished += sum(a.over == "finished" for a in world.attempts.values())

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.scheduler import Running, StepPlan, Waiting, plan_step
+from twostep.engine.scheduler import Filler, Pace, Room, Running, StepPlan, Waiting, plan_step
+from twostep.request_class import RequestClass
+from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
-LENGTHS = st.lists(st.integers(1, 50), max_size=8)
+INTERACTIVE, STANDARD, BATCH = RequestClass
+RANKS = st.integers(0, 2)
+CURVE = StepCurve(fixed_s=5e-3, per_row_s=20e-6, knee=40, per_pair_s=1e-8, per_sequence_s=1e-5, per_context_s=1e-7)
 
 
 def named(plan: StepPlan[str]) -> list[tuple[str, int]]:
@@ -22,17 +28,53 @@ def test_decodes_first_then_prompts_in_order_split_and_fused() -> None:
         prompts=[Running("a", 40)],
         waiting=[Waiting("b", 12, 1), Waiting("c", 100, 9), Waiting("d", 1, 1)],
         budget=64,
-        num_seats=9,
-        num_free_blocks=99,
+        max_seqs=64,
+        room=Room(9, 99),
     )
     assert named(plan) == [("d0", 1), ("d1", 1), ("a", 40), ("b", 12), ("c", 10)]
     assert [candidate.item for candidate in plan.admitted] == ["b", "c"]
+    assert plan.short is None
 
 
-def test_the_first_that_does_not_fit_ends_admission() -> None:
-    waiting = [Waiting("a", 5, 3), Waiting("b", 5, 8), Waiting("c", 5, 1)]
-    plan = plan_step(decodes=[], prompts=[], waiting=waiting, budget=64, num_seats=9, num_free_blocks=10)
-    assert named(plan) == [("a", 5)], "c must not overtake b"
+def test_classes_in_order_and_batch_work_in_the_gaps() -> None:
+    plan = plan_step(
+        decodes=["d"],
+        fillers=[Filler("fd0", 9), Filler("fd1", 9)],
+        prompts=[Running("s0", 10), Running("f0", 5, rank=BATCH)],
+        waiting=[Waiting("i1", 10, 1, rank=INTERACTIVE), Waiting("s1", 10, 1), Waiting("f1", 50, 1, rank=BATCH)],
+        budget=40,
+        max_seqs=64,
+        room=Room(9, 99),
+    )
+    assert named(plan) == [("d", 1), ("fd0", 1), ("fd1", 1), ("i1", 10), ("s0", 10), ("s1", 10), ("f0", 5), ("f1", 2)]
+
+
+def test_batch_work_gives_way_within_the_step() -> None:
+    plan = plan_step(
+        decodes=["d"],
+        fillers=[Filler("fd", 9)],
+        prompts=[Running("f0", 100, rank=BATCH)],
+        waiting=[Waiting("s1", 500, 1)],
+        budget=40,
+        max_seqs=64,
+        room=Room(9, 99),
+    )
+    assert named(plan) == [("d", 1), ("s1", 39)]
+
+
+def test_the_first_that_does_not_fit_ends_admission_and_is_named() -> None:
+    waiting = [Waiting("a", 5, 3), Waiting("b", 5, 8), Waiting("c", 5, 1), Waiting("f", 5, 1, rank=BATCH)]
+    plan = plan_step(decodes=[], prompts=[], waiting=waiting, budget=64, max_seqs=64, room=Room(9, 10))
+    assert named(plan) == [("a", 5)], "neither c nor f may overtake b"
+    assert plan.short == waiting[1]
+
+
+def test_what_urgent_prompts_take_is_not_there_for_batch_ones() -> None:
+    waiting = [Waiting("s", 5, 3), Waiting("f", 5, 3, rank=BATCH), Waiting("g", 5, 3, rank=BATCH)]
+    plan = plan_step(decodes=[], prompts=[], waiting=waiting, budget=64, max_seqs=64, room=Room(9, 10), gap_room=Room(9, 8))
+    assert named(plan) == [("s", 5), ("f", 5)]
+    plan = plan_step(decodes=[], prompts=[], waiting=waiting, budget=64, max_seqs=64, room=Room(9, 10), gap_room=Room(1, 99))
+    assert named(plan) == [("s", 5)]
 
 
 def test_waiting_is_read_only_as_far_as_needed() -> None:
@@ -43,80 +85,222 @@ def test_waiting_is_read_only_as_far_as_needed() -> None:
             read.append(i)
             yield Waiting(i, 10, 1)
 
-    plan_step(decodes=[], prompts=[], waiting=waiting(), budget=20, num_seats=9, num_free_blocks=99)
+    plan_step(decodes=[], prompts=[], waiting=waiting(), budget=20, max_seqs=64, room=Room(9, 99))
     assert read == [0, 1]
-    plan_step(decodes=[0], prompts=[], waiting=waiting(), budget=1, num_seats=9, num_free_blocks=99)
-    plan_step(decodes=[0], prompts=[], waiting=waiting(), budget=9, num_seats=0, num_free_blocks=99)
+    plan_step(decodes=[0], prompts=[], waiting=waiting(), budget=1, max_seqs=64, room=Room(9, 99))
+    plan_step(decodes=[0], prompts=[], waiting=waiting(), budget=9, max_seqs=64, room=Room(0, 99))
+    plan_step(decodes=[0], prompts=[], waiting=waiting(), budget=9, max_seqs=1, room=Room(9, 99))
+    plan_step(decodes=[], prompts=[Running(0, 9, rank=INTERACTIVE)], waiting=waiting(), budget=9, max_seqs=9, room=Room(9, 99))
     assert read == [0, 1]
 
 
-@given(
-    st.integers(0, 12), LENGTHS, st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), max_size=8),
-    st.integers(1, 80), st.integers(0, 6), st.integers(0, 20),
-)  # fmt: skip
-def test_invariants(num_decodes: int, prompts: list[int], waiting: list[tuple[int, int]], budget: int, seats: int, blocks: int) -> None:
-    plan = plan_step(
-        decodes=[f"d{i}" for i in range(num_decodes)],
-        prompts=[Running(f"p{i}", n) for i, n in enumerate(prompts)],
-        waiting=[Waiting(f"w{i}", n, b) for i, (n, b) in enumerate(waiting)],
-        budget=budget,
-        num_seats=seats,
-        num_free_blocks=blocks,
+# ---- invariants -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    num_decodes: int
+    fillers: list[int]  # contexts
+    prompts: list[tuple[int, int, int]]  # rank, remaining, before
+    waiting: list[tuple[int, int, int]]  # rank, uncached, blocks
+    budget: int
+    max_seqs: int
+    room: Room
+    gap_room: Room
+    num_context: int
+    max_step_s: float | None
+    min_chunk: int
+
+    def plan(self) -> StepPlan[str]:
+        return plan_step(
+            decodes=[f"d{i}" for i in range(self.num_decodes)],
+            fillers=[Filler(f"f{i}", context) for i, context in enumerate(self.fillers)],
+            prompts=[Running(f"p{i}", n, before, rank) for i, (rank, n, before) in enumerate(self.prompts)],
+            waiting=[Waiting(f"w{i}", n, blocks, 0, rank) for i, (rank, n, blocks) in enumerate(self.waiting)],
+            budget=self.budget,
+            max_seqs=self.max_seqs,
+            room=self.room,
+            gap_room=self.gap_room,
+            num_context=self.num_context,
+            pace=None if self.max_step_s is None else Pace(curve=CURVE, max_step_s=self.max_step_s, min_chunk=self.min_chunk),
+        )
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        ranks = {f"p{i}": rank for i, (rank, _, _) in enumerate(self.prompts)} | {f"f{i}": BATCH for i in range(len(self.fillers))}
+        return ranks | {f"w{i}": rank for i, (rank, _, _) in enumerate(self.waiting)} | {f"d{i}": -1 for i in range(self.num_decodes)}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {f"p{i}": n for i, (_, n, _) in enumerate(self.prompts)} | {f"w{i}": n for i, (_, n, _) in enumerate(self.waiting)}
+
+    def workload(self, plan: StepPlan[str]) -> StepWorkload:
+        before = {f"p{i}": before for i, (_, _, before) in enumerate(self.prompts)}
+        return StepWorkload(
+            prompt_tokens=sum(chunk.num_tokens for chunk in plan.prompts),
+            pairs=sum(chunk_pairs(chunk.num_tokens, before.get(chunk.item, 0)) for chunk in plan.prompts),
+            decodes=len(plan.decodes),
+            context=self.num_context + sum(self.fillers[int(item[1:])] for item in plan.decodes if item[0] == "f"),
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, paced: bool | None = None) -> Case:
+    rooms = sorted(draw(st.tuples(st.integers(0, 6), st.integers(0, 6)))), sorted(draw(st.tuples(st.integers(0, 20), st.integers(0, 20))))
+    paced = draw(st.booleans()) if paced is None else paced
+    return Case(
+        num_decodes=draw(st.integers(0, 12)),
+        fillers=draw(st.lists(st.integers(1, 300), max_size=6)),
+        prompts=sorted(
+            draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(0, 200)), max_size=6)), key=lambda p: p[0]
+        ),
+        waiting=sorted(draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(0, 9)), max_size=8)), key=lambda w: w[0]),
+        budget=draw(st.integers(1, 120)),
+        max_seqs=draw(st.integers(1, 30)),
+        room=Room(rooms[0][1], rooms[1][1]),
+        gap_room=Room(rooms[0][0], rooms[1][0]),
+        num_context=draw(st.integers(0, 3000)),
+        max_step_s=draw(st.floats(1e-3, 9e-3)) if paced else None,
+        min_chunk=draw(st.sampled_from([1, 4, 32])),
     )
+
+
+@given(cases())
+def test_a_step_keeps_to_its_bounds(case: Case) -> None:
+    plan = case.plan()
     chunks = named(plan)
-    total = sum(count for _, count in chunks)
-    assert total <= budget
-    assert len({item for item, _ in chunks}) == len(chunks)
-    assert list(plan.decodes) == [f"d{i}" for i in range(min(num_decodes, budget))]
-    # First in, first out: prompts served are a prefix of all, and only the last of them may be cut short.
-    sizes = {f"p{i}": n for i, n in enumerate(prompts)} | {f"w{i}": n for i, (n, _) in enumerate(waiting)}
-    served = chunks[len(plan.decodes) :]
-    order = [f"p{i}" for i in range(len(prompts))][: len(served)] + [candidate.item for candidate in plan.admitted]
-    assert [item for item, _ in served] == order
-    assert [candidate.item for candidate in plan.admitted] == [f"w{i}" for i in range(len(plan.admitted))]
-    assert all(1 <= count <= sizes[item] for item, count in served)
-    assert all(count == sizes[item] for item, count in served[:-1])
-    if served and served[-1][1] < sizes[served[-1][0]]:
-        assert total == budget
-    # Admission keeps to seats and blocks, and stops early for no other reason than tokens.
-    assert len(plan.admitted) <= seats
-    taken = sum(candidate.num_blocks for candidate in plan.admitted)
-    assert taken <= blocks
-    if len(plan.admitted) < len(waiting) and total < budget:
-        assert len(plan.admitted) == seats or taken + waiting[len(plan.admitted)][1] > blocks
+    assert sum(count for _, count in chunks) <= case.budget
+    assert len(chunks) <= case.max_seqs
+    assert len({item for item, _ in chunks}) == len(chunks), "nobody twice"
+    assert all(1 <= count <= case.sizes[item] for item, count in chunks[len(plan.decodes) :])
+    assert [item for item in plan.decodes if item[0] == "d"] == [f"d{i}" for i in range(min(case.num_decodes, case.budget, case.max_seqs))]
+    blocks = {f"w{i}": n for i, (_, _, n) in enumerate(case.waiting)}
+    for below, room in ((BATCH, case.room), (BATCH + 1, case.gap_room)):
+        admitted = [candidate for candidate in plan.admitted if candidate.rank < below]
+        if below == BATCH or len(admitted) > sum(candidate.rank < BATCH for candidate in plan.admitted):
+            assert len(admitted) <= room.seats
+            assert sum(blocks[candidate.item] for candidate in admitted) <= room.blocks
+
+
+@given(cases())
+def test_order_within_and_between_classes(case: Case) -> None:
+    plan = case.plan()
+    served = [chunk.item for chunk in plan.prompts]
+    assert served == sorted(served, key=lambda item: (case.ranks[item], item[0], int(item[1:])))
+    for kind in "pw":
+        of_kind = [item for item in served if item[0] == kind]
+        assert of_kind == [f"{kind}{i}" for i in range(len(of_kind))], "a prefix of those there are"
+    assert [candidate.item for candidate in plan.admitted] == [item for item in served if item[0] == "w"]
+    assert all(chunk.num_tokens == case.sizes[chunk.item] for chunk in plan.prompts[:-1]), "only the last may be cut short"
+    fillers = [item for item in plan.decodes if item[0] == "f"]
+    assert fillers == [f"f{i}" for i in range(len(fillers))]
+
+
+@given(cases(paced=False))
+def test_the_whole_budget_is_used_while_there_is_work_that_fits(case: Case) -> None:
+    plan = case.plan()
+    chunks = named(plan)
+    if sum(count for _, count in chunks) == case.budget or len(chunks) == case.max_seqs:
+        return
+    assert all(chunk.num_tokens == case.sizes[chunk.item] for chunk in plan.prompts)
+    served = {item for item, _ in chunks}
+    assert {f"d{i}" for i in range(case.num_decodes)} <= served
+    assert {f"f{i}" for i in range(len(case.fillers))} <= served
+    assert {f"p{i}" for i in range(len(case.prompts))} <= served
+    if len(plan.admitted) < len(case.waiting):
+        rank, _, num_blocks = case.waiting[len(plan.admitted)]
+        room = case.room if rank < BATCH else case.gap_room
+        taken = sum(candidate.num_blocks for candidate in plan.admitted)
+        assert len(plan.admitted) >= room.seats or taken + num_blocks > room.blocks
+
+
+@given(cases())
+def test_batch_work_gets_only_what_the_others_leave(case: Case) -> None:
+    """Of the urgent work, a step has the same with batch work and without."""
+    alone = replace(case, fillers=[], prompts=[p for p in case.prompts if p[0] < BATCH], waiting=[w for w in case.waiting if w[0] < BATCH])
+    urgent = [(item, count) for item, count in named(case.plan()) if case.ranks[item] < BATCH]
+    assert urgent == named(alone.plan())
+
+
+@given(cases(), st.integers(0, 60))
+def test_a_larger_budget_takes_nothing_from_anybody(case: Case, more: int) -> None:
+    served = dict(named(replace(case, budget=case.budget + more).plan()))
+    if case.max_step_s is None or case.num_decodes <= case.budget:
+        assert all(served.get(item, 0) >= count for item, count in named(case.plan()))
+
+
+@given(cases(paced=True))
+def test_a_paced_step_takes_no_longer_than_it_may(case: Case) -> None:
+    plan = case.plan()
+    assert case.max_step_s is not None
+    work = case.workload(plan)
+    fillers = [item for item in plan.decodes if item[0] == "f"]
+    urgent = [chunk for chunk in plan.prompts if case.ranks[chunk.item] < BATCH]
+    if CURVE.step_s(work) > case.max_step_s * (1 + 1e-9):
+        # Decodes alone, or the least chunk beside them.
+        assert not fillers
+        assert len(plan.prompts) == len(urgent) <= 1
+        assert all(chunk.num_tokens <= case.min_chunk for chunk in plan.prompts)
+    elif plan.prompts and (last := plan.prompts[-1]).num_tokens < case.sizes[last.item]:
+        # It is cut short by the budget, or not one token more would do.
+        before = {f"p{i}": before for i, (_, _, before) in enumerate(case.prompts)}.get(last.item, 0) + last.num_tokens
+        longer = replace(work, prompt_tokens=work.prompt_tokens + 1, pairs=work.pairs + chunk_pairs(1, before))
+        if sum(count for _, count in named(plan)) < case.budget:
+            assert CURVE.step_s(longer) > case.max_step_s or last.num_tokens == case.min_chunk
+
+
+@given(cases(paced=True))
+def test_an_urgent_prompt_always_makes_progress(case: Case) -> None:
+    plan = case.plan()
+    first = next((p for p in case.prompts if p[0] < BATCH), None)
+    if first is not None and case.num_decodes < min(case.budget, case.max_seqs):
+        assert plan.prompts
+        room = case.budget - case.num_decodes
+        assert plan.prompts[0].num_tokens >= min(case.min_chunk, case.sizes[plan.prompts[0].item], room)
+
+
+# ---- over many steps ------------------------------------------------------------------------------------------------
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=20),
-    st.integers(1, 8), st.integers(0, 40),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20), st.sampled_from(list(RequestClass))), min_size=1, max_size=20),
+    st.integers(1, 8), st.integers(0, 40), st.booleans(),
 )  # fmt: skip
-def test_every_prompt_ends_and_in_order(requests: list[tuple[int, int]], max_num_seqs: int, extra: int) -> None:
+def test_every_prompt_ends_and_in_order(requests: list[tuple[int, int, RequestClass]], max_seqs: int, extra: int, paced: bool) -> None:
     """(prompt, answer) lengths; the budget is the smallest allowed, or some more."""
-    budget = max_num_seqs + extra
-    waiting = dict(enumerate(requests))
+    budget = max_seqs + extra
+    waiting = sorted(range(len(requests)), key=lambda i: (requests[i][2], i))
     prompts: dict[int, int] = {}
     decodes: dict[int, int] = {}
     started: list[int] = []
-    work = sum(prompt + answer for prompt, answer in requests)
+    work = sum(prompt + answer for prompt, answer, _ in requests)
     for _ in range(work + 1):
         if not waiting and not prompts and not decodes:
             break
+        running = [*prompts, *decodes]
+        urgent = [i for i in decodes if requests[i][2] < BATCH]
         plan = plan_step(
-            decodes=list(decodes),
-            prompts=[Running(i, n) for i, n in prompts.items()],
-            waiting=[Waiting(i, prompt, 0) for i, (prompt, _) in waiting.items()],
+            decodes=urgent,
+            fillers=[Filler(i, 50) for i in decodes if requests[i][2] == BATCH],
+            prompts=sorted((Running(i, n, 0, requests[i][2]) for i, n in prompts.items()), key=lambda p: p.rank),
+            waiting=[Waiting(i, requests[i][0], 0, 0, requests[i][2]) for i in waiting],
             budget=budget,
-            num_seats=max_num_seqs - len(prompts) - len(decodes),
-            num_free_blocks=0,
+            max_seqs=max_seqs,
+            room=Room(max_seqs - sum(requests[i][2] < BATCH for i in running), 0),
+            gap_room=Room(max_seqs - len(running), 0),
+            num_context=50 * len(urgent),
+            pace=Pace(curve=CURVE, max_step_s=5.1e-3, min_chunk=4) if paced and urgent else None,
         )
-        assert len(plan.decodes) == len(decodes), "no decode misses a step"
-        if prompts or (waiting and len(decodes) < max_num_seqs):
-            assert plan.prompts, "prompts make progress in every step"
+        assert list(plan.decodes[: len(urgent)]) == urgent, "no urgent decode misses a step"
+        assert plan.decodes or plan.prompts, "no step is empty while there is work"
+        if any(requests[i][2] < BATCH for i in prompts):
+            assert plan.prompts, "urgent prompts make progress in every step"
         for item in plan.decodes:
             decodes[item] -= 1
         for chunk in plan.prompts:
             if chunk.item in waiting:
-                prompts[chunk.item] = waiting.pop(chunk.item)[0]
+                waiting.remove(chunk.item)
+                prompts[chunk.item] = requests[chunk.item][0]
                 started.append(chunk.item)
             prompts[chunk.item] -= chunk.num_tokens
         for i in [i for i, left in prompts.items() if not left]:
@@ -126,4 +310,22 @@ def test_every_prompt_ends_and_in_order(requests: list[tuple[int, int]], max_num
     assert not waiting
     assert not prompts
     assert not decodes
-    assert started == sorted(started)
+    for known in RequestClass:
+        of_class = [i for i in started if requests[i][2] == known]
+        assert of_class == sorted(of_class)
+
+
+def test_a_constant_budget_serves_more_than_a_prompt_a_step() -> None:
+    """FastGen's figure 4: with long and short prompts mixed, the steps' sizes are constant until the work runs out."""
+    rng = random.Random(0)
+    left = {i: rng.choice([5, 40, 700]) for i in range(40)}
+    sizes = []
+    while left:
+        plan = plan_step(
+            decodes=[], prompts=[Running(i, n) for i, n in left.items()], waiting=(), budget=256, max_seqs=256, room=Room(0, 0)
+        )
+        sizes.append(sum(chunk.num_tokens for chunk in plan.prompts))
+        for chunk in plan.prompts:
+            left[chunk.item] -= chunk.num_tokens
+        left = {i: n for i, n in left.items() if n}
+    assert set(sizes[:-1]) == {256}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from heapq import merge
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from twostep.engine.preemptor import Preemptor
 from twostep.engine.scheduler import Waiting
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_work import BlockLoad
+from twostep.request_class import RequestClass
 
 
 def num_blocks_now(sequence: EngineSequence, block_size: int) -> int:
@@ -29,7 +30,7 @@ def grows(sequence: EngineSequence, block_size: int) -> bool:
 
 
 class Admission:
-    """Part of the ledger: the engine's lock guards it. `waiting` are the prompts that were never admitted, first in, first out."""
+    """Part of the ledger: the engine's lock guards it. `waiting` are the prompts that were never admitted, in the order they came."""
 
     def __init__(self, pool: BlockPool, preemptor: Preemptor, running: dict[str, EngineSequence], *, block_size: int) -> None:
         """`running` is the ledger's own table: who is admitted is put into it."""
@@ -42,11 +43,14 @@ class Admission:
         self._running = running
         self._block_size = block_size
 
-    def candidates(self) -> Iterator[Waiting[EngineSequence]]:
-        """Preempted sequences, then waiting prompts, with what is cached or saved of them now. One token at least is computed, for its
-        logits: if all blocks are cached, the last one is copied to be written to, or left out where there is no room for both."""
+    def candidates(self, now: float, ageing_s: float, *, below: int) -> Iterator[Waiting[EngineSequence]]:
+        """Those of ranks below `below`, by rank; of one rank, preempted sequences, then waiting prompts, in the order they came; with what
+        is cached or saved of them now. One token at least is computed, for its logits: if all blocks are cached, the last one is copied
+        to be written to, or left out where there is no room for both."""
         size = self._block_size
-        for sequence in chain(self._preemptor.waiting.values(), self.waiting.values()):
+        for sequence in self._by_rank(now, ageing_s):
+            if sequence.patience.rank >= below:
+                return
             num_blocks = num_blocks_now(sequence, size) + grows(sequence, size)
             cached = self._pool.lookup(sequence.block_hashes())
             num_matched = min(len(cached) * size, len(sequence.tokens) - 1)
@@ -59,7 +63,24 @@ class Admission:
                 cost = num_blocks - len(cached) + self._pool.num_unowned(cached)
             sequence.matched = cached
             sequence.num_matched = num_matched
-            yield Waiting(sequence, len(sequence.tokens) - num_matched, cost)
+            yield Waiting(sequence, len(sequence.tokens) - num_matched, cost, num_matched, sequence.patience.rank)
+
+    def _by_rank(self, now: float, ageing_s: float) -> Iterator[EngineSequence]:
+        """Lazy: a class waits in the order it came, so its first one has the lowest rank."""
+
+        def place(sequence: EngineSequence) -> tuple[int, bool, int]:
+            return sequence.patience.rank, sequence.state is SequenceState.WAITING, sequence.arrival
+
+        def queue(request_class: RequestClass) -> Iterator[EngineSequence]:
+            for sequence in self.waiting.values():
+                if sequence.request.request_class is request_class:
+                    sequence.patience.wait(now, ageing_s)
+                    yield sequence
+
+        preempted = list(self._preemptor.waiting.values())
+        for sequence in preempted:
+            sequence.patience.wait(now, ageing_s)
+        return merge(sorted(preempted, key=place), *map(queue, RequestClass), key=place)
 
     def admit(self, admitted: Sequence[EngineSequence]) -> tuple[list[BlockCopy], list[BlockLoad]]:
         """Moves preempted sequences and waiting prompts to the running ones, with blocks for their tokens."""

@@ -6,7 +6,8 @@ while the runner works), but `step` and `settle_launched` are called by one thre
 
 A step:
 
-  1. plan     under the lock: running decodes and prompts, which take blocks as they grow, then preempted sequences and waiting prompts
+  1. plan     under the lock: running decodes and prompts, which take blocks as they grow, then preempted sequences and waiting prompts;
+              batch ones get what the others leave (scheduler.py), and give way for them (step_planner.py)
   2. launch   without the lock: blocks that are shared and will be written to are copied, saved ones are copied back, the batch is queued
               on the device; then the blocks of those that gave way are copied out
   3. result   without the lock: others submit, reserve, commit and cancel meanwhile
@@ -31,6 +32,7 @@ from dataclasses import dataclass, replace
 from twostep.engine.batch import InFlight, LayerMark, Runner, Sampled
 from twostep.engine.batch_builder import build_batch
 from twostep.engine.block_pool import BlockPool
+from twostep.engine.config import EngineConfig
 from twostep.engine.host_blocks import HostSlabs
 from twostep.engine.layer_progress import MarkedStep, layers_to_mark
 from twostep.engine.ledger import SequenceLedger
@@ -38,7 +40,7 @@ from twostep.engine.preemption import PreemptionMode
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.step_work import BlockLoad, StepWork
 from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, StepOutput
-from twostep.errors import InternalError, InvalidRequest, NotFound, SetupError
+from twostep.errors import InternalError, InvalidRequest, NotFound
 from twostep.step_curve import StepCurve
 
 __all__ = ["Engine", "EngineConfig", "PrefixDelta"]
@@ -46,25 +48,6 @@ __all__ = ["Engine", "EngineConfig", "PrefixDelta"]
 logger = logging.getLogger(__name__)
 
 _PROBE_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Bounds of one engine. `max_num_batched_tokens` is the fixed token budget of a step (Dynamic SplitFuse, DeepSpeed-FastGen
-    section 3.2: long prompts are split to fit it, short ones fused into it). Since every running sequence takes at least one of these
-    tokens, no more sequences run than that, whatever `max_num_seqs` says."""
-
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
-    max_waiting: int = 256
-    enable_prefix_caching: bool = True
-    # Whether to launch a step while the one before it is in flight; None: where the runner gains by it.
-    look_ahead: bool | None = None
-    # What becomes of sequences that must give way when the pool runs out, and how much host memory their KV may take.
-    preemption_mode: PreemptionMode = PreemptionMode.AUTO
-    swap_bytes: int = 0
-    # Hash unit of the deployment (tokens), a multiple of the block size: boundaries at which cached prefixes are announced.
-    hash_unit: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,22 +77,11 @@ class Engine:
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         """Raises SetupError for bounds that make no sense together."""
         shape = runner.kv_shape
-        _check_bounds(config)
-        if config.hash_unit < 1 or config.hash_unit % shape.block_size:
-            raise SetupError(f"hash_unit {config.hash_unit} is no multiple of the block size {shape.block_size}; change either")
+        config.check(shape.block_size)
         self._runner = runner
         self._config = config
         self._pool = BlockPool(shape.num_blocks, block_size=shape.block_size, hash_unit=config.hash_unit)
-        self._ledger = SequenceLedger(
-            self._pool,
-            block_size=shape.block_size,
-            block_bytes=shape.block_bytes,
-            budget=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_waiting=config.max_waiting,
-            preemption_mode=config.preemption_mode,
-            swap_bytes=config.swap_bytes,
-        )
+        self._ledger = SequenceLedger(self._pool, config=config, block_size=shape.block_size, block_bytes=shape.block_bytes)
         self._host = HostSlabs(shape.block_bytes, runner.new_host_blocks)
         # The one lock, over pool and ledger; notified when there is work.
         self._changed = threading.Condition()
@@ -127,11 +99,11 @@ class Engine:
         otherwise False, and nothing changes. Nothing may be submitted or reserved until it returns, which on a GPU takes some
         milliseconds where host memory is made. Raises SetupError for bounds that make no sense together."""
         config = replace(self._config, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, swap_bytes=swap_bytes)
-        _check_bounds(config)
+        config.check(self._runner.kv_shape.block_size)
         with self._changed:
             if not self._ledger.idle:
                 return False
-            self._ledger.reconfigure(budget=max_num_batched_tokens, max_num_seqs=max_num_seqs, swap_bytes=swap_bytes)
+            self._ledger.reconfigure(config)
             resized = swap_bytes != self._config.swap_bytes
             self._config = config
         if resized:
@@ -151,7 +123,7 @@ class Engine:
         """
         sequence = self._make(request, hold=hold, state=SequenceState.WAITING)
         with self._changed:
-            self._ledger.submit(sequence)
+            self._ledger.submit(sequence, time.monotonic())
             self._note_work()
 
     def block_ids(self, seq_id: str) -> Sequence[int]:
@@ -179,11 +151,15 @@ class Engine:
 
     def reserve(self, request: EngineRequest) -> Reservation:
         """Decode role: takes blocks for request.token_ids, now, sharing those that hold a cached prefix. Decoding takes more as it goes.
-        Raises ResourceExhausted (no room now beside what others will need), InvalidRequest (with max_tokens it can never fit; a
+        Raises ResourceExhausted (no room now beside what others will need; with `retry_after_s` if batch sequences give way for it, which
+        takes a step), InvalidRequest (with max_tokens it can never fit; a
         duplicate seq_id)."""
         sequence = self._make(request, hold=False, state=SequenceState.RESERVED)
         with self._changed:
-            return self._ledger.reserve(sequence)
+            try:
+                return self._ledger.reserve(sequence, time.monotonic())
+            finally:
+                self._note_work()
 
     def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool = True) -> None:
         """The reserved blocks now hold the KV of all of the request's token_ids, and `output_ids` (at least one) were sampled
@@ -216,7 +192,7 @@ class Engine:
     def set_curve(self, curve: StepCurve | None) -> None:
         """How long steps take here, from now on: what bounds mixed steps in time (EngineConfig.max_step_s). None: nothing does."""
         with self._changed:
-            self._ledger.curve = curve
+            self._ledger.planner.curve = curve
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -248,7 +224,7 @@ class Engine:
         while work is None:
             since = time.monotonic()
             with self._changed:
-                work = self._ledger.plan()
+                work = self._ledger.plan(since)
                 self._note_work()
                 if work is not None:
                     self._steps += 1
@@ -432,9 +408,3 @@ class Engine:
         if self._busy_since is None:
             self._busy_since = time.monotonic()
         self._changed.notify_all()
-
-
-def _check_bounds(config: EngineConfig) -> None:
-    """Raises SetupError."""
-    if min(config.max_num_batched_tokens, config.max_num_seqs, config.max_waiting) < 1:
-        raise SetupError("max_num_batched_tokens, max_num_seqs and max_waiting must each be at least 1")

@@ -1,11 +1,12 @@
-"""Who is where in the engine, and which blocks they own: waiting, reserved, running, held. Plans steps and settles their results.
+"""Who is where in the engine, and which blocks they own: waiting, reserved, running, held. Settles what planned steps (step_planner.py)
+computed.
 
     submit ──▶ WAITING ──plan──▶ RUNNING ──settle──▶ gone, or HELD (submitted with `hold`) ──end──▶ gone
     reserve ─▶ RESERVED ─commit─▶ RUNNING ◀─▶ PREEMPTED (see preemptor.py)
                       end, from any state ──▶ gone, or ENDED until the last step it is in is settled
 
 Blocks are owned for the tokens there are, and one more is taken whenever the last one is full. Admission leaves room for that, the
-watermark; where it does not suffice, who came last gives way.
+watermark; where it does not suffice, who is least urgent and came last gives way.
 
 A step may be planned while the one before it is in flight. What a sequence samples there is then not known yet:
 
@@ -24,18 +25,18 @@ from itertools import chain
 
 import numpy as np
 
-from twostep.engine.admission import Admission, grows, num_blocks_in_the_end, num_blocks_now
+from twostep.engine.admission import Admission, num_blocks_in_the_end, num_blocks_now
 from twostep.engine.batch import Sampled
 from twostep.engine.block_pool import BlockPool
+from twostep.engine.config import EngineConfig
 from twostep.engine.host_blocks import HostRows
-from twostep.engine.preemption import PreemptionMode, watermark
 from twostep.engine.preemptor import Preemptor
-from twostep.engine.scheduler import Running, plan_step
 from twostep.engine.sequence import EngineSequence, SequenceState
-from twostep.engine.step_work import BlockSave, StepResult, StepWork, plan_chunks
+from twostep.engine.step_planner import StepPlanner
+from twostep.engine.step_work import BlockSave, StepResult, StepWork
 from twostep.engine.types import PrefillProgress, Reservation, SequenceFailure, TokenOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
-from twostep.step_curve import StepCurve
+from twostep.request_class import RequestClass
 
 
 class SequenceLedger:
@@ -46,22 +47,14 @@ class SequenceLedger:
         self,
         pool: BlockPool,
         *,
+        config: EngineConfig,
         block_size: int,
         block_bytes: int,
-        budget: int,
-        max_num_seqs: int,
-        max_waiting: int,
-        preemption_mode: PreemptionMode = PreemptionMode.AUTO,
-        swap_bytes: int = 0,
     ) -> None:
-        """`budget`: tokens of a step. At most `max_num_seqs` sequences run or are reserved, and never more than the budget.
-        `swap_bytes`: most that preempted sequences may take on the host."""
         self._pool = pool
         self._block_size = block_size
         self._block_bytes = block_bytes
-        self._budget = budget
-        self._max_num_seqs = min(max_num_seqs, budget)
-        self._max_waiting = max_waiting
+        self._max_waiting = config.max_waiting
         self._sequences: dict[str, EngineSequence] = {}
         self._running: dict[str, EngineSequence] = {}
         self.num_reserved = 0
@@ -71,12 +64,13 @@ class SequenceLedger:
             self._running,
             block_size=block_size,
             block_bytes=block_bytes,
-            mode=preemption_mode,
-            host=HostRows(swap_bytes // block_bytes),
+            mode=config.preemption_mode,
+            host=HostRows(config.swap_bytes // block_bytes),
         )
         self._admission = Admission(pool, self.preemptor, self._running, block_size=block_size)
-        # How long steps take; None: not known.
-        self.curve: StepCurve | None = None
+        self.planner = StepPlanner(
+            pool, self.preemptor, self._admission, self._sequences, self._running, config=config, block_size=block_size
+        )
         self._num_arrived = 0
         # Nothing could be planned, and nothing has changed since.
         self._blocked = False
@@ -120,11 +114,12 @@ class SequenceLedger:
         """Nothing is here, not even in a planned step."""
         return not (self._sequences or self._planned or self.preemptor.busy)
 
-    def reconfigure(self, *, budget: int, max_num_seqs: int, swap_bytes: int) -> None:
+    def reconfigure(self, config: EngineConfig) -> None:
         """Other bounds, as for a new one. Only while idle; what is findable in the pool stays."""
         assert self.idle
-        self._budget, self._max_num_seqs = budget, min(max_num_seqs, budget)
-        self.preemptor.resize(swap_bytes // self._block_bytes)
+        self._max_waiting = config.max_waiting
+        self.planner.reconfigure(config)
+        self.preemptor.resize(config.swap_bytes // self._block_bytes)
 
     def live(self, seq_id: str) -> EngineSequence | None:
         """The sequence, unless it has ended."""
@@ -133,32 +128,30 @@ class SequenceLedger:
 
     # ---- in and out -------------------------------------------------------------------------------------------------
 
-    def submit(self, sequence: EngineSequence) -> None:
+    def submit(self, sequence: EngineSequence, now: float) -> None:
         """A new WAITING sequence. Raises ResourceExhausted, InvalidRequest."""
         self._refuse(sequence)
-        if len(self._admission.waiting) >= self._max_waiting:
-            raise ResourceExhausted(f"{len(self._admission.waiting)} prompts are waiting here already; try another worker, or later")
+        # An urgent prompt is not refused for batch ones that wait.
+        urgent = sequence.request.request_class < RequestClass.BATCH
+        others = (s for s in self._admission.waiting.values() if not urgent or s.request.request_class < RequestClass.BATCH)
+        if (num_waiting := sum(1 for _ in others)) >= self._max_waiting:
+            raise ResourceExhausted(f"{num_waiting} prompts are waiting here already; try another worker, or later")
         self._arrive(sequence)
         num_cached = len(self._pool.lookup(sequence.block_hashes())) * self._block_size
         sequence.num_matched = min(num_cached, len(sequence.tokens) - 1)
+        sequence.patience.pause(now)
         self._admission.waiting[sequence.seq_id] = sequence
         self._blocked = False
 
-    def reserve(self, sequence: EngineSequence) -> Reservation:
+    def reserve(self, sequence: EngineSequence, now: float) -> Reservation:
         """A new RESERVED sequence, with blocks for its tokens. Raises ResourceExhausted, InvalidRequest."""
         self._refuse(sequence)
-        if len(self._running) + self.num_reserved >= self._max_num_seqs:
-            raise ResourceExhausted(f"all {self._max_num_seqs} seats are taken; try another worker, or later")
-        if self.preemptor.busy or self.preemptor.waiting:
-            raise ResourceExhausted(
-                f"{self.preemptor.num_preempted or 'some'} sequences wait here for room to go on; try another worker, or later"
-            )
-        cached = self._pool.lookup(sequence.block_hashes())
-        num_new = num_blocks_now(sequence, self._block_size) - len(cached)
-        room = self._pool.num_available - self._pool.num_unowned(cached) - self._watermark()
-        if num_new + grows(sequence, self._block_size) > room:
-            raise ResourceExhausted(f"{num_new} KV blocks are needed and {room} are free; try another worker, or later")
+        try:
+            cached = self.planner.take_room(sequence, now)
+        finally:
+            self._blocked = False  # somebody may have given way
         self._pool.share(cached)
+        num_new = num_blocks_now(sequence, self._block_size) - len(cached)
         sequence.blocks = np.array(cached + self._pool.allocate(num_new), np.int32)
         sequence.num_registered = len(cached)
         self._admission.found(sequence, len(cached) * self._block_size)
@@ -193,6 +186,7 @@ class SequenceLedger:
         elif sequence.state is SequenceState.HELD:
             self.num_held -= 1
         self._admission.waiting.pop(sequence.seq_id, None)
+        self.planner.forget(sequence.seq_id)
         self._leave(sequence)
 
     def saved(self, save: BlockSave, seconds: float | None) -> None:
@@ -204,39 +198,13 @@ class SequenceLedger:
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> StepWork | None:
+    def plan(self, now: float) -> StepWork | None:
         """The next step, or None if nothing can be computed now. What it reads and writes stays untouched until it is settled or failed."""
         assert len(self._planned) < 2
-        active = [
-            sequence
-            for sequence in self._running.values()
-            if not sequence.gives_way and not (sequence.num_pending and sequence.ends_in_flight)
-        ]
-        ready = self.preemptor.grow(active)
-        decodes: list[EngineSequence] = []
-        prompts: list[Running[EngineSequence]] = []
-        for sequence in ready:
-            if sequence.decodes:
-                decodes.append(sequence)
-            else:
-                prompts.append(Running(sequence, sequence.num_remaining))
-        # What comes free is for those that run already.
-        open_ = len(ready) == len(active) and not self.preemptor.busy and self.num_waiting > 0
-        plan = plan_step(
-            decodes=decodes,
-            prompts=prompts,
-            waiting=self._admission.candidates() if open_ else (),
-            budget=self._budget,
-            num_seats=self._max_num_seqs - len(self._running) - self.num_reserved,
-            num_free_blocks=self._pool.num_available - self._watermark() if open_ else 0,
-        )
-        copies, loads = self._admission.admit([candidate.item for candidate in plan.admitted])
-        sequences = [*plan.decodes, *(chunk.item for chunk in plan.prompts)]
-        self._blocked = not sequences
-        if not sequences:
-            return None
-        work = plan_chunks(sequences, [chunk.num_tokens for chunk in plan.prompts], copies, loads)
-        self._planned.append(work)
+        work = self.planner.plan(now)
+        self._blocked = work is None
+        if work is not None:
+            self._planned.append(work)
         return work
 
     def settle(self, work: StepWork, sampled: Sampled) -> StepResult:
@@ -349,15 +317,6 @@ class SequenceLedger:
         self._num_arrived += 1
         sequence.arrival = self._num_arrived
         self._sequences[sequence.seq_id] = sequence
-
-    def _watermark(self) -> int:
-        """Blocks left alone by admission."""
-        wanted = [
-            num_blocks_in_the_end(sequence, self._block_size) - len(sequence.blocks)
-            for sequence in self._sequences.values()
-            if sequence.state in (SequenceState.RUNNING, SequenceState.RESERVED)
-        ]
-        return watermark(num_blocks=self._pool.num_blocks, num_growing=sum(x > 0 for x in wanted), num_wanted=sum(wanted))
 
     def _refuse(self, sequence: EngineSequence) -> None:
         if sequence.seq_id in self._sequences:

@@ -1,4 +1,4 @@
-"""Gives running sequences their next blocks, and makes those that arrived last give way where none is left.
+"""Gives running sequences their next blocks, and makes those give way, where none is left, that are least urgent and arrived last.
 
     RUNNING ──give way──▶ in launched steps still ──settle──┬─ recompute ─────────────────────▶ PREEMPTED: waits, oldest first
                                                             └─ swap: blocks are copied out ───▶     │
@@ -9,7 +9,9 @@ The policy is in preemption.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -18,8 +20,14 @@ from twostep.engine.host_blocks import HostRows
 from twostep.engine.preemption import PreemptionMode, PreemptionRates, SavedBlocks, cheaper_to_swap
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_work import BlockSave
+from twostep.request_class import RequestClass
 
 _TELLING_TOKENS = 32
+
+
+def _place(sequence: EngineSequence) -> tuple[int, int]:
+    """In the order of entitlement."""
+    return sequence.patience.rank, sequence.arrival
 
 
 class Preemptor:
@@ -46,6 +54,8 @@ class Preemptor:
         self._block_bytes = block_bytes
         self._mode = mode
         self._host = host
+        # Of the step planned last.
+        self.now = 0.0
         # Told to give way, and in launched steps still.
         self._yielding: dict[str, EngineSequence] = {}
         # Their blocks are being copied out: owned, and pinned as if by a step, until `saved`.
@@ -54,8 +64,22 @@ class Preemptor:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody is about to give blocks back: nobody new is let in meanwhile."""
+        """Whether somebody is about to give blocks back."""
         return bool(self._yielding or self._saving)
+
+    @property
+    def most_urgent(self) -> int:
+        """Rank of those about to give blocks back: nobody new is let in meanwhile who is not more urgent."""
+        return min((s.patience.rank for s in chain(self._yielding.values(), self._saving.values())), default=len(RequestClass))
+
+    @property
+    def num_coming(self) -> int:
+        """Blocks that they give back."""
+        return sum(self._num_exclusive(sequence) for sequence in chain(self._yielding.values(), self._saving.values()))
+
+    def holds_back(self, rank: int) -> bool:
+        """Whether somebody as urgent as that gave way or is about to: newcomers of that rank take nothing before it."""
+        return self.most_urgent <= rank or any(sequence.patience.rank <= rank for sequence in self.waiting.values())
 
     @property
     def num_preempted(self) -> int:
@@ -84,10 +108,10 @@ class Preemptor:
                 self._extend(sequence, need)
             return sequences
         stalled: set[str] = set()
-        coming = sum(self._num_exclusive(sequence) for sequence in (*self._yielding.values(), *self._saving.values()))
+        coming = self.num_coming
         spoken_for = 0
-        for sequence, need in sorted(short, key=lambda pair: pair[0].arrival):
-            if not self._plannable(sequence):
+        for sequence, need in sorted(short, key=lambda pair: _place(pair[0])):
+            if not sequence.is_plannable:
                 continue
             while self._pool.num_available + coming - spoken_for < need and (victim := self._last_after(sequence)) is not None:
                 coming += self._give_way(victim)
@@ -96,10 +120,7 @@ class Preemptor:
             else:
                 spoken_for += need
                 stalled.add(sequence.seq_id)
-        return [sequence for sequence in sequences if self._plannable(sequence) and sequence.seq_id not in stalled]
-
-    def _plannable(self, sequence: EngineSequence) -> bool:
-        return sequence.state is SequenceState.RUNNING and not sequence.gives_way
+        return [sequence for sequence in sequences if sequence.is_plannable and sequence.seq_id not in stalled]
 
     def _num_missing(self, sequence: EngineSequence) -> int:
         return -(-(len(sequence.tokens) + sequence.num_pending) // self._block_size) - len(sequence.blocks)
@@ -112,13 +133,33 @@ class Preemptor:
         return sum(1 for block in sequence.blocks.tolist() if self._pool.num_owners(block) == 1)
 
     def _last_after(self, sequence: EngineSequence) -> EngineSequence | None:
-        """Who gives way to `sequence` next: the last to have arrived among those after it, if possible one that frees blocks. Prompts
-        held for a hand-over are being read by others and never give way."""
-        later = [s for s in self._running.values() if s.arrival > sequence.arrival and not s.hold and self._plannable(s)]
-        later.sort(key=lambda s: -s.arrival)
+        """Who gives way to `sequence` next: among those after it the least urgent, and of these the last to have arrived, if possible one
+        that frees blocks. Prompts held for a hand-over are being read by others and never give way."""
+        later = [s for s in self._running.values() if _place(s) > _place(sequence) and not s.hold and s.is_plannable]
+        later.sort(key=_place, reverse=True)
         return next((s for s in later if self._num_exclusive(s)), later[0] if later else None)
 
     # ---- giving way -------------------------------------------------------------------------------------------------
+
+    def make_room(self, least: int, wanted: int) -> bool:
+        """The batch sequences that arrived last give way until `wanted` blocks come free, now or later; nobody, and False, if all of them
+        together do not free `least`, or nothing is wanted."""
+        victims: list[EngineSequence] = []
+        num_uses: Counter[int] = Counter()
+        num_freed = 0
+        batch = [s for s in self._running.values() if s.patience.rank >= RequestClass.BATCH and not s.hold and s.is_plannable]
+        for sequence in sorted(batch, key=_place, reverse=True):
+            if num_freed >= wanted:
+                break
+            victims.append(sequence)
+            for block in sequence.blocks.tolist():
+                num_uses[block] += 1
+                num_freed += num_uses[block] == self._pool.num_owners(block)
+        if num_freed < least:
+            return False
+        for sequence in victims:
+            self._give_way(sequence)
+        return bool(victims)
 
     def _give_way(self, sequence: EngineSequence) -> int:
         """Now, or when the steps it is in are settled. Returns how many blocks come free later than now."""
@@ -174,6 +215,7 @@ class Preemptor:
         sequence.blocks = np.empty(0, np.int32)
         sequence.num_computed = sequence.num_planned = sequence.num_registered = 0
         sequence.num_matched = 0 if sequence.saved is None else sequence.saved.num_tokens
+        sequence.patience.pause(self.now)
         self.waiting[sequence.seq_id] = sequence
         self.waiting = dict(sorted(self.waiting.items(), key=lambda item: item[1].arrival))
 

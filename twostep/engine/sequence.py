@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from twostep.engine.ageing import Patience
 from twostep.engine.preemption import SavedBlocks
 from twostep.engine.types import EngineRequest, FinishReason
 from twostep.errors import ContextExceeded, InvalidRequest
@@ -63,8 +64,10 @@ class EngineSequence:
     leaves_early: bool = False
     # Given tokens whose KV was reported to be there.
     num_reported: int = 0
-    # Place in the order of arrival: who came later gives way.
+    # Place in the order of arrival: of those equally urgent, who came later gives way.
     arrival: int = 0
+    # How urgent it is.
+    patience: Patience
     gives_way: bool = False
     # While preempted: what was copied out.
     saved: SavedBlocks | None = None
@@ -74,6 +77,10 @@ class EngineSequence:
     @property
     def seq_id(self) -> str:
         return self.request.seq_id
+
+    @property
+    def is_plannable(self) -> bool:
+        return self.state is SequenceState.RUNNING and not self.gives_way
 
     @property
     def num_remaining(self) -> int:
@@ -148,4 +155,5 @@ def make_sequence(
         stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_token_ids),
         max_len=min(request.num_prompt_tokens + params.max_tokens, max_model_len),
         hasher=hasher,
+        patience=Patience(request.request_class, request.request_class),
     )

@@ -31,6 +31,8 @@ class EngineRequest:
     eos_token_ids: frozenset[int] = frozenset()
     prefix_key: bytes = b""
     request_class: RequestClass = RequestClass.STANDARD
+    # Mean seconds between its tokens that it is promised: bounds the steps that compute prompts beside it. None: no promise.
+    tpot_s: float | None = None
 
     @property
     def num_prior_tokens(self) -> int:
