@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SETTLE_S = 10.0
 _PHASES = {
     "route": ("route_s", "tokenize, hash, choose and reserve"),
-    "queue": ("queue_s", "wait for the prefill worker"),
+    "queue": ("queue_s", "wait for the worker that computes the prompt"),
     "prefill": ("prefill_s", "prompt to KV and first token"),
     "publish": ("publish_s", "rest of the KV into the transport"),
     "fetch": ("fetch_s", "decode worker pulls and verifies"),
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     begun = time.monotonic()
 
     async def work(system: LocalSystem) -> int:
-        return await _ask(system, args.prompt, args.max_tokens)
+        return await _ask(system, args.prompt, args.max_tokens, aggregated=options.aggregated)
 
     status: int = importlib.import_module("twostep.local.run").run_system(options, work, environ=os.environ, write=say)
     say(
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-async def _ask(system: LocalSystem, prompt: str, max_tokens: int) -> int:
+async def _ask(system: LocalSystem, prompt: str, max_tokens: int, *, aggregated: bool) -> int:
     pids = {name: system.supervisor.pid_of(name) for name in ("router", *(worker.worker_id for worker in system.plan.workers))}
     say(f"\nServing {system.plan.model_name}: " + ", ".join(f"{name} is process {pid}" for name, pid in pids.items()))
     say(f"\n  you    {prompt}")
@@ -57,11 +57,11 @@ async def _ask(system: LocalSystem, prompt: str, max_tokens: int) -> int:
         completion = await answer.result()
     for line in describe(completion, pids):
         say(line)
-    problems = await _problems(system, completion)
+    problems = await _problems(system, completion, aggregated=aggregated)
     for problem in problems:
         say(f"  WRONG: {problem}")
     if not problems:
-        say("  Both workers hold nothing any more: every block, lease and object is free again.")
+        say("  The workers hold nothing any more: every block, lease and object is free again.")
     say("")
     return 1 if problems else 0
 
@@ -77,7 +77,10 @@ def describe(completion: Completion, pids: dict[str, int | None]) -> list[str]:
     cached = f", {usage.cached_tokens} of them from the prefix cache" if usage.cached_tokens else ""
     lines.append(f"    {usage.prompt_tokens} in{cached}; {usage.completion_tokens} out, ended by {completion.finish_reason}")
     lines.append("  KV cache")
-    if transfer.transport:
+    if transfer.transport == "none":
+        worker = transfer.decode_worker
+        lines.append(f"    stayed where it was: {worker} (process {pids.get(worker)}) computed the prompt itself")
+    elif transfer.transport:
         source, sink = transfer.prefill_worker, transfer.decode_worker
         lines.append(f"    {transfer.bytes / 1e6:.2f} MB in {_count(transfer.chunks, 'chunk')} over {transfer.transport}")
         lines.append(f"    {_count(transfer.blocks_moved, 'block')} moved, {transfer.blocks_reused} already there")
@@ -96,12 +99,12 @@ def _rate(completion: Completion, phases: Phases) -> str:
     return f"{decoded / phases.decode_s:.1f} tokens/s while decoding" if decoded > 0 and phases.decode_s > 0 else ""
 
 
-async def _problems(system: LocalSystem, completion: Completion) -> list[str]:
+async def _problems(system: LocalSystem, completion: Completion, *, aggregated: bool) -> list[str]:
     problems = []
     if not completion.text.strip():
         problems.append("the answer is empty")
-    if completion.usage.completion_tokens > 1 and not completion.transfer.transport:
-        problems.append("no KV cache travelled")
+    if completion.usage.completion_tokens > 1 and (completion.transfer.transport in ("", "none")) != aggregated:
+        problems.append("a KV cache travelled" if aggregated else "no KV cache travelled")
     deadline = time.monotonic() + _SETTLE_S
     # The last lease ends a moment after the answer.
     while (held := await system.held()) and time.monotonic() < deadline:  # noqa: ASYNC110  other processes set no events

@@ -62,12 +62,19 @@ def parser() -> FlagParser:
     up = commands.add_parser(
         "up",
         help="run a whole system on this machine",
-        description="Redis, Ray, a router, prefill and decode workers, kept running until Ctrl-C, which drains them. "
+        description="Redis, Ray, a router, prefill and decode workers, kept running until Ctrl-C, which drains them; with --aggregated no "
+        "Ray and no prefill workers. "
         "Further flags of router and workers are taken from their TWOSTEP_ variables.",
     )
     _system(up)
-    up.flag("--prefill", type=int, default=1, metavar="N", help="prefill workers")
-    up.flag("--decode", type=int, default=1, metavar="M", help="decode workers")
+    up.flag("--prefill", type=int, metavar="N", help="prefill workers; 1 if not given")
+    up.flag("--decode", type=int, default=1, metavar="M", help="decode workers; with --aggregated those that do everything")
+    up.flag(
+        "--local-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="decode workers compute prompts too, where that is better than a hand-over",
+    )
     up.flag("--host", default="127.0.0.1", help="address the router listens on")
     up.flag("--port", type=int, default=50051, help="the router's port; 0 for any free one")
 
@@ -120,11 +127,6 @@ def _bench_engine(command: FlagParser) -> None:
     command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
-def _connection(command: FlagParser, *, with_model: bool = True) -> None:
-    command.flag("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router; several, with commas, stand in for each other")
-    command.add_argument("--timeout", type=float, default=600.0 if with_model else 30.0, metavar="S", help="seconds for a whole request")
-    _tls(command, "authority to check the router by; switches TLS on")
-    command.flag("--grpc-compression", default="none", choices=["none", "gzip"], help="gzip: for long prompts over slow links")
 def _role(command: FlagParser) -> None:
     command.add_argument("address", metavar="HOST:PORT", help="the worker's gRPC port")
     command.add_argument("role", nargs="?", choices=["prefill", "decode"], help="what it is to be")
@@ -140,6 +142,11 @@ def _tls(command: FlagParser, ca: str) -> None:
     command.flag("--tls-key", type=Path, metavar="PEM", help="key of --tls-cert")
 
 
+def _connection(command: FlagParser, *, with_model: bool = True) -> None:
+    command.flag("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router; several, with commas, stand in for each other")
+    command.add_argument("--timeout", type=float, default=600.0 if with_model else 30.0, metavar="S", help="seconds for a whole request")
+    _tls(command, "authority to check the router by; switches TLS on")
+    command.flag("--grpc-compression", default="none", choices=["none", "gzip"], help="gzip: for long prompts over slow links")
     if with_model:
         command.add_argument(
             "--no-migrate", action="store_true", help="when a worker or router is lost half-way, fail instead of going on through another"
@@ -230,6 +237,12 @@ def _system(command: FlagParser) -> None:
         help="how KV caches may travel, best first: cuda_ipc, nixl, ray; auto: all that work here",
     )
     command.flag("--kv-wire", default="raw", choices=KV_WIRES, help="form of KV moved by ray; zstd: fewer bytes for time; int8, fp8: lossy")
+    command.flag(
+        "--aggregated",
+        action="store_true",
+        default=False,
+        help="no prefill workers and no Ray: decode workers serve whole requests, prompts in chunks between the others' tokens",
+    )
     command.flag("--runner", default="model", choices=["model", "fake"], help="fake: invented tokens, no weights")
     command.flag("--block-size", type=int, metavar="N", help="tokens of one KV block")
     command.flag("--max-num-seqs", type=int, metavar="N", help="sequences of one step")

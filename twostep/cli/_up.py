@@ -27,8 +27,11 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
     return options(
         model=args.model,
         served_model_name=args.served_model_name,
-        num_prefill=getattr(args, "prefill", 1),
+        num_prefill=_num_prefill(args),
         num_decode=getattr(args, "decode", 1),
+        aggregated=args.aggregated,
+        # What a demo is to show is the hand-over.
+        local_prefill=getattr(args, "local_prefill", args.aggregated),
         host=getattr(args, "host", "127.0.0.1"),
         port=getattr(args, "port", 0),
         redis_url=args.redis_url,
@@ -53,6 +56,12 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
     )
 
 
+def _num_prefill(args: argparse.Namespace) -> int:
+    """As told; if not, one, and in an aggregated system none."""
+    told: int | None = getattr(args, "prefill", None)
+    return told if told is not None else 0 if args.aggregated else 1
+
+
 def run(args: argparse.Namespace) -> int:
     options = options_of(args)
     # As the user can type it: a virtual environment need not be on PATH.
@@ -60,7 +69,10 @@ def run(args: argparse.Namespace) -> int:
 
     async def work(system: LocalSystem) -> int:
         say("")
-        say(f"Serving {system.plan.model_name} at {system.target}: {options.num_prefill} prefill, {options.num_decode} decode.")
+        workers = f"{options.num_prefill} prefill, {options.num_decode} decode"
+        if options.aggregated:
+            workers = f"aggregated, {options.num_decode} worker{'s' if options.num_decode > 1 else ''}"
+        say(f"Serving {system.plan.model_name} at {system.target}: {workers}.")
         target = "" if system.plan.port == 50051 else f" --target {system.target}"
         say(f"  {command} chat{target}")
         say(f'  {command} generate "Once upon a time"{target}')

@@ -14,12 +14,16 @@ _MAX_WORKERS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalOptions:
-    """Everything `twostep up` can be told. `None` and empty leave it to the process concerned."""
+    """Everything `twostep up` can be told. `None` and empty leave it to the process concerned. `aggregated`: no prefill workers, and so no
+    hand-overs and no Ray; every decode worker computes its prompts itself. `local_prefill`: decode workers may do so beside prefill
+    workers too."""
 
     model: str = DEFAULT_MODEL
     served_model_name: str = ""
     num_prefill: int = 1
     num_decode: int = 1
+    aggregated: bool = False
+    local_prefill: bool = True
     host: str = "127.0.0.1"
     port: int = 50051
     redis_url: str = ""
@@ -44,14 +48,37 @@ class LocalOptions:
 
     def __post_init__(self) -> None:
         """Raises SetupError for what cannot be a system."""
-        if self.num_prefill < 1 or self.num_decode < 1:
-            raise SetupError("a system needs at least one prefill and one decode worker; give --prefill and --decode of 1 or more")
+        if self.aggregated:
+            self._check_aggregated()
+        elif self.num_prefill < 1 or self.num_decode < 1:
+            raise SetupError(
+                "a system needs at least one prefill and one decode worker; give --prefill and --decode of 1 or more, or --aggregated"
+            )
+        elif self.kv_transfer == "none":
+            raise SetupError("--kv-transfer none leaves prefill workers nothing to do; give --aggregated for a system without them")
         if self.num_prefill + self.num_decode > _MAX_WORKERS:
             raise SetupError(f"{self.num_prefill} + {self.num_decode} workers are too many for one machine; give at most {_MAX_WORKERS}")
         if self.tensor_parallel_size < 1:
             raise SetupError(f"--tensor-parallel-size {self.tensor_parallel_size} is no number of GPUs; give 1 or more")
         if not 0 <= self.port <= 65534:
             raise SetupError(f"--port {self.port} is not a port; give one from 1 to 65534, or 0 for any free one")
+
+    def _check_aggregated(self) -> None:
+        if self.num_prefill:
+            raise SetupError(f"--aggregated and --prefill {self.num_prefill} contradict each other; leave one of them out")
+        if self.num_decode < 1:
+            raise SetupError("an aggregated system needs at least one worker; give --decode of 1 or more")
+        if not self.local_prefill:
+            raise SetupError(
+                "--aggregated and --no-local-prefill contradict each other: nobody would compute prompts; leave one of them out"
+            )
+        if self.kv_transfer not in ("", "auto", "none") or self.ray_address:
+            raise SetupError("with --aggregated no KV is handed over; leave --kv-transfer and --ray-address out")
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether a Ray is needed, of its own or of --ray-address."""
+        return not self.aggregated
 
     @property
     def store_bytes(self) -> int:
@@ -69,7 +96,7 @@ class LocalOptions:
     @property
     def budget_bytes(self) -> int:
         """What each prefill worker may keep published: their shares leave room for what is being copied."""
-        return self.store_bytes * 7 // 10 // self.num_prefill
+        return self.store_bytes * 7 // 10 // max(1, self.num_prefill)
 
     @property
     def threads_per_worker(self) -> int:

@@ -1,8 +1,8 @@
 """A whole Twostep on one machine: which processes, with which flags, and when it serves.
 
 1. plan(): model, ports, a given Redis are checked; a private run directory with the deployment secret is made
-2. start(): Redis and Ray side by side; router and workers as soon as Redis answers
-3. it serves when the router lists every worker and every worker has a KV transport that is ready
+2. start(): Redis and, unless aggregated, Ray side by side; router and workers as soon as Redis answers
+3. it serves when the router lists every worker and every worker that hands KV over has a transport that is ready
 4. stop(): router, then workers, then Ray and Redis; clear(): the run directory goes, but for the logs of a failed start
 """
 
@@ -106,10 +106,10 @@ def plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callabl
         router_metrics_port=next(ports),
         redis_url=options.redis_url or redis_server.server_url(run_dir / "redis"),
         own_redis=not options.redis_url,
-        ray_address=options.ray_address or f"{_RAY_HOST}:{ray_port}",
+        ray_address=options.ray_address or (f"{_RAY_HOST}:{ray_port}" if options.uses_ray else ""),
         ray_port=ray_port,
         ray_client_port=next(ports),
-        own_ray=not options.ray_address,
+        own_ray=options.uses_ray and not options.ray_address,
         workers=workers,
     )
 
@@ -197,7 +197,7 @@ class LocalSystem:
                 raise SetupError(
                     f"no Redis answers at {self.plan.redis_url} ({reason}); start it, or leave out --redis-url to get one here"
                 )
-        if not self.plan.own_ray:
+        if self._options.uses_ray and not self.plan.own_ray:
             await check_reachable(self.plan.ray_address, "--ray-address", "start that Ray, or leave the flag out to get one here")
         await self.supervisor.start()
         await self._until_serving()
@@ -253,7 +253,9 @@ class LocalSystem:
             return f"the router sees {found[0]} of {wanted[0]} prefill and {found[1]} of {wanted[1]} decode workers"
         for worker in self.plan.workers:
             state = await self._probes.worker(worker.address)
-            if state is None or not state.transport_ready:
+            if state is None:
+                return f"{worker.worker_id} does not answer"
+            if not state.transport_ready and not self._options.aggregated:
                 return f"{worker.worker_id} has no KV transport that is ready"
         return ""
 
@@ -299,13 +301,15 @@ class LocalSystem:
         threads = str(options.threads_per_worker)
         flags = [*shared, "--host", _LOOPBACK, "--port", str(worker.port), "--health-port", str(worker.health_port)]
         flags += ["--metrics-port", str(worker.metrics_port)]
-        flags += ["--worker-id", worker.worker_id, "--ray-address", self.plan.ray_address]
-        flags += ["--run-dir", str(self.plan.run_dir / worker.worker_id)]
+        flags += ["--worker-id", worker.worker_id, "--run-dir", str(self.plan.run_dir / worker.worker_id)]
+        if worker.module == "decode_worker":
+            flags.append("--local-prefill" if options.local_prefill else "--no-local-prefill")
         flags += ["--runner", options.runner, "--cpu-threads", threads]
         if self.plan.own_ray and worker.module == "prefill_worker":
             flags += ["--kv-budget-bytes", str(options.budget_bytes)]
         for flag, value in (
-            ("--kv-transfer", options.kv_transfer),
+            ("--ray-address", self.plan.ray_address),
+            ("--kv-transfer", "none" if options.aggregated else options.kv_transfer),
             ("--kv-wire", options.kv_wire),
             ("--dtype", options.dtype),
             ("--kv-cache-dtype", options.kv_cache_dtype),
