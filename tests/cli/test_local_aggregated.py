@@ -25,7 +25,7 @@ def commands(options: LocalOptions) -> dict[str, tuple[str, ...]]:
     where = system.plan(options, environ={}, progress=lambda _: None)
     try:
         local = system.LocalSystem(options, where, environ={}, observer=None)  # type: ignore[arg-type]
-        return {component.name: component.argv for component in local._components()}
+        return {component.name: component.argv for component in local.supervisor._components.values()}
     finally:
         shutil.rmtree(where.run_dir)
 
