@@ -11,7 +11,8 @@ from twostep.bench.serve.content import Content
 from twostep.bench.serve.runner import Extent, Progress, Runner, RunResult
 from twostep.bench.serve.summary import Windows
 from twostep.bench.serve.target import Served, Target
-from twostep.bench.serve.workloads import Replay, Session, Workload, fitted
+from twostep.bench.serve.traces import Trace
+from twostep.bench.serve.workloads import Session, Workload, fitted
 from twostep.errors import InvalidRequest
 
 
@@ -78,10 +79,7 @@ class Load:
         )
 
     def _trace_rate(self) -> float | None:
-        if not isinstance(self.workload, Replay):
-            return None
-        times = [s.arrival_s for s in self.workload.items if s.arrival_s is not None]
-        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else None
+        return self.workload.rate if isinstance(self.workload, Trace) else None
 
     def sessions(self, served: Served, run: str) -> Iterator[Session]:
         """Lengths depend on the seed alone, and are the same for every run; what the prompts say differs from run to run, so that none
