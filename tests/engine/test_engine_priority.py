@@ -1,0 +1,413 @@
+"""Classes of requests in the engine: who goes first, how batch work gives way and comes back, and what a long wait changes. Every token is
+the one worked out by hand, whatever gave way in between."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from engine_helpers import assert_idle, drain, expected_answer, make_request
+
+from twostep.engine.ageing import Patience
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.fake import FakeRunner
+from twostep.engine.preemption import PreemptionMode
+from twostep.engine.types import EngineRequest, StepOutput
+from twostep.errors import ResourceExhausted, SetupError
+from twostep.request_class import RequestClass
+from twostep.step_curve import StepCurve
+
+INTERACTIVE, STANDARD, BATCH = RequestClass
+VOCAB, CONTEXT, BLOCK = 1000, 200, 4
+_seeds = itertools.count(1)
+
+
+def make_engine(*, num_blocks: int = 100, **config: Any) -> Engine:
+    runner = FakeRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, max_model_len=CONTEXT)
+    defaults: dict[str, Any] = {"hash_unit": BLOCK, "max_num_batched_tokens": 20, "max_num_seqs": 4, "look_ahead": False}
+    return Engine(runner, EngineConfig(**(defaults | config)))
+
+
+def request(seq_id: str, request_class: RequestClass, num_tokens: int, *, max_tokens: int = 4, **options: Any) -> EngineRequest:
+    first = 7 * next(_seeds)
+    tokens = [(first + 3 * i) % VOCAB for i in range(num_tokens)]
+    return make_request(seq_id, tokens, max_tokens=max_tokens, request_class=request_class, ignore_eos=True, **options)
+
+
+class Run:
+    """Steps an engine and keeps what it said."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.requests: dict[str, EngineRequest] = {}
+        self.got: dict[str, list[int]] = {}
+
+    def submit(self, *requests: EngineRequest) -> None:
+        for one in requests:
+            self.requests[one.seq_id] = one
+            self.engine.submit(one)
+
+    def step(self) -> StepOutput:
+        output = self.engine.step()
+        self.engine.check_integrity()
+        self._note(output)
+        return output
+
+    def tokens(self) -> set[str]:
+        """Who gets a token in the next step."""
+        return {token.seq_id for token in self.step().tokens}
+
+    def finish(self) -> None:
+        _, steps = drain(self.engine)
+        for output in steps:
+            self._note(output)
+        for seq_id, one in self.requests.items():
+            assert self.got[seq_id] == expected_answer(one, vocab_size=VOCAB, max_model_len=CONTEXT)[0]
+        assert_idle(self.engine)
+
+    def _note(self, output: StepOutput) -> None:
+        assert not output.failures
+        for token in output.tokens:
+            self.got.setdefault(token.seq_id, []).append(token.token_id)
+
+
+# ---- order ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_more_urgent_first_and_first_come_first_served_within_a_class() -> None:
+    run = Run(make_engine(max_num_seqs=1))
+    order = [("b0", BATCH), ("s0", STANDARD), ("b1", BATCH), ("i0", INTERACTIVE), ("s1", STANDARD), ("i1", INTERACTIVE)]
+    run.submit(*(request(name, known, 10, max_tokens=1) for name, known in order))
+    firsts = [next(iter(run.tokens())) for _ in order]
+    assert firsts == ["i0", "i1", "s0", "s1", "b0", "b1"]
+    run.finish()
+
+
+def test_an_interactive_prompt_goes_before_a_standard_one_that_is_half_computed() -> None:
+    run = Run(make_engine())
+    run.submit(request("s", STANDARD, 50))
+    run.step()
+    run.submit(request("i", INTERACTIVE, 25))
+    assert [(p.seq_id, p.num_computed_tokens) for p in run.step().progress] == [("i", 20)]
+    assert {(p.seq_id, p.num_computed_tokens) for p in run.step().progress} == {("i", 25), ("s", 35)}
+    run.finish()
+
+
+def test_urgent_prompts_are_not_refused_for_batch_ones_that_wait() -> None:
+    engine = make_engine(max_waiting=2)
+    run = Run(engine)
+    run.submit(request("b0", BATCH, 5), request("b1", BATCH, 5))
+    with pytest.raises(ResourceExhausted, match="2 prompts are waiting"):
+        engine.submit(request("b2", BATCH, 5))
+    run.submit(request("s0", STANDARD, 5), request("i0", INTERACTIVE, 5))
+    with pytest.raises(ResourceExhausted, match="2 prompts are waiting"):
+        engine.submit(request("i1", INTERACTIVE, 5))
+    run.finish()
+
+
+# ---- giving way -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_budget_batch_decodes_and_prompts_give_way_to_a_prompt_and_go_on_after_it(look_ahead: bool) -> None:
+    run = Run(make_engine(look_ahead=look_ahead))
+    run.submit(request("d", STANDARD, 5, max_tokens=30), request("b0", BATCH, 6, max_tokens=30), request("b1", BATCH, 100))
+    for _ in range(3):
+        run.step()
+    assert run.tokens() >= {"d", "b0"}
+    run.submit(request("s", STANDARD, 57))
+    if look_ahead:
+        run.step()  # launched before
+    for computed in (19, 38, 57):
+        output = run.step()
+        assert [(p.seq_id, p.num_computed_tokens) for p in output.progress] == [("s", computed)], "b1 gets no tokens"
+        assert {token.seq_id for token in output.tokens} == {"d"} | ({"s"} if computed == 57 else set()), "b0 is passed over"
+    assert run.tokens() == {"d", "s", "b0"}
+    assert run.engine.stats().num_preemptions == 0
+    run.finish()
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_seats_batch_sequences_take_none_from_others(look_ahead: bool) -> None:
+    run = Run(make_engine(look_ahead=look_ahead))
+    run.submit(*(request(f"b{i}", BATCH, 4, max_tokens=40) for i in range(4)))
+    run.step()
+    run.step()
+    run.submit(*(request(f"s{i}", STANDARD, 4, max_tokens=8) for i in range(5)))
+    if look_ahead:
+        run.step()
+    assert run.tokens() == {"s0", "s1", "s2", "s3"}, "within one step, and no more than max_num_seqs in it"
+    assert run.tokens() == {"s0", "s1", "s2", "s3"}
+    stats = run.engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (8, 1, 0)
+    run.finish()
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_blocks_the_batch_sequences_that_came_last_are_preempted(mode: PreemptionMode, look_ahead: bool) -> None:
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=60, look_ahead=look_ahead, preemption_mode=mode, swap_bytes=1 << 20))
+    run.submit(*(request(f"b{i}", BATCH, 36, max_tokens=12) for i in range(3)))
+    while len(run.tokens()) < 2:
+        pass
+    run.submit(request("s", STANDARD, 50))
+    for _ in range(3):
+        run.step()
+        if "s" in run.got:
+            break
+    assert "s" in run.got, "one step to be told, one in flight, one for the prompt"
+    assert 1 <= run.engine.stats().num_preemptions <= 2
+    assert len(run.got["b0"]) > 1
+    run.finish()
+
+
+def test_nobody_is_preempted_for_what_will_not_fit_all_the_same() -> None:
+    engine = make_engine(num_blocks=30, max_num_batched_tokens=60)
+    run = Run(engine)
+    run.submit(request("s0", STANDARD, 70, max_tokens=40))
+    run.step()
+    run.submit(request("b", BATCH, 20, max_tokens=40))
+    while "b" not in run.got:
+        run.step()
+    run.submit(request("s1", STANDARD, 90))
+    for _ in range(5):
+        assert run.tokens() == {"s0", "b"}
+    assert engine.stats().num_preemptions == 0
+    run.finish()
+
+
+def test_a_growing_standard_sequence_pushes_out_batch_ones_that_came_before_it() -> None:
+    run = Run(make_engine(num_blocks=20, max_num_batched_tokens=80))
+    run.submit(request("b", BATCH, 36, max_tokens=40))
+    run.step()
+    run.submit(request("s", STANDARD, 30, max_tokens=24))
+    while "s" not in run.got:
+        run.step()
+    while len(run.got["s"]) < 24:
+        assert "s" in run.tokens(), "in every step"
+    assert run.engine.stats().num_preemptions >= 1
+    run.finish()
+
+
+def test_what_gave_way_comes_back_before_batch_prompts_that_never_began() -> None:
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=100, preemption_mode=PreemptionMode.RECOMPUTE))
+    run.submit(request("b0", BATCH, 60, max_tokens=20))
+    run.step()
+    run.submit(request("b1", BATCH, 60, max_tokens=2), request("s", STANDARD, 80, max_tokens=2))
+    assert run.tokens() == {"s"}
+    assert run.tokens() == {"s"}
+    assert run.tokens() == {"b0"}
+    run.finish()
+
+
+# ---- reservations ---------------------------------------------------------------------------------------------------
+
+
+def test_a_reservation_gets_the_blocks_of_batch_sequences_after_a_step() -> None:
+    engine = make_engine(num_blocks=30, max_num_batched_tokens=60, look_ahead=True)
+    run = Run(engine)
+    run.submit(request("b0", BATCH, 40, max_tokens=40), request("b1", BATCH, 40, max_tokens=40))
+    while run.tokens() != {"b0", "b1"}:
+        pass
+    wanted = request("s", STANDARD, 60, max_tokens=4)
+    with pytest.raises(ResourceExhausted, match="batch sequences give way") as refused:
+        engine.reserve(wanted)
+    assert refused.value.retry_after_s
+    with pytest.raises(ResourceExhausted):
+        engine.reserve(request("b2", BATCH, 4))
+    run.step()
+    run.step()
+    reservation = engine.reserve(wanted)
+    assert len(reservation.block_ids) == 15
+    assert engine.stats().num_preemptions == 1
+    assert engine.cancel("s")
+    run.finish()
+
+
+def test_a_reservation_at_rest_needs_no_second_try() -> None:
+    """Nothing is in flight: what is computed again gives its blocks at once."""
+    engine = make_engine(num_blocks=30, max_num_batched_tokens=60, preemption_mode=PreemptionMode.RECOMPUTE)
+    run = Run(engine)
+    run.submit(request("b0", BATCH, 50, max_tokens=20), request("b1", BATCH, 50, max_tokens=20))
+    while run.tokens() != {"b0", "b1"}:
+        pass
+    engine.reserve(request("s", STANDARD, 60))
+    assert engine.stats().num_preemptions == 1
+    for _ in range(3):
+        assert run.tokens() == {"b0"}
+    engine.cancel("s")
+    run.finish()
+
+
+def test_batch_sequences_take_no_seats_from_reservations_but_standard_ones_do() -> None:
+    engine = make_engine()
+    run = Run(engine)
+    run.submit(*(request(f"b{i}", BATCH, 4, max_tokens=20) for i in range(4)))
+    run.step()
+    with pytest.raises(ResourceExhausted, match="all 4 seats"):
+        engine.reserve(request("b4", BATCH, 4))
+    for i in range(4):
+        engine.reserve(request(f"s{i}", STANDARD, 4))
+    with pytest.raises(ResourceExhausted, match="all 4 seats"):
+        engine.reserve(request("i", INTERACTIVE, 4))
+    for i in range(4):
+        engine.cancel(f"s{i}")
+    run.finish()
+
+
+def test_what_is_kept_for_a_reservation_that_never_comes_keeps_no_device_idle() -> None:
+    engine = make_engine(num_blocks=30, max_num_batched_tokens=60, look_ahead=True)
+    run = Run(engine)
+    run.submit(request("b0", BATCH, 90, max_tokens=20))
+    while run.tokens() != {"b0"}:
+        pass
+    with pytest.raises(ResourceExhausted, match="give way"):
+        engine.reserve(request("s", STANDARD, 60))
+    for _ in range(3):
+        run.step()
+    run.finish()
+
+
+# ---- waiting --------------------------------------------------------------------------------------------------------
+
+
+def test_waiting_raises_and_being_served_neither_raises_nor_lowers() -> None:
+    patience = Patience(BATCH, BATCH)
+    patience.wait(100.0, 10.0)
+    assert patience.rank == BATCH
+    patience.wait(109.0, 10.0)
+    patience.serve(109.5)
+    assert patience.rank == BATCH
+    patience.wait(500.0, 10.0)
+    assert patience.rank == BATCH, "9.5 s in all"
+    patience.wait(501.0, 10.0)
+    assert patience.rank == STANDARD
+    patience.serve(511.0)
+    patience.wait(600.0, 10.0)
+    assert patience.rank == INTERACTIVE, "20.5 s"
+    patience.wait(9000.0, 10.0)
+    assert patience.rank == INTERACTIVE
+
+
+class Clock:
+    """Stands still but for a tenth of a second with each step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("twostep.engine.engine.time.monotonic", lambda: self.now)
+
+
+def test_a_batch_prompt_among_nothing_but_standard_ones_waits_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    run = Run(make_engine(max_num_seqs=1, ageing_s=2.0))
+    run.submit(request("b", BATCH, 10, max_tokens=3))
+    served_at = None
+    for i in range(100):
+        run.submit(request(f"s{i}", STANDARD, 10, max_tokens=1))
+        if "b" in run.tokens():
+            served_at = clock.now
+            break
+        clock.now += 0.1
+    assert served_at == pytest.approx(2.0), "as a standard one it came first"
+    run.finish()
+
+
+def test_a_batch_decode_that_prompts_leave_nothing_waits_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    run = Run(make_engine(num_blocks=500, max_num_seqs=16, ageing_s=2.0))
+    run.submit(request("b", BATCH, 10, max_tokens=5))
+    run.step()
+    times: list[float] = []
+    for i in range(60):
+        run.submit(request(f"s{i}", STANDARD, 40, max_tokens=1))
+        if "b" in run.tokens():
+            times.append(clock.now)
+        clock.now += 0.1
+    assert times == pytest.approx([2.1, 2.2, 2.3, 2.4]), "passed over for two seconds, then standard"
+    run.finish()
+
+
+def test_a_batch_prompt_pushed_out_again_and_again_gets_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each standard prompt needs all blocks; in the pauses the batch prompt never gets to its end."""
+    clock = Clock(monkeypatch)
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=20, ageing_s=1.0, preemption_mode=PreemptionMode.RECOMPUTE))
+    run.submit(request("b", BATCH, 90, max_tokens=10, key=b""))
+    i = 0
+    for _ in range(400):
+        if run.engine.stats().num_waiting < 2:
+            run.submit(request(f"s{i}", STANDARD, 100, max_tokens=2, key=b""))
+            i += 1
+        run.step()
+        clock.now += 0.1
+        if len(run.got.get("b", [])) == 10:
+            break
+    assert len(run.got["b"]) == 10
+    assert clock.now < 10
+    run.finish()
+
+
+# ---- time -----------------------------------------------------------------------------------------------------------
+
+# 1 ms, and 0.1 ms for each token.
+CURVE = StepCurve(fixed_s=1e-3, per_row_s=1e-4)
+
+
+def chunks(run: Run) -> list[int]:
+    sizes = []
+    while (output := run.step()).num_prefill_tokens:
+        sizes.append(output.num_prefill_tokens)
+    return sizes
+
+
+@pytest.mark.parametrize("how", ["max_step_s", "tpot_s", "both"])
+def test_prompts_beside_decodes_are_cut_to_the_time_that_a_step_may_take(how: str) -> None:
+    bound = {"max_step_s": 2e-3, "tpot_s": 1.0, "both": 5e-3}[how]
+    run = Run(make_engine(max_num_batched_tokens=100, max_step_s=0.0 if how == "tpot_s" else bound, min_chunk_tokens=2))
+    tpot_s = None if how == "max_step_s" else 2e-3 / 0.9
+    run.submit(request("d", STANDARD, 5, max_tokens=40, tpot_s=tpot_s), request("e", STANDARD, 5, max_tokens=40, tpot_s=1.0))
+    run.step()
+    run.engine.set_curve(CURVE)
+    run.submit(request("p", STANDARD, 30))
+    assert chunks(run) == [8, 8, 8, 6], "1 ms and ten rows of which two are decodes"
+    run.engine.set_curve(None)
+    run.submit(request("q", STANDARD, 30))
+    assert chunks(run) == [30]
+    run.finish()
+
+
+def test_without_decodes_prompts_fill_the_budget() -> None:
+    run = Run(make_engine(max_num_batched_tokens=100, max_step_s=2e-3))
+    run.engine.set_curve(CURVE)
+    run.submit(request("p", STANDARD, 150), request("b", BATCH, 30))
+    assert chunks(run) == [100, 80]
+    run.finish()
+
+
+def test_a_bound_that_the_decodes_alone_exceed_leaves_a_least_chunk_for_urgent_prompts_only() -> None:
+    run = Run(make_engine(max_num_batched_tokens=100, max_step_s=1e-3, min_chunk_tokens=7))
+    run.submit(request("d", STANDARD, 5, max_tokens=60))
+    run.step()
+    run.engine.set_curve(CURVE)
+    run.submit(request("p", INTERACTIVE, 20, max_tokens=1), request("q", STANDARD, 9, max_tokens=1), request("b", BATCH, 9))
+    assert chunks(run) == [7, 7, 6, 7, 2]
+    assert run.engine.stats().num_waiting == 1, "the batch prompt waits"
+    assert run.tokens() == {"d"}
+    run.finish()
+
+
+def test_batch_decodes_are_passed_over_while_they_would_make_a_step_too_long() -> None:
+    run = Run(make_engine(max_num_batched_tokens=100, max_step_s=1.3e-3, max_num_seqs=8))
+    run.submit(request("d", STANDARD, 5, max_tokens=20), *(request(f"b{i}", BATCH, 5, max_tokens=20) for i in range(4)))
+    run.step()
+    run.engine.set_curve(CURVE)
+    for _ in range(19):
+        assert run.tokens() == {"d", "b0", "b1"}
+    assert run.tokens() == {"b2", "b3"}, "nobody's gap is at stake any more"
+    run.finish()
+
+
+@pytest.mark.parametrize("config", [{"max_step_s": -1.0}, {"ageing_s": 0.0}, {"min_chunk_tokens": 0}])
+def test_bounds_that_make_no_sense_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(SetupError, match=next(iter(config))):
+        make_engine(**config)
