@@ -38,6 +38,7 @@ from kv_transfer.ray_head import free_port
 from kv_transfer.testing import LocalRay
 from twostep.bench.shapes import LLAMA_8B
 from twostep.local.redis_server import server_argv, server_binary, socket_path
+from twostep.rpc import event_loop
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -248,7 +249,7 @@ def main() -> None:
         (directory / "model").mkdir()
         (directory / "model" / "config.json").write_text(json.dumps(config))
         (directory / "secret").write_bytes(b"sixteen bytes or more")
-        asyncio.run(measure(ray, directory, arguments, config["vocab_size"]))
+        event_loop.run(measure(ray, directory, arguments, config["vocab_size"]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 
@@ -10,12 +9,8 @@ from router.config import RouterConfig, parse_config
 from router.server import Router
 from twostep.errors import SetupError
 from twostep.log import setup_logging
+from twostep.rpc import event_loop
 from twostep.rpc.lifecycle import stop_event
-
-try:
-    import uvloop
-except ImportError:  # no build for this platform: asyncio's own loop does the same, slower
-    uvloop = None
 
 log = logging.getLogger("router")
 
@@ -34,8 +29,7 @@ def main() -> int:
     config = parse_config()
     setup_logging(level=config.log_level, json_lines=config.log_json, process="router")
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop is not None else None) as runner:
-            runner.run(_serve(config))
+        event_loop.run(_serve(config))
     except SetupError as error:
         log.error("%s", error.message)
         return 2

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from twostep.errors import SetupError
 from twostep.log import setup_logging
+from twostep.rpc import event_loop
 from twostep.rpc.lifecycle import stop_event
 from twostep.secret import load_secret
 from twostep.startup import StartUp, process_start, start_up
@@ -41,7 +42,7 @@ def run_worker(role: str, argv: Sequence[str] | None, make_edge: Callable[[EdgeP
         gc.freeze()
         starting.phase("service")
         try:
-            code = asyncio.run(_serve(config, model, secret, make_edge, starting))
+            code = event_loop.run(_serve(config, model, secret, make_edge, starting))
         finally:
             if model.ranks is not None:
                 model.ranks.close()
