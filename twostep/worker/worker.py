@@ -239,8 +239,7 @@ class Worker:
             await self._begin(config, carried)
         except Exception as error:
             log.exception("%s cannot be a %s worker, and goes back", self.worker_id, config.role)
-            await self._begin(old.config, carried)
-            await self._resume()
+            await self._go_back(old.config, carried)
             raise SetupError(f"{self.worker_id} is a {old.role} worker still: {error}") from error
         await self._resume()
         change = RoleChange(role=config.role, epoch=self.epoch, drain_s=drained - begun, switch_s=time.monotonic() - drained)
@@ -257,6 +256,14 @@ class Worker:
             self.engine.reconfigure,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
+    async def _go_back(self, config: WorkerConfig, carried: Carried) -> None:
+        """To the role it had. Raises RoleConflict, and InternalError: it has none any more."""
+        try:
+            await self._begin(config, carried)
+        except Exception as error:
+            raise InternalError(f"{self.worker_id} can serve neither role now, and ends: {error}") from error
+        await self._resume()
+
             swap_bytes=swap_bytes(config, self._pool_bytes),
         ):
             if time.monotonic() >= give_up:
