@@ -248,14 +248,6 @@ class Worker:
         )
         return change
 
-    async def _begin(self, config: WorkerConfig, carried: Carried) -> None:
-        """A new life in the role of `config`, that nobody is told of yet. Raises SetupError, and then the life before is the present one
-        and has `carried`."""
-        give_up = time.monotonic() + _ENGINE_IDLE_S
-        while not await asyncio.to_thread(
-            self.engine.reconfigure,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
     async def _go_back(self, config: WorkerConfig, carried: Carried) -> None:
         """To the role it had. Raises RoleConflict, and InternalError: it has none any more."""
         try:
@@ -264,6 +256,14 @@ class Worker:
             raise InternalError(f"{self.worker_id} can serve neither role now, and ends: {error}") from error
         await self._resume()
 
+    async def _begin(self, config: WorkerConfig, carried: Carried) -> None:
+        """A new life in the role of `config`, that nobody is told of yet. Raises SetupError, and then the life before is the present one
+        and has `carried`."""
+        give_up = time.monotonic() + _ENGINE_IDLE_S
+        while not await asyncio.to_thread(
+            self.engine.reconfigure,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
             swap_bytes=swap_bytes(config, self._pool_bytes),
         ):
             if time.monotonic() >= give_up:
