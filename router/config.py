@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from router.fair_queue import AGEING_S
+from router.quota import tenant_weights
 from twostep.flags import FlagParser
 from twostep.rpc.channel import COMPRESSIONS, PLAINTEXT, TlsFiles
 
@@ -31,6 +33,11 @@ class RouterConfig:
     max_inflight: int = 512
     max_waiting: int = 512
     max_inflight_prompt_tokens: int = 4 << 20
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    tenant_max_inflight: int = 0
+    tenant_max_waiting: int = 0
+    ageing: float = AGEING_S
+    staged_steps: int = 4
     max_buffered_tokens: int = 1024
     max_attempts: int = 3
     request_timeout: float = 600.0
@@ -83,6 +90,38 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         type=_between(1, 1 << 40),
         default=default.max_inflight_prompt_tokens,
         help="prompt tokens of all requests served at once",
+    )
+    parser.flag(
+        "--tenant-weights",
+        type=tenant_weights,
+        default={},
+        metavar="NAME=W,...|FILE",
+        help="shares of tenants that compete, by tokens; 1 for those not named",
+    )
+    parser.flag(
+        "--tenant-max-inflight",
+        type=_between(0, 1 << 20),
+        default=default.tenant_max_inflight,
+        help="requests of one tenant served at once; 0: as many as --max-inflight",
+    )
+    parser.flag(
+        "--tenant-max-waiting",
+        type=_between(0, 1 << 20),
+        default=default.tenant_max_waiting,
+        help="requests of one tenant that may wait; 0: as many as --max-waiting",
+    )
+    parser.flag(
+        "--ageing",
+        type=_seconds,
+        default=default.ageing,
+        help="seconds that a request waits behind more urgent classes before its own gets a turn in nine",
+    )
+    parser.flag(
+        "--staged-steps",
+        type=_between(0, 1 << 20),
+        default=default.staged_steps,
+        help="steps' worth of prompt tokens that this router keeps queued on one worker (half for batch requests); the rest waits here, "
+        "where classes and tenants take turns; 0: no limit",
     )
     parser.flag(
         "--max-buffered-tokens",

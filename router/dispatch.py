@@ -1,8 +1,8 @@
 """One request's life over its attempts.
 
 1. ask which workers hold how much of the prompt (at most 2 ms)
-2. place it on a pair, or on a decode worker alone; reserve on decode, run on prefill; a refusal: the next placement. All full: wait in
-   the queue for room. Nobody there: wait a moment for somebody to come back
+2. refuse it if it cannot be served within its targets; else place it on a pair, or on a decode worker alone; reserve on decode, run on
+   prefill; a refusal: the next placement. All full: wait in the queue for room. Nobody there: wait a moment for somebody to come back
 3. tokens flow into the output until the last one
 4. a worker lost on the way: begin again, with the tokens already received behind the prompt, on other workers if there are any
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from router.attempt import Attempt
 from router.cleanup import Cleanup
+from router.fair_queue import AGEING_S, Claim
 from router.job import Job
 from router.losses import AttemptFailed, WorkerRefused
 from router.output import Output
@@ -26,16 +27,22 @@ from router.prefix_index import NOT_CACHED, CachedPrefix, WorkerLife
 from router.prefix_lookup import PrefixLookup
 from router.report import Report
 from router.room import Room
+from router.targets import Expired, Targets, refusal
 from router.workers import WorkerPool
 from twostep.errors import ContextExceeded, DeadlineExceeded, Incompatible, InternalError, TwostepError, Unavailable
+from twostep.request_class import RequestClass
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchConfig:
+    """`staged_steps`: of so many steps this router's prompts may queue on a worker (batch: half as many); 0: of any number."""
+
     max_attempts: int = 3
     no_worker_grace_s: float = 3.0
+    staged_steps: int = 4
+    ageing_s: float = AGEING_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,8 @@ class _Refusals:
 
     workers: set[WorkerLife] = field(default_factory=set)
     local: set[WorkerLife] = field(default_factory=set)
+    # Those of them that were not even asked: enough of this router's prompts wait there.
+    held: bool = False
     full: bool = False
     reason: str = ""
 
@@ -82,23 +91,27 @@ class Dispatcher:
 
     async def serve(self, job: Job, output: Output, report: Report) -> None:
         """Fills `output` to its end or failure. Cancelling it frees everything on both sides, in the background."""
+        claim = Claim.of(job, ageing_s=self._config.ageing_s)
         try:
             async with asyncio.timeout(job.remaining_s()):
-                await self._attempts(job, output, report)
+                await self._attempts(job, claim, output, report)
             output.end()
         except TimeoutError:
-            output.fail(DeadlineExceeded("the request's time is up; allow more, or ask for fewer tokens"))
+            output.fail(time_is_up(placed=report.placed))
         except TwostepError as error:
             output.fail(error)
         except Exception:  # a bug here must end the one request that met it, and say where to look
             log.exception("request %s", job.request_id)
             output.fail(InternalError(f"internal error; look for request {job.request_id} in the router's log"))
+        finally:
+            if report.placed:
+                self._room.settle(claim, len(job.prompt) + output.next_position)
 
-    async def _attempts(self, job: Job, output: Output, report: Report) -> None:
+    async def _attempts(self, job: Job, claim: Claim, output: Output, report: Report) -> None:
         lost: set[WorkerLife] = set()
         numbers = itertools.count(1)
         while True:
-            attempt = await self._begin(job, output, report, numbers, lost)
+            attempt = await self._begin(job, claim, output, report, numbers, lost)
             try:
                 await attempt.finish()
                 return
@@ -117,27 +130,64 @@ class Dispatcher:
                 # Only what was really held wakes those who wait for room: a refused attempt would wake itself.
                 self._room.release()
 
-    async def _begin(self, job: Job, output: Output, report: Report, numbers: itertools.count[int], lost: Set[WorkerLife]) -> Attempt:
-        """An attempt that both workers have accepted."""
+    async def _begin(
+        self, job: Job, claim: Claim, output: Output, report: Report, numbers: itertools.count[int], lost: Set[WorkerLife]
+    ) -> Attempt:
+        """An attempt that its workers have accepted. Raises Refused if the request's targets cannot be met."""
         cached = await self._prefixes.cached_tokens(job, self._pool)
+        if report.placed:
+            # It goes on: charged already, and with nothing left to refuse.
+            claim = replace(claim, num_tokens=0, lapses=None)
+        self._refuse(job, output, cached, queue_s=self._room.queue_s(claim))
         if not self._room.num_queued:
             self._absent_since = None
             begun = await self._round(job, output, report, numbers, lost, cached)
             if isinstance(begun, Attempt):
-                return begun
+                return self._begun(begun, claim, report)
             begun.raise_if_hopeless()
-        async with self._room.turn():
+        async with self._room.place(claim):
+            await self._room.turn(claim)
             while True:
+                self._refuse(job, output, cached)
                 begun = await self._round(job, output, report, numbers, lost, cached)
                 if isinstance(begun, Attempt):
                     self._absent_since = None
-                    return begun
+                    return self._begun(begun, claim, report)
                 begun.raise_if_hopeless()
                 if begun.full:
                     self._absent_since = None
                 elif self._absent_for_s() >= self._config.no_worker_grace_s:
                     raise Unavailable(begun.reason)
-                await self._room.wait()
+                await self._room.again(claim)
+
+    def _begun(self, attempt: Attempt, claim: Claim, report: Report) -> Attempt:
+        self._room.took(claim)
+        report.placed = True
+        return attempt
+
+    def _refuse(self, job: Job, output: Output, cached: Mapping[WorkerLife, CachedPrefix], *, queue_s: float = 0.0) -> None:
+        """Raises Refused if the best placement there is would not keep what was promised. Workers that have not measured themselves are
+        not reckoned with, batch requests wait, and an answer that was begun goes on."""
+        targets = Targets(ttft_s=job.ttft_s, tpot_s=job.tpot_s)
+        if not targets or job.request_class is RequestClass.BATCH or output.next_position:
+            return
+        placed = self._place(_demand(job, output), cached, _Refusals(), frozenset())
+        if isinstance(placed, NoPlacement) or placed.decode.curve is None or (placed.prefill is not None and placed.prefill.curve is None):
+            return
+        refused = refusal(targets, waited_s=time.monotonic() - job.arrived, queue_s=queue_s, placed=placed)
+        if refused is not None:
+            raise refused
+
+    def _held_back(self, request_class: RequestClass) -> _Refusals:
+        """Workers that have enough of this router's prompts waiting, running ones included: what else there is waits here, where classes
+        and tenants take turns. Batch requests never queue long before what comes after them."""
+        refusals = _Refusals()
+        steps = self._config.staged_steps if request_class is not RequestClass.BATCH else -(-self._config.staged_steps // 2)
+        if steps:
+            refusals.workers |= {life for life, link in self._pool.prefill.items() if link.queued_tokens >= steps * link.record.step_tokens}
+            refusals.local |= {life for life, link in self._pool.decode.items() if link.queued_tokens >= steps * link.record.step_tokens}
+            refusals.held = bool(refusals.workers or refusals.local)
+        return refusals
 
     def _absent_for_s(self) -> float:
         """How long there has been nobody to ask. One grace for all who wait: the queue does not add up its members'."""
@@ -157,12 +207,13 @@ class Dispatcher:
     ) -> Attempt | _NotNow:
         """Asks placement after placement, the best first, each worker that refuses no more in this round."""
         demand = _demand(job, output)
-        refusals = _Refusals()
+        refusals = self._held_back(job.request_class)
         while True:
             placed = self._place(demand, cached, refusals, lost)
             if isinstance(placed, NoPlacement):
                 reason = f"{placed.reason}: {refusals.reason}" if refusals.reason else placed.reason
-                return _NotNow(refusals.full, placed.shortage, reason)
+                held = refusals.held and isinstance(self._place(demand, cached, _Refusals(), lost), Placement)
+                return _NotNow(refusals.full or held, placed.shortage, reason)
             prefill = None if placed.prefill is None else self._pool.prefill[WorkerLife.of(placed.prefill)]
             decode = self._pool.decode[WorkerLife.of(placed.decode)]
             attempt = Attempt(
@@ -221,6 +272,13 @@ def _demand(job: Job, output: Output) -> Demand:
         ttft_ms=None if job.ttft_s is None or answered else max(0.0, 1e3 * (job.ttft_s - waited_s)),
         tpot_ms=None if job.tpot_s is None else 1e3 * job.tpot_s,
     )
+
+
+def time_is_up(*, placed: bool) -> DeadlineExceeded:
+    """`placed`: workers had begun with it."""
+    if placed:
+        return DeadlineExceeded("the request's time is up; allow more, or ask for fewer tokens")
+    return Expired("the request's time is up, and there was no room for it until now; allow more, or repeat it later")
 
 
 def _not_migrated(job: Job, output: Output, failed: AttemptFailed) -> Unavailable:

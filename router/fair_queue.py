@@ -38,23 +38,27 @@ _MAX_COUNTERS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Claim:
-    """One request's place in line. `num_tokens`: of prompt and answer, as expected. `due` orders a tenant's own requests; times are those
-    of one monotonic clock, in seconds."""
+    """One request's place in line. `num_tokens`: of prompt and answer, as expected. `due` orders a tenant's own requests; after `lapses`
+    a turn is of no use to it. Times are those of one monotonic clock, in seconds."""
 
     request_class: RequestClass
     tenant: str
     num_tokens: int
     arrived: float
     due: float
+    lapses: float | None = None
 
     @classmethod
     def of(cls, job: Job, *, ageing_s: float = AGEING_S) -> Claim:
+        """Batch requests wait however long it takes, and an answer that was begun goes on."""
+        refusable = job.ttft_s is not None and job.request_class is not RequestClass.BATCH and not job.resumed
         return cls(
             request_class=job.request_class,
             tenant=job.tenant,
             num_tokens=len(job.prompt) + len(job.resumed) + job.expected_tokens,
             arrived=job.arrived,
             due=job.arrived + (ageing_s if job.ttft_s is None else job.ttft_s),
+            lapses=job.arrived + job.ttft_s if job.ttft_s is not None and refusable else None,
         )
 
 

@@ -18,6 +18,7 @@ class Report:
     started: float
     metrics: RouterMetrics
     attempts: int = 1
+    placed: bool = False  # workers have accepted it, once at least
     cached_tokens: int = 0
     route_s: float = 0.0
     queue_s: float = 0.0

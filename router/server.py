@@ -20,6 +20,7 @@ from router.placement import Demand, Placement, place
 from router.prefix_index import NO_HINTS, PrefixIndex
 from router.prefix_lookup import PrefixLookup
 from router.prompt import PromptReader
+from router.quota import Quota
 from router.registry import Deployment, Registry
 from router.room import Room
 from router.service import InferenceService, ServiceConfig
@@ -73,10 +74,15 @@ class Router:
             compression=compression,
         )
         self._index = PrefixIndex(self._index_redis, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
-        room = self._room = Room()
+        quota = Quota(weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting)
+        room = self._room = Room(quota, ageing_s=config.ageing)
         self.registry.on_poll(self.pool.sync)
         self.admission = Admission(
-            max_inflight=config.max_inflight, max_waiting=config.max_waiting, max_prompt_tokens=config.max_inflight_prompt_tokens
+            max_inflight=config.max_inflight,
+            max_waiting=config.max_waiting,
+            max_prompt_tokens=config.max_inflight_prompt_tokens,
+            quota=quota,
+            ageing_s=config.ageing,
         )
         self._prompts = PromptReader(tokenizer, card, ChatTemplate.of(card), default_max_tokens=config.default_max_tokens)
         dispatcher = Dispatcher(
@@ -84,7 +90,12 @@ class Router:
             PrefixLookup(self._index, secret, config.hash_unit),
             self.cleanup,
             room,
-            DispatchConfig(max_attempts=config.max_attempts, no_worker_grace_s=config.no_worker_grace),
+            DispatchConfig(
+                max_attempts=config.max_attempts,
+                no_worker_grace_s=config.no_worker_grace,
+                staged_steps=config.staged_steps,
+                ageing_s=config.ageing,
+            ),
         )
         registry = MetricsRegistry()
         register_process(registry, "router")
@@ -97,6 +108,7 @@ class Router:
                 max_buffered_tokens=config.max_buffered_tokens,
                 request_timeout_s=config.request_timeout,
                 client_write_timeout_s=config.client_write_timeout,
+                ageing_s=config.ageing,
             ),
             tokenizer=tokenizer,
             prompts=self._prompts,

@@ -1,7 +1,7 @@
 """What clients call. The life of a Generate request:
 
     1. name it (the client's id or a new one; sent back at once), find the model, read prompt and parameters    prompt.py
-    2. wait for a place among the requests served at once                                                        admission.py
+    2. wait for a place among the requests served at once, by class, share and deadline        admission.py, fair_queue.py
     3. place it on a prefill and a decode worker, again if one is lost                       dispatch.py, placement.py, attempt.py
     4. tokens come from the prefill worker's call (the first) and the decode worker's shared stream (the others), each
        position once and in order, into this request's bounded buffer                        decode_stream.py, output.py
@@ -32,15 +32,19 @@ import grpc.aio
 
 from router.admission import Admission
 from router.answer import Answer, Finish
-from router.dispatch import Dispatcher
+from router.dispatch import Dispatcher, time_is_up
+from router.fair_queue import AGEING_S, Claim
 from router.job import Job, Metadata
 from router.output import Output
 from router.prompt import PromptReader
+from router.quota import OutputLengths
 from router.recorder import Record, recorded
 from router.report import Report
+from router.targets import Targets, class_of, tenant_of
 from router.workers import WorkerPool
-from twostep.errors import DeadlineExceeded, InternalError, InvalidRequest, NotFound
+from twostep.errors import InternalError, InvalidRequest, NotFound
 from twostep.metrics.router import RouterMetrics
+from twostep.rpc.convert import class_from_proto
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
 from twostep.text.tokenizer import Tokenizer
 
@@ -63,6 +67,7 @@ class ServiceConfig:
     max_buffered_tokens: int = 1024
     request_timeout_s: float = 600.0
     client_write_timeout_s: float = 30.0
+    ageing_s: float = AGEING_S
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -85,11 +90,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._dispatcher = dispatcher
         self._pool = pool
         self._outputs: set[Output] = set()
+        self._lengths = OutputLengths()
 
     # ---- rpcs -----------------------------------------------------------------------------------------------------------
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        with recorded(self._metrics) as record:
+        with recorded(self._metrics, class_from_proto(request.request_class)) as record:
             end = record.end = await self._generate(request, context, record)
         # Everything is free by now but this call.
         yield inference_pb2.GenerateResponse(end=end)
@@ -126,7 +132,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             request.sampling.seed = secrets.randbits(63)
         # Whoever wants to go on elsewhere needs the seed, however early this call breaks.
         await context.send_initial_metadata((("x-request-id", request_id), ("x-twostep-seed", str(request.sampling.seed))))
-        job = await self._job(request, request_id, context, started)
+        job = record.job = await self._job(request, request_id, context, started)
         report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
         answer = record.answer = Answer(self._tokenizer, job.sampling)
         await self._prompts.resume(answer, job.resumed, job.sampling)
@@ -138,16 +144,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._check_model(request.model)
         if len(request.cache_salt) > _MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters; use at most {_MAX_SALT_CHARS}")
+        request_class, targets, tenant = class_of(request), Targets.of(request), tenant_of(request, context.invocation_metadata())
         prompt = await self._prompts.prompt_ids(request)
+        sampling = self._prompts.sampling(request.sampling, len(prompt), self._max_model_len())
         return Job(
             request_id=_unique(request_id) if request.request_id else request_id,
             prompt=prompt,
-            sampling=self._prompts.sampling(request.sampling, len(prompt), self._max_model_len()),
+            sampling=sampling,
             deadline=started + min(self._config.request_timeout_s, context.time_remaining() or float("inf")),
             cache_salt=request.cache_salt,
             resumed=list(request.resume_token_ids),
             migrate=not request.no_migration,
             metadata=_forwarded(context),
+            tenant=tenant,
+            request_class=request_class,
+            ttft_s=targets.ttft_s,
+            tpot_s=targets.tpot_s,
+            arrived=started,
+            expected_tokens=self._lengths.expected(tenant, max(1, sampling.max_tokens - len(request.resume_token_ids))),
         )
 
     async def _stream(self, job: Job, report: Report, answer: Answer, context: _Context) -> Finish:
@@ -156,9 +170,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         task = asyncio.current_task()
         assert task is not None, "grpc runs every call in a task"
         output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel, resumed=job.resumed)
-        num_tokens = len(job.prompt) + len(job.resumed)
+        claim, num_tokens = Claim.of(job, ageing_s=self._config.ageing_s), len(job.prompt) + len(job.resumed)
+        slot = self._admission.slot(claim, num_tokens, lambda: len(job.prompt) + output.next_position if report.placed else 0)
         try:
-            async with asyncio.timeout(job.remaining_s()), self._admission.slot(num_tokens), self._serving(job, output, report):
+            async with asyncio.timeout(job.remaining_s()), slot, self._serving(job, output, report):
                 while True:
                     batch = await output.take()
                     piece = answer.piece(batch.tokens)
@@ -170,12 +185,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     if batch.last:
                         raise InternalError("the answer ended without its last token; look in the router's log")
         except TimeoutError as error:
-            raise DeadlineExceeded("the request's time is up; allow more, or ask for fewer tokens") from error
+            raise time_is_up(placed=report.placed) from error
         except asyncio.CancelledError:
             if output.cut is None or task.uncancel() > 0:
                 raise
             log.warning("request %s: %s", job.request_id, output.cut)
             raise output.cut from None
+        finally:
+            if report.placed:
+                self._lengths.observe(job.tenant, output.next_position)
 
     @asynccontextmanager
     async def _serving(self, job: Job, output: Output, report: Report) -> AsyncIterator[None]:

@@ -80,6 +80,8 @@ def test_labels_are_few_and_never_a_request() -> None:
         "status",
         "finish_reason",
         "reason",
+        "request_class",
+        "path",
         "phase",
         "state",
         "kind",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -11,21 +13,34 @@ from hypothesis import strategies as st
 
 from router.admission import Admission
 from router.cleanup import Cleanup
+from router.fair_queue import AGEING_S, Claim
 from router.output import Output
+from router.quota import Quota
 from router.room import Room
-from twostep.errors import InternalError, InvalidRequest, ResourceExhausted, Unavailable
+from router.targets import Pace, Reason, Refused
+from twostep.errors import InternalError, InvalidRequest, Unavailable
+from twostep.request_class import RequestClass
 from twostep.rpc.v1 import prefill_pb2
 
 
+def claim(num_tokens: int = 1, tenant: str = "", request_class: RequestClass = RequestClass.STANDARD, ttft_s: float | None = None) -> Claim:
+    now = time.monotonic()
+    lapses = None if ttft_s is None else now + ttft_s
+    return Claim(
+        request_class=request_class, tenant=tenant, num_tokens=num_tokens, arrived=now, due=lapses or now + AGEING_S, lapses=lapses
+    )
+
+
 async def enter(admission: Admission, num_tokens: int, log: list[int], hold: asyncio.Event) -> None:
-    async with admission.slot(num_tokens):
+    async with admission.slot(claim(num_tokens), num_tokens):
         log.append(num_tokens)
         await hold.wait()
 
 
 async def test_admission_keeps_both_bounds_and_the_order() -> None:
     admission = Admission(max_inflight=2, max_waiting=3, max_prompt_tokens=100)
-    hold, log = asyncio.Event(), []
+    hold = asyncio.Event()
+    log: list[int] = []
     tasks = [asyncio.create_task(enter(admission, n, log, hold)) for n in (60, 41, 1)]
     await asyncio.sleep(0)
     # 41 does not fit beside 60, and 1, which would, stays behind it.
@@ -38,13 +53,17 @@ async def test_admission_keeps_both_bounds_and_the_order() -> None:
 
 async def test_admission_refuses_what_can_never_fit_what_is_too_much_and_everything_once_closed() -> None:
     admission = Admission(max_inflight=1, max_waiting=1, max_prompt_tokens=100)
-    hold, log = asyncio.Event(), []
+    hold = asyncio.Event()
+    log: list[int] = []
     with pytest.raises(InvalidRequest, match="101"):
         await enter(admission, 101, log, hold)
     tasks = [asyncio.create_task(enter(admission, n, log, hold)) for n in (1, 2)]
     await asyncio.sleep(0)
-    with pytest.raises(ResourceExhausted, match="max-waiting"):
+    with pytest.raises(Refused, match="max-waiting") as refused:
         await enter(admission, 3, log, hold)
+    assert refused.value.reason is Reason.BOUNDED
+    assert refused.value.retry_after_s is not None
+    assert 0.1 <= refused.value.retry_after_s <= 30.0
     admission.close()
     with pytest.raises(Unavailable, match="draining"):
         await tasks[1]
@@ -55,46 +74,148 @@ async def test_admission_refuses_what_can_never_fit_what_is_too_much_and_everyth
     assert log == [1]
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(0, 3)), max_size=12))
-def test_admission_loses_no_place_whoever_is_cancelled_when(plan: list[tuple[int, int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(1, 60), st.sampled_from("ab"), st.integers(0, 3), st.integers(0, 3)), max_size=12))
+def test_admission_loses_no_place_whoever_is_cancelled_when(plan: list[tuple[int, str, int, int]]) -> None:
     async def run() -> None:
-        admission = Admission(max_inflight=2, max_waiting=20, max_prompt_tokens=100)
+        charged: Counter[str] = Counter()
 
-        async def one(num_tokens: int, held_turns: int) -> None:
-            async with admission.slot(num_tokens):
-                for _ in range(held_turns):
-                    await asyncio.sleep(0)
+        def on_charge(_: RequestClass, tenant: str, num_tokens: int) -> None:
+            charged[tenant] += num_tokens
 
-        tasks = [asyncio.create_task(one(tokens, held)) for tokens, held, _ in plan]
+        quota = Quota(max_inflight=1)
+        admission = Admission(max_inflight=2, max_waiting=20, max_prompt_tokens=100, quota=quota, on_charge=on_charge)
+        inside: Counter[str] = Counter()
+        ended = 0
+
+        async def one(num_tokens: int, tenant: str, held_turns: int) -> None:
+            nonlocal ended
+            async with admission.slot(claim(num_tokens, tenant), num_tokens, lambda: 7):
+                inside[tenant] += 1
+                assert inside[tenant] <= 1
+                try:
+                    for _ in range(held_turns):
+                        await asyncio.sleep(0)
+                finally:
+                    inside[tenant] -= 1
+                    ended += 1
+
+        tasks = [asyncio.create_task(one(tokens, tenant, held)) for tokens, tenant, held, _ in plan]
         for turn in range(4):
             await asyncio.sleep(0)
             assert admission.num_inflight <= 2
-            for task, (_, _, cancelled_at) in zip(tasks, plan, strict=True):
+            for task, (_, _, _, cancelled_at) in zip(tasks, plan, strict=True):
                 if cancelled_at == turn and turn:
                     task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert result is None or isinstance(result, asyncio.CancelledError)
         assert (admission.num_inflight, admission.num_waiting) == (0, 0)
-        async with admission.slot(100):
+        assert charged.total() == 7 * ended, "everybody is charged with what was really used, and nobody for nothing"
+        async with admission.slot(claim(100), 100):
             pass
 
     asyncio.run(run())
 
 
+async def filled(admission: Admission, hold: asyncio.Event, *claims: Claim) -> list[asyncio.Task[None]]:
+    """Whoever waits, behind one that holds the only place."""
+
+    async def one(its: Claim) -> None:
+        async with admission.slot(its, its.num_tokens):
+            await hold.wait()
+
+    tasks = [asyncio.create_task(one(its)) for its in claims]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_a_full_queue_sends_away_who_holds_most_of_it() -> None:
+    admission = Admission(max_inflight=1, max_waiting=3, max_prompt_tokens=1000)
+    hold = asyncio.Event()
+    greedy = [claim(tenant="greedy") for _ in range(4)]
+    tasks = await filled(admission, hold, *greedy)
+    modest = (await filled(admission, hold, claim(tenant="modest")))[0]
+    with pytest.raises(Refused, match="--max-waiting") as refused:
+        await tasks[3]
+    assert refused.value.reason is Reason.BOUNDED
+    (refused_too,) = await filled(admission, hold, claim(tenant="greedy"))
+    with pytest.raises(Refused):
+        await refused_too
+    urgent = (await filled(admission, hold, claim(tenant="greedy", request_class=RequestClass.INTERACTIVE)))[0]
+    with pytest.raises(Refused):
+        await tasks[2]
+    assert admission.num_waiting == 3
+    hold.set()
+    await asyncio.gather(tasks[0], tasks[1], modest, urgent)
+
+
+async def test_a_tenant_has_bounds_of_its_own_and_others_pass_it_by() -> None:
+    quota = Quota(max_inflight=2, max_waiting=1)
+    admission = Admission(max_inflight=10, max_waiting=10, max_prompt_tokens=1000, quota=quota)
+    hold = asyncio.Event()
+    tasks = await filled(admission, hold, *(claim(tenant="a") for _ in range(3)))
+    assert (admission.num_inflight, admission.num_waiting) == (2, 1)
+    (over,) = await filled(admission, hold, claim(tenant="a"))
+    with pytest.raises(Refused, match="tenant 'a' wait already"):
+        await over
+    others = await filled(admission, hold, *(claim(tenant=t) for t in "bc"))
+    assert (admission.num_inflight, admission.num_waiting) == (4, 1)
+    hold.set()
+    await asyncio.gather(*tasks, *others)
+    assert (admission.num_inflight, admission.num_waiting) == (0, 0)
+
+
+async def test_who_waits_beyond_its_target_is_refused_and_frees_its_place_in_the_queue() -> None:
+    admission = Admission(max_inflight=1, max_waiting=10, max_prompt_tokens=1000)
+    hold = asyncio.Event()
+    tasks = await filled(admission, hold, claim(), claim(ttft_s=0.05), claim())
+    with pytest.raises(Refused, match="ttft_ms was up") as refused:
+        await tasks[1]
+    assert refused.value.reason is Reason.TARGET_TTFT
+    assert admission.num_waiting == 1
+    hold.set()
+    await asyncio.gather(tasks[0], tasks[2])
+
+
+async def test_who_would_wait_beyond_its_target_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    admission = Admission(max_inflight=1, max_waiting=10, max_prompt_tokens=1000)
+    hold = asyncio.Event()
+    # As has been learnt: a tenth of a second a token.
+    monkeypatch.setattr(Pace, "seconds", lambda self, num_tokens: 0.1 * num_tokens)
+    tasks = await filled(admission, hold, claim(), claim(100, request_class=RequestClass.INTERACTIVE))
+    (late,) = await filled(admission, hold, claim(ttft_s=5.0))
+    with pytest.raises(Refused, match="ttft_ms") as refused:
+        await late
+    assert refused.value.retry_after_s == pytest.approx(5.0, abs=0.5), "ten seconds of queue, of which it would bear five"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---- room --------------------------------------------------------------------------------------------------------------------
+
+
 async def test_room_lets_one_try_at_a_time_and_a_release_wakes_it() -> None:
     room = Room(retry_s=5.0)
     order: list[int] = []
-    free = 0
+    free = trying = 0
 
-    async def wanting(i: int) -> None:
-        nonlocal free
-        async with room.turn():
-            while not free:
-                await room.wait()
+    async def wanting(i: int, its: Claim) -> None:
+        nonlocal free, trying
+        async with room.place(its):
+            await room.turn(its)
+            while True:
+                trying += 1
+                assert trying == 1
+                await asyncio.sleep(0)
+                trying -= 1
+                if free:
+                    break
+                await room.again(its)
+            room.took(its)
             free -= 1
             order.append(i)
 
-    tasks = [asyncio.create_task(wanting(i)) for i in range(4)]
+    tasks = [asyncio.create_task(wanting(i, claim())) for i in range(4)]
     await asyncio.sleep(0.01)
     assert room.num_queued == 4
     tasks[1].cancel()
@@ -105,6 +226,112 @@ async def test_room_lets_one_try_at_a_time_and_a_release_wakes_it() -> None:
     await asyncio.wait(tasks, timeout=1)
     assert order == [0, 2, 3]
     assert room.num_queued == 0
+
+
+async def test_room_goes_by_class_and_share_whoever_came_first() -> None:
+    room = Room(retry_s=5.0)
+    order: list[str] = []
+    free = 0
+
+    async def wanting(name: str, its: Claim) -> None:
+        nonlocal free
+        async with room.place(its):
+            await room.turn(its)
+            while not free:
+                await room.again(its)
+            free -= 1
+            room.took(its)
+            order.append(name)
+
+    batch, interactive = RequestClass.BATCH, RequestClass.INTERACTIVE
+    # What a was given without waiting counts.
+    room.took(claim(100, "a"))
+    wishes = [("batch", claim(10, "a", batch)), ("a1", claim(10, "a")), ("a2", claim(10, "a")), ("b1", claim(10, "b"))]
+    wishes += [("b2", claim(10, "b")), ("now", claim(10, "a", interactive))]
+    tasks = [asyncio.create_task(wanting(*wish)) for wish in wishes]
+    await asyncio.sleep(0.01)
+    for _ in wishes:
+        free += 1
+        room.release()
+        await asyncio.sleep(0.01)
+    await asyncio.wait(tasks, timeout=1)
+    assert order[0] == "now"
+    assert order[1:3] == ["b1", "b2"] or order[1:3] == ["b1", "a1"]
+    assert order[-1] == "batch"
+
+
+async def test_room_tries_again_by_itself_and_a_newcomer_that_is_first_at_once() -> None:
+    room = Room(retry_s=0.05)
+    tries: list[str] = []
+
+    async def wanting(name: str, its: Claim, enough: int) -> None:
+        async with room.place(its):
+            await room.turn(its)
+            tries.append(name)
+            while tries.count(name) < enough:
+                await room.again(its)
+                tries.append(name)
+            room.took(its)
+
+    slow = Room(retry_s=60.0)
+    await asyncio.wait_for(wanting("alone", claim(), 3), 5.0)
+    assert tries == ["alone"] * 3
+    room, tries = slow, []
+    waiting = asyncio.create_task(wanting("batch", claim(request_class=RequestClass.BATCH), 2))
+    await asyncio.sleep(0.01)
+    assert tries == ["batch"]
+    await asyncio.wait_for(wanting("urgent", claim(request_class=RequestClass.INTERACTIVE), 1), 5.0)
+    await asyncio.wait_for(waiting, 5.0)
+    assert tries == ["batch", "urgent", "batch"], "nobody has waited for the minute"
+
+
+async def test_room_refuses_who_waits_beyond_its_target() -> None:
+    room = Room(retry_s=60.0)
+    first, late = claim(), claim(ttft_s=0.03)
+
+    async def waits(its: Claim) -> None:
+        async with room.place(its):
+            await room.turn(its)
+            await room.again(its)
+
+    task = asyncio.create_task(waits(first))
+    await asyncio.sleep(0)
+    with pytest.raises(Refused, match="ttft_ms"):
+        await waits(late)
+    assert room.num_queued == 1
+    task.cancel()
+    await asyncio.wait([task])
+    assert room.num_queued == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), min_size=1, max_size=12), st.integers(1, 5))
+def test_room_wakes_somebody_as_long_as_there_is_anybody(plan: list[tuple[str, int, bool]], tries_needed: int) -> None:
+    async def run() -> None:
+        room = Room(retry_s=0.001)
+        served: list[int] = []
+
+        async def wanting(i: int, tenant: str) -> None:
+            its = claim(1, tenant)
+            async with room.place(its):
+                await room.turn(its)
+                for _ in range(tries_needed):
+                    await asyncio.sleep(0)
+                    await room.again(its)
+                room.took(its)
+                served.append(i)
+
+        tasks = [asyncio.create_task(wanting(i, tenant)) for i, (tenant, _, _) in enumerate(plan)]
+        for turn in range(4):
+            await asyncio.sleep(0)
+            for task, (_, at, cancelled) in zip(tasks, plan, strict=True):
+                if cancelled and at == turn:
+                    task.cancel()
+        async with asyncio.timeout(10):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert set(served) >= {i for i, (_, _, cancelled) in enumerate(plan) if not cancelled}
+        assert room.num_queued == 0
+
+    asyncio.run(run())
 
 
 def token(position: int) -> prefill_pb2.Token:

@@ -116,7 +116,7 @@ async def test_full_workers_are_asked_ten_times_a_second_and_no_more(cluster: Cl
 
 
 async def test_room_given_back_wakes_the_next_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.server.Room", lambda: Room(retry_s=2.0))
+    monkeypatch.setattr("router.server.Room", lambda *args, **options: Room(*args, **options, retry_s=2.0))
     await cluster.prefill()
     decode = await cluster.decode()
     decode.max_held = 1

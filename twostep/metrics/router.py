@@ -11,8 +11,26 @@ from twostep.metrics.requests import RUNNING, WAITING
 
 REQUESTS = counter(
     "twostep_requests_total",
-    "Ended requests by gRPC status (OK, UNAVAILABLE, CANCELLED, ...) and finish_reason (stop, length; empty unless OK).",
-    ["status", "finish_reason"],
+    "Ended requests by gRPC status (OK, UNAVAILABLE, CANCELLED, ...), finish_reason (stop, length; empty unless OK) and request_class "
+    "(interactive, standard, batch).",
+    ["status", "finish_reason", "request_class"],
+)
+REFUSED = counter(
+    "twostep_requests_refused_total",
+    "Requests that were refused, or ran out of time, before any worker had begun with them: bounded (too many wait, or too many of the "
+    "tenant's), target_ttft and target_tpot (could not be kept), deadline (passed in the queue).",
+    ["reason", "request_class"],
+)
+SLO = counter(
+    "twostep_request_slo_total",
+    "Ended requests with targets (ttft_ms, tpot_ms), refused ones included, cancelled ones not.",
+    ["request_class"],
+)
+SLO_ATTAINED = counter("twostep_request_slo_attained_total", "Those of them that ended OK within all of their targets.", ["request_class"])
+SLO_MISSED = counter(
+    "twostep_request_slo_missed_total",
+    "Targets that were missed: target_ttft (also if no token came), target_tpot.",
+    ["reason", "request_class"],
 )
 TTFT = histogram("twostep_time_to_first_token_seconds", "From a request's arrival to its first token.", REQUEST_SECONDS)
 ITL = histogram(
@@ -27,7 +45,10 @@ E2E = histogram(
     "twostep_e2e_request_latency_seconds", "From a request's arrival to its last token, of those that ended OK.", REQUEST_SECONDS
 )
 QUEUE = histogram(
-    "twostep_request_queue_time_seconds", "From a request's arrival until a worker computes its prompt: route and queue.", REQUEST_SECONDS
+    "twostep_request_queue_time_seconds",
+    "From a request's arrival until a worker computes its prompt: route and queue.",
+    REQUEST_SECONDS,
+    ["request_class"],
 )
 PHASES = histogram(
     "twostep_request_phase_seconds",
@@ -57,7 +78,22 @@ WORKERS = gauge("twostep_router_workers", "Workers that may get new work, by rol
 
 _READ = (RUNNING, WAITING, GENERATION_TOKENS, STREAMS, WORKERS)
 FAMILIES = (
-    *(REQUESTS, TTFT, ITL, SECOND_TOKEN, E2E, QUEUE, PHASES, PROMPT_TOKENS, CACHED_TOKENS, GENERATION_TOKENS),
+    *(
+        REQUESTS,
+        REFUSED,
+        SLO,
+        SLO_ATTAINED,
+        SLO_MISSED,
+        TTFT,
+        ITL,
+        SECOND_TOKEN,
+        E2E,
+        QUEUE,
+        PHASES,
+        PROMPT_TOKENS,
+        CACHED_TOKENS,
+        GENERATION_TOKENS,
+    ),
     *(PROMPT_SIZES, GENERATION_SIZES, ATTEMPTS, PLACEMENTS, MIGRATIONS, STREAMS, WORKERS),
 )
 
@@ -80,6 +116,10 @@ class RouterMetrics:
         """`state` is called from scrapes' threads."""
         self._state = state
         self.requests = registry.counter(REQUESTS)
+        self.refused = registry.counter(REFUSED)
+        self.slo = registry.counter(SLO)
+        self.slo_attained = registry.counter(SLO_ATTAINED)
+        self.slo_missed = registry.counter(SLO_MISSED)
         self.ttft = registry.histogram(TTFT)
         self.itl = registry.tally(ITL)
         self.second_token = registry.histogram(SECOND_TOKEN)
