@@ -21,6 +21,8 @@ again out of their histories (decode_worker.history), which outlive their sequen
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -28,9 +30,13 @@ import grpc.aio
 
 from decode_worker.sequences import Sequences
 from kv_transfer.ticket import Ticket
-from twostep.errors import Unavailable
+from twostep.engine.types import EngineRequest, Reservation
+from twostep.errors import ResourceExhausted, Unavailable
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc
 from twostep.worker.requests import RequestReader
+
+# How long a reservation waits for batch sequences that give way to it.
+_GIVING_WAY_S = 0.5
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -46,20 +52,33 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: _Context) -> decode_pb2.ReserveResponse:
         if self.refusal is not None:
             raise Unavailable(self.refusal)
-        take = self._sequences.submit if request.prefill_here else self._sequences.reserve
-        reservation = take(
-            self._reader.read(request),
-            request_id=request.request_id,
-            attempt=request.attempt,
-            router_id=request.router_id,
-            tenant=request.tenant,
-        )
+        reservation = await self._take(request, self._reader.read(request))
         return decode_pb2.ReserveResponse(
             # What a prompt that waits will find of its prefix is known when it is begun.
             num_cached_tokens=0 if reservation is None else reservation.num_cached_tokens,
             lease_s=self._sequences.config.reservation_lease_s,
             epoch=self._epoch,
         )
+
+    async def _take(self, request: decode_pb2.ReserveRequest, engine_request: EngineRequest) -> Reservation | None:
+        """Where batch sequences give way for it, that takes a step or two."""
+        take = self._sequences.submit if request.prefill_here else self._sequences.reserve
+        until = time.monotonic() + _GIVING_WAY_S
+        while True:
+            try:
+                return take(
+                    engine_request,
+                    request_id=request.request_id,
+                    attempt=request.attempt,
+                    router_id=request.router_id,
+                    tenant=request.tenant,
+                )
+            except ResourceExhausted as error:
+                if error.retry_after_s is None or time.monotonic() + error.retry_after_s > until:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+            if self.refusal is not None:
+                raise Unavailable(self.refusal)
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: _Context) -> decode_pb2.AttachResponse:
         self._sequences.attach(request.request_id, request.attempt, Ticket.from_proto(request.ticket))

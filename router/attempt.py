@@ -112,6 +112,7 @@ class Attempt:
             cache_salt=self._job.cache_salt,
             request_class=class_to_proto(self._job.request_class),
             prefill_here=self._run is None,
+            tpot_ms=None if self._job.tpot_s is None else 1e3 * self._job.tpot_s,
         )
         decode.stream.add(self._id, self)
         self._on_decode = True

@@ -42,6 +42,9 @@ class RequestReader:
         """Raises InvalidRequest naming the field."""
         if not proto.token_ids:
             raise InvalidRequest("token_ids is empty; give the prompt's tokens")
+        tpot_ms = proto.tpot_ms if isinstance(proto, decode_pb2.ReserveRequest) and proto.HasField("tpot_ms") else None
+        if tpot_ms is not None and not tpot_ms > 0:
+            raise InvalidRequest(f"tpot_ms is {tpot_ms}; give the milliseconds that may pass between tokens, or leave it unset")
         return EngineRequest(
             seq_id=attempt_id(proto.request_id, proto.attempt),
             token_ids=tuple(proto.token_ids),
@@ -49,6 +52,7 @@ class RequestReader:
             sampling=sampling_from_proto(proto.sampling),
             eos_token_ids=self.eos_token_ids,
             request_class=class_from_proto(proto.request_class),
+            tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
             prefix_key=derive_key(
                 self.secret,
                 tenant=proto.tenant,
