@@ -344,6 +344,8 @@ class FaultSystem:
         flags += ["--run-dir", str(self.directory / worker_id), "--kv-transfer", "ray", "--lease-ttl", "8"]
         if role == "prefill":
             flags += ["--chunk-bytes", str(128 << 10), "--kv-budget-bytes", str(_STORE_BYTES // 3)]
+        else:
+            flags.append("--no-local-prefill")  # it is hand-overs that are struck
         return [sys.executable, str(_HERE / "gated_worker.py"), role, str(self.gates.directory), *shared, *flags]
 
     def _raylet_argv(self, host: Host) -> list[str]:

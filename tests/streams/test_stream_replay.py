@@ -38,13 +38,21 @@ async def cut_at_random(proxy: CuttingProxy, rng: random.Random) -> None:
             proxy.cut()
 
 
+both_ways = pytest.mark.parametrize("aggregated", [False, True], ids=["handed-over", "computed-there"])
+
+
+@both_ways
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(fake_model_dir: Path, tmp_path: Path, seed: int) -> None:
+async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(
+    fake_model_dir: Path, tmp_path: Path, seed: int, aggregated: bool
+) -> None:
     rng = random.Random(seed)
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
     cases = [(prompt_of(rng, vocab_size), rng.randrange(2, 200)) for _ in range(16)]
     async with (
-        whole_system(fake_model_dir, tmp_path, stream_lease=20.0, limits=SequencesConfig(router_lease_s=20.0)) as system,
+        whole_system(
+            fake_model_dir, tmp_path, aggregated=aggregated, stream_lease=20.0, limits=SequencesConfig(router_lease_s=20.0)
+        ) as system,
         AsyncClient(system.target(), timeout=60, max_retries=0) as client,
     ):
         stream = next(iter(system.routers[0].pool.decode.values())).stream
@@ -76,10 +84,13 @@ async def cut_while_decoding(system: WholeSystem, client: AsyncClient, prompt: l
         await asyncio.sleep(0.002)
 
 
-async def test_an_answer_that_ends_while_the_stream_is_down_is_delivered(fake_model_dir: Path, tmp_path: Path) -> None:
+@both_ways
+async def test_an_answer_that_ends_while_the_stream_is_down_is_delivered(fake_model_dir: Path, tmp_path: Path, aggregated: bool) -> None:
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
     async with (
-        whole_system(fake_model_dir, tmp_path, stream_lease=20.0, limits=SequencesConfig(router_lease_s=20.0)) as system,
+        whole_system(
+            fake_model_dir, tmp_path, aggregated=aggregated, stream_lease=20.0, limits=SequencesConfig(router_lease_s=20.0)
+        ) as system,
         AsyncClient(system.target(), timeout=30, max_retries=0) as client,
     ):
         prompt = list(range(3, 40))
@@ -94,11 +105,12 @@ async def test_an_answer_that_ends_while_the_stream_is_down_is_delivered(fake_mo
         await system.settled()
 
 
-async def test_after_the_lease_the_request_moves_to_another_worker(fake_model_dir: Path, tmp_path: Path) -> None:
+@both_ways
+async def test_after_the_lease_the_request_moves_to_another_worker(fake_model_dir: Path, tmp_path: Path, aggregated: bool) -> None:
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
     limits = SequencesConfig(router_lease_s=1.0)
     async with (
-        whole_system(fake_model_dir, tmp_path, num_decode=2, stream_lease=1.0, limits=limits) as system,
+        whole_system(fake_model_dir, tmp_path, aggregated=aggregated, num_decode=2, stream_lease=1.0, limits=limits) as system,
         AsyncClient(system.target(), timeout=30, max_retries=0) as client,
     ):
         prompt = list(range(3, 40))
@@ -112,11 +124,14 @@ async def test_after_the_lease_the_request_moves_to_another_worker(fake_model_di
         await system.settled()
 
 
-async def test_a_worker_that_kept_too_little_says_so_and_the_request_begins_again(fake_model_dir: Path, tmp_path: Path) -> None:
+@both_ways
+async def test_a_worker_that_kept_too_little_says_so_and_the_request_begins_again(
+    fake_model_dir: Path, tmp_path: Path, aggregated: bool
+) -> None:
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
     limits = SequencesConfig(router_lease_s=20.0, max_replay_tokens=8)
     async with (
-        whole_system(fake_model_dir, tmp_path, stream_lease=20.0, limits=limits) as system,
+        whole_system(fake_model_dir, tmp_path, aggregated=aggregated, stream_lease=20.0, limits=limits) as system,
         AsyncClient(system.target(), timeout=30, max_retries=0) as client,
     ):
         prompt = list(range(3, 40))
@@ -129,10 +144,11 @@ async def test_a_worker_that_kept_too_little_says_so_and_the_request_begins_agai
         await system.settled()
 
 
-async def test_a_dead_worker_is_not_waited_for_as_long_as_the_lease(fake_model_dir: Path, tmp_path: Path) -> None:
+@both_ways
+async def test_a_dead_worker_is_not_waited_for_as_long_as_the_lease(fake_model_dir: Path, tmp_path: Path, aggregated: bool) -> None:
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
     async with (
-        whole_system(fake_model_dir, tmp_path, num_decode=2, stream_lease=60.0) as system,
+        whole_system(fake_model_dir, tmp_path, aggregated=aggregated, num_decode=2, stream_lease=60.0) as system,
         AsyncClient(system.target(), timeout=40, max_retries=0) as client,
     ):
         prompt = list(range(3, 40))

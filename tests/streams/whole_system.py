@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class WholeSystem:
     model_dir: Path
     redis_url: str
     secret_file: Path
-    prefill: Worker
+    prefill: Worker | None
     decodes: list[Worker] = field(default_factory=list)
     proxies: list[CuttingProxy] = field(default_factory=list)
     routers: list[Router] = field(default_factory=list)
@@ -141,7 +141,7 @@ class WholeSystem:
     async def stats(self) -> list[worker_pb2.WorkerStats]:
         """Of all workers, asked around the proxies."""
         result = []
-        for worker in (self.prefill, *self.decodes):
+        for worker in filter(None, (self.prefill, *self.decodes)):
             async with open_channel(f"127.0.0.1:{worker.server.port}") as channel:
                 request = worker_pb2.WorkerStatsRequest(check_integrity=True)
                 result.append(await worker_pb2_grpc.WorkerStub(channel).Stats(request, timeout=10))
@@ -168,10 +168,12 @@ async def whole_system(
     *,
     num_decode: int = 1,
     num_routers: int = 1,
+    aggregated: bool = False,
     make_runner: Callable[[], Runner] | None = None,
     limits: SequencesConfig | None = None,
     **router_options: Any,
 ) -> AsyncIterator[WholeSystem]:
+    """`aggregated`: without a prefill worker; the decode workers compute prompts themselves. Otherwise they compute none."""
     async with AsyncExitStack() as stack:
         url = stack.enter_context(redis_serving(tmp_path / "redis"))
         secret_file = tmp_path / "secret"
@@ -188,14 +190,21 @@ async def whole_system(
                 eos_token_ids=ModelCard.load(model_dir).eos_token_ids,
             )
             config = WorkerConfig(
-                role=role, worker_id=f"{role}-{number}", redis_url=url, advertise_address=advertise, transport_timeout=5.0, chunk_bytes=4096
+                role=role,
+                worker_id=f"{role}-{number}",
+                redis_url=url,
+                advertise_address=advertise,
+                transport_timeout=5.0,
+                chunk_bytes=4096,
+                local_prefill=aggregated,
             )
-            worker = Worker(config, model, SECRET, _prefill_edge(hub) if role == "prefill" else _decode_edge(hub, limits))
+            bounds = replace(limits or SequencesConfig(), local_prefill=aggregated)
+            worker = Worker(config, model, SECRET, _prefill_edge(hub) if role == "prefill" else _decode_edge(hub, bounds))
             await worker.start()
             stack.push_async_callback(worker.stop, 0.5)
             return worker
 
-        system = WholeSystem(model_dir, url, secret_file, await start("prefill", 0))
+        system = WholeSystem(model_dir, url, secret_file, None if aggregated else await start("prefill", 0))
         for number in range(num_decode):
             proxy = await stack.enter_async_context(proxying())
             worker = await start("decode", number, proxy.address)

@@ -148,12 +148,17 @@ class System:
 
 
 @contextmanager
-def running(model: Path, tmp: Path, *, prefill: int = 1, decode: int = 1, extra: tuple[str, ...] = ()) -> Iterator[System]:
-    """Starts `twostep up` and waits until it serves; stops it like Ctrl-C does, and checks that it leaves no process behind."""
+def running(
+    model: Path, tmp: Path, *, prefill: int = 1, decode: int = 1, local_prefill: bool = False, extra: tuple[str, ...] = ()
+) -> Iterator[System]:
+    """Starts `twostep up` and waits until it serves; stops it like Ctrl-C does, and checks that it leaves no process behind. Without
+    `prefill` workers it is aggregated; with them, decode workers compute prompts only with `local_prefill`."""
     port = free_port()
     tmp.mkdir(parents=True, exist_ok=True)
     log = tmp / "up.log"
-    words = [sys.executable, "-P", "-m", "twostep.cli", "up", "--model", str(model), "--prefill", str(prefill), "--decode", str(decode)]
+    words = [sys.executable, "-P", "-m", "twostep.cli", "up", "--model", str(model), "--decode", str(decode)]
+    words += ["--prefill", str(prefill)] if prefill else ["--aggregated"]
+    words += ["--no-local-prefill"] if prefill and not local_prefill else []
     with log.open("wb") as out:
         process = subprocess.Popen([*words, "--port", str(port), "--verbose", *extra], stdout=out, stderr=subprocess.STDOUT, cwd=tmp)
     system = System(process, port, log)
