@@ -1,4 +1,5 @@
-"""Who joins the running sequences next, and with which blocks: some found in the pool, some copied back from the host, the others new."""
+"""Who joins the running sequences next, and with which blocks: some found in the pool, some in the host tier below it, some copied back
+after the sequence gave way, the others new."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from heapq import merge
 import numpy as np
 
 from twostep.engine.block_pool import BlockCopy, BlockPool
+from twostep.engine.host_tier import HostTier
 from twostep.engine.preemptor import Preemptor
 from twostep.engine.scheduler import Waiting
 from twostep.engine.sequence import EngineSequence, SequenceState
@@ -32,13 +34,18 @@ def grows(sequence: EngineSequence, block_size: int) -> bool:
 class Admission:
     """Part of the ledger: the engine's lock guards it. `waiting` are the prompts that were never admitted, in the order they came."""
 
-    def __init__(self, pool: BlockPool, preemptor: Preemptor, running: dict[str, EngineSequence], *, block_size: int) -> None:
+    def __init__(
+        self, pool: BlockPool, tier: HostTier, preemptor: Preemptor, running: dict[str, EngineSequence], *, block_size: int
+    ) -> None:
         """`running` is the ledger's own table: who is admitted is put into it."""
         self.waiting: dict[str, EngineSequence] = {}
-        # Prompt tokens looked up among cached prefixes and found there, ever. Who comes back after giving way does not count again.
+        # Prompt tokens looked up among cached prefixes and found there, ever; of these, those found in the host tier. Who comes back after
+        # giving way does not count again.
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_host_hit_tokens = 0
         self._pool = pool
+        self._tier = tier
         self._preemptor = preemptor
         self._running = running
         self._block_size = block_size
@@ -52,8 +59,11 @@ class Admission:
             if sequence.patience.rank >= below:
                 return
             num_blocks = num_blocks_now(sequence, size) + grows(sequence, size)
-            cached = self._pool.lookup(sequence.block_hashes())
+            hashes = sequence.block_hashes()
+            cached = self._pool.lookup(hashes)
             num_matched = min(len(cached) * size, len(sequence.tokens) - 1)
+            # What is copied from the host tier is the sequence's own: its last block is left out, not written to, if all are there.
+            in_host = self._tier.lookup(hashes[: (len(sequence.tokens) - 1) // size], len(cached)) if sequence.saved is None else ()
             if sequence.saved is not None and sequence.saved.num_tokens > num_matched:
                 num_matched = sequence.saved.num_tokens
             cost = num_blocks - min(num_matched // size, len(cached)) + self._pool.num_unowned(cached)
@@ -61,7 +71,10 @@ class Admission:
                 cached.pop()
                 num_matched = len(cached) * size
                 cost = num_blocks - len(cached) + self._pool.num_unowned(cached)
+            if in_host:
+                num_matched = (len(cached) + len(in_host)) * size
             sequence.matched = cached
+            sequence.matched_in_host = in_host
             sequence.num_matched = num_matched
             yield Waiting(sequence, len(sequence.tokens) - num_matched, cost, num_matched, sequence.patience.rank)
 
@@ -102,21 +115,30 @@ class Admission:
             blocks.extend(self._pool.allocate(num_blocks_now(sequence, self._block_size) - len(blocks)))
             sequence.blocks = np.array(blocks, np.int32)
             sequence.matched = []
+            in_host, sequence.matched_in_host = sequence.matched_in_host, ()
+            self._tier.load(sequence, num_found, in_host)
             if sequence.state is SequenceState.PREEMPTED:
                 del self._preemptor.waiting[sequence.seq_id]
                 loads += self._loads(sequence, num_found)
             else:
                 del self.waiting[sequence.seq_id]
-                self.found(sequence, sequence.num_matched)
+                self.found(sequence, sequence.num_matched, num_in_host=len(in_host) * self._block_size)
             sequence.state = SequenceState.RUNNING
             self._running[sequence.seq_id] = sequence
         return copies, loads
 
-    def found(self, sequence: EngineSequence, num_cached: int) -> None:
-        """So many tokens' KV of a sequence that comes new was there."""
+    def found(self, sequence: EngineSequence, num_cached: int, *, num_in_host: int) -> None:
+        """So many tokens' KV of a sequence that comes new was there, the last of them in the host tier."""
         sequence.num_cached = num_cached
         self.num_queried_tokens += len(sequence.tokens)
         self.num_hit_tokens += num_cached
+        self.num_host_hit_tokens += num_in_host
+        self._tier.asked(sequence.block_hashes())
+
+    def not_found(self, num_in_host: int) -> None:
+        """So many tokens' KV that was counted as found in the host tier could not be had from there."""
+        self.num_hit_tokens -= num_in_host
+        self.num_host_hit_tokens -= num_in_host
 
     def _loads(self, sequence: EngineSequence, num_found: int) -> list[BlockLoad]:
         """What is to be copied back of a preempted sequence, whose first `num_found` blocks were found in the pool."""

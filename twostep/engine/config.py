@@ -28,6 +28,8 @@ class EngineConfig:
     # What becomes of sequences that must give way when the pool runs out, and how much host memory their KV may take.
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     swap_bytes: int = 0
+    # How much host memory the prefixes may take that the pool gives up (host_tier.py); 0: they are gone then.
+    host_cache_bytes: int = 0
     # Hash unit of the deployment (tokens), a multiple of the block size: boundaries at which cached prefixes are announced.
     hash_unit: int = 64
     # Longest that a step with prompts and urgent decodes may take by the step curve, in seconds; 0: as the decodes' own targets say.

@@ -34,6 +34,8 @@ from twostep.engine.batch_builder import build_batch
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
 from twostep.engine.host_blocks import HostSlabs
+from twostep.engine.host_copies import HostCopies
+from twostep.engine.host_tier import HostLoad
 from twostep.engine.layer_progress import MarkedStep, layers_to_mark
 from twostep.engine.ledger import SequenceLedger
 from twostep.engine.preemption import PreemptionMode
@@ -85,6 +87,7 @@ class Engine:
         self._host = HostSlabs(shape.block_bytes, runner.new_host_blocks)
         # The one lock, over pool and ledger; notified when there is work.
         self._changed = threading.Condition()
+        self.host_copies = HostCopies(runner, self._ledger.tier, self._changed, self._on_loaded)
         self._steps = 0
         self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._launched: deque[_Launched] = deque()
@@ -161,12 +164,13 @@ class Engine:
             finally:
                 self._note_work()
 
-    def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool = True) -> None:
+    def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool = True, confirmed: bool = True) -> None:
         """The reserved blocks now hold the KV of all of the request's token_ids, and `output_ids` (at least one) were sampled
         after them elsewhere: decode from the next step on. The KV of `output_ids` is computed here, and the first token reported is the
         one after them. The reservation's block ids are not the caller's any more.
         Not `exact`: this is not the KV that this engine would have computed, so neither it nor what is computed after it ever stands
-        under the prompt's prefix hashes.
+        under the prompt's prefix hashes. Not `confirmed`: it has yet to be found out whether this is the right KV. The sequence decodes,
+        but nothing of it becomes a cached prefix before `confirm`, and its tokens must not be told to anybody; `cancel` undoes it.
 
         Raises NotFound if the reservation was cancelled, InvalidRequest if `output_ids` are none, no tokens, or ended the
         request already (nothing is left to decode: the reservation stays, cancel it)."""
@@ -174,8 +178,13 @@ class Engine:
         if any(not 0 <= token < self._runner.vocab_size for token in ids):
             raise InvalidRequest(f"output_ids of {seq_id} must be from 0 to {self._runner.vocab_size - 1}, the model's vocabulary")
         with self._changed:
-            self._ledger.commit(seq_id, ids, exact=exact)
+            self._ledger.commit(seq_id, ids, exact=exact, confirmed=confirmed)
             self._note_work()
+
+    def confirm(self, seq_id: str) -> None:
+        """After a commit that was not confirmed: the KV is the right one. Idempotent; a sequence that has ended needs it no more."""
+        with self._changed:
+            self._ledger.confirm(seq_id)
 
     def cancel(self, seq_id: str) -> bool:
         """Ends a sequence in whatever state, and frees its blocks (after the launched steps that it is in). No output of it is
@@ -199,7 +208,7 @@ class Engine:
     def wait_for_work(self, timeout_s: float) -> bool:
         """Blocks the engine's thread until something can be stepped; False: the time is up."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._ledger.has_work, timeout_s)
+            return self._changed.wait_for(lambda: self._ledger.has_work or self._copies_here, timeout_s)
 
     def step(self) -> StepOutput:
         """Launches what can be and settles the oldest launched step. Without work, returns an empty output. If the runner raises, the
@@ -220,6 +229,7 @@ class Engine:
     def _launch(self) -> bool:
         """False: there is nothing to plan now."""
         self._save_preempted()
+        self.host_copies.copy_all()
         work = None
         while work is None:
             since = time.monotonic()
@@ -230,7 +240,7 @@ class Engine:
                     self._steps += 1
                 step = self._steps
             # Planning may have made somebody give way, who makes room for others.
-            if work is None and not self._save_preempted():
+            if work is None and not self._save_preempted() and not self.host_copies.copy_all():
                 return False
         try:
             # Nobody else changes sequences and blocks of a planned step.
@@ -358,6 +368,8 @@ class Engine:
                 swapped_bytes=self._ledger.preemptor.swapped_bytes,
                 num_queried_tokens=self._ledger.num_queried_tokens,
                 num_hit_tokens=self._ledger.num_hit_tokens,
+                num_host_blocks=self._ledger.tier.num_blocks,
+                num_host_hit_tokens=self._ledger.num_host_hit_tokens,
                 steps=self._steps,
                 num_queued_tokens=self._ledger.num_queued_tokens,
                 num_context_tokens=self._ledger.num_context_tokens,
@@ -365,15 +377,26 @@ class Engine:
             )
 
     def take_prefix_delta(self) -> PrefixDelta:
-        """What changed in the set of findable prefixes since the last call. Net: a hash added and removed appears in neither. Both
-        lists are bounded by the pool, however rarely this is called."""
+        """What changed in the sets of findable prefixes, in the pool and in the host tier, since the last call. Net: a hash added and
+        removed appears in neither. The lists are bounded by pool and tier, however rarely this is called."""
         with self._changed:
-            return self._pool.take_delta()
+            host_added, host_removed = self._ledger.tier.take_change()
+            return replace(self._pool.take_delta(), host_added=host_added, host_removed=host_removed)
 
     def cached_prefixes(self) -> Sequence[bytes]:
         """All findable prefix hashes at hash_unit boundaries (for a full resend to the index)."""
         with self._changed:
             return self._pool.findable()
+
+    def host_prefixes(self) -> Sequence[bytes]:
+        """The same for the host tier."""
+        with self._changed:
+            return self._ledger.tier.findable()
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks that the host tier may hold."""
+        return self._ledger.tier.num_rows
 
     def check_integrity(self) -> None:
         """Raises InternalError if the pool's counts, lists and owners do not add up: each block is free, cached or owned by
@@ -401,10 +424,20 @@ class Engine:
         return True
 
     def _note_work(self) -> None:
-        """After every change, under the lock: starts or stops the stall clock, and wakes the engine's thread."""
-        if not self._ledger.has_work:
+        """After every change, under the lock: starts or stops the stall clock, and wakes the engine's thread and that of the copies."""
+        has_work, tier = self._ledger.has_work, self._ledger.tier
+        if has_work or tier.has_copies:
+            self._changed.notify_all()
+        if not has_work and not tier.num_loading:
             self._busy_since = None
-            return
-        if self._busy_since is None:
+        elif self._busy_since is None:
             self._busy_since = time.monotonic()
-        self._changed.notify_all()
+
+    @property
+    def _copies_here(self) -> bool:
+        """Whether a sequence waits for a copy that no other thread makes."""
+        return self._ledger.tier.has_loads and not self.host_copies.by_itself
+
+    def _on_loaded(self, load: HostLoad, ok: bool) -> None:
+        self._ledger.loaded(load, ok=ok)
+        self._note_work()

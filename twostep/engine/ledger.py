@@ -30,6 +30,7 @@ from twostep.engine.batch import Sampled
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
 from twostep.engine.host_blocks import HostRows
+from twostep.engine.host_tier import HostLoad, HostTier
 from twostep.engine.preemptor import Preemptor
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_planner import StepPlanner
@@ -67,7 +68,8 @@ class SequenceLedger:
             mode=config.preemption_mode,
             host=HostRows(config.swap_bytes // block_bytes),
         )
-        self._admission = Admission(pool, self.preemptor, self._running, block_size=block_size)
+        self.tier = HostTier(pool, config.host_cache_bytes // block_bytes)
+        self._admission = Admission(pool, self.tier, self.preemptor, self._running, block_size=block_size)
         self.planner = StepPlanner(
             pool, self.preemptor, self._admission, self._sequences, self._running, config=config, block_size=block_size
         )
@@ -92,6 +94,10 @@ class SequenceLedger:
     @property
     def num_hit_tokens(self) -> int:
         return self._admission.num_hit_tokens
+
+    @property
+    def num_host_hit_tokens(self) -> int:
+        return self._admission.num_host_hit_tokens
 
     @property
     def num_queued_tokens(self) -> int:
@@ -137,7 +143,9 @@ class SequenceLedger:
         if (num_waiting := sum(1 for _ in others)) >= self._max_waiting:
             raise ResourceExhausted(f"{num_waiting} prompts are waiting here already; try another worker, or later")
         self._arrive(sequence)
-        num_cached = len(self._pool.lookup(sequence.block_hashes())) * self._block_size
+        hashes = sequence.block_hashes()
+        num_found = len(self._pool.lookup(hashes))
+        num_cached = (num_found + len(self.tier.lookup(hashes, num_found))) * self._block_size
         sequence.num_matched = min(num_cached, len(sequence.tokens) - 1)
         sequence.patience.pause(now)
         self._admission.waiting[sequence.seq_id] = sequence
@@ -154,14 +162,17 @@ class SequenceLedger:
         num_new = num_blocks_now(sequence, self._block_size) - len(cached)
         sequence.blocks = np.array(cached + self._pool.allocate(num_new), np.int32)
         sequence.num_registered = len(cached)
-        self._admission.found(sequence, len(cached) * self._block_size)
+        in_host = self.tier.lookup(sequence.block_hashes(), len(cached))
+        self.tier.load(sequence, len(cached), in_host)
+        num_in_host = len(in_host) * self._block_size
+        self._admission.found(sequence, len(cached) * self._block_size + num_in_host, num_in_host=num_in_host)
         self._arrive(sequence)
         self.num_reserved += 1
         return Reservation(seq_id=sequence.seq_id, block_ids=sequence.blocks.tolist(), num_cached_tokens=sequence.num_cached)
 
-    def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool = True) -> None:
+    def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool = True, confirmed: bool = True) -> None:
         """RESERVED to RUNNING: the KV of all given tokens is there, `output_ids` come after them. Not `exact`: nothing of the sequence is
-        made findable, now or later. Raises NotFound, InvalidRequest."""
+        made findable, now or later; not `confirmed`: not before `confirm`. Raises NotFound, InvalidRequest."""
         sequence = self.live(seq_id)
         if sequence is None or sequence.state is not SequenceState.RESERVED:
             raise NotFound(f"{seq_id} has no reservation here: it was cancelled, or committed before")
@@ -169,15 +180,26 @@ class SequenceLedger:
             raise InvalidRequest(f"output_ids of {seq_id} are empty; commit with the first sampled token at least")
         if any(sequence.finish_reason(token, sequence.position + i) for i, token in enumerate(output_ids)):
             raise InvalidRequest(f"output_ids end {seq_id}: nothing is left to decode, cancel the reservation")
-        sequence.num_computed = sequence.num_planned = sequence.num_reported = len(sequence.tokens)
+        sequence.num_reported = len(sequence.tokens)
+        sequence.num_computed = sequence.num_planned = len(sequence.tokens) if sequence.num_intact is None else sequence.num_intact
         if not exact:
             sequence.hasher = None
+        sequence.confirmed = confirmed
         self._register(sequence)
         sequence.tokens.extend(output_ids)
         self.num_reserved -= 1
         sequence.state = SequenceState.RUNNING
         self._running[seq_id] = sequence
         self._blocked = False
+
+    def confirm(self, seq_id: str) -> None:
+        """What was committed is what it should be. Of a sequence that has ended meanwhile it says nothing."""
+        sequence = self.live(seq_id)
+        if sequence is not None:
+            sequence.confirmed = True
+            # Else with its next step.
+            if sequence.is_plannable:
+                self._register(sequence)
 
     def end(self, sequence: EngineSequence) -> None:
         """Takes a live sequence off its list and frees its blocks, now or after the steps it is in."""
@@ -195,6 +217,26 @@ class SequenceLedger:
         self._blocked = False
         if save.sequence.state is SequenceState.ENDED:
             self._forget(save.sequence)
+
+    def loaded(self, load: HostLoad, *, ok: bool) -> None:
+        """What the host tier was asked for is in the sequence's blocks. Not `ok`: it is not, and is computed."""
+        sequence = load.sequence
+        self.tier.loaded(load, ok=ok)
+        self._blocked = False
+        if sequence.state is SequenceState.ENDED:
+            self._forget(sequence)
+            return
+        running = sequence.state is SequenceState.RUNNING
+        if not ok:
+            num_intact = load.first * self._block_size
+            if running:
+                sequence.num_computed = sequence.num_planned = num_intact
+            else:
+                sequence.num_intact = num_intact
+            sequence.num_cached = min(sequence.num_cached, num_intact)
+            self._admission.not_found(len(load.blocks) * self._block_size)
+        if running:
+            self._register(sequence)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -265,7 +307,7 @@ class SequenceLedger:
     def _register(self, sequence: EngineSequence) -> None:
         """Makes blocks that have become full findable."""
         num_full = sequence.num_computed // self._block_size
-        if sequence.hasher is None or num_full == sequence.num_registered:
+        if sequence.hasher is None or sequence.loading or not sequence.confirmed or num_full == sequence.num_registered:
             return
         hashes = sequence.block_hashes()
         for i in range(sequence.num_registered, num_full):
@@ -334,10 +376,11 @@ class SequenceLedger:
         """Raises InternalError if pool, lists and counts disagree."""
         used = [[*(copy.source for copy in work.copies), *work.exchanged] for work in self._planned]
         self._pool.check_integrity([*(sequence.blocks for sequence in self._sequences.values()), *used])
+        self.tier.check_integrity([sequence for sequence in self._sequences.values() if sequence.loading])
         counted = dict.fromkeys(SequenceState, 0)
         for sequence in self._sequences.values():
             counted[sequence.state] += 1
-            num_uses = sum(sequence in work.sequences for work in self._planned) + (sequence in self.preemptor.saving)
+            num_uses = sum(sequence in work.sequences for work in self._planned) + (sequence in self.preemptor.saving) + sequence.loading
             if sequence.num_steps != num_uses:
                 raise InternalError(f"{sequence.seq_id} counts {sequence.num_steps} uses and has {num_uses}")
             if sequence.state is SequenceState.ENDED and not num_uses:

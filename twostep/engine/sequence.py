@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -50,6 +51,8 @@ class EngineSequence:
     blocks: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     # While waiting: the cached blocks found for it when it was last considered. They are not owned.
     matched: list[int] = field(default_factory=list)
+    # The same for those that follow in the host tier: their hashes.
+    matched_in_host: Sequence[bytes] = ()
     # While waiting: tokens whose KV it would start with, found or saved.
     num_matched: int = 0
     num_computed: int = 0
@@ -62,6 +65,8 @@ class EngineSequence:
     num_registered: int = 0  # blocks
     # Its blocks are handed over while steps still write them: they are not exchanged for others of the same prefix.
     leaves_early: bool = False
+    # False: its KV may yet turn out to be another's; nobody else may use it.
+    confirmed: bool = True
     # Given tokens whose KV was reported to be there.
     num_reported: int = 0
     # Place in the order of arrival: of those equally urgent, who came later gives way.
@@ -71,7 +76,11 @@ class EngineSequence:
     gives_way: bool = False
     # While preempted: what was copied out.
     saved: SavedBlocks | None = None
-    # Steps planned and not yet settled or failed that it is in; one more while its blocks are copied out.
+    # Some of its blocks are being copied from the host tier: it is in no step.
+    loading: bool = False
+    # While reserved: tokens whose KV is there, where a copy from the host tier failed; what follows is to be computed. None: all will be.
+    num_intact: int | None = None
+    # Steps planned and not yet settled or failed that it is in; one more while its blocks are copied out, or from the host tier.
     num_steps: int = 0
 
     @property
@@ -80,7 +89,7 @@ class EngineSequence:
 
     @property
     def is_plannable(self) -> bool:
-        return self.state is SequenceState.RUNNING and not self.gives_way
+        return self.state is SequenceState.RUNNING and not self.gives_way and not self.loading
 
     @property
     def num_remaining(self) -> int:

@@ -90,7 +90,7 @@ class StepPlanner:
         active = [
             sequence
             for sequence in self._running.values()
-            if not sequence.gives_way and not (sequence.num_pending and sequence.ends_in_flight)
+            if not sequence.gives_way and not sequence.loading and not (sequence.num_pending and sequence.ends_in_flight)
         ]
         ready = self._preemptor.grow(active)
         if len(ready) < len(active):
@@ -109,8 +109,10 @@ class StepPlanner:
             candidate.item.patience.serve(now)
         copies, loads = self._admission.admit([candidate.item for candidate in plan.admitted])
         self._pass_over(plan, active, now)
-        sequences = [*plan.decodes, *(chunk.item for chunk in plan.prompts)]
-        return plan_chunks(sequences, [chunk.num_tokens for chunk in plan.prompts], copies, loads) if sequences else None
+        # Those admitted whose blocks are on their way from the host tier come with a step after that.
+        prompts = [chunk for chunk in plan.prompts if not chunk.item.loading]
+        sequences = [*plan.decodes, *(chunk.item for chunk in prompts)]
+        return plan_chunks(sequences, [chunk.num_tokens for chunk in prompts], copies, loads) if sequences else None
 
     def _plan(
         self, active: Sequence[EngineSequence], ready: Sequence[EngineSequence], now: float, *, unlimited: bool = False

@@ -1,0 +1,531 @@
+"""Prefixes that the pool gave up and the host kept: tokens stay right, every row is accounted for, and no step waits for a copy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from engine_helpers import KEY, HookedRunner, assert_idle, drain, expected_answer, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twostep.engine import host_tier
+from twostep.engine.block_pool import BlockPool
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.fake import FakeRunner
+from twostep.engine.host_tier import HostTier
+from twostep.engine.preemption import PreemptionMode
+from twostep.engine.types import EngineRequest, TokenOutput
+from twostep.errors import InternalError
+from twostep.prefix import prefix_hashes
+
+VOCAB, CONTEXT, BLOCK = 1000, 64, 4
+PLENTY = 1 << 30
+
+
+class CopyingRunner(HookedRunner):
+    """Calls `copying` before blocks are copied out or back."""
+
+    copying: Callable[[str], object] | None = None
+    num_out = num_back = 0
+
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        if self.copying is not None:
+            self.copying("out")
+        self.num_out += len(block_ids)
+        super().read_blocks(block_ids, out)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        if self.copying is not None:
+            self.copying("back")
+        self.num_back += len(block_ids)
+        super().write_blocks(block_ids, data)
+
+
+BLOCK_BYTES = CopyingRunner(num_blocks=1, block_size=BLOCK).kv_shape.block_bytes
+
+
+def make_engine(*, num_blocks: int = 16, host_blocks: int = 1000, context: int = CONTEXT, **config: Any) -> Engine:
+    runner = CopyingRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, max_model_len=context)
+    return Engine(runner, EngineConfig(**({"hash_unit": BLOCK, "host_cache_bytes": host_blocks * BLOCK_BYTES} | config)))
+
+
+def runner_of(engine: Engine) -> CopyingRunner:
+    assert isinstance(engine.runner, CopyingRunner)
+    return engine.runner
+
+
+def answer_of(request: EngineRequest, context: int = CONTEXT) -> list[int]:
+    return expected_answer(request, vocab_size=VOCAB, max_model_len=context)[0]
+
+
+def ask(engine: Engine, request: EngineRequest, context: int = CONTEXT) -> list[int]:
+    """The answer, which is right."""
+    engine.submit(request)
+    tokens, _ = drain(engine)
+    answer = [token.token_id for token in tokens[request.seq_id]]
+    assert answer == answer_of(request, context)
+    return answer
+
+
+@pytest.fixture
+def all_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is cached is saved before the next step is planned, so that nothing is lost to steps that take much at once."""
+    monkeypatch.setattr(host_tier, "_AHEAD_SHARE", 1.0)
+
+
+# ---- right tokens ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> EngineRequest:
+    shared = draw(st.sampled_from([[], [3] * 9, [1, 2, 3, 4, 5, 6, 7, 8], list(range(30)), list(range(50, 80))]))
+    tokens = shared + draw(st.lists(st.integers(0, 99), min_size=1, max_size=10))
+    return make_request(
+        "",
+        tokens,
+        max_tokens=draw(st.sampled_from([1, 1, 5, 20])),
+        eos=frozenset(range(0, VOCAB, draw(st.sampled_from([40, VOCAB])))),
+        key=draw(st.sampled_from([b"", b"one", b"one", b"one"])),
+        ignore_eos=draw(st.booleans()),
+    )
+
+
+class Events:
+    """Sends requests and cancels to an engine and checks whatever comes back."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.submitted: dict[str, EngineRequest] = {}
+        self.tokens: dict[str, list[TokenOutput]] = {}
+        self.cancelled: set[str] = set()
+        self.host_mirror: set[bytes] = set()
+
+    def take(self, event: EngineRequest | int) -> None:
+        if not isinstance(event, int):
+            request = make_request(
+                f"r{len(self.submitted)}",
+                event.token_ids,
+                max_tokens=event.sampling.max_tokens,
+                eos=event.eos_token_ids,
+                key=event.prefix_key,
+                ignore_eos=event.sampling.ignore_eos,
+            )
+            self.engine.submit(request)
+            self.submitted[request.seq_id] = request
+            return
+        if self.submitted and event < 3:
+            seq_id = sorted(self.submitted)[event % len(self.submitted)]
+            if self.engine.cancel(seq_id):
+                self.cancelled.add(seq_id)
+        self.step()
+
+    def step(self) -> bool:
+        output = self.engine.step()
+        self.engine.check_integrity()
+        assert not output.failures
+        for token in output.tokens:
+            assert token.seq_id not in self.cancelled
+            self.tokens.setdefault(token.seq_id, []).append(token)
+        delta = self.engine.take_prefix_delta()
+        assert not self.host_mirror & set(delta.host_added)
+        assert self.host_mirror >= set(delta.host_removed)
+        self.host_mirror = (self.host_mirror | set(delta.host_added)) - set(delta.host_removed)
+        return bool(output.num_prefill_tokens + output.num_decode_tokens)
+
+    def check(self) -> None:
+        for seq_id, request in self.submitted.items():
+            got = [token.token_id for token in self.tokens.get(seq_id, [])]
+            assert got == (answer_of(request)[: len(got)] if seq_id in self.cancelled else answer_of(request))
+        assert_idle(self.engine)
+        tier = self.engine._ledger.tier
+        assert tier.num_loading == 0
+        assert tier._rows.num_used == tier.num_blocks <= tier.num_rows, "what is not findable takes no room"
+        stats = self.engine.stats()
+        assert stats.num_host_blocks == tier.num_blocks
+        assert 0 <= stats.num_host_hit_tokens <= stats.num_hit_tokens <= stats.num_queried_tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    mode=st.sampled_from(list(PreemptionMode)),
+    look_ahead=st.booleans(),
+    host_blocks=st.sampled_from([1, 7, 30, 1000]),
+    ahead=st.sampled_from([0.125, 1.0]),
+)
+def test_tokens_are_those_of_a_large_pool(
+    data: st.DataObject, mode: PreemptionMode, look_ahead: bool, host_blocks: int, ahead: float
+) -> None:
+    """The fake's tokens come out of the blocks' bytes, so that a wrong or stale row shows."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(host_tier, "_AHEAD_SHARE", ahead)
+        engine = make_engine(
+            num_blocks=data.draw(st.integers(CONTEXT // BLOCK, 24), "blocks"),
+            host_blocks=host_blocks,
+            max_num_batched_tokens=data.draw(st.sampled_from([3, 16, 64]), "budget"),
+            max_num_seqs=data.draw(st.sampled_from([2, 8, 16]), "seats"),
+            preemption_mode=mode,
+            look_ahead=look_ahead,
+            swap_bytes=data.draw(st.sampled_from([0, 5, 1000]), "swap") * BLOCK_BYTES,
+        )
+    events = Events(engine)
+    for event in data.draw(st.lists(st.one_of(requests(), st.integers(0, 20)), min_size=8, max_size=40), "arrivals"):
+        events.take(event)
+        engine.check_integrity()
+    while events.step():
+        pass
+    events.check()
+    assert events.host_mirror == set(engine.host_prefixes())
+
+
+def test_many_prompts_on_a_thread_of_copies(all_ahead: None) -> None:
+    """The thread copies while steps run and others submit and cancel; who is first is open, the tokens are not."""
+    engine = make_engine(num_blocks=20, max_num_seqs=4, look_ahead=True)
+    engine.host_copies.start()
+    events = Events(engine)
+    try:
+        for i in range(300):
+            shared = [(7 * (i % 12)) % 90] * 25
+            events.take(make_request("", [*shared, i], max_tokens=4))
+            if i % 9 == 0:
+                events.take(i % 3)
+            for _ in range(3):
+                events.step()
+        pause = threading.Event()
+        while engine.wait_for_work(0.0) or engine._ledger.tier.num_loading:
+            events.step()
+            pause.wait(0.0005)
+    finally:
+        engine.host_copies.stop(10.0)
+    assert not engine.host_copies.by_itself
+    while events.step():
+        pass
+    events.check()
+    stats = engine.stats()
+    assert stats.num_host_hit_tokens > 0
+    assert runner_of(engine).num_back * BLOCK == stats.num_host_hit_tokens
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_what_the_pool_gave_up_comes_back_from_the_host(all_ahead: None, look_ahead: bool) -> None:
+    engine = make_engine(num_blocks=16, look_ahead=look_ahead)
+    first = list(range(100, 141))
+    ask(engine, make_request("a", first, max_tokens=3))
+    for i in range(4):
+        ask(engine, make_request(f"other{i}", [i] * 50, max_tokens=2))
+    hashes = prefix_hashes(KEY, first, BLOCK)
+    assert not engine._pool.lookup(hashes), "nothing of the first prompt is in the pool any more"
+    assert engine.stats().num_host_hit_tokens == 0
+    before = engine.stats()
+    _, steps = _submit_and_drain(engine, make_request("b", [*first, 7], max_tokens=3))
+    stats = engine.stats()
+    assert stats.num_host_hit_tokens == stats.num_hit_tokens - before.num_hit_tokens == 40
+    assert sum(step.num_prefill_tokens for step in steps) == 2, "41 and 42 are computed, 40 are copied"
+    assert runner_of(engine).num_back == 10
+    assert engine.check_integrity() is None
+    ask(engine, make_request("c", [*first, 7], max_tokens=3))
+    assert engine.stats().num_host_hit_tokens == 40, "now it is in the pool again"
+
+
+def _submit_and_drain(engine: Engine, request: EngineRequest) -> Any:
+    engine.submit(request)
+    tokens, steps = drain(engine)
+    assert [token.token_id for token in tokens[request.seq_id]] == answer_of(request)
+    return tokens, steps
+
+
+def test_a_prompt_that_is_there_to_its_end_computes_one_block(all_ahead: None) -> None:
+    engine = make_engine()
+    prompt = list(range(200, 240))
+    ask(engine, make_request("a", prompt, max_tokens=1))
+    for i in range(4):
+        ask(engine, make_request(f"other{i}", [i] * 50, max_tokens=2))
+    _, steps = _submit_and_drain(engine, make_request("b", prompt, max_tokens=2))
+    assert engine.stats().num_host_hit_tokens == 36
+    assert steps[0].num_prefill_tokens == 4
+
+
+def evicted(engine: Engine, prompt: Sequence[int]) -> None:
+    """Computes a prompt and then others until only the host has it."""
+    ask(engine, make_request(f"first{prompt[0]}", prompt, max_tokens=1))
+    for i in range(4):
+        ask(engine, make_request(f"other{prompt[0]}-{i}", [i + 1] * 50, max_tokens=2))
+    hashes = prefix_hashes(KEY, prompt, BLOCK)
+    assert not engine._pool.lookup(hashes)
+    assert len(engine._ledger.tier.lookup(hashes, 0)) == len(hashes)
+
+
+def test_a_reservation_is_told_what_the_host_has(all_ahead: None) -> None:
+    """Decode role: only what follows is moved there, and a commit need not wait for the copy."""
+    engine, source = make_engine(), make_engine(num_blocks=64)
+    prompt = list(range(300, 341))
+    evicted(engine, prompt)
+    request = make_request("b", prompt, max_tokens=6)
+    source.submit(request, hold=True)
+    first = source.step().tokens[0].token_id
+    engine.host_copies.start()
+    gate = threading.Event()
+    runner_of(engine).copying = lambda where: gate.wait(10.0) if where == "back" else None
+    try:
+        reservation = engine.reserve(request)
+        assert reservation.num_cached_tokens == 40
+        held = source.block_ids("b")
+        data = np.empty((1, BLOCK_BYTES), np.uint8)
+        source.runner.read_blocks(held[10:], data)
+        FakeRunner.write_blocks(runner_of(engine), reservation.block_ids[10:], data)
+        engine.commit("b", [first])
+        assert not engine.step().tokens
+        assert not engine.wait_for_work(0.05), "the engine's thread sleeps until the copy is there"
+        assert engine.stats().stalled_s > 0, "and that counts as work"
+        engine.check_integrity()
+        gate.set()
+        assert engine.wait_for_work(10.0)
+    finally:
+        gate.set()
+        engine.host_copies.stop(10.0)
+    tokens, _ = drain(engine)
+    assert [first, *(token.token_id for token in tokens["b"])] == answer_of(request)
+    assert engine.stats().num_host_hit_tokens == 40
+    assert_idle(engine)
+    hashes = prefix_hashes(KEY, prompt, BLOCK)
+    assert len(engine._pool.lookup(hashes)) == 10, "findable in the pool again"
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("committed_first", [False, True])
+def test_a_reservation_whose_copy_fails_is_computed(all_ahead: None, committed_first: bool) -> None:
+    engine, source = make_engine(), make_engine(num_blocks=64)
+    prompt = list(range(300, 341))
+    evicted(engine, prompt)
+    request = make_request("b", prompt, max_tokens=6)
+    source.submit(request, hold=True)
+    first = source.step().tokens[0].token_id
+    reservation = engine.reserve(request)
+    data = np.empty((1, BLOCK_BYTES), np.uint8)
+    source.runner.read_blocks(source.block_ids("b")[10:], data)
+    engine.runner.write_blocks(reservation.block_ids[10:], data)
+
+    def copying(where: str) -> None:
+        if where == "back":
+            raise RuntimeError("the bus is gone")
+
+    runner_of(engine).copying = copying
+    if committed_first:
+        engine.commit("b", [first])
+    assert engine.host_copies.copy_all()
+    assert not engine._ledger.tier.lookup(prefix_hashes(KEY, prompt, BLOCK), 0), "what cannot be read is not found again"
+    engine.check_integrity()
+    if not committed_first:
+        engine.commit("b", [first])
+    tokens, steps = drain(engine)
+    assert [first, *(token.token_id for token in tokens["b"])] == answer_of(request)
+    assert sum(step.num_prefill_tokens for step in steps) == 42
+    assert not any(step.progress for step in steps), "the prompt was computed elsewhere as far as others know"
+    assert engine.stats().num_host_hit_tokens == 0
+    assert_idle(engine)
+
+
+def test_a_prompt_whose_copy_fails_is_computed(all_ahead: None) -> None:
+    engine = make_engine()
+    prompt = list(range(300, 341))
+    evicted(engine, prompt)
+    before = engine.stats()
+
+    def copying(where: str) -> None:
+        if where == "back":
+            raise RuntimeError("the bus is gone")
+
+    runner_of(engine).copying = copying
+    ask(engine, make_request("b", [*prompt, 5], max_tokens=3))
+    stats = engine.stats()
+    assert (stats.num_hit_tokens, stats.num_host_hit_tokens) == (before.num_hit_tokens, 0)
+    assert_idle(engine)
+
+
+def test_an_engine_whose_host_has_no_memory_goes_without(monkeypatch: pytest.MonkeyPatch, all_ahead: None) -> None:
+    def refuse(self: CopyingRunner, count: int) -> npt.NDArray[np.uint8]:
+        raise MemoryError
+
+    monkeypatch.setattr(CopyingRunner, "new_host_blocks", refuse)
+    engine = make_engine()
+    for i in range(6):
+        ask(engine, make_request(f"r{i}", [i % 3] * 50, max_tokens=3))
+    assert engine.stats().num_host_blocks == 0
+    assert_idle(engine)
+    assert engine._ledger.tier._rows.num_used == 0
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_cancelled_while_it_is_copied(all_ahead: None, committed: bool) -> None:
+    engine = make_engine()
+    prompt = list(range(300, 341))
+    evicted(engine, prompt)
+    cancelled: list[str] = []
+
+    def copying(where: str) -> None:
+        if where == "back" and not cancelled:
+            cancelled.append("b")
+            assert engine.cancel("b")
+            engine.check_integrity()
+
+    runner_of(engine).copying = copying
+    if committed:
+        engine.reserve(make_request("b", prompt, max_tokens=6))
+    else:
+        engine.submit(make_request("b", [*prompt, 5], max_tokens=6))
+    tokens, _ = drain(engine)
+    assert cancelled
+    assert "b" not in tokens
+    assert_idle(engine)
+    ask(engine, make_request("c", [*prompt, 5], max_tokens=3))
+
+
+def test_a_block_given_out_while_it_is_copied_out_is_not_kept() -> None:
+    """The generation tells: what was read may be anything."""
+    engine = make_engine(num_blocks=16)
+    prompt = list(range(300, 341))
+    ask(engine, make_request("a", prompt, max_tokens=1))
+    hashes = prefix_hashes(KEY, prompt, BLOCK)
+    reserved: list[str] = []
+
+    def copying(where: str) -> None:
+        if where == "out" and not reserved:
+            reserved.append("b")
+            engine.reserve(make_request("b", [9] * 60, max_tokens=1))
+
+    runner_of(engine).copying = copying
+    engine._ledger.tier._ahead = 16
+    assert engine.host_copies.copy_all()
+    assert reserved
+    engine.check_integrity()
+    tier = engine._ledger.tier
+    assert not tier.lookup(hashes, 1)
+    assert tier.num_late > 0
+    engine.cancel("b")
+    runner_of(engine).copying = None
+    ask(engine, make_request("c", prompt, max_tokens=3))
+
+
+def test_it_does_not_give_way_while_it_is_copied_but_afterwards(all_ahead: None) -> None:
+    """An older sequence needs the blocks of one that is being loaded: it gets them when the copy is done."""
+    engine = make_engine(num_blocks=20, preemption_mode=PreemptionMode.RECOMPUTE)
+    prompt = list(range(300, 341))
+    evicted(engine, prompt)
+    work = [make_request("old", [5, 6, 7], max_tokens=55), make_request("b", [*prompt, 5], max_tokens=20)]
+    engine.submit(work[0])
+    collected: dict[str, list[int]] = {"old": [], "b": []}
+    engine.host_copies.start()
+    gate = threading.Event()
+    runner_of(engine).copying = lambda where: gate.wait(10.0) if where == "back" else None
+    try:
+        for number in range(220):
+            if number == 2:
+                engine.submit(work[1])
+            if number > 100:
+                gate.set()
+            elif number > 50:
+                assert len(collected["old"]) < 55
+                assert not engine.wait_for_work(0.0), "it waits, and nothing spins"
+            for token in engine.step().tokens:
+                collected[token.seq_id].append(token.token_id)
+            engine.check_integrity()
+            if number > 100:
+                engine.wait_for_work(0.01)
+    finally:
+        gate.set()
+        engine.host_copies.stop(10.0)
+    assert engine.stats().num_preemptions
+    assert collected == {request.seq_id: answer_of(request) for request in work}
+    assert_idle(engine)
+
+
+def test_kv_that_is_not_exact_never_gets_there(all_ahead: None) -> None:
+    engine = make_engine()
+    prompt = list(range(300, 340))
+    engine.reserve(make_request("a", prompt, max_tokens=6))
+    engine.runner.write_blocks([0], np.zeros((1, BLOCK_BYTES), np.uint8))
+    engine.commit("a", [1], exact=False)
+    drain(engine)
+    for i in range(4):
+        ask(engine, make_request(f"other{i}", [i] * 50, max_tokens=2))
+    assert not engine._ledger.tier.lookup(prefix_hashes(KEY, prompt, BLOCK), 0)
+
+
+def test_no_room_costs_nothing() -> None:
+    engine = make_engine(host_blocks=0)
+    engine.host_copies.start()
+    assert not engine.host_copies.by_itself
+    for i in range(6):
+        ask(engine, make_request(f"r{i}", [i % 3] * 50, max_tokens=3))
+    stats = engine.stats()
+    assert (stats.num_host_blocks, stats.num_host_hit_tokens, engine.num_host_blocks) == (0, 0, 0)
+    assert not runner_of(engine).num_out
+    assert engine._pool._watcher is None
+
+
+# ---- proof ----------------------------------------------------------------------------------------------------------
+
+
+def lose_row(tier: HostTier) -> None:
+    tier._rows.take(1)
+
+
+def share_row(tier: HostTier) -> None:
+    first, second = list(tier._entries.values())[:2]
+    first.row = second.row
+
+
+def forget_order(tier: HostTier) -> None:
+    tier._order.drop(next(iter(tier._entries)))
+
+
+def count_reader(tier: HostTier) -> None:
+    next(iter(tier._entries.values())).num_readers += 1
+
+
+def miscount_settled(tier: HostTier) -> None:
+    tier._num_settled += 1
+
+
+def queue_twice(tier: HostTier) -> None:
+    tier._queue.append(0)
+
+
+@pytest.mark.parametrize("damage", [lose_row, share_row, forget_order, count_reader, miscount_settled, queue_twice])
+def test_integrity_finds_damage(all_ahead: None, damage: Callable[[HostTier], None]) -> None:
+    engine = make_engine()
+    evicted(engine, list(range(300, 341)))
+    engine.check_integrity()
+    damage(engine._ledger.tier)
+    with pytest.raises(InternalError):
+        engine.check_integrity()
+
+
+def test_what_is_about_to_be_given_out_is_saved_first() -> None:
+    """Ahead of need: an eighth of the pool can be given out at once, and the rest is left where it is."""
+    pool = BlockPool(64, block_size=4, hash_unit=8)
+    tier = HostTier(pool, 100)
+    blocks = pool.allocate(64)
+    for i, block in enumerate(blocks):
+        pool.register(block, i.to_bytes(16, "little"), i)
+    assert not tier.has_copies
+    pool.free(blocks)
+    save = tier.take_save(100)
+    assert save is not None
+    assert sorted(save.hashes) == [i.to_bytes(16, "little") for i in range(56, 64)], "the tail, which would be given out first"
+    tier.saved(save, ok=True)
+    assert not tier.has_copies
+    assert tier.num_blocks == 8
+    assert tier.take_change()[0] == [i.to_bytes(16, "little") for i in sorted(range(57, 64, 2), reverse=True)], "at hash-unit boundaries"
+    tier.check_integrity([])
+    pool.allocate(3)
+    assert tier.num_late == 0
+    assert tier.has_copies
+    tier.check_integrity([])

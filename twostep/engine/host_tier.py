@@ -1,0 +1,319 @@
+"""Prefixes in host memory, below the pool: what the pool may soon have to give up is copied out beforehand, and copied back when a prompt
+comes that begins with it.
+
+    pool    cached, about to be given out ──save──▶ host ──▶ its row given to others, by reuse (reuse.py)
+              ▲                                      │
+              └── found: a sequence's own blocks ◀─load┘         a saved block stays here while the pool has it too
+
+Saving runs ahead: the cached blocks that may be given out next are copied while they are still findable, so that giving them out waits for
+nothing. Nobody owns them meanwhile. If one was given to new content before its copy was done, its generation tells, and the copy is
+dropped. What is found here is copied into blocks that the sequence owns already; it is in no step until that is done.
+
+Only blocks that are findable in the pool come here, under the same hashes: so neither KV that is not what this engine would compute, nor
+that of another tenant, model or number format, is ever found. Bookkeeping only: host_copies.py moves the bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from twostep.engine.block_pool import BlockPool
+from twostep.engine.host_blocks import HostRows
+from twostep.engine.net_change import NetChange
+from twostep.engine.reuse import ReuseOrder
+from twostep.engine.sequence import EngineSequence
+from twostep.errors import InternalError
+
+# Of the pool's blocks, so many can be given out at any time without losing what is worth keeping.
+_AHEAD_SHARE = 0.125
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Entry:
+    row: int
+    # Its hash stands at a hash-unit boundary.
+    announced: bool
+    # Loads under way that read the row.
+    num_readers: int = 0
+    # No hash leads to it any more; its last reader gives the row back.
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class HostSave:
+    """The pool's `blocks` are to be copied to `rows`. Nobody owns them: what counts are their generations afterwards."""
+
+    blocks: Sequence[int]
+    generations: Sequence[int]
+    rows: Sequence[int]
+    hashes: Sequence[bytes]
+    reused: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class HostLoad:
+    """`rows` are to be copied to the pool's `blocks`, which are those of a sequence from the `first` on."""
+
+    sequence: EngineSequence
+    first: int
+    blocks: Sequence[int]
+    rows: Sequence[int]
+    hashes: Sequence[bytes]
+    entries: Sequence[_Entry] = field(repr=False)
+
+
+class HostTier:
+    """Part of the ledger: the engine's lock guards it. With no rows it does nothing and costs nothing."""
+
+    def __init__(self, pool: BlockPool, num_rows: int) -> None:
+        self.num_rows = num_rows
+        # Saves whose blocks were given out before they were copied, and cached blocks given out that were not saved at all.
+        self.num_late = 0
+        self._pool = pool
+        self._rows = HostRows(num_rows)
+        self._entries: dict[bytes, _Entry] = {}
+        self._order = ReuseOrder(max(1, num_rows))
+        self._change = NetChange()
+        # Blocks that lost their last owner, to be looked at in that order, each once (`_queued`).
+        self._queue: deque[int] = deque()
+        self._queued = bytearray(pool.num_blocks)
+        # Cached blocks that need not be saved: they are, or are not worth it.
+        self._settled = bytearray(pool.num_blocks)
+        self._num_settled = 0
+        self._ahead = max(1, int(pool.num_blocks * _AHEAD_SHARE))
+        self._saving: dict[bytes, int] = {}
+        self._to_load: deque[HostLoad] = deque()
+        self._loading: dict[str, HostLoad] = {}
+        if num_rows:
+            pool.watch(self)
+
+    @property
+    def num_blocks(self) -> int:
+        """That can be found here."""
+        return len(self._entries)
+
+    @property
+    def num_loading(self) -> int:
+        """Sequences that wait for blocks from here."""
+        return len(self._loading)
+
+    @property
+    def has_loads(self) -> bool:
+        return bool(self._to_load)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether something is to be copied, either way."""
+        return bool(self._to_load) or (bool(self._queue) and self._num_safe < self._ahead)
+
+    @property
+    def _num_safe(self) -> int:
+        """Blocks that can be given out now and lose nothing."""
+        return self._pool.num_free + self._num_settled
+
+    # ---- what the pool tells ----------------------------------------------------------------------------------------
+
+    def on_cached(self, block: int) -> None:
+        """A findable block has lost its last owner."""
+        if self._pool.hash_of(block) in self._entries:
+            self._settle(block)
+        elif not self._queued[block]:
+            self._queued[block] = 1
+            self._queue.append(block)
+
+    def on_shared(self, block: int) -> None:
+        """It has an owner again."""
+        self._unsettle(block)
+
+    def on_evicted(self, block: int) -> None:
+        """It is about to be given out; its hash leads to it still."""
+        if not self._settled[block]:
+            self.num_late += 1
+        self._unsettle(block)
+
+    def _settle(self, block: int) -> None:
+        if not self._settled[block]:
+            self._settled[block] = 1
+            self._num_settled += 1
+
+    def _unsettle(self, block: int) -> None:
+        if self._settled[block]:
+            self._settled[block] = 0
+            self._num_settled -= 1
+
+    # ---- out --------------------------------------------------------------------------------------------------------
+
+    def take_save(self, max_blocks: int) -> HostSave | None:
+        """What is to be copied out next, at most so many blocks; then comes `saved`. None: nothing."""
+        blocks: list[int] = []
+        while self._queue and len(blocks) < max_blocks and self._num_safe + len(blocks) < self._ahead:
+            block = self._queue.popleft()
+            self._queued[block] = 0
+            digest = self._pool.hash_of(block)
+            # Those that are owned again, or were given out, come back by themselves.
+            if digest is None or self._pool.num_owners(block):
+                continue
+            if digest in self._entries or digest in self._saving:
+                self._settle(block)
+            else:
+                blocks.append(block)
+        if not blocks:
+            return None
+        hashes = [self._hash(block) for block in blocks]
+        wanted: list[tuple[int, bytes, bool, int]] = []
+        for block, digest, reused in zip(blocks, hashes, self._order.reused(hashes), strict=True):
+            row = self._room_for(reused=reused)
+            if row is None:
+                self._settle(block)
+            else:
+                self._saving[digest] = row
+                wanted.append((block, digest, reused, row))
+        if not wanted:
+            return None
+        # In the order of rows: neighbours are one copy.
+        wanted.sort(key=lambda save: save[3])
+        return HostSave(
+            blocks=[save[0] for save in wanted],
+            generations=self._pool.generations(save[0] for save in wanted),
+            rows=[save[3] for save in wanted],
+            hashes=[save[1] for save in wanted],
+            reused=[save[2] for save in wanted],
+        )
+
+    def saved(self, save: HostSave, *, ok: bool) -> None:
+        """It is copied, or that failed."""
+        for block, generation, row, digest, reused in zip(save.blocks, save.generations, save.rows, save.hashes, save.reused, strict=True):
+            del self._saving[digest]
+            if not ok or self._pool.generation(block) != generation:
+                self.num_late += ok
+                self._rows.give((row,))
+                continue
+            announced = self._pool.announces(block)
+            self._entries[digest] = _Entry(row=row, announced=announced)
+            self._order.put(digest, reused=reused)
+            if announced:
+                self._change.add(digest)
+        for block, digest in zip(save.blocks, save.hashes, strict=True):
+            # After a failure too: the next time it is cached it is tried again.
+            if self._pool.hash_of(block) == digest and not self._pool.num_owners(block):
+                self._settle(block)
+
+    def _room_for(self, *, reused: bool) -> int | None:
+        taken = self._rows.take(1)
+        if taken is None:
+            victim = next((digest for digest in self._order.victims(reused=reused) if not self._entries[digest].num_readers), None)
+            if victim is None:
+                return None
+            self._drop(victim)
+            taken = self._rows.take(1)
+            assert taken is not None
+        return taken[0]
+
+    def _drop(self, digest: bytes) -> None:
+        entry = self._entries.pop(digest)
+        self._order.drop(digest)
+        if entry.announced:
+            self._change.remove(digest)
+        entry.dropped = True
+        if not entry.num_readers:
+            self._rows.give((entry.row,))
+
+    def _hash(self, block: int) -> bytes:
+        digest = self._pool.hash_of(block)
+        assert digest is not None
+        return digest
+
+    # ---- back -------------------------------------------------------------------------------------------------------
+
+    def asked(self, hashes: Sequence[bytes]) -> None:
+        """A sequence has these blocks, in the pool, here or nowhere yet."""
+        if self.num_rows:
+            self._order.asked(hashes)
+
+    def lookup(self, hashes: Sequence[bytes], first: int) -> Sequence[bytes]:
+        """Those of the hashes from the `first` on that are here, up to one that is not."""
+        end = first
+        while end < len(hashes) and hashes[end] in self._entries:
+            end += 1
+        return hashes[first:end]
+
+    def load(self, sequence: EngineSequence, first: int, hashes: Sequence[bytes]) -> None:
+        """`hashes`, just looked up, are to be copied to the sequence's own blocks from the `first` on. Until `loaded` it counts one use
+        more than it is in steps. Nothing happens if there are none."""
+        if not hashes:
+            return
+        entries = [self._entries[digest] for digest in hashes]
+        for entry in entries:
+            entry.num_readers += 1
+        self._order.used(hashes)
+        load = HostLoad(
+            sequence=sequence,
+            first=first,
+            blocks=sequence.blocks[first : first + len(hashes)].tolist(),
+            rows=[entry.row for entry in entries],
+            hashes=hashes,
+            entries=entries,
+        )
+        sequence.loading = True
+        sequence.num_steps += 1
+        self._loading[sequence.seq_id] = load
+        self._to_load.append(load)
+
+    def take_load(self) -> HostLoad | None:
+        """What is to be copied back next; then comes `loaded`."""
+        return self._to_load.popleft() if self._to_load else None
+
+    def loaded(self, load: HostLoad, *, ok: bool) -> None:
+        """It is copied. Not `ok`: it cannot be, and nobody looks for it here again."""
+        del self._loading[load.sequence.seq_id]
+        load.sequence.loading = False
+        load.sequence.num_steps -= 1
+        for digest, entry in zip(load.hashes, load.entries, strict=True):
+            entry.num_readers -= 1
+            if entry.dropped and not entry.num_readers:
+                self._rows.give((entry.row,))
+            elif not ok and not entry.dropped:
+                self._drop(digest)
+
+    # ---- what is told -----------------------------------------------------------------------------------------------
+
+    def take_change(self) -> tuple[list[bytes], list[bytes]]:
+        """Hashes at hash-unit boundaries that came and went since the last call; net."""
+        return self._change.take()
+
+    def findable(self) -> list[bytes]:
+        """All hashes at hash-unit boundaries."""
+        return [digest for digest, entry in self._entries.items() if entry.announced]
+
+    # ---- proof ------------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, loading: Iterable[EngineSequence]) -> None:
+        """`loading`: the sequences that say they are being loaded. O(rows + blocks). Raises InternalError."""
+        if (wrong := self._order.check()) or set(self._order) != self._entries.keys():
+            raise InternalError(f"the host tier holds {len(self._entries)} blocks and orders {len(self._order)}; {wrong}")
+        if {sequence.seq_id for sequence in loading} != self._loading.keys():
+            raise InternalError(f"{len(self._loading)} sequences are loaded from the host, and others say they are")
+        readers: dict[int, int] = {}
+        leaving: dict[int, int] = {}
+        for load in self._loading.values():
+            for entry in load.entries:
+                readers[entry.row] = readers.get(entry.row, 0) + 1
+                if entry.dropped:
+                    leaving[id(entry)] = entry.row
+        rows = [*(entry.row for entry in self._entries.values()), *self._saving.values(), *leaving.values()]
+        if len(set(rows)) != len(rows) or len(rows) != self._rows.num_used:
+            raise InternalError(f"{self._rows.num_used} rows of the host tier are taken, and {len(rows)} are accounted for")
+        for entry in self._entries.values():
+            if entry.num_readers != readers.get(entry.row, 0):
+                raise InternalError(
+                    f"row {entry.row} of the host tier counts {entry.num_readers} readers and has {readers.get(entry.row, 0)}"
+                )
+        if not self.num_rows:
+            return
+        settled = [block for block in range(self._pool.num_blocks) if self._settled[block]]
+        if len(settled) != self._num_settled or any(self._pool.num_owners(b) or self._pool.hash_of(b) is None for b in settled):
+            raise InternalError(f"{self._num_settled} cached blocks count as safe in the host tier, and {len(settled)} are marked so")
+        if sorted(self._queue) != [block for block in range(self._pool.num_blocks) if self._queued[block]]:
+            raise InternalError("the blocks queued for the host tier are not those marked so")
