@@ -49,6 +49,8 @@ class WorkerConfig:
     other_step_tokens: int = 0
     max_num_seqs: int = CPU_NUM_SEQS
     max_waiting: int = 256
+    max_step_ms: float = 0.0
+    ageing: float = 30.0
     local_prefill: bool = True
     hash_unit: int = 64
     cpu_threads: int = 0
@@ -167,6 +169,13 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
         help=f"sequences that run or are reserved at once; 0: {CPU_NUM_SEQS}, on a GPU {GPU_NUM_SEQS}",
     )
     parser.flag("--max-waiting", type=number(1, 1 << 20), default=default.max_waiting, help="prompts that may wait; more are refused")
+    parser.flag(
+        "--max-step-ms",
+        type=_not_negative,
+        default=default.max_step_ms,
+        help="longest a step may take that computes prompts beside others' tokens; 0: as those requests' promised TPOT says",
+    )
+    parser.flag("--ageing", type=_positive, default=default.ageing, help="seconds of waiting that make a request one class more urgent")
     parser.flag(
         "--hash-unit", type=number(1, 65536), default=default.hash_unit, help="tokens of one prefix hash, the same on every process"
     )

@@ -76,6 +76,8 @@ class Worker:
                 hash_unit=config.hash_unit,
                 preemption_mode=PreemptionMode(config.preemption_mode),
                 swap_bytes=swap_bytes(config, self._pool_bytes),
+                max_step_s=config.max_step_ms / 1e3,
+                ageing_s=config.ageing,
             ),
         )
         self.telemetry = Telemetry(config, self.engine)
