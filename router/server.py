@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from redis.asyncio import Redis
@@ -21,6 +21,7 @@ from router.prefix_index import NO_HINTS, PrefixIndex
 from router.prefix_lookup import PrefixLookup
 from router.prompt import PromptReader
 from router.quota import Quota
+from router.quota_share import QuotaShare
 from router.registry import Deployment, Registry
 from router.room import Room
 from router.service import InferenceService, ServiceConfig
@@ -33,6 +34,7 @@ from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.metrics.server import MetricsServer
 from twostep.prefix import secret_check
+from twostep.request_class import RequestClass
 from twostep.rpc.channel import compression_of
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
@@ -76,6 +78,7 @@ class Router:
         self._index = PrefixIndex(self._index_redis, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
         quota = Quota(weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting)
         room = self._room = Room(quota, ageing_s=config.ageing)
+        self._quota_share = QuotaShare(self._redis, self.router_id, self._on_usage_elsewhere)
         self.registry.on_poll(self.pool.sync)
         self.admission = Admission(
             max_inflight=config.max_inflight,
@@ -83,6 +86,7 @@ class Router:
             max_prompt_tokens=config.max_inflight_prompt_tokens,
             quota=quota,
             ageing_s=config.ageing,
+            on_charge=self._quota_share.charge,
         )
         self._prompts = PromptReader(tokenizer, card, ChatTemplate.of(card), default_max_tokens=config.default_max_tokens)
         dispatcher = Dispatcher(
@@ -158,7 +162,7 @@ class Router:
         except BaseException:
             await self._close()
             raise
-        for work in (self.registry.run(), self._tick(), self._service.cut_stuck_clients()):
+        for work in (self.registry.run(), self._quota_share.run(), self._tick(), self._service.cut_stuck_clients()):
             self._keep(work)
         log.info("router %s serves %s on %s:%d", self.router_id, self._service.model_name, self.config.host, self.port)
 
@@ -182,6 +186,10 @@ class Router:
         await self._index_redis.aclose()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
+
+    def _on_usage_elsewhere(self, tokens: Mapping[tuple[RequestClass, str], int]) -> None:
+        self.admission.elsewhere(tokens)
+        self._room.elsewhere(tokens)
 
     def _state(self) -> RouterState:
         """From any thread. Requests that wait for room on the workers are admitted already; to whoever looks they wait."""

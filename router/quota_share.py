@@ -1,0 +1,146 @@
+"""What tenants are given, told to and heard from the other routers through Redis, so that shares hold over all replicas.
+
+twostep:v1:usage:{window}    hash: [router, class, tenant] as JSON -> tokens charged by that router in that window of ten seconds
+
+Each router writes its own fields as totals, never as increments: an exchange that broke may be repeated as it is. It reads everybody's, and
+what has grown since the last time is what others have given. One pipelined round trip twice a second, beside the requests and never on
+their way. Without Redis each router is fair by what it knows itself; what it gives meanwhile is told later if its window is still read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from twostep.request_class import RequestClass
+
+log = logging.getLogger(__name__)
+
+WINDOW_S = 10
+_SYNC_S = 0.5
+_TIMEOUT_S = 1.0
+# Windows that are still written and read: clocks differ, and corrections come late.
+_NUM_WINDOWS = 2
+_TTL_S = 3 * WINDOW_S
+# Of one router in one window.
+_MAX_FIELDS = 512
+
+Share = tuple[RequestClass, str]
+
+
+def usage_key(window: int) -> str:
+    return f"twostep:v1:usage:{window}"
+
+
+class UsageBook:
+    """Pure: this router's totals by window, and how much of the others' has been heard already."""
+
+    def __init__(self, router_id: str) -> None:
+        self._router_id = router_id
+        self._own: dict[int, Counter[str]] = {}
+        self._heard: dict[int, dict[bytes, int]] = {}
+
+    def charge(self, share: Share, num_tokens: int, window: int) -> None:
+        own = self._own.setdefault(window, Counter())
+        field = json.dumps([self._router_id, int(share[0]), share[1]])
+        if field in own or len(own) < _MAX_FIELDS:
+            own[field] += num_tokens
+
+    def windows(self, window: int) -> list[int]:
+        """Those to exchange now; forgets older ones."""
+        current = list(range(window - _NUM_WINDOWS + 1, window + 1))
+        for book in (self._own, self._heard):
+            for old in [known for known in book if known < current[0]]:
+                del book[old]
+        return current
+
+    def own(self, window: int) -> Mapping[str, int]:
+        return self._own.get(window, Counter())
+
+    def hear(self, window: int, fields: Mapping[bytes, bytes]) -> Counter[Share]:
+        """What others have charged since the last time. Fields that make no sense are passed over."""
+        heard, news = self._heard.setdefault(window, {}), Counter[Share]()
+        for field, value in fields.items():
+            try:
+                router_id, number, tenant = json.loads(field)
+                total, share = int(value), (RequestClass(number), str(tenant))
+            except (ValueError, TypeError):
+                continue
+            if router_id != self._router_id:
+                news[share] += total - heard.get(field, 0)
+                heard[field] = total
+        return news
+
+
+class QuotaShare:
+    """`on_news` gets what the others have given since it was called last."""
+
+    def __init__(self, redis: Redis, router_id: str, on_news: Callable[[Mapping[Share, int]], None]) -> None:
+        self._redis = redis
+        self._book = UsageBook(router_id)
+        self._on_news = on_news
+        self._connected = True
+
+    @property
+    def connected(self) -> bool:
+        """False while Redis does not answer."""
+        return self._connected
+
+    def charge(self, request_class: RequestClass, tenant: str, num_tokens: int) -> None:
+        """Of any request, at any time: returns at once."""
+        self._book.charge((request_class, tenant), num_tokens, _window())
+
+    async def run(self) -> None:
+        """Exchanges until cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
+        while True:
+            await self.exchange()
+            if task.cancelling():
+                # The Redis client can take a cancellation for a lost connection.
+                raise asyncio.CancelledError
+            await asyncio.sleep(_SYNC_S)
+
+    async def exchange(self) -> None:
+        """Once; never raises for what Redis does or holds."""
+        windows = self._book.windows(_window())
+        pipeline = self._redis.pipeline(transaction=False)
+        writes = [window for window in windows if self._book.own(window)]
+        for window in writes:
+            totals: Mapping[Any, Any] = self._book.own(window)
+            pipeline.hset(usage_key(window), mapping=totals)
+            pipeline.expire(usage_key(window), _TTL_S)
+        for window in windows:
+            pipeline.hgetall(usage_key(window))
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                replies = (await pipeline.execute())[2 * len(writes) :]
+        except (RedisError, OSError, TimeoutError) as error:
+            if self._connected:
+                self._connected = False
+                log.warning(
+                    "what tenants use cannot be shared (%s): this router is fair by what it serves itself",
+                    str(error) or type(error).__name__,
+                )
+            return
+        if not self._connected:
+            self._connected = True
+            log.warning("what tenants use is shared again")
+        news = Counter[Share]()
+        for window, fields in zip(windows, replies, strict=True):
+            news.update(self._book.hear(window, fields))
+        if news:
+            self._on_news(news)
+
+
+def _window() -> int:
+    """By the wall clock: routers' windows must be the same ones, to within seconds."""
+    return int(time.time() // WINDOW_S)
