@@ -101,7 +101,7 @@ def test_a_model_on_a_cpu_reports_its_phases(tiny_llama_dir: Path) -> None:
             amounts.append((done, total))
 
     model = load_model(parse_config("decode", ["--model", str(tiny_llama_dir), "--kv-cache-memory-bytes", str(1 << 20)]), Journal())
-    assert phases == ["device", "weights", "pool"]
+    assert phases == ["device", "weights", "pool", "curve"]
     assert model.runner.kv_shape.num_blocks * model.runner.kv_shape.block_bytes <= 1 << 20
 
 

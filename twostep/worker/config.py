@@ -52,6 +52,7 @@ class WorkerConfig:
     max_step_ms: float = 0.0
     ageing: float = 30.0
     local_prefill: bool = True
+    calibrate: bool = True
     hash_unit: int = 64
     cpu_threads: int = 0
     fake_step_ms: float = 0.0
@@ -178,6 +179,12 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
     parser.flag("--ageing", type=_positive, default=default.ageing, help="seconds of waiting that make a request one class more urgent")
     parser.flag(
         "--hash-unit", type=number(1, 65536), default=default.hash_unit, help="tokens of one prefix hash, the same on every process"
+    )
+    parser.flag(
+        "--calibrate",
+        action=argparse.BooleanOptionalAction,
+        default=default.calibrate,
+        help="measure at the start, for a second or two, how long steps take; without it routers reckon with guesses",
     )
     parser.flag("--cpu-threads", type=number(0, 1024), default=0, help="threads of the CPU engine; 0: torch decides")
     parser.flag("--fake-step-ms", type=_not_negative, default=0.0, help="least duration of a step of --runner fake")

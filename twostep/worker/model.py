@@ -18,7 +18,9 @@ from twostep.fingerprint import model_fingerprint
 from twostep.model_dir import read_json
 from twostep.models.store import resolve
 from twostep.startup import NoProgress, Progress
+from twostep.step_curve import StepCurve
 from twostep.text.model_card import ModelCard
+from twostep.worker.calibration import calibrate
 from twostep.worker.config import CPU_NUM_SEQS, CPU_STEP_TOKENS, GPU_NUM_SEQS, GPU_STEP_TOKENS, WorkerConfig
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class ServedModel:
     layout: LayoutRecord
     eos_token_ids: frozenset[int]
     ranks: Ranks | None = None  # None: the runner has no process but this one
+    # How long its steps take, as measured at the start; None: not measured.
+    curve: StepCurve | None = None
 
 
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> ServedModel:
@@ -78,7 +82,14 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         shape.num_blocks * shape.block_bytes / (1 << 20),
         runner.max_model_len,
     )
-    return ServedModel(name=config.served_model_name, runner=runner, layout=layout_of(shape, fingerprint), eos_token_ids=eos, ranks=ranks)
+    return ServedModel(
+        name=config.served_model_name,
+        runner=runner,
+        layout=layout_of(shape, fingerprint),
+        eos_token_ids=eos,
+        ranks=ranks,
+        curve=_measured_curve(config, runner, progress or NoProgress()) if config.calibrate else None,
+    )
 
 
 def settle(config: WorkerConfig) -> WorkerConfig:
@@ -102,6 +113,11 @@ def settle(config: WorkerConfig) -> WorkerConfig:
         max_num_batched_tokens=config.max_num_batched_tokens or CPU_STEP_TOKENS,
         max_num_seqs=config.max_num_seqs or (GPU_NUM_SEQS if on_gpu else CPU_NUM_SEQS),
     )
+
+
+def _measured_curve(config: WorkerConfig, runner: Runner, progress: Progress) -> StepCurve:
+    progress.phase("curve")
+    return calibrate(runner, step_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
 
 
 def _fingerprint(config: WorkerConfig, model_dir: Path | None) -> str:

@@ -28,6 +28,7 @@ from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.worker.config import WorkerConfig
+from twostep.worker.curve_tracker import CurveTracker
 from twostep.worker.edge import Carried, Edge, EdgeParts
 from twostep.worker.engine_loop import EngineLoop
 from twostep.worker.life import Life
@@ -80,6 +81,8 @@ class Worker:
                 ageing_s=config.ageing,
             ),
         )
+        self._curve = CurveTracker(model.curve)
+        self.engine.set_curve(model.curve)
         self.telemetry = Telemetry(config, self.engine)
         # Nothing can be served any more, by whatever fault: the process is to end.
         self.engine_failed = asyncio.Event()
@@ -121,6 +124,8 @@ class Worker:
     def record(self) -> WorkerRecord:
         """What the worker says of itself in Redis, now."""
         stats, shape, config = self.engine.stats(), self._model.runner.kv_shape, self.config
+        curve = self._curve.curve
+        self.engine.set_curve(curve)
         return WorkerRecord(
             worker_id=self.worker_id,
             role=config.role,
@@ -138,12 +143,15 @@ class Worker:
             transports=tuple(self.edge.ready_transports),
             step_tokens=self.engine.max_num_batched_tokens,
             local_prefill=config.role == "decode" and config.local_prefill,
+            curve=curve,
             load=WorkerLoad(
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
                 num_reserved=stats.num_reserved,
                 num_held=stats.num_held,
                 num_free_blocks=stats.num_available_blocks,
+                num_queued_tokens=stats.num_queued_tokens,
+                num_context_tokens=stats.num_context_tokens,
             ),
         )
 
@@ -339,6 +347,8 @@ class Worker:
     def _on_step(self, output: StepOutput) -> None:
         self.edge.on_step(output)
         self.telemetry.on_step(output)
+        if not output.failures:
+            self._curve.observe(output.workload, output.duration_s)
 
     def _on_layers(self, progress: Sequence[LayerProgress]) -> None:
         self.edge.on_layers(progress)

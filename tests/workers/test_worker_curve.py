@@ -1,0 +1,341 @@
+"""Cost curves: fitted to noisy steps, measured without a trace, corrected by what steps really take."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worker_harness import expected, make_model, make_runner, prompt_of, routed, started
+
+from twostep.cluster.records import WorkerRecord
+from twostep.engine.batch import Batch, FinishedStep, InFlight, Sampled
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.fake import FakeRunner
+from twostep.engine.types import EngineRequest
+from twostep.errors import SetupError
+from twostep.sampling_params import SamplingParams
+from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
+from twostep.worker.calibration import calibrate, probes
+from twostep.worker.curve_fit import StepSample, fit_curve, non_negative_least_squares
+from twostep.worker.curve_tracker import MAX_FACTOR, CurveTracker
+from twostep.worker.model import ServedModel
+
+GPU = StepCurve(fixed_s=4e-3, per_row_s=20e-6, knee=200, per_pair_s=2e-10, per_sequence_s=4e-6, per_context_s=3e-8)
+CPU = StepCurve(fixed_s=8e-3, per_row_s=0.8e-3, per_pair_s=1e-7, per_sequence_s=1e-3, per_context_s=2e-6)
+
+PROMPTS = ((16, 0), (64, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (2048, 0), (256, 4096), (4096, 0), (8192, 0))
+DECODES = ((1, 64), (1, 4096), (4, 512), (16, 64), (16, 4096), (64, 1024), (256, 64), (256, 512))
+WORK = [
+    *(StepWorkload(prompt_tokens=count, pairs=chunk_pairs(count, before)) for count, before in PROMPTS),
+    *(StepWorkload(decodes=count, context=count * context) for count, context in DECODES),
+]
+
+curves = st.builds(
+    StepCurve,
+    fixed_s=st.floats(1e-4, 2e-2),
+    per_row_s=st.floats(5e-6, 2e-3),
+    knee=st.sampled_from([0.0, 0.0, 100.0, 300.0]),
+    per_pair_s=st.floats(0, 1e-7),
+    per_sequence_s=st.floats(0, 1e-3),
+    per_context_s=st.floats(0, 1e-5),
+)
+
+
+# ---- the fit ------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=30)
+@given(curves, st.integers(0, 1 << 30))
+def test_a_known_curve_is_found_again_within_ten_percent_from_steps_with_three_percent_of_noise(curve: StepCurve, seed: int) -> None:
+    rng = random.Random(seed)
+    samples = [StepSample(work, curve.step_s(work) * (1 + max(-0.06, min(0.06, rng.gauss(0, 0.03))))) for work in WORK]
+    found = fit_curve(samples)
+    errors = sorted(abs(found.step_s(work) / curve.step_s(work) - 1) for work in WORK)
+    assert errors[-1] < 0.10, (found, curve)
+    # What lies between the sizes measured, too: a step of both kinds.
+    mixed = StepWorkload(prompt_tokens=700, pairs=chunk_pairs(700, 300), decodes=40, context=40 * 600)
+    assert found.step_s(mixed) == pytest.approx(curve.step_s(mixed), rel=0.15)
+
+
+@pytest.mark.parametrize("curve", [GPU, CPU])
+def test_exact_steps_give_the_curve_and_pauses_do_not_bend_it(curve: StepCurve) -> None:
+    samples = [StepSample(work, curve.step_s(work)) for work in WORK]
+    for disturbed in ((), (3, 12)):
+        for index in disturbed:
+            samples[index] = StepSample(samples[index].work, 3 * samples[index].seconds)
+        found = fit_curve(samples)
+        assert all(found.step_s(work) == pytest.approx(curve.step_s(work), rel=0.05) for work in WORK), disturbed
+    assert found.knee == pytest.approx(curve.knee, abs=60)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4096), st.integers(0, 256), st.integers(0, 4096), st.floats(1e-5, 10)).filter(lambda s: s[0] + s[1] > 0),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_whatever_was_measured_no_term_is_negative_and_more_work_takes_no_less(steps: list[tuple[int, int, int, float]]) -> None:
+    curve = fit_curve(
+        [StepSample(StepWorkload(prompt_tokens=p, pairs=p * p / 2, decodes=d, context=d * c), seconds) for p, d, c, seconds in steps]
+    )
+    assert min(dataclasses.astuple(curve)) >= 0
+    assert all(np.isfinite(dataclasses.astuple(curve)))
+    work = StepWorkload(prompt_tokens=100, pairs=5000, decodes=10, context=1000)
+    more = StepWorkload(prompt_tokens=200, pairs=20_000, decodes=11, context=1500)
+    assert curve.step_s(more) >= curve.step_s(work) > -1e-12
+
+
+def test_steps_that_took_no_time_and_no_steps_are_refused() -> None:
+    for samples in ([], [StepSample(StepWorkload(decodes=1), 0.0)]):
+        with pytest.raises(ValueError, match="some time"):
+            fit_curve(samples)
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 12), st.integers(1, 6))
+def test_non_negative_least_squares_meets_the_conditions_of_a_minimum(seed: int, num_rows: int, num_columns: int) -> None:
+    rng = np.random.default_rng(seed)
+    matrix = rng.normal(size=(num_rows, num_columns)) * 10.0 ** rng.integers(-6, 6, num_columns)
+    matrix[:, rng.random(num_columns) < 0.1] = 0.0
+    target = rng.normal(size=num_rows)
+    x = non_negative_least_squares(matrix, target)
+    assert (x >= 0).all()
+    # Karush, Kuhn, Tucker: no term would gain by growing, and none that is there by shrinking.
+    scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
+    gradient = matrix.T @ (target - matrix @ x) / scale
+    assert (gradient <= 1e-6).all()
+    assert np.abs(gradient[x > 0]).max(initial=0.0) <= 1e-6
+
+
+# ---- the measurement ----------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class _KnownRunner(FakeRunner):
+    """Its steps take what a curve says, on a clock of its own."""
+
+    def __init__(self, curve: StepCurve, clock: _Clock, **options: int) -> None:
+        super().__init__(**({"num_blocks": 4096, "block_size": 16} | options))  # type: ignore[arg-type]
+        self.curve, self.clock = curve, clock
+        self.batches: list[Batch] = []
+
+    def launch(self, batch: Batch) -> InFlight:
+        counts = np.diff(batch.query_start)
+        lens = batch.seq_lens.astype(int)
+        prompts = counts > 1
+        work = StepWorkload(
+            prompt_tokens=int(counts[prompts].sum()),
+            pairs=float(sum(chunk_pairs(int(n), int(m - n)) for n, m in zip(counts[prompts], lens[prompts], strict=True))),
+            decodes=int((~prompts).sum()),
+            context=int(lens[~prompts].sum()),
+        )
+        self.clock.now += self.curve.step_s(work)
+        self.batches.append(batch)
+        rows = len(batch.sample_rows)
+        return FinishedStep(Sampled(token_ids=[0] * rows, logprobs=[None] * rows, top_logprobs=[()] * rows))
+
+
+def _unfaked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake runner's curve is known; a runner made of it is measured like any other."""
+    monkeypatch.setattr("twostep.worker.calibration.FakeRunner", type("Nobody", (), {}))
+
+
+@pytest.mark.parametrize(("curve", "step_tokens"), [(GPU, 8192), (CPU, 512)])
+def test_calibration_finds_the_curve_in_bounded_time(monkeypatch: pytest.MonkeyPatch, curve: StepCurve, step_tokens: int) -> None:
+    _unfaked(monkeypatch)
+    clock = _Clock()
+    runner = _KnownRunner(curve, clock, max_model_len=16_384)
+    found = calibrate(runner, step_tokens=step_tokens, max_num_seqs=64, budget_s=2.0, clock=clock)
+    assert clock.now < 2.5
+    for work in (StepWorkload(prompt_tokens=300, pairs=45_000), StepWorkload(decodes=32, context=32 * 300)):
+        assert found.step_s(work) == pytest.approx(curve.step_s(work), rel=0.1)
+    for batch in runner.batches:
+        # No two sequences own a block, so that as much memory is read as would be.
+        used = [table[: -(-length // 16)] for table, length in zip(batch.block_tables, batch.seq_lens.tolist(), strict=True)]
+        blocks = np.concatenate(used)
+        assert len(set(blocks.tolist())) == len(blocks)
+        assert batch.seq_lens.max() <= runner.max_model_len
+
+
+def test_a_machine_too_slow_for_the_grid_measures_what_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    _unfaked(monkeypatch)
+    clock = _Clock()
+    slow = dataclasses.replace(CPU, fixed_s=0.1, per_row_s=8e-3)
+    runner = _KnownRunner(slow, clock)
+    found = calibrate(runner, step_tokens=512, max_num_seqs=64, budget_s=1.0, clock=clock)
+    assert len(runner.batches) < 8
+    assert found.per_row_s > 0
+    assert found.step_s(StepWorkload(prompt_tokens=128, pairs=8192)) == pytest.approx(1.124, rel=0.1)
+
+
+@given(st.integers(1, 64), st.integers(1, 300), st.integers(2, 5000), st.integers(1, 4096), st.integers(1, 300))
+def test_whatever_the_pool_probes_fit_it(num_blocks: int, block_size: int, max_model_len: int, step_tokens: int, max_num_seqs: int) -> None:
+    runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+    seen = list(probes(runner, step_tokens, max_num_seqs))
+    assert len(set(seen)) == len(seen)
+    for probe in seen:
+        assert probe.num_blocks(block_size) <= num_blocks
+        assert max(probe.starts) + max(probe.counts) < max_model_len
+        assert sum(probe.counts) <= max(step_tokens, max_num_seqs)
+    assert seen or max_model_len <= 2 or num_blocks * block_size < 64
+
+
+def test_a_pool_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    _unfaked(monkeypatch)
+    runner = _KnownRunner(CPU, _Clock(), max_model_len=1)
+    with pytest.raises(SetupError, match="--no-calibrate"):
+        calibrate(runner, step_tokens=512, max_num_seqs=8)
+
+
+def test_the_fake_runners_curve_is_what_it_was_told() -> None:
+    runner = FakeRunner(num_blocks=4, block_size=4, step_s=0.02, per_token_s=1e-3)
+    assert calibrate(runner, step_tokens=512, max_num_seqs=8) == StepCurve(fixed_s=0.02, per_row_s=1e-3)
+    assert calibrate(FakeRunner(num_blocks=4, block_size=4), step_tokens=512, max_num_seqs=8).fixed_s > 0
+
+
+def test_calibration_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    _unfaked(monkeypatch)
+    runner = FakeRunner(num_blocks=64, block_size=16, max_model_len=512)
+    engine = Engine(runner, EngineConfig(max_num_batched_tokens=64, max_num_seqs=4))
+    fresh = Engine(FakeRunner(num_blocks=64, block_size=16, max_model_len=512), EngineConfig(max_num_batched_tokens=64, max_num_seqs=4))
+    before = engine.stats()
+    calibrate(runner, step_tokens=64, max_num_seqs=4, budget_s=0.2)
+    assert engine.stats() == before
+    delta = engine.take_prefix_delta()
+    assert (list(delta.added), list(delta.removed), list(engine.cached_prefixes())) == ([], [], [])
+    engine.check_integrity()
+    prompt = list(range(1, 50))
+    request = EngineRequest(seq_id="s", token_ids=prompt, num_prompt_tokens=49, sampling=SamplingParams(max_tokens=20), prefix_key=b"k")
+    answers = []
+    for each in (engine, fresh):
+        each.submit(request)
+        answers.append([token.token_id for _ in range(24) for token in each.step().tokens])
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 20
+
+
+# ---- what steps really take ---------------------------------------------------------------------------------------------
+
+
+def _served(tracker: CurveTracker, true: StepCurve, num_steps: int, noise: Callable[[], float]) -> None:
+    rng = random.Random(5)
+    for _ in range(num_steps):
+        decodes = rng.randrange(1, 64)
+        prompt = rng.choice((0, 0, 0, 512, 2048))
+        work = StepWorkload(prompt_tokens=prompt, pairs=prompt * prompt / 2, decodes=decodes, context=800 * decodes)
+        tracker.observe(work, true.step_s(work) * noise())
+
+
+def _scaled(curve: StepCurve, base: float, prompt: float) -> StepCurve:
+    return StepCurve(
+        fixed_s=curve.fixed_s * base,
+        per_row_s=curve.per_row_s * prompt,
+        knee=curve.knee,
+        per_pair_s=curve.per_pair_s * prompt,
+        per_sequence_s=curve.per_sequence_s * base,
+        per_context_s=curve.per_context_s * base,
+    )
+
+
+@pytest.mark.parametrize(("base", "prompt"), [(1.0, 1.0), (1.5, 1.0), (1.0, 2.0), (0.7, 1.4), (2.0, 0.6)])
+def test_a_drift_is_followed_within_some_hundred_steps_and_noise_is_not(base: float, prompt: float) -> None:
+    tracker, rng = CurveTracker(GPU), random.Random(9)
+    noise = lambda: 1 + rng.gauss(0, 0.05)  # noqa: E731
+    _served(tracker, _scaled(GPU, base, prompt), 600, noise)
+    assert tracker.base_factor == pytest.approx(base, rel=0.08)
+    assert tracker.prompt_factor == pytest.approx(prompt, rel=0.08)
+    # And back.
+    _served(tracker, GPU, 600, noise)
+    curve = tracker.curve
+    assert curve is not None
+    for work in WORK:
+        assert curve.step_s(work) == pytest.approx(GPU.step_s(work), rel=0.1)
+
+
+def test_a_pause_says_little() -> None:
+    tracker = CurveTracker(GPU)
+    _served(tracker, GPU, 100, lambda: 1.0)
+    tracker.observe(StepWorkload(decodes=8, context=8000), 10.0)
+    tracker.observe(StepWorkload(prompt_tokens=2048, pairs=2048 * 1024), 10.0)
+    assert tracker.base_factor < 1.02
+    assert tracker.prompt_factor < 1.02
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 300), st.floats(-1, 1e6, allow_nan=False)), max_size=300),
+    curves,
+)
+def test_factors_are_bounded_and_curves_stay_curves(steps: list[tuple[int, int, float]], measured: StepCurve) -> None:
+    tracker = CurveTracker(measured)
+    for prompt, decodes, seconds in steps * 3:
+        tracker.observe(StepWorkload(prompt_tokens=prompt, pairs=prompt * prompt / 2, decodes=decodes, context=decodes * 500), seconds)
+    for factor in (tracker.base_factor, tracker.prompt_factor):
+        assert max(factor, 1 / factor) <= MAX_FACTOR * 1.0001
+    curve = tracker.curve
+    assert curve is not None
+    assert curve.knee == measured.knee
+    assert min(dataclasses.astuple(curve)) >= 0
+
+
+def test_nothing_measured_nothing_tracked() -> None:
+    tracker = CurveTracker(None)
+    tracker.observe(StepWorkload(decodes=1), 1.0)
+    assert tracker.curve is None
+
+
+# ---- what a worker publishes --------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_publishes_its_curve_and_what_it_learns_of_it(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = make_runner(step_s=0.02)
+
+    def measured(runner: FakeRunner, **options: Any) -> ServedModel:
+        return dataclasses.replace(make_model(runner, **options), curve=calibrate(runner, step_tokens=512, max_num_seqs=8))
+
+    monkeypatch.setattr("worker_harness.make_model", measured)
+    async with started(redis_url, decode_runner=slow) as pair, routed(pair) as router:
+        told = pair.decode_worker.record()
+        assert told.curve == StepCurve(fixed_s=0.02, per_row_s=1e-6)
+        assert (told.load.num_queued_tokens, told.load.num_context_tokens) == (0, 0)
+        prompt = prompt_of(20)
+        slow.step_s = 0.06
+        answer = await router.generate("r", prompt, 60)
+        assert answer.tokens == expected(prompt, 60)
+        learned = pair.decode_worker.record().curve
+        assert learned is not None
+        assert learned.fixed_s > 0.025
+        assert WorkerRecord.from_json(pair.decode_worker.record().to_json()).curve == learned
+        await pair.settled()
+
+
+async def test_a_worker_tells_how_much_it_has_to_compute(redis_url: str) -> None:
+    runner = make_runner(step_s=0.05)
+    async with started(redis_url, prefill_runner=runner, prefill_options={"max_num_batched_tokens": 8}) as pair, routed(pair) as router:
+        assert pair.prefill_worker.record().curve is None
+        assert pair.prefill_worker.record().step_tokens == 8
+        asked = asyncio.create_task(router.generate("r", prompt_of(60), 4))
+        queued = set()
+        while not asked.done():
+            queued.add(pair.prefill_worker.record().load.num_queued_tokens)
+            await asyncio.sleep(0.01)
+        assert (await asked).tokens == expected(prompt_of(60), 4)
+        assert 0 < max(queued) <= 60
+        # It becomes less, step by step.
+        assert len(queued) > 3
+        assert pair.prefill_worker.record().load.num_queued_tokens == 0
+        await pair.settled()

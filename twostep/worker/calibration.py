@@ -1,0 +1,189 @@
+"""A worker measures how long its steps take, before it serves: a small grid of prompts' chunks and decode batches on its own runner.
+
+    prompts   16, 64, 256 ... tokens up to the step's budget, and one more chunk behind a long prefix
+    decodes   1, 4, 16, 64 ... sequences up to the worker's bound, with short and with long contexts
+
+Two sizes of either kind are measured whatever they take; of the others, the cheapest first, and none of which what came before says
+that it would not be over in time: a slow machine measures a coarser grid.
+Steps go to the runner itself. The engine, its counters, its pool's books and its prefixes know nothing of them; what is left is numbers
+in blocks that are free, which whoever takes a block writes over.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from twostep.engine.batch import Batch, Runner, SamplingRow
+from twostep.engine.fake import FakeRunner
+from twostep.errors import SetupError
+from twostep.sampling_params import SamplingParams
+from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
+from twostep.worker.curve_fit import StepSample, fit_curve
+
+log = logging.getLogger(__name__)
+
+DEFAULT_BUDGET_S = 1.5
+# The first run of a step of a new size may load or tune something; of the others, the quickest is the least disturbed.
+_REPEATS = 2
+# A runner that overlaps steps is timed over so many of them, one behind the other, as it is served.
+_PIPELINED = 4
+_LONG_CONTEXTS = (512, 4096)
+_SHORT_CONTEXT = 64
+# Without a small and a larger step of either kind there is no curve.
+_NEEDED_PROMPTS, _NEEDED_SEQS = (16, 128), (1, 8)
+_NEEDED = len(_NEEDED_PROMPTS) + len(_NEEDED_SEQS)
+# Python's part of a step of the fake runner, which takes no time by itself.
+_FAKE_STEP_S, _FAKE_ROW_S = 1e-4, 1e-6
+_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A step to measure: `counts[i]` tokens behind `starts[i]` others, of as many sequences. One token each: a decode step."""
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def decodes(self) -> bool:
+        return max(self.counts) == 1
+
+    @property
+    def work(self) -> StepWorkload:
+        if self.decodes:
+            return StepWorkload(decodes=len(self.counts), context=sum(self.starts) + len(self.starts))
+        pairs = sum(chunk_pairs(count, start) for count, start in zip(self.counts, self.starts, strict=True))
+        return StepWorkload(prompt_tokens=sum(self.counts), pairs=pairs)
+
+    def num_blocks(self, block_size: int) -> int:
+        return sum(-(-(start + count) // block_size) for start, count in zip(self.starts, self.counts, strict=True))
+
+
+def calibrate(
+    runner: Runner,
+    *,
+    step_tokens: int,
+    max_num_seqs: int,
+    budget_s: float = DEFAULT_BUDGET_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> StepCurve:
+    """The cost curve of the runner's steps. Takes about `budget_s`; before anything else is launched, and on a thread that may launch. The
+    fake runner's is known. Raises what the device fails with."""
+    if isinstance(runner, FakeRunner):
+        return StepCurve(fixed_s=max(runner.step_s, _FAKE_STEP_S), per_row_s=max(runner.per_token_s, _FAKE_ROW_S))
+    begun = clock()
+    samples: list[StepSample] = []
+    for probe in probes(runner, step_tokens, max_num_seqs):
+        left = budget_s - (clock() - begun)
+        if len(samples) >= _NEEDED and _expected_s(samples, probe) * (1 + _REPEATS) > left:
+            continue
+        samples.append(StepSample(probe.work, _measure(runner, _batch(runner, probe), clock, left)))
+    if not samples:
+        raise SetupError("the KV pool holds no step that could be measured; give it more blocks (--num-blocks), or --no-calibrate")
+    curve = _with_a_price(fit_curve(samples), samples)
+    log.info(
+        "%d steps measured in %.2f s: %.2f ms, %.1f us a token beyond %d, decoding %.1f us a sequence and %.3f us a token of its context",
+        len(samples),
+        clock() - begun,
+        curve.fixed_s * 1e3,
+        curve.per_row_s * 1e6,
+        curve.knee,
+        curve.per_sequence_s * 1e6,
+        curve.per_context_s * 1e6,
+    )
+    return curve
+
+
+def probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[Probe]:
+    """What fits the pool and the context, each block owned by one sequence: what is needed, and then the cheap ones first."""
+    shape = runner.kv_shape
+    longest = max(1, min(step_tokens, runner.max_model_len - 1, shape.num_blocks * shape.block_size))
+    chunk = min(256, longest)
+    needed = [Probe((0,), (min(size, longest),)) for size in _NEEDED_PROMPTS]
+    needed += [_decodes(min(count, max_num_seqs), _SHORT_CONTEXT) for count in _NEEDED_SEQS]
+    wanted = [Probe((0,), (min(size, longest),)) for size in (64, 256, 1024, 4096, longest // 2, longest) if size]
+    wanted += [Probe((context,), (chunk,)) for context in _LONG_CONTEXTS]
+    wanted += [
+        _decodes(min(count, max_num_seqs), context)
+        for count in (1, 4, 16, 64, max_num_seqs)
+        for context in (_SHORT_CONTEXT, *_LONG_CONTEXTS)
+    ]
+    wanted.sort(key=lambda probe: probe.work.prompt_tokens + 4 * len(probe.counts))
+    for probe in dict.fromkeys((*needed, *wanted)):
+        fits = max(probe.starts) + max(probe.counts) < runner.max_model_len and probe.num_blocks(shape.block_size) <= shape.num_blocks
+        if fits:
+            yield probe
+
+
+def _decodes(num_seqs: int, context: int) -> Probe:
+    return Probe((context - 1,) * num_seqs, (1,) * num_seqs)
+
+
+def _with_a_price(curve: StepCurve, samples: Sequence[StepSample]) -> StepCurve:
+    """Where noise hides what a prompt costs, it costs what the largest one measured took: prompts are never free."""
+    if curve.per_row_s:
+        return curve
+    largest = max(samples, key=lambda sample: sample.work.prompt_tokens + sample.work.decodes)
+    return replace(curve, per_row_s=largest.seconds / (largest.work.prompt_tokens + largest.work.decodes), knee=0.0)
+
+
+def _expected_s(samples: Sequence[StepSample], probe: Probe) -> float:
+    """In proportion to the largest step so far that is no larger: an estimate from above, since part of every step is fixed."""
+    rows = sum(probe.counts)
+    known = [(s.work.prompt_tokens + s.work.decodes, s.seconds) for s in samples]
+    nearest = max((k for k in known if k[0] <= rows), default=known[0])
+    return nearest[1] * max(1.0, rows / nearest[0])
+
+
+def _measure(runner: Runner, batch: Batch, clock: Callable[[], float], left_s: float) -> float:
+    """Seconds of such a step; of the only one, where more would take longer than there is time."""
+    first = _timed(lambda: runner.launch(batch).result(), clock)
+    if (1 + _REPEATS) * first > left_s:
+        return first
+    if not runner.overlaps:
+        return min(_timed(lambda: runner.launch(batch).result(), clock) for _ in range(_REPEATS))
+    # Two are in flight at any time, as when they are served: what is timed is how long the device takes from one's end to the next one's.
+    flying = [runner.launch(batch), runner.launch(batch)]
+    flying.pop(0).result()
+    begun = clock()
+    for _ in range(_PIPELINED - 1):
+        flying.append(runner.launch(batch))
+        flying.pop(0).result()
+    flying.pop(0).result()
+    return max(1e-9, (clock() - begun) / _PIPELINED)
+
+
+def _timed(step: Callable[[], object], clock: Callable[[], float]) -> float:
+    begun = clock()
+    step()
+    return max(1e-9, clock() - begun)
+
+
+def _batch(runner: Runner, probe: Probe) -> Batch:
+    size = runner.kv_shape.block_size
+    starts, counts = np.array(probe.starts, np.int64), np.array(probe.counts, np.int64)
+    seq_lens = starts + counts
+    num_blocks = -(-seq_lens // size)
+    tables = np.zeros((len(counts), int(num_blocks.max())), np.int32)
+    first = 0
+    for table, count in zip(tables, num_blocks.tolist(), strict=True):
+        table[:count] = np.arange(first, first + count)
+        first += count
+    query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(int(query_start[-1])) - np.repeat(query_start[:-1], counts).astype(np.int64) + starts[rows]
+    return Batch(
+        token_ids=positions % runner.vocab_size,
+        positions=positions,
+        query_start=query_start,
+        seq_lens=seq_lens.astype(np.int32),
+        block_tables=tables,
+        slots=tables[rows, positions // size].astype(np.int64) * size + positions % size,
+        sample_rows=query_start[1:].astype(np.int64) - 1,
+        sampling=[SamplingRow(params=_PARAMS, position=0, history=[0], num_prompt_tokens=1, stop_ids=frozenset()) for _ in probe.counts],
+    )
