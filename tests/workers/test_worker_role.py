@@ -1,0 +1,383 @@
+"""A worker drains and takes the other role, and back: what it is told by others, what it keeps, and what happens to requests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from role_harness import SECRET, RoleSystem, edges_of_both_roles, expected, make_model_dir, role_system, until
+
+from kv_transfer.local import LocalHub
+from kv_transfer.testing_one_sided import OneSidedHub
+from twostep import AsyncClient
+from twostep.cluster.records import WorkerRecord, prefix_key, worker_key
+from twostep.cluster.registration import connect
+from twostep.errors import Incompatible, InternalError, SetupError, Unauthenticated, Unavailable
+from twostep.role_pass import RolePass
+from twostep.rpc.channel import open_channel
+from twostep.rpc.convert import sampling_to_proto
+from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from twostep.rpc.worker_role import switch_role
+from twostep.sampling_params import SamplingParams
+from twostep.worker.edge import Edge, EdgeParts
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("role") / "m")
+
+
+def vocab_of(system: RoleSystem) -> int:
+    return next(iter(system.workers.values())).engine.runner.vocab_size
+
+
+async def ask(client: AsyncClient, prompt: list[int], max_tokens: int, vocab: int) -> int:
+    """Fails unless the answer is the fake model's; how many of the prompt's tokens were cached."""
+    answer = await client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=60).result()
+    assert list(answer.token_ids) == expected(prompt, max_tokens, vocab)
+    return answer.usage.cached_tokens
+
+
+def prompt_to_hand_over() -> prefill_pb2.PrefillRequest:
+    """Its lease holds the worker until the call is cancelled, since nobody fetches."""
+    sampling = sampling_to_proto(SamplingParams(max_tokens=4, temperature=0.0))
+    return prefill_pb2.PrefillRequest(request_id="r", attempt=1, token_ids=[5] * 40, num_prompt_tokens=40, sampling=sampling)
+
+
+class Load:
+    """Clients that ask one thing after another until they are told to stop; every answer is checked."""
+
+    def __init__(self, system: RoleSystem, *, num_clients: int = 10, seed: int = 1) -> None:
+        self.system = system
+        self.num_answers = 0
+        self._stop = asyncio.Event()
+        self._rng = random.Random(seed)
+        self._num_clients = num_clients
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Load:
+        self._tasks = [asyncio.create_task(self._run()) for _ in range(self._num_clients)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop.set()
+        await asyncio.gather(*self._tasks)
+
+    async def _run(self) -> None:
+        vocab = vocab_of(self.system)
+        # No retries: whatever is lost, the router is to mend it.
+        async with AsyncClient(self.system.target, max_retries=0) as client:
+            while not self._stop.is_set():
+                prompt = [self._rng.randrange(3, vocab) for _ in range(self._rng.randrange(1, 300))]
+                await ask(client, prompt, self._rng.randrange(1, 60), vocab)
+                self.num_answers += 1
+
+    async def answers(self, count: int) -> None:
+        """Returns after so many more."""
+        wanted = self.num_answers + count
+        failed = asyncio.create_task(_first_failure(self._tasks))
+        try:
+            await until(lambda: self.num_answers >= wanted or failed.done(), f"{count} more answers")
+            if failed.done():
+                failed.result()
+        finally:
+            failed.cancel()
+
+
+async def _first_failure(tasks: list[asyncio.Task[None]]) -> None:
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        task.result()
+
+
+# ---- under load ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hub", [LocalHub, OneSidedHub], ids=["copied-out", "one-sided"])
+@pytest.mark.parametrize("drain_timeout_s", [10.0, 0.0], ids=["drained", "at-once"])
+async def test_under_load_every_answer_is_right_and_nothing_is_left(
+    model_dir: Path, redis_url: str, tmp_path: Path, drain_timeout_s: float, hub: Callable[[], LocalHub | OneSidedHub]
+) -> None:
+    options: dict[str, Any] = {"roles": ("prefill", "prefill", "decode", "decode"), "make_edge": edges_of_both_roles(hub())}
+    async with role_system(model_dir, redis_url, tmp_path, local_prefill=drain_timeout_s > 0, **options) as system:
+        await system.knows(2, 2)
+        async with Load(system) as load:
+            await load.answers(20)
+            for name, role, prefill, decode in (
+                ("w1", "decode", 1, 3),
+                ("w2", "prefill", 2, 2),
+                ("w2", "decode", 1, 3),
+                ("w1", "prefill", 2, 2),
+            ):
+                change = await system.switch(name, role, drain_timeout_s)
+                assert change.role == role
+                await system.knows(prefill, decode)
+                await load.answers(20)
+        # Nobody is left in a role but those that have come to it.
+        for name, role in (("w0", "decode"), ("w2", "prefill"), ("w3", "prefill"), ("w1", "decode")):
+            await system.switch(name, role)
+        await system.knows(2, 2)
+        async with Load(system, num_clients=4, seed=2) as load:
+            await load.answers(8)
+        await system.settled()
+
+
+async def test_a_pair_that_changes_places_five_times_answers_alike_and_keeps_its_prefixes(
+    model_dir: Path, redis_url: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    seconds: list[float] = []
+    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill", "decode", "decode"), local_prefill=False) as system:
+        vocab = vocab_of(system)
+        prompt = [3 + i % (vocab - 3) for i in range(400)]
+        async with AsyncClient(system.target, max_retries=0) as client:
+            await system.knows(1, 2)
+            assert await ask(client, prompt, 20, vocab) == 0
+            workers = "w0", "w1"
+            for _ in range(5):
+                for role, name in zip(("decode", "prefill"), workers, strict=True):
+                    change = await system.switch(name, role)
+                    seconds.append(change.switch_s)
+                workers = workers[::-1]
+                await system.knows(1, 2)
+                # What it computed in the other role is found in this one.
+                await until(lambda: _hinted(system, client, prompt, vocab), "a hit on what was kept")
+        await system.settled()
+    record_property("switch_seconds", [round(s, 3) for s in seconds])
+    print("switches of an idle worker took", [round(s, 3) for s in seconds])
+
+
+async def _hinted(system: RoleSystem, client: AsyncClient, prompt: list[int], vocab: int) -> bool:
+    return await ask(client, prompt, 20, vocab) >= 384
+
+
+# ---- what others see -------------------------------------------------------------------------------------------------------
+
+
+async def test_the_same_worker_under_a_new_epoch_with_all_its_prefixes(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill", "decode", "decode"), local_prefill=False) as system:
+        worker, vocab, redis = system.workers["w0"], vocab_of(system), connect(redis_url)
+        before = worker.record()
+        await system.knows(1, 2)
+        async with AsyncClient(system.target, max_retries=0) as client:
+            await ask(client, [5 + i % 300 for i in range(200)], 4, vocab)
+        change = await system.switch("w0", "decode")
+        after = WorkerRecord.from_json(await redis.get(worker_key("w0")))
+        assert (after.worker_id, after.address, after.role, after.ready, after.draining) == ("w0", before.address, "decode", True, False)
+        assert after.epoch == change.epoch == worker.epoch > before.epoch
+        assert not await redis.exists(prefix_key("w0", before.epoch)), "a life that is over announces nothing"
+        announced = await redis.smembers(prefix_key("w0", after.epoch))
+        assert announced == set(worker.engine.cached_prefixes())
+        assert len(announced) == 200 // 64
+        # To the role it has, nothing happens.
+        again = await system.switch("w0", "decode")
+        assert (again.epoch, again.drain_s, again.switch_s) == (after.epoch, 0.0, 0.0)
+        await redis.aclose()
+
+
+async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_case(
+    model_dir: Path, redis_url: str, tmp_path: Path
+) -> None:
+    async with (
+        role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False) as system,
+        open_channel(system.workers["w0"].address) as channel,
+    ):
+        prefill, decode, health = (
+            prefill_pb2_grpc.PrefillStub(channel),
+            decode_pb2_grpc.DecodeStub(channel),
+            health_pb2_grpc.HealthStub(channel),
+        )
+
+        async def serving(service: str) -> bool:
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        async def refusal(call: Any) -> str:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            return caught.value.details() or ""
+
+        run = prompt_to_hand_over()
+        cancel = decode_pb2.CancelRequest(request_id="r", attempt=1)
+        assert "w0 is a prefill worker now" in await refusal(decode.Cancel(cancel, timeout=10))
+        assert "w0 is a prefill worker now" in await refusal(decode.Stream(decode_pb2.StreamRequest(router_id="a"), timeout=10).read())
+
+        call = prefill.Run(run, timeout=30)
+        assert (await call.read()).HasField("accepted")
+        switching = asyncio.create_task(system.switch("w0", "decode"))
+        await until(lambda: system.workers["w0"].record().draining, "it drains")
+        assert await serving("liveness")
+        assert not await serving("readiness")
+        assert "is becoming a decode worker" in await refusal(prefill.Run(run, timeout=10).read())
+        stats = await system.stats("w0")
+        assert (stats.role, stats.ready, stats.draining) == ("prefill", False, True)
+        call.cancel()
+        assert (await switching).role == "decode"
+        assert await serving("liveness")
+        assert await serving("readiness")
+        assert "w0 is a decode worker now" in await refusal(prefill.Run(run, timeout=10).read())
+        assert not (await decode.Cancel(cancel, timeout=10)).found
+        stats = await system.stats("w0")
+        assert (stats.role, stats.ready, stats.draining) == ("decode", True, False)
+
+
+async def test_scheduler_and_swap_space_are_those_of_the_role(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+    options = {"max_num_batched_tokens": 96, "other_step_tokens": 32}
+    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False, **options) as system:
+        worker = system.workers["w0"]
+        for role, budget in (("decode", 32), ("prefill", 96), ("decode", 32)):
+            await system.switch("w0", role)
+            assert worker.engine.max_num_batched_tokens == worker.record().step_tokens == budget
+            assert worker.record().local_prefill == (role == "decode")
+
+
+# ---- who may, and when -----------------------------------------------------------------------------------------------------
+
+
+async def test_only_holders_of_the_secret_may(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False) as system:
+        worker = system.workers["w0"]
+        async with open_channel(worker.address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+
+            async def code(request: worker_pb2.SwitchRoleRequest) -> grpc.StatusCode:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.SwitchRole(request, timeout=10)
+                return caught.value.code()
+
+            good = RolePass.issue(SECRET, worker_id="w0", epoch=worker.epoch, role="decode", drain_timeout_s=1.0).to_proto()
+            assert await code(worker_pb2.SwitchRoleRequest(role="decode")) is grpc.StatusCode.UNAUTHENTICATED
+            other = worker_pb2.SwitchRoleRequest()
+            other.CopyFrom(good)
+            other.drain_timeout_s = 0.0
+            assert await code(other) is grpc.StatusCode.UNAUTHENTICATED
+            with pytest.raises(Unauthenticated, match="--secret-file"):
+                await switch_role(channel, b"not the secret of these", role="decode", drain_timeout_s=1.0)
+            stale = RolePass.issue(SECRET, worker_id="w0", epoch=worker.epoch - 1, role="decode", drain_timeout_s=1.0)
+            assert await code(stale.to_proto()) is grpc.StatusCode.UNAVAILABLE
+            for role, seconds in (("router", 1.0), ("decode", -1.0), ("decode", float("nan"))):
+                wrong = RolePass.issue(SECRET, worker_id="w0", epoch=worker.epoch, role=role, drain_timeout_s=seconds)
+                assert await code(wrong.to_proto()) is grpc.StatusCode.INVALID_ARGUMENT
+            assert worker.record().role == "prefill"
+            assert (await stub.SwitchRole(good, timeout=10)).role == "decode"
+            # The life that it was good for is over.
+            assert await code(good) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_second_switch_is_refused_and_the_first_goes_on_without_its_caller(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False) as system:
+        worker = system.workers["w0"]
+        async with open_channel(worker.address) as channel:
+            run = prompt_to_hand_over()
+            call = prefill_pb2_grpc.PrefillStub(channel).Run(run, timeout=30)
+            assert (await call.read()).HasField("accepted")
+            request = RolePass.issue(SECRET, worker_id="w0", epoch=worker.epoch, role="decode", drain_timeout_s=20.0).to_proto()
+            first = worker_pb2_grpc.WorkerStub(channel).SwitchRole(request, timeout=20)
+            await until(lambda: worker.record().draining, "it drains")
+            with pytest.raises(Unavailable, match="changing its role already"):
+                await switch_role(channel, SECRET, role="prefill", drain_timeout_s=0.0)
+            first.cancel()
+            call.cancel()
+            await until(lambda: worker.record().role == "decode" and worker.record().ready, "it has changed")
+
+
+async def test_a_stop_in_the_middle_drains_as_ever(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill", "decode"), local_prefill=False) as system:
+        vocab = vocab_of(system)
+        await system.knows(1, 1)
+        async with AsyncClient(system.target, max_retries=0) as client:
+            running = asyncio.create_task(ask(client, [7] * 50, 200, vocab))
+            worker = system.workers["w1"]
+            await until(lambda: worker.engine.stats().num_running > 0, "it decodes")
+            switching = asyncio.create_task(system.switch("w1", "prefill", 60.0))
+            await until(lambda: worker.record().draining, "it drains")
+            assert not running.done()
+            await worker.stop(30.0)
+            with pytest.raises(Unavailable, match="changes its role no more"):
+                await switching
+            # Its request had the time of the stop's own drain.
+            await running
+
+
+# ---- what can fail ---------------------------------------------------------------------------------------------------------
+
+
+def failing_edges(hub: LocalHub, failures: list[str]) -> Callable[[EdgeParts], Edge]:
+    """While `failures` names a role, its edge does not start."""
+    make = edges_of_both_roles(hub)
+
+    def edge_of(parts: EdgeParts) -> Edge:
+        edge = make(parts)
+        if parts.config.role in failures:
+
+            async def start() -> None:
+                raise SetupError("its transport cannot start: give it another network")
+
+            edge.start = start  # type: ignore[method-assign]
+        return edge
+
+    return edge_of
+
+
+async def test_a_worker_that_cannot_take_the_role_goes_on_in_its_own(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+    failures: list[str] = []
+    make_edge = failing_edges(LocalHub(), failures)
+    options = {"roles": ("prefill", "decode"), "make_edge": make_edge, "local_prefill": False}
+    async with role_system(model_dir, redis_url, tmp_path, **options) as system:
+        vocab, epoch = vocab_of(system), system.workers["w0"].epoch
+        await system.knows(1, 1)
+        failures.append("decode")
+        with pytest.raises(Incompatible, match=r"w0 is a prefill worker still: .*give it another network"):
+            await system.switch("w0", "decode")
+        worker = system.workers["w0"]
+        assert (worker.record().role, worker.record().ready) == ("prefill", True)
+        assert worker.epoch > epoch
+        await system.knows(1, 1)
+        async with AsyncClient(system.target, max_retries=0) as client:
+            await ask(client, [9] * 70, 10, vocab)
+        await system.settled()
+        failures.clear()
+        assert (await system.switch("w0", "decode")).role == "decode"
+
+
+async def test_a_worker_that_can_serve_no_role_ends(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+    failures: list[str] = []
+    make_edge = failing_edges(LocalHub(), failures)
+    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), make_edge=make_edge, with_router=False) as system:
+        failures += ["decode", "prefill"]
+        with pytest.raises(InternalError, match="can serve neither role"):
+            await system.switch("w0", "decode")
+        worker = system.workers["w0"]
+        # Its process sees that, and exits with status 1.
+        assert worker.engine_failed.is_set()
+        assert not worker.record().ready
+
+
+async def test_a_process_of_one_role_says_so(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+    make = edges_of_both_roles(LocalHub())
+    prefills: list[Edge] = []
+
+    def prefill_only(parts: EdgeParts) -> Edge:
+        edge = make(parts) if not prefills or parts.config.role == "prefill" else prefills[0]
+        prefills.append(edge)
+        return edge
+
+    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), make_edge=prefill_only, with_router=False) as system:
+        with pytest.raises(Incompatible, match="was not made to serve both roles"):
+            await system.switch("w0", "decode")
+        assert system.workers["w0"].record().ready
+
+
+async def test_a_worker_without_kv_transports_stays_a_decode_worker(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+    async with role_system(model_dir, redis_url, tmp_path, roles=("decode",), with_router=False, kv_transfer="none") as system:
+        with pytest.raises(Incompatible, match="--kv-transfer none"):
+            await system.switch("w0", "prefill")
+        record = system.workers["w0"].record()
+        assert (record.role, record.ready, record.draining) == ("decode", True, False)

@@ -1,0 +1,357 @@
+"""What a change of roles is made of: passes, configurations, the services' switchboard, transports, the engine's bounds, metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from worker_harness import make_runner, prompt_of
+
+from kv_transfer.testing import ArrayStore
+from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
+from kv_transfer.transport import KvTransport
+from kv_transfer.transports import Transports, make_transports
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.types import EngineRequest, EngineStats, StepOutput
+from twostep.errors import SetupError, Unauthenticated, Unavailable
+from twostep.metrics.engine import EngineMetrics
+from twostep.metrics.process import register_process
+from twostep.metrics.registry import MetricsRegistry
+from twostep.metrics.worker import WorkerMetrics
+from twostep.role_pass import PASS_LIFE_S, RolePass
+from twostep.rpc.v1 import worker_pb2
+from twostep.sampling_params import SamplingParams
+from twostep.worker import model as worker_model
+from twostep.worker.config import WorkerConfig, parse_config
+from twostep.worker.edge import EdgeParts
+from twostep.worker.model import settle
+from twostep.worker.roles import ROLES, Switchboard, check_services, config_in_role, edges_of_packages, swap_bytes
+
+# ---- passes ----------------------------------------------------------------------------------------------------------------
+
+SECRET = b"sixteen bytes or more"
+passes = st.builds(
+    RolePass.issue,
+    st.just(SECRET),
+    worker_id=st.text(max_size=20).filter(lambda text: text.isprintable()),
+    epoch=st.integers(0, 2**64 - 1),
+    role=st.sampled_from(["prefill", "decode", ""]),
+    drain_timeout_s=st.floats(allow_nan=False),
+)
+
+
+@given(passes)
+def test_a_pass_is_good_for_its_life_after_the_wire(given_pass: RolePass) -> None:
+    sent = worker_pb2.SwitchRoleRequest.FromString(given_pass.to_proto().SerializeToString())
+    received = RolePass.from_proto(sent)
+    assert received == given_pass
+    received.verify(SECRET, worker_id=given_pass.worker_id, epoch=given_pass.epoch)
+    with pytest.raises(Unavailable):
+        received.verify(SECRET, worker_id=given_pass.worker_id, epoch=(given_pass.epoch + 1) % 2**64)
+    with pytest.raises(Unavailable):
+        received.verify(SECRET, worker_id=given_pass.worker_id + "x", epoch=given_pass.epoch)
+
+
+@given(passes, st.data())
+def test_whatever_is_changed_of_a_pass_breaks_it(given_pass: RolePass, data: st.DataObject) -> None:
+    changes: dict[str, Any] = {
+        "worker_id": st.just(given_pass.worker_id + "1"),
+        "epoch": st.integers(0, 2**64 - 1).filter(lambda epoch: epoch != given_pass.epoch),
+        "role": st.sampled_from([role for role in ("prefill", "decode", "x") if role != given_pass.role]),
+        "drain_timeout_s": st.floats(allow_nan=False).filter(lambda s: repr(s) != repr(given_pass.drain_timeout_s)),
+        "expires_unix_ms": st.integers(given_pass.expires_unix_ms + 1, 2**63 - 1),
+        "mac": st.binary(max_size=40).filter(lambda mac: mac != given_pass.mac),
+    }
+    field = data.draw(st.sampled_from(sorted(changes)))
+    changed = dataclasses.replace(given_pass, **{field: data.draw(changes[field])})
+    with pytest.raises(Unauthenticated, match="--secret-file"):
+        changed.verify(SECRET, worker_id=changed.worker_id, epoch=changed.epoch)
+
+
+def test_a_pass_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time_ns()
+    issued = RolePass.issue(SECRET, worker_id="w", epoch=1, role="decode", drain_timeout_s=1.0)
+    monkeypatch.setattr("twostep.role_pass.time.time_ns", lambda: now + int((PASS_LIFE_S + 1) * 1e9))
+    with pytest.raises(Unauthenticated, match="clocks"):
+        issued.verify(SECRET, worker_id="w", epoch=1)
+    with pytest.raises(Unauthenticated, match="negative"):
+        RolePass.from_proto(worker_pb2.SwitchRoleRequest(expires_unix_ms=-1))
+
+
+# ---- configurations --------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_s_step_budget_changes_with_the_role_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostep.engine.device.choose_device", lambda device: ("cuda:0", "there is one"))
+    for role, budgets in (("prefill", (8192, 2048)), ("decode", (2048, 8192))):
+        config = settle(WorkerConfig(role=role, model="m", max_num_batched_tokens=0, max_num_seqs=0))
+        assert settle(config) == config
+        other = config_in_role(config, next(r for r in ROLES if r != role))
+        assert (config.max_num_batched_tokens, other.max_num_batched_tokens) == budgets
+        assert config_in_role(other, role) == config
+        assert (config.max_num_seqs, other.max_num_seqs) == (256, 256)
+        # Memory is set aside for the larger steps, whoever takes them.
+        sizing = worker_model._pool(dataclasses.replace(config, kv_cache_memory_bytes=0), Path("m"))
+        assert not isinstance(sizing, int)
+        assert sizing.max_num_batched_tokens == 8192
+        told = settle(WorkerConfig(role=role, model="m", max_num_batched_tokens=100))
+        assert config_in_role(told, other.role).max_num_batched_tokens == 100
+
+
+def test_only_a_decode_worker_swaps_and_only_who_hands_over_prefills() -> None:
+    decode = WorkerConfig(role="decode", swap_space=1.0)
+    assert swap_bytes(decode, 1 << 20) == 1 << 20
+    assert swap_bytes(decode, 1 << 40) == 1 << 30
+    assert swap_bytes(config_in_role(decode, "prefill"), 1 << 20) == 0
+    with pytest.raises(SetupError, match="--kv-transfer none"):
+        config_in_role(dataclasses.replace(decode, kv_transfer="none"), "prefill")
+
+
+def test_each_role_takes_the_other_s_flags() -> None:
+    flags = ["--kv-budget-bytes", "1", "--kv-ring-bytes", "2", "--chunk-bytes", "3", "--router-lease", "4", "--no-local-prefill"]
+    for role in ROLES:
+        config = parse_config(role, ["--runner", "fake", *flags])
+        told = (config.kv_budget_bytes, config.kv_ring_bytes, config.chunk_bytes, config.router_lease, config.local_prefill)
+        assert told == (1, 2, 3, 4.0, False)
+
+
+# ---- services and edges ----------------------------------------------------------------------------------------------------
+
+
+class _Echo:
+    async def Ask(self, request: str, context: object) -> str:
+        return f"{request}!"
+
+
+async def test_calls_go_to_who_serves_now() -> None:
+    board = Switchboard()
+    slots: dict[str, Any] = {}
+    board.add_to(cast(Any, SimpleNamespace(add=lambda slot, add, name: slots.update({name: slot}))))
+    assert set(slots) == {"twostep.v1.Prefill", "twostep.v1.Kv", "twostep.v1.Decode"}
+    with pytest.raises(Unavailable, match="starting"):
+        slots["twostep.v1.Decode"].Ask("a", None)
+    board.connect({"twostep.v1.Decode": _Echo()}, "it decodes now")
+    # As gRPC keeps it from the start.
+    ask = slots["twostep.v1.Decode"].Ask
+    assert await ask("a", None) == "a!"
+    with pytest.raises(Unavailable, match="it decodes now"):
+        slots["twostep.v1.Kv"].Ask("a", None)
+    board.disconnect("it changes")
+    with pytest.raises(Unavailable, match="it changes"):
+        ask("a", None)
+
+
+def test_an_edge_of_another_role_is_noticed() -> None:
+    check_services("decode", {"twostep.v1.Decode": None})
+    with pytest.raises(SetupError, match=r"a prefill worker serves twostep\.v1\.Prefill, twostep\.v1\.Kv"):
+        check_services("prefill", {"twostep.v1.Decode": None})
+
+
+def test_both_packages_make_edges(tmp_path: Path) -> None:
+    runner = make_runner()
+    make = edges_of_packages(tmp_path)
+    for role in ROLES:
+        parts = SimpleNamespace(
+            config=WorkerConfig(role=role, runner="fake", kv_transfer="local"), carried=None, model=SimpleNamespace(runner=runner)
+        )
+        with pytest.raises(SetupError, match="--kv-transfer local"):
+            make(cast(EdgeParts, parts))
+
+
+# ---- transports ------------------------------------------------------------------------------------------------------------
+
+
+class Counted(OneSidedTransport):
+    """Says when it is started and closed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(ArrayStore(np.zeros((8, 64), np.uint8)), 64, OneSidedHub(), worker_id="w", name=name)
+        self.calls: list[str] = []
+
+    async def start(self) -> None:
+        self.calls.append("start")
+        await super().start()
+
+    async def close(self) -> None:
+        self.calls.append("close")
+        await super().close()
+
+
+async def test_transports_go_on_in_the_other_role_but_for_those_of_one_role() -> None:
+    ray, ipc, new = Counted("ray"), Counted("cuda_ipc"), Counted("cuda_ipc")
+    transports = Transports([ipc, ray])
+    await transports.start()
+
+    def fail(name: str) -> KvTransport:
+        raise SetupError("no")
+
+    with pytest.raises(SetupError):
+        transports.in_role(fail)
+    await transports.start()
+    assert (ipc.calls, ray.calls) == (["start"], ["start"])
+
+    again = transports.in_role(lambda name: new)
+    assert [t.name for t in again] == ["cuda_ipc", "ray"]
+    assert again.get("cuda_ipc") is new
+    await again.start()
+    assert (ipc.calls, new.calls, ray.calls) == (["start", "close"], ["start"], ["start"])
+    await again.close()
+    assert (ipc.calls, new.calls, ray.calls) == (["start", "close"], ["start", "close"], ["start", "close"])
+
+
+async def test_what_an_edge_leaves_is_used_again(tmp_path: Path) -> None:
+    ray = Counted("ray")
+    left = Transports([ray])
+    parts = SimpleNamespace(config=WorkerConfig(role="decode", runner="fake"), carried=left)
+    assert make_transports(cast(EdgeParts, parts), tmp_path) is left
+    assert left.get("ray") is ray
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------------
+
+
+def request(seq_id: str, length: int, max_tokens: int) -> EngineRequest:
+    return EngineRequest(
+        seq_id=seq_id,
+        token_ids=tuple(prompt_of(length)),
+        num_prompt_tokens=length,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        eos_token_ids=frozenset(),
+        prefix_key=b"k",
+    )
+
+
+def run_to_end(engine: Engine) -> list[StepOutput]:
+    outputs = []
+    while engine.wait_for_work(0):
+        outputs.append(engine.step())
+    return outputs
+
+
+def test_an_engine_takes_other_bounds_only_while_it_is_idle_and_keeps_its_prefixes() -> None:
+    engine = Engine(make_runner(), EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, hash_unit=8))
+    bounds = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "swap_bytes": 0}
+    engine.submit(request("a", 60, 4))
+    assert not engine.reconfigure(**bounds)
+    engine.step()
+    assert not engine.reconfigure(**bounds)
+    assert engine.max_num_batched_tokens == 64
+    run_to_end(engine)
+    # Held for a hand-over: its blocks are somebody's.
+    engine.submit(request("h", 8, 4), hold=True)
+    run_to_end(engine)
+    assert not engine.reconfigure(**bounds)
+    engine.release("h")
+    found = set(engine.cached_prefixes())
+    assert found
+    assert engine.reconfigure(**bounds)
+    assert set(engine.cached_prefixes()) == found
+    engine.submit(request("b", 200, 2))
+    outputs = run_to_end(engine)
+    assert max(output.num_prefill_tokens for output in outputs) == 16
+    assert outputs[0].progress[0].num_cached_tokens >= 56
+    with pytest.raises(SetupError, match="at least 1"):
+        engine.reconfigure(max_num_batched_tokens=0, max_num_seqs=4, swap_bytes=0)
+    engine.check_integrity()
+
+
+def test_swap_space_comes_and_goes_and_blocks_keep_what_is_in_them() -> None:
+    runner = make_runner(num_blocks=24)
+    engine = Engine(runner, EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, hash_unit=8))
+    engine.submit(request("a", 60, 2))
+    run_to_end(engine)
+    pool = runner.kv_shape.num_blocks * runner.kv_shape.block_bytes
+    for swap in (pool, 0, pool):
+        assert engine.reconfigure(max_num_batched_tokens=64, max_num_seqs=8, swap_bytes=swap)
+        # Its prefix is read back from the blocks: the fake model's tokens would be others.
+        engine.submit(request(f"again-{swap}", 60, 3))
+        outputs = run_to_end(engine)
+        tokens = [token.token_id for output in outputs for token in output.tokens]
+        alone = Engine(make_runner(), EngineConfig(max_num_batched_tokens=64, hash_unit=8))
+        alone.submit(request("x", 60, 3))
+        assert tokens == [token.token_id for output in run_to_end(alone) for token in output.tokens]
+        assert outputs[0].progress[0].num_cached_tokens > 0
+    engine.check_integrity()
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------------
+
+
+def scraped(registry: MetricsRegistry) -> dict[tuple[str, str, str], float]:
+    """By name, role and the label beside it."""
+    return {
+        (sample.name, sample.labels["role"], sample.labels.get("kind", "")): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry.collectors).decode())
+        for sample in family.samples
+        if "role" in sample.labels and not sample.name.endswith("_created")
+    }
+
+
+def test_gauges_follow_the_role_and_counters_stay_where_they_were_counted() -> None:
+    registry, counted = MetricsRegistry(), SimpleNamespace(steps=0)
+
+    def stats() -> EngineStats:
+        return EngineStats(
+            num_running=3,
+            num_waiting=0,
+            num_reserved=0,
+            num_held=0,
+            num_blocks=4,
+            num_free_blocks=4,
+            num_cached_blocks=0,
+            steps=counted.steps,
+        )
+
+    every = (
+        register_process(registry, "prefill"),
+        EngineMetrics(registry, role="prefill", stats=stats),
+        WorkerMetrics(registry, role="prefill"),
+    )
+    _, engine, worker = every
+
+    def step(tokens: int, steps: int) -> None:
+        counted.steps += steps
+        engine.on_step(StepOutput(step=1, num_prefill_tokens=tokens))
+        worker.set(ready=True, num_leases=1, oldest_lease_s=0.0, num_sequences=2, num_streams=0)
+
+    def serve(role: str) -> None:
+        for metrics in every:
+            metrics.serve(role)
+
+    step(10, 5)
+    serve("decode")
+    step(3, 2)
+    found = scraped(registry)
+    assert found["twostep_engine_steps_total", "prefill", ""] == 5
+    assert found["twostep_engine_steps_total", "decode", ""] == 2
+    assert found["twostep_engine_tokens_total", "prefill", "prefill"] == 10
+    assert found["twostep_engine_tokens_total", "decode", "prefill"] == 3
+    for gauge in ("twostep_worker_ready", "twostep_worker_sequences", "twostep_num_requests_running", "twostep_process_info"):
+        assert (gauge, "decode", "") in found
+        assert (gauge, "prefill", "") not in found
+    serve("prefill")
+    step(1, 7)
+    found = scraped(registry)
+    assert found["twostep_engine_steps_total", "prefill", ""] == 12
+    assert found["twostep_engine_steps_total", "decode", ""] == 2
+    assert found["twostep_engine_tokens_total", "prefill", "prefill"] == 11
+    assert ("twostep_worker_ready", "decode", "") not in found
+
+
+def test_what_is_made_once_of_a_registry_is_the_same_ever_after() -> None:
+    registry = MetricsRegistry()
+
+    def make(of: MetricsRegistry) -> object:
+        assert of is registry
+        return object()
+
+    assert registry.once(make) is registry.once(make)
