@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,14 +76,25 @@ class Fetching:
     """run() once. When it returns, raises or has been cancelled, nothing writes into the target any more."""
 
     def __init__(
-        self, parts: FetchParts, stub: kv_pb2_grpc.KvAsyncStub, ticket: Ticket, source: Source, target: Target, offered: Sequence[str]
+        self,
+        parts: FetchParts,
+        stub: kv_pb2_grpc.KvAsyncStub,
+        ticket: Ticket,
+        source: Source,
+        target: Target,
+        offered: Sequence[str],
+        *,
+        ahead: Callable[[Sequence[int]], None],
     ) -> None:
+        """`ahead` is called with the output ids once every block is here and verified, where the source has still to be asked. What it
+        raises ends the hand-over."""
         self._parts = parts
         self._stub = stub
         self._ticket = ticket
         self._source = source
         self._target = target
         self._offered = offered
+        self._ahead = ahead
         life_s = ticket.expires_unix_ms / 1000 - time.time()
         self._reader = rd.Reader(reader_id=secrets.randbits(63), deadline=time.monotonic() + life_s)
         self._transport: KvTransport | None = None
@@ -162,6 +173,11 @@ class Fetching:
                     self._spawn(self._renew())
                 case rd.AskSource():
                     self._spawn(self._ask(action))
+                case rd.DecodeAhead(output_ids):
+                    try:
+                        self._ahead(output_ids)
+                    except TwostepError as error:
+                        self._events.put_nowait(rd.GivenUp(error))
                 case rd.CommitToEngine(output_ids):
                     self._output_ids = output_ids
                 case rd.TellSource() | rd.FreeTargets():

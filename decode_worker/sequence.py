@@ -10,7 +10,7 @@ from enum import Enum
 from decode_worker.history import History
 from decode_worker.target import Target
 from kv_transfer.ticket import Ticket
-from twostep.engine.types import PrefillProgress
+from twostep.engine.types import PrefillProgress, TokenOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +78,5 @@ class DecodeSequence:
     tenant: str
     state: State
     source: HandedOver | ComputedHere
+    # Tokens decoded while it is still FETCHING, from KV that is verified, but not yet confirmed by its source.
+    withheld: list[TokenOutput] = field(default_factory=list)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 
 from decode_worker.fetch import Fetched, Fetcher, Target
 from decode_worker.history import AttemptId, History
@@ -24,7 +24,7 @@ from decode_worker.outbox import Connection, Outbox
 from decode_worker.sequence import ComputedHere, DecodeSequence, HandedOver, SequencesConfig, State
 from kv_transfer.ticket import Ticket
 from twostep.engine.engine import Engine
-from twostep.engine.types import EngineRequest, Reservation, StepOutput
+from twostep.engine.types import EngineRequest, Reservation, StepOutput, TokenOutput
 from twostep.errors import (
     Incompatible,
     InternalError,
@@ -227,12 +227,23 @@ class Sequences:
     # ---- the hand-over ------------------------------------------------------------------------------------------------------
 
     async def _pull(self, sequence: DecodeSequence, target: Target, ticket: Ticket) -> None:
+        begun = False
+
+        def ahead(output_ids: Sequence[int]) -> None:
+            nonlocal begun
+            if self._sequences.get(sequence.seq_id) is sequence:
+                self._engine.commit(sequence.seq_id, output_ids, confirmed=False)
+                begun = True
+
         try:
-            fetched = await self._fetcher.fetch(ticket, target)
+            fetched = await self._fetcher.fetch(ticket, target, ahead=ahead)
             if self._sequences.get(sequence.seq_id) is not sequence:
                 return
             # No await from here to the commit: whatever ends the sequence comes before it, or finds it decoding.
-            self._engine.commit(sequence.seq_id, fetched.output_ids, exact=fetched.exact)
+            if begun:
+                self._engine.confirm(sequence.seq_id)
+            else:
+                self._engine.commit(sequence.seq_id, fetched.output_ids, exact=fetched.exact)
         except TwostepError as error:
             self._fail(sequence, error)
             return
@@ -242,6 +253,8 @@ class Sequences:
             return
         sequence.state = State.DECODING
         self._committed(sequence, target, fetched)
+        self._tell(sequence.withheld)
+        sequence.withheld = []
         if not fetched.acknowledged:
             self._spawn(self._fetcher.acknowledge(ticket, kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED))
 
@@ -268,10 +281,21 @@ class Sequences:
             sequence = self._sequences.get(progress.seq_id)
             if sequence is not None and isinstance(sequence.source, ComputedHere):
                 sequence.source.on_progress(progress, output.duration_s)
+        self._tell(output.tokens)
+        for failure in output.failures:
+            sequence = self._sequences.get(failure.seq_id)
+            if sequence is not None:
+                self._fail(sequence, Unavailable(f"{failure.message}; another worker may do better"))
+
+    def _tell(self, tokens: Iterable[TokenOutput]) -> None:
         messages: dict[str, decode_pb2.StepEvents] = {}
-        for token in output.tokens:
+        for token in tokens:
             sequence = self._sequences.get(token.seq_id)
             if sequence is None:
+                continue
+            if sequence.state is State.FETCHING:
+                # Of KV that its source has not confirmed yet.
+                sequence.withheld.append(token)
                 continue
             history, source = sequence.history, sequence.source
             if sequence.state is State.PREFILLING and isinstance(source, ComputedHere):
@@ -279,17 +303,13 @@ class Sequences:
                 event = history.begin(token, cached_tokens=source.num_cached_tokens, queue_s=source.queue_s, prefill_s=source.prefill_s)
             else:
                 event = history.add(token)
-            messages.setdefault(sequence.router_id, decode_pb2.StepEvents(step=output.step)).events.append(event)
+            messages.setdefault(sequence.router_id, decode_pb2.StepEvents(step=self._step)).events.append(event)
             if token.finish_reason is not None:
                 del self._sequences[token.seq_id]
                 if (outbox := self._outboxes.get(sequence.router_id)) is not None:
                     outbox.end(history)
         for router_id, message in messages.items():
             self._send(router_id, message)
-        for failure in output.failures:
-            sequence = self._sequences.get(failure.seq_id)
-            if sequence is not None:
-                self._fail(sequence, Unavailable(f"{failure.message}; another worker may do better"))
 
     def _send(self, router_id: str, message: decode_pb2.StepEvents) -> None:
         outbox = self._outboxes.get(router_id)

@@ -8,7 +8,8 @@
 
     COMPLETE     every block is here and verified. What the source copied out is committed to the engine now
     COMMITTING   of what lay in the source's own memory, the source is asked first, with what was read: see Transition.refusal of
-                 kv_transfer.lease. Nothing is read any more once it was asked. An answer that is lost is asked for again
+                 kv_transfer.lease. Nothing is read any more once it was asked. An answer that is lost is asked for again. The engine may
+                 decode meanwhile, since the blocks are verified, but nobody hears of it before the answer
     owner of     this machine up to its end, which is exactly one of two: COMMIT_TO_ENGINE that the engine took, or FREE_TARGETS. The
     the targets  latter comes only when every fetch that was started has ended, since each writes into them
     repeated     events that come twice, or too late, change nothing
@@ -165,6 +166,14 @@ class AskSource:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeAhead:
+    """The engine may begin with the targets while the source is asked; what comes of it is withheld until CommitToEngine, and is for
+    nothing after FreeTargets."""
+
+    output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CommitToEngine:
     """Give the targets to the engine, then apply EngineAnswered."""
 
@@ -184,7 +193,7 @@ class FreeTargets:
     """Give the targets back to the pool: nothing writes into them any more."""
 
 
-Action = StartFetch | CancelFetches | RenewLease | AskSource | CommitToEngine | TellSource | FreeTargets
+Action = StartFetch | CancelFetches | RenewLease | AskSource | DecodeAhead | CommitToEngine | TellSource | FreeTargets
 
 
 # ---- the machine ------------------------------------------------------------------------------------------------------------
@@ -379,7 +388,8 @@ def _maybe_complete(reader: Reader) -> Step:
     assert reader.manifest is not None
     if not reader.manifest.one_sided:
         return _to_engine(replace(reader, state=ReaderState.COMPLETE))
-    return _ask(replace(reader, state=ReaderState.COMMITTING))
+    asking = _ask(replace(reader, state=ReaderState.COMMITTING))
+    return Step(asking.reader, (*asking.actions, DecodeAhead(reader.complete.output_ids)))
 
 
 def _ask(reader: Reader) -> Step:

@@ -64,6 +64,7 @@ class Puller:
     watching: bool = False  # the source serves its watch
     num_sent: int = 0
     fetches: dict[int, Fetch] = field(default_factory=dict)
+    ahead: bool = False  # the engine decodes with the targets, whatever the source may answer
     in_engine: bool = False
     num_frees: int = 0
 

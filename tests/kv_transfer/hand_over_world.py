@@ -266,6 +266,11 @@ class World:
             case reader_side.AskSource(reader, blocks, generations):
                 assert not puller.fetches, "nothing is read any more once the source was asked"
                 self.soup.append(ToSource(puller=puller, event=Commit(reader, blocks, generations), asks=True))
+            case reader_side.DecodeAhead():
+                # The engine writes behind them from here on; that they are right is for the source to say.
+                assert not puller.fetches
+                assert puller.num_frees == 0
+                puller.ahead = True
             case reader_side.TellSource(committed, reason):
                 told = Commit(puller.machine.reader_id) if committed else source_side.Abort(reason)
                 self.soup.append(ToSource(puller=puller, event=told))
@@ -278,6 +283,7 @@ class World:
         assert not puller.fetches
         held = tuple(self.target_memory[block] for block in puller.targets)
         assert held == puller.ticket.tags, f"stale: {held} is committed where {puller.ticket.tags} was published"
+        assert puller.ahead == puller.ticket.one_sided
         error, self.engine_error = self.engine_error, None
         puller.in_engine = error is None
         self.seen["committed, read where it lay" if puller.ticket.one_sided else "committed, copied out"] += error is None

@@ -184,7 +184,7 @@ def run(operations: int, *, find_only: bool = False, ends: Sequence[str] = ENDS)
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=-(-operations // STEPS) * 6 // 5,
+            max_examples=-(-operations // STEPS) * 3 // 2,
             stateful_step_count=STEPS,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -15,6 +15,7 @@ from kv_transfer.reader import (
     ChunkAnnounced,
     CommitToEngine,
     CompleteCame,
+    DecodeAhead,
     EngineAnswered,
     Event,
     FetchEnded,
@@ -101,7 +102,7 @@ def test_what_was_copied_out_is_committed_as_soon_as_it_is_verified() -> None:
 def test_where_it_was_read_in_place_the_source_is_asked_first() -> None:
     driven = verified(ONE_SIDED)
     ask = AskSource(9, (*FIRST.source_blocks, *SECOND.source_blocks), (*FIRST.generations, *SECOND.generations))
-    assert driven.actions == [StartFetch(FIRST), StartFetch(SECOND), ask]
+    assert driven.actions == [StartFetch(FIRST), StartFetch(SECOND), ask, DecodeAhead((7,))]
     assert driven.reader.state is ReaderState.COMMITTING
     assert driven.apply(AskFailed("timeout")) == [ask]
     assert driven.apply(SourceAnswered()) == [CommitToEngine((7,))]

@@ -31,7 +31,9 @@ from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transport import ChunkInfo
 from kv_transfer.transports import Transports
 from prefill_worker.hand_over import HandOvers
+from prefill_worker.service import KvService
 from twostep.errors import Unavailable
+from twostep.rpc.v1 import kv_pb2
 from twostep.worker.edge import EdgeParts
 from twostep.worker.worker import Worker
 
@@ -231,6 +233,72 @@ async def test_a_lost_answer_is_asked_for_again(redis_url: str, monkeypatch: pyt
             assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
             assert lost == 3
             call.cancel()
+        await w.pair.settled()
+
+
+async def cached_on_decode(w: World) -> int:
+    """Tokens of the prompt that a newcomer would find there."""
+    found = (await w.router.reserve("probe", PROMPT, 4)).num_cached_tokens
+    await w.router.cancel("probe")
+    return int(found)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_decoding_begins_while_the_source_is_asked_and_nobody_hears_of_it(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+    real = KvService.Acknowledge
+
+    async def hold(self: KvService, request: Any, context: Any) -> Any:
+        if request.outcome == kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED and not go_on.is_set():
+            asked.set()
+            await go_on.wait()
+            if refused:
+                return kv_pb2.AcknowledgeResponse(refusal="a block was reused")
+        return await real(self, request, context)
+
+    monkeypatch.setattr(KvService, "Acknowledge", hold)
+    async with world(redis_url) as w:
+        call = await w.begin(max_tokens=3)
+        await asyncio.wait_for(asked.wait(), WAIT_S)
+        (sequence,) = w.pair.decode_worker.edge._sequences._sequences.values()  # type: ignore[attr-defined]
+        # To its very end: the two tokens after the first one.
+        await until(lambda: len(sequence.withheld) == 2)
+        assert w.router.inbox("r").empty()
+        assert await cached_on_decode(w) == 0
+        go_on.set()
+        if refused:
+            assert "reused" in (await w.failed()).message
+            call.cancel()
+        else:
+            events = [await asyncio.wait_for(w.router.inbox("r").get(), WAIT_S) for _ in range(3)]
+            assert events[0].HasField("committed")
+            assert [event.token.token_id for event in events[1:]] == expected(PROMPT, 3)[1:]
+        await w.pair.settled()
+        if refused:
+            assert await cached_on_decode(w) == 0
+
+
+async def test_what_is_confirmed_while_it_decodes_is_a_cached_prefix(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+    real = KvService.Acknowledge
+
+    async def hold(self: KvService, request: Any, context: Any) -> Any:
+        asked.set()
+        await go_on.wait()
+        return await real(self, request, context)
+
+    monkeypatch.setattr(KvService, "Acknowledge", hold)
+    async with world(redis_url) as w:
+        call = await w.begin(max_tokens=400)
+        await asyncio.wait_for(asked.wait(), WAIT_S)
+        assert await cached_on_decode(w) == 0
+        go_on.set()
+        assert (await asyncio.wait_for(w.router.inbox("r").get(), WAIT_S)).HasField("committed")
+        assert await cached_on_decode(w) == len(PROMPT)
+        call.cancel()
+        await w.router.cancel("r")
         await w.pair.settled()
 
 
