@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,9 @@ from twostep.cli._extras import require_worker_extra
 from twostep.errors import SetupError
 
 if TYPE_CHECKING:
+    from twostep.bench.batching import BatchingResult
     from twostep.bench.engine import PhaseResult, ScenarioResult
+    from twostep.engine.batch import Runner
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,13 +77,15 @@ def _bench(args: argparse.Namespace) -> int:
         device=name,
         load_format=args.load_format,
         block_size=args.block_size,
-        max_model_len=min(model.max_model_len, args.prompt_tokens + args.output_tokens),
+        max_model_len=min(model.max_model_len, args.prompt_tokens + (2 if args.batching else 1) * args.output_tokens),
         max_num_seqs=max(args.batch_size),
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes or 0,
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
     runner = importlib.import_module("twostep.worker.model").load_model(config).runner
+    if args.batching:
+        return _batchings(args, runner)
     shape = roofline.ModelShape.of(model, runner.kv_shape, dtype)
     results = []
     for batch in args.batch_size:
@@ -94,6 +99,54 @@ def _bench(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"device": name, "dtype": dtype, "limits": asdict(limits), "results": [_plain(r) for r in results]}, indent=2))
     return 0
+
+
+def _batchings(args: argparse.Namespace, runner: Runner) -> int:
+    bench: Any = importlib.import_module("twostep.bench.batching")
+    load = bench.Load(
+        num_requests=args.requests, rate=args.rate, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens, seed=0
+    )
+    reports = []
+    for batch in args.batch_size:
+        # What is compiled or captured at first use is nobody's.
+        bench.run_load(
+            runner,
+            replace(load, num_requests=batch, rate=math.inf),
+            bench.Rule(batching=bench.Batching.STATIC, batch=batch),
+            args.max_num_batched_tokens,
+        )
+        for name in args.batching:
+            rule = bench.Rule(batching=bench.Batching(name), batch=batch, timeout_s=args.batch_timeout_ms / 1e3)
+            result: BatchingResult = bench.run_load(runner, load, rule, args.max_num_batched_tokens)
+            report = _plain_batching(result)
+            reports.append(report)
+            if not args.json:
+                _show_batching(report)
+    if args.json:
+        print(json.dumps({"results": reports}, indent=2))
+    return 0
+
+
+def _plain_batching(result: BatchingResult) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "batching": result.rule.batching.value,
+        "batch": result.rule.batch,
+        "requests": len(result.times),
+        "seconds": result.seconds,
+        "tokens_per_s": result.tokens_per_s,
+        "requests_per_s": result.requests_per_s,
+    }
+    for name in ("ttft", "latency", "longest_gap"):
+        ordered = sorted(getattr(times, f"{name}_s") for times in result.times)
+        report |= {f"{name}_p50_s": _at(ordered, 0.5), f"{name}_p99_s": _at(ordered, 0.99)}
+    return report
+
+
+def _show_batching(report: dict[str, Any]) -> None:
+    print(f"\n{report['batching']} batching, {report['batch']} at once, {report['requests']} requests", flush=True)
+    print(f"  {report['tokens_per_s']:,.1f} tokens/s, {report['requests_per_s']:,.2f} requests/s, {report['seconds']:,.1f} s in all")
+    for name, title in (("ttft", "TTFT"), ("latency", "whole answer"), ("longest_gap", "longest gap")):
+        print(f"  {title:<12} p50 {_ms(report[f'{name}_p50_s'])}, p99 {_ms(report[f'{name}_p99_s'])}", flush=True)
 
 
 def _show(result: ScenarioResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -120,6 +121,19 @@ def _bench_engine(command: FlagParser) -> None:
     command.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="length of each prompt")
     command.add_argument("--output-tokens", type=int, default=64, metavar="N", help="tokens generated after each")
     command.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
+    command.add_argument(
+        "--batching",
+        nargs="+",
+        choices=["continuous", "dynamic", "static"],
+        help="requests that arrive one by one, answers of 1 to 2 * --output-tokens - 1, batched by each of these rules in turn",
+    )
+    command.add_argument("--requests", type=int, default=64, metavar="N", help="of --batching: how many")
+    command.add_argument(
+        "--rate", type=float, default=math.inf, metavar="R", help="of --batching: arrivals a second, Poisson; inf: at once"
+    )
+    command.add_argument(
+        "--batch-timeout-ms", type=float, default=100.0, metavar="MS", help="of dynamic batching: longest wait for the batch to fill"
+    )
     command.flag("--block-size", type=int, default=16, metavar="N", help="tokens of one KV block")
     command.flag("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="token budget of one step")
     command.flag("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="size of the KV cache, instead of what is free")
