@@ -174,7 +174,13 @@ class Dispatcher:
         placed = self._place(_demand(job, output), cached, _Refusals(), frozenset())
         if isinstance(placed, NoPlacement) or placed.decode.curve is None or (placed.prefill is not None and placed.prefill.curve is None):
             return
-        refused = refusal(targets, waited_s=time.monotonic() - job.arrived, queue_s=queue_s, placed=placed)
+        attainable = placed.attainable
+        if not attainable:
+            # To one that came now?
+            anew = self._place(_demand(replace(job, arrived=time.monotonic()), output), cached, _Refusals(), frozenset())
+            attainable = isinstance(anew, Placement) and anew.attainable
+        waited_s = time.monotonic() - job.arrived
+        refused = refusal(targets, waited_s=waited_s, queue_s=queue_s, placed=placed, attainable=attainable)
         if refused is not None:
             raise refused
 

@@ -125,21 +125,19 @@ class Predicted(Protocol):
     def meets_targets(self) -> bool: ...
 
     @property
-    def attainable(self) -> bool: ...
-
-    @property
     def retry_after_s(self) -> float: ...
 
 
-def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Predicted) -> Refused | None:
+def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Predicted, attainable: bool) -> Refused | None:
     """Why a request that has waited for `waited_s` and would wait `queue_s` more must be refused; None: it need not be. Placement was asked
-    about the rest of its time."""
+    about the rest of its time. `attainable`: idle workers would keep what was promised, to a request that comes to them at once; otherwise
+    there is no telling when to come again."""
     if targets.tpot_s is not None and placed.predicted_tpot_s > targets.tpot_s and not placed.meets_targets:
         return Refused(
             Reason.TARGET_TPOT,
             f"a token would take {placed.predicted_tpot_s * 1e3:.1f} ms and tpot_ms is {targets.tpot_s * 1e3:g}; "
-            f"{_advice(placed, 'tpot_ms')}",
-            retry_after_s=retry_after(placed.retry_after_s) if placed.attainable else None,
+            f"{_advice('tpot_ms', attainable=attainable)}",
+            retry_after_s=retry_after(placed.retry_after_s) if attainable else None,
         )
     if targets.ttft_s is None:
         return None
@@ -152,15 +150,13 @@ def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Predic
     return Refused(
         Reason.TARGET_TTFT,
         f"the first token would come after {ttft_s * 1e3:.0f} ms ({waited_s * 1e3:.0f} waited, {queue_s * 1e3:.0f} more in the queue) and "
-        f"ttft_ms is {targets.ttft_s * 1e3:g}; {_advice(placed, 'ttft_ms')}",
-        retry_after_s=retry_after(excess_s) if placed.attainable or waited_s > 0.1 * targets.ttft_s else None,
+        f"ttft_ms is {targets.ttft_s * 1e3:g}; {_advice('ttft_ms', attainable=attainable)}",
+        retry_after_s=retry_after(excess_s) if attainable else None,
     )
 
 
-def _advice(placed: Predicted, field: str) -> str:
-    return (
-        "repeat later, or allow more" if placed.attainable else f"idle workers would not keep it either: allow more, or leave {field} out"
-    )
+def _advice(field: str, *, attainable: bool) -> str:
+    return "repeat later, or allow more" if attainable else f"idle workers would not keep it either: allow more, or leave {field} out"
 
 
 def out_of_time(queue_s: float) -> Refused:

@@ -1,0 +1,357 @@
+"""Classes, tenants, deadlines and targets through a whole router: who is served first, and who is refused before a worker is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from router_fakes import Cluster, FakeDecode, FakePrefill, FakeWorker, Script, after, until
+from scraping import Scrape, scrape
+
+from twostep.cluster.records import WorkerLoad
+from twostep.errors import ResourceExhausted
+from twostep.rpc.channel import error_from_rpc
+from twostep.rpc.v1 import inference_pb2 as pb
+from twostep.step_curve import StepCurve
+
+INTERACTIVE, STANDARD, BATCH = pb.REQUEST_CLASS_INTERACTIVE, pb.REQUEST_CLASS_STANDARD, pb.REQUEST_CLASS_BATCH
+# A step takes ten milliseconds and a prompt's token one: this prompt of some ten tokens is there in about 20 ms.
+CURVE = StepCurve(fixed_s=0.01, per_row_s=0.001)
+
+
+def told_by(cluster: Cluster) -> Scrape:
+    return scrape(cluster.router.metrics_port)
+
+
+def asking(cluster: Cluster, tenant: str = "", request_class: pb.RequestClass.ValueType = STANDARD, **sampling: Any) -> pb.GenerateRequest:
+    request = cluster.request(**({"max_tokens": 2} | sampling))
+    request.tenant, request.request_class = tenant, request_class
+    return request
+
+
+async def described(cluster: Cluster, *workers: FakeWorker, **fields: Any) -> None:
+    for worker in workers:
+        worker.record = dataclasses.replace(worker.record, **fields)
+    await cluster.beat()
+
+
+async def refused(cluster: Cluster, request: pb.GenerateRequest, **options: Any) -> ResourceExhausted:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.ask(request, **options)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, caught.value.details()
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, ResourceExhausted)
+    return error
+
+
+async def both(cluster: Cluster) -> tuple[FakePrefill, FakeDecode]:
+    return await cluster.prefill(), await cluster.decode()
+
+
+# ---- what is passed on -----------------------------------------------------------------------------------------------------
+
+
+async def test_workers_are_told_class_and_tenant_and_a_fronts_word_counts(cluster: Cluster) -> None:
+    prefill, decode = await both(cluster)
+    async with cluster.serving():
+        await cluster.ask(asking(cluster, "alice", BATCH))
+        assert [r.request_class for r in (*prefill.requests, *decode.requests)] == [BATCH, BATCH]
+        assert [r.tenant for r in (*prefill.requests, *decode.requests)] == ["alice", "alice"]
+        await cluster.ask(asking(cluster))
+        assert decode.requests[-1].request_class == STANDARD
+        request = asking(cluster, "alice")
+        async for _ in cluster.stub.Generate(request, timeout=10, metadata=(("x-twostep-tenant", "bob"),)):
+            pass
+        assert decode.requests[-1].tenant == "bob"
+        request = cluster.request(max_tokens=2)
+        assert request.request_class == pb.REQUEST_CLASS_UNSPECIFIED
+        await cluster.ask(request)
+        assert decode.requests[-1].request_class == STANDARD
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ttft_ms": 0.0}, "ttft_ms is 0; give milliseconds above 0"),
+        ({"ttft_ms": -3.0}, "ttft_ms"),
+        ({"tpot_ms": float("nan")}, "tpot_ms"),
+        ({"tpot_ms": float("inf")}, "tpot_ms"),
+        ({"tenant": "x" * 129}, "at most 128 printable characters"),
+        ({"tenant": "a\nb"}, "printable"),
+        ({"request_class": 77}, "request_class is 77"),
+    ],
+)
+async def test_what_makes_no_sense_is_said(cluster: Cluster, fields: dict[str, Any], words: str) -> None:
+    await both(cluster)
+    async with cluster.serving():
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.ask(pb.GenerateRequest(text="hello", **fields))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in (caught.value.details() or "")
+
+
+async def test_decode_has_reserved_before_prefill_is_asked(cluster: Cluster) -> None:
+    prefill, decode = await both(cluster)
+    held: list[bool] = []
+
+    async def look(request: Any, _context: Any) -> None:
+        held.append((request.request_id, request.attempt) in decode.held)
+
+    prefill.hooks.append(look)
+    async with cluster.serving():
+        await cluster.ask(asking(cluster))
+        assert held == [True]
+        decode.max_held = 0
+        with pytest.raises(grpc.aio.AioRpcError):
+            await cluster.ask(asking(cluster), timeout=0.5)
+        assert len(prefill.requests) == 1, "without a reservation nothing is prefilled"
+
+
+# ---- who goes first --------------------------------------------------------------------------------------------------------
+
+
+async def in_turn(cluster: Cluster, decode: FakeDecode, requests: list[pb.GenerateRequest], queued: Any) -> list[pb.GenerateRequest]:
+    """The order in which requests are begun that all wait behind one."""
+    decode.script = Script(step_s=0.05, once=False)
+    first = asyncio.create_task(cluster.ask(cluster.request(max_tokens=12)))
+    await until(lambda: bool(decode.held), "the first is served")
+    begun: list[pb.GenerateRequest] = []
+
+    async def ask(request: pb.GenerateRequest) -> None:
+        async for response in cluster.stub.Generate(request, timeout=30):
+            if response.HasField("piece") and response.piece.position == 0:
+                begun.append(request)
+
+    tasks = []
+    for i, request in enumerate(requests):
+        tasks.append(asyncio.create_task(ask(request)))
+        await until(lambda i=i: queued() == i + 1, "it waits")  # type: ignore[misc]
+    await asyncio.gather(first, *tasks)
+    return begun
+
+
+@pytest.mark.parametrize("where", ["admission", "room"])
+async def test_classes_and_tenants_take_turns_wherever_they_wait(cluster: Cluster, where: str) -> None:
+    """Behind the router's own bound, and behind full workers."""
+    _, decode = await both(cluster)
+    decode.max_held = 1 if where == "room" else 1 << 30
+    requests = [
+        asking(cluster, "a", BATCH),
+        *(asking(cluster, "greedy") for _ in range(4)),
+        asking(cluster, "modest"),
+        asking(cluster, "modest"),
+        asking(cluster, "greedy", INTERACTIVE),
+    ]
+    async with cluster.serving(max_inflight=1 if where == "admission" else 512):
+        router = cluster.router
+        begun = await in_turn(
+            cluster, decode, requests, lambda: router.admission.num_waiting if where == "admission" else router._room.num_queued
+        )
+    names = [(pb.RequestClass.Name(r.request_class)[14:].lower(), r.tenant) for r in begun]
+    assert names[0] == ("interactive", "greedy")
+    assert names[-1] == ("batch", "a")
+    middle = [tenant for _, tenant in names[1:-1]]
+    # One for one, though greedy's four came first.
+    assert sorted(middle[:4]) == ["greedy", "greedy", "modest", "modest"], middle
+    assert middle[4:] == ["greedy", "greedy"]
+
+
+async def test_weights_are_shares(cluster: Cluster) -> None:
+    _, decode = await both(cluster)
+    requests = [asking(cluster, tenant) for tenant in ("small",) * 6 + ("big",) * 6]
+    async with cluster.serving(max_inflight=1, tenant_weights={"big": 3.0}):
+        begun = await in_turn(cluster, decode, requests, lambda: cluster.router.admission.num_waiting)
+    assert sum(r.tenant == "big" for r in begun[:8]) == 6, [r.tenant for r in begun]
+
+
+async def test_an_earlier_deadline_goes_first_within_a_tenant(cluster: Cluster) -> None:
+    _, decode = await both(cluster)
+    requests = [asking(cluster) for _ in range(3)]
+    requests[1].ttft_ms, requests[2].ttft_ms = 9000.0, 8000.0
+    async with cluster.serving(max_inflight=1):
+        begun = await in_turn(cluster, decode, requests, lambda: cluster.router.admission.num_waiting)
+    assert begun == [requests[2], requests[1], requests[0]]
+
+
+async def test_prompts_wait_here_rather_than_on_a_worker_and_batch_ones_first(cluster: Cluster) -> None:
+    """What is sent to a worker is out of the reach of classes and shares: no more of it than keeps the worker busy."""
+    prefill, _ = await both(cluster)
+    prompt_tokens = len(cluster.tokenizer.encode("the capital of France").ids)
+    await described(cluster, prefill, step_tokens=prompt_tokens)
+    release = asyncio.Event()
+
+    async def held(_request: Any, _context: Any) -> None:
+        await release.wait()
+
+    prefill.before_first.extend([held] * 4)
+    async with cluster.serving(staged_steps=4):
+        batch = [asyncio.create_task(cluster.ask(asking(cluster, request_class=BATCH))) for _ in range(5)]
+        await until(lambda: cluster.router._room.num_queued == 3, "two steps of it are there")
+        assert len(prefill.requests) == 2
+        others = [asyncio.create_task(cluster.ask(asking(cluster))) for _ in range(4)]
+        await until(lambda: cluster.router._room.num_queued == 5, "four steps in all")
+        assert [r.request_class for r in prefill.requests] == [BATCH, BATCH, STANDARD, STANDARD]
+        release.set()
+        await asyncio.gather(*batch, *others)
+        assert [r.request_class for r in prefill.requests[4:6]] == [STANDARD, STANDARD]
+        assert len(prefill.requests) == 9
+
+
+async def test_with_no_bound_on_what_is_staged_all_of_it_is_sent(cluster: Cluster) -> None:
+    prefill, _ = await both(cluster)
+    await described(cluster, prefill, step_tokens=1)
+    prefill.before_first.extend([after(0.3)] * 6)
+    async with cluster.serving(staged_steps=0):
+        tasks = [asyncio.create_task(cluster.ask(asking(cluster, request_class=BATCH))) for _ in range(6)]
+        await until(lambda: len(prefill.requests) == 6, "nobody waits here")
+        await asyncio.gather(*tasks)
+
+
+# ---- deadlines and targets -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["admission", "room"])
+async def test_who_runs_out_of_time_in_the_queue_costs_no_worker_anything(cluster: Cluster, where: str) -> None:
+    prefill, decode = await both(cluster)
+    decode.script = Script(step_s=0.05, once=False)
+    async with cluster.serving(max_inflight=1 if where == "admission" else 512):
+        first = asyncio.create_task(cluster.ask(cluster.request(max_tokens=30)))
+        await until(lambda: bool(decode.held), "the first is served")
+        decode.max_held = 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.ask(asking(cluster), timeout=0.3)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await first
+        assert len(prefill.requests) == 1
+        assert cluster.router.admission.num_waiting == cluster.router._room.num_queued == 0
+
+
+async def test_a_deadline_in_the_queue_is_counted_as_one(cluster: Cluster) -> None:
+    _, decode = await both(cluster)
+    decode.max_held = 0
+    # The router's own bound: a client's deadline ends the call before the router can say anything.
+    async with cluster.serving(request_timeout=0.3):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.ask(asking(cluster))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "no room for it" in (caught.value.details() or "")
+        assert told_by(cluster)("twostep_requests_refused_total", reason="deadline", request_class="standard") == 1
+
+
+def with_targets(request: pb.GenerateRequest, **targets: float) -> pb.GenerateRequest:
+    for name, value in targets.items():
+        setattr(request, name, value)
+    return request
+
+
+async def test_what_cannot_meet_its_targets_is_refused_before_any_worker_is_asked(cluster: Cluster) -> None:
+    prefill, decode = await both(cluster)
+    # Ten seconds of prompts are queued, says the worker.
+    busy = WorkerLoad(num_free_blocks=1024, num_waiting=5, num_queued_tokens=10_000)
+    await described(cluster, prefill, curve=CURVE, load=busy)
+    await described(cluster, decode, curve=CURVE)
+    async with cluster.serving():
+        error = await refused(cluster, with_targets(asking(cluster), ttft_ms=2000))
+        assert "ttft_ms is 2000" in error.message
+        assert error.retry_after_s is not None
+        assert 4.0 <= error.retry_after_s <= 30.0, "about as long as it is too much"
+        assert not prefill.requests
+        assert not decode.requests
+        told = told_by(cluster)
+        assert told("twostep_requests_refused_total", reason="target_ttft", request_class="standard") == 1
+        assert told("twostep_requests_total", status="RESOURCE_EXHAUSTED", request_class="standard") == 1
+        # A promise that can be kept, none at all, and one of a kind that waits, are served.
+        await cluster.ask(with_targets(asking(cluster), ttft_ms=60_000))
+        await cluster.ask(asking(cluster))
+        await cluster.ask(with_targets(asking(cluster, request_class=BATCH), ttft_ms=2000))
+        assert len(prefill.requests) == 3
+
+
+async def test_a_token_that_would_take_too_long_is_a_reason_of_its_own(cluster: Cluster) -> None:
+    prefill, decode = await both(cluster)
+    crowd = WorkerLoad(num_free_blocks=1024, num_running=100, num_context_tokens=50_000)
+    await described(cluster, prefill, curve=CURVE)
+    await described(cluster, decode, curve=dataclasses.replace(CURVE, per_sequence_s=0.001), load=crowd)
+    async with cluster.serving():
+        error = await refused(cluster, with_targets(asking(cluster, max_tokens=100), tpot_ms=30))
+        assert "tpot_ms is 30" in error.message
+        assert error.retry_after_s is not None
+        assert not decode.requests
+        assert told_by(cluster)("twostep_requests_refused_total", reason="target_tpot") == 1
+        await cluster.ask(with_targets(asking(cluster), tpot_ms=10_000))
+
+
+async def test_a_target_that_idle_workers_would_miss_gets_no_false_hope(cluster: Cluster) -> None:
+    prefill, decode = await both(cluster)
+    await described(cluster, prefill, decode, curve=CURVE)
+    async with cluster.serving():
+        error = await refused(cluster, with_targets(asking(cluster), ttft_ms=1))
+        assert "idle workers would not keep it either" in error.message
+        assert error.retry_after_s is None
+        assert not decode.requests
+
+
+async def test_workers_that_have_not_measured_themselves_get_the_benefit_of_the_doubt(cluster: Cluster) -> None:
+    prefill, _ = await both(cluster)
+    await described(cluster, prefill, load=WorkerLoad(num_free_blocks=1024, num_queued_tokens=10_000_000))
+    async with cluster.serving():
+        await cluster.ask(with_targets(asking(cluster), ttft_ms=100))
+
+
+async def test_who_waits_for_full_workers_beyond_its_target_is_refused(cluster: Cluster) -> None:
+    prefill, decode = await both(cluster)
+    await described(cluster, prefill, decode, curve=CURVE)
+    decode.max_held = 0
+    async with cluster.serving():
+        error = await refused(cluster, with_targets(asking(cluster), ttft_ms=300))
+        assert error.retry_after_s is not None
+        assert not prefill.requests
+        assert told_by(cluster)("twostep_requests_refused_total", reason="target_ttft") == 1
+        assert cluster.router._room.num_queued == 0
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_again(cluster: Cluster) -> None:
+    _, decode = await both(cluster)
+    decode.script = Script(step_s=0.05, once=False)
+    async with cluster.serving(max_inflight=1, max_waiting=1, tenant_max_waiting=1):
+        tasks = [asyncio.create_task(cluster.ask(asking(cluster, "a", max_tokens=16)))]
+        await until(lambda: bool(decode.held), "the first is served")
+        tasks.append(asyncio.create_task(cluster.ask(asking(cluster, "a"))))
+        await until(lambda: cluster.router.admission.num_waiting == 1, "the second waits")
+        error = await refused(cluster, asking(cluster, "a"))
+        assert "--tenant-max-waiting" in error.message
+        assert error.retry_after_s is not None
+        assert 0.1 <= error.retry_after_s <= 30.0
+        assert "--max-waiting" in (await refused(cluster, asking(cluster, "b"))).message
+        assert told_by(cluster)("twostep_requests_refused_total", reason="bounded") == 2
+        await asyncio.gather(*tasks)
+
+
+# ---- what was promised, and kept -------------------------------------------------------------------------------------------
+
+
+async def test_attainment_is_counted_by_class(cluster: Cluster) -> None:
+    prefill, decode = await both(cluster)
+    decode.script = Script(step_s=0.05, once=False)
+    async with cluster.serving():
+        assert told_by(cluster)("twostep_request_slo_total") is None
+        await cluster.ask(asking(cluster))
+        await cluster.ask(with_targets(asking(cluster, request_class=INTERACTIVE), ttft_ms=5000, tpot_ms=5000))
+        # Steps of 50 ms.
+        await cluster.ask(with_targets(asking(cluster, request_class=INTERACTIVE, max_tokens=5), ttft_ms=5000, tpot_ms=20))
+        prefill.before_first.append(after(0.2))
+        await cluster.ask(with_targets(asking(cluster, request_class=INTERACTIVE), ttft_ms=100))
+        await cluster.ask(with_targets(asking(cluster, request_class=BATCH), tpot_ms=5000))
+        told = told_by(cluster)
+        assert told("twostep_request_slo_total", request_class="interactive") == 3
+        assert told("twostep_request_slo_attained_total", request_class="interactive") == 1
+        assert told("twostep_request_slo_missed_total", request_class="interactive", reason="target_tpot") == 1
+        assert told("twostep_request_slo_missed_total", request_class="interactive", reason="target_ttft") == 1
+        assert told("twostep_request_slo_attained_total", request_class="batch") == 1
+        assert told("twostep_request_slo_total", request_class="standard") is None
+        assert told("twostep_request_queue_time_seconds_count", request_class="interactive") == 3
+        assert told("twostep_requests_total", status="OK", request_class="interactive") == 3
