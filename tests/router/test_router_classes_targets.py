@@ -1,0 +1,121 @@
+"""Whether a promise can be kept, and when to come again: pure decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config import parse_config
+from router.targets import Pace, Reason, Targets, refusal, retry_after
+from twostep.errors import status_of
+
+SECONDS = st.floats(0.0, 100.0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What placement says, of targets that are checked here as it does: against what is left of the time."""
+
+    predicted_ttft_s: float
+    predicted_tpot_s: float
+    meets_targets: bool
+    retry_after_s: float = 0.0
+
+
+def choice(targets: Targets, waited_s: float, ttft_s: float, tpot_s: float, retry_s: float = 0.0) -> Choice:
+    late = targets.ttft_s is not None and ttft_s > max(0.0, targets.ttft_s - waited_s)
+    slow = targets.tpot_s is not None and tpot_s > targets.tpot_s
+    return Choice(ttft_s, tpot_s, not late and not slow, retry_s if late or slow else 0.0)
+
+
+@given(st.none() | st.floats(0.01, 10.0), st.none() | st.floats(0.001, 1.0), SECONDS, SECONDS, SECONDS, SECONDS, st.booleans())
+def test_exactly_what_cannot_be_kept_is_refused(
+    target_ttft: float | None, target_tpot: float | None, waited: float, queue: float, ttft: float, tpot: float, attainable: bool
+) -> None:
+    targets = Targets(ttft_s=target_ttft, tpot_s=target_tpot)
+    placed = choice(targets, waited, ttft, tpot, retry_s=3.0)
+    refused = refusal(targets, waited_s=waited, queue_s=queue, placed=placed, attainable=attainable)
+    # Sums in another order may round to the other side of a target.
+    margin = 1e-9
+    if target_ttft is not None and abs(waited + queue + ttft - target_ttft) < margin:
+        return
+    late = target_ttft is not None and waited + queue + ttft > target_ttft
+    slow = target_tpot is not None and tpot > target_tpot
+    assert (refused is not None) == (late or slow)
+    if refused is None:
+        return
+    assert status_of(refused).grpc == "RESOURCE_EXHAUSTED"
+    assert refused.reason is (Reason.TARGET_TPOT if slow else Reason.TARGET_TTFT)
+    assert ("idle workers would not" in refused.message) == (not attainable)
+    if not attainable:
+        assert refused.retry_after_s is None
+        return
+    assert refused.retry_after_s is not None
+    assert 0.1 <= refused.retry_after_s <= 30.0
+    if refused.reason is Reason.TARGET_TTFT and target_ttft is not None:
+        assert refused.retry_after_s >= min(30.0, ttft + queue - target_ttft), "by then what is too much is gone"
+
+
+@given(st.floats(0.0, 1e9))
+def test_nobody_is_told_to_come_at_once_or_never(seconds: float) -> None:
+    assert 0.1 <= retry_after(seconds) <= 30.0
+    if 0.1 <= seconds <= 30.0:
+        assert retry_after(seconds) == seconds
+
+
+def test_a_promise_is_kept_or_missed_part_by_part() -> None:
+    both = Targets(ttft_s=0.5, tpot_s=0.01)
+    assert both.missed(0.5, 0.01) == frozenset()
+    assert both.missed(0.51, 0.01) == {Reason.TARGET_TTFT}
+    assert both.missed(0.4, 0.02) == {Reason.TARGET_TPOT}
+    assert both.missed(None, None) == {Reason.TARGET_TTFT}, "no token came"
+    assert both.missed(0.1, None) == frozenset(), "there was but one"
+    assert Targets().missed(None, None) == frozenset()
+    assert not Targets()
+    assert Targets(tpot_s=0.1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0.01, 1.0)), min_size=3, max_size=60), st.floats(1.0, 1e6))
+def test_a_queues_pace_is_within_what_was_seen(turns: list[tuple[int, float]], idle_s: float) -> None:
+    pace, now = Pace(), 0.0
+    assert pace.seconds(1000) == 0.0, "nobody is refused for what is not known"
+    pace.begins(now)
+    for tokens, span in turns:
+        now += span
+        pace.served(tokens, now, waiting=True)
+    rates = [tokens / span for tokens, span in turns]
+    learnt = 1000 / pace.seconds(1000)
+    assert 0.99 * min(rates) <= learnt <= 1.01 * max(rates)
+    # Time in which nobody waits says nothing of how fast a queue moves.
+    pace.served(10, now, waiting=False)
+    before = pace.seconds(1000)
+    now += idle_s
+    pace.served(10, now, waiting=False)
+    pace.begins(now)
+    assert pace.seconds(1000) == before
+
+
+def test_a_pace_follows_what_changes() -> None:
+    pace, now = Pace(), 0.0
+    pace.begins(now)
+    for rate in (1000, 100):
+        for _ in range(500):
+            now += 0.1
+            pace.served(rate // 10, now, waiting=True)
+        assert pace.seconds(rate) == pytest.approx(1.0, rel=0.05)
+
+
+def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = parse_config(["--model", "m"])
+    assert (plain.tenant_weights, plain.tenant_max_inflight, plain.tenant_max_waiting) == ({}, 0, 0)
+    flags = ["--tenant-weights", "a=2,b=0.5", "--tenant-max-inflight", "3", "--tenant-max-waiting", "4", "--ageing", "2.5"]
+    config = parse_config(["--model", "m", *flags, "--staged-steps", "9"])
+    assert config.tenant_weights == {"a": 2.0, "b": 0.5}
+    assert (config.tenant_max_inflight, config.tenant_max_waiting, config.ageing, config.staged_steps) == (3, 4, 2.5, 9)
+    monkeypatch.setenv("TWOSTEP_TENANT_WEIGHTS", "c=7")
+    assert parse_config(["--model", "m"]).tenant_weights == {"c": 7.0}
+    with pytest.raises(SystemExit):
+        parse_config(["--model", "m", "--tenant-weights", "a=none"])
