@@ -19,6 +19,7 @@ _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _SHARES = (("p50", _BLUE, "o"), ("p95", _ORANGE, "s"), ("p99", _RED, "^"))
 _DPI = 130
 _MAX_DOTS = 4000
+_MIN_IN_BIN = 5
 
 
 def draw(
@@ -116,17 +117,19 @@ def cdf_figure(point: Point, targets: Targets, title: str) -> Figure:
             for share, colour, _ in _SHARES:
                 at = getattr(Distribution.of(values), share)
                 ax.plot([at], [float(share[1:])], "o", color=colour, ms=5)
-                ax.annotate(
-                    f"{share} {at:.3g}", (at, float(share[1:])), xytext=(6, -11), textcoords="offset points", color=colour, fontsize=9
-                )
+                # Left of the curve nothing is drawn.
+                words, place = f"{share}: {_plain_number(float(f'{at:.3g}'), None)}", (-8, {"p99": 2, "p95": -9}.get(share, -4))
+                ax.annotate(words, (at, float(share[1:])), xytext=place, textcoords="offset points", ha="right", color=colour, fontsize=9)
             if limit is not None:
                 ax.axvline(limit, color=_GREY, lw=1.1, ls="--")
-                ax.annotate(f"target {limit:g}", (limit, 4), xytext=(4, 0), textcoords="offset points", color=_GREY, fontsize=9)
+                ax.annotate(
+                    f"target {limit:g}", (limit, 8), xytext=(3, 0), textcoords="offset points", rotation=90, color=_GREY, fontsize=9
+                )
             if values[0] > 0 and values[-1] > 30 * values[0]:
                 ax.set_xscale("log")
-                ax.xaxis.set_major_formatter(_plain_number)
             else:
-                _room_right(ax, values[0], max(values[-1], limit or 0.0))
+                _room(ax, values[0], max(values[-1], limit or 0.0))
+        ax.xaxis.set_major_formatter(_plain_number)
         _style(ax, name, "ms", "")
     for row in axes:
         row[0].set_ylabel("% of the requests")
@@ -149,7 +152,8 @@ def ttft_figure(point: Point, targets: Targets, title: str) -> Figure:
         dots = [(x, y) for x, y, c in pairs[::step] if c is cached]
         if dots:
             ax.scatter([x for x, _ in dots], [y for _, y in dots], s=9, color=colour, alpha=0.35, linewidths=0, label=name)
-    bins = point.summary.ttft_by_prompt
+    # The median of a handful says nothing.
+    bins = [b for b in point.summary.ttft_by_prompt if b.ttft_s.count >= _MIN_IN_BIN]
     middles = [math.sqrt(b.low * (b.high - 1)) if b.low else (b.low + b.high - 1) / 2 for b in bins]
     for share, colour, marker in (("p50", _ORANGE, "o"), ("p90", _RED, "^")):
         ax.plot(middles, [getattr(b.ttft_s, share) * 1e3 for b in bins], color=colour, marker=marker, lw=1.8, label=f"{share} of its bin")
@@ -159,7 +163,7 @@ def ttft_figure(point: Point, targets: Targets, title: str) -> Figure:
         ax.xaxis.set_major_formatter(_plain_number)
     _log_if_wide(ax, [y for _, y, _ in pairs])
     _style(ax, "", "tokens of the prompt", "time to first token, ms")
-    ax.legend(frameon=False, loc="upper left", fontsize=9)
+    ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9)
     figure.suptitle(f"{title}: TTFT against prompt length, {point.label}", x=0.01, ha="left", fontweight="bold")
     return figure
 
@@ -223,7 +227,7 @@ def _log_if_wide(ax: Axes, values: Iterable[float]) -> None:
         ax.set_ylim(bottom=0)
 
 
-def _room_right(ax: Axes, low: float, high: float) -> None:
+def _room(ax: Axes, low: float, high: float) -> None:
     span = max(high - low, 1e-6)
     ax.set_xlim(max(0.0, low - 0.05 * span), high + 0.18 * span)
 

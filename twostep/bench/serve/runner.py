@@ -82,6 +82,8 @@ class Progress:
 class RunResult:
     records: list[RequestRecord]
     """In the order in which they were sent."""
+    start: float
+    """time.perf_counter() at the run's start, which all recorded times count from."""
     wall_s: float
     cpu_s: float
     """CPU time of this process, all threads."""
@@ -127,7 +129,7 @@ class Runner:
                 watch.cancel()
             wall, cpu = self._clock(), time.process_time() - cpu
         self.progress.elapsed_s = wall
-        return RunResult(records=self._records, wall_s=wall, cpu_s=cpu, loop_lag_s=Distribution.of(lags))
+        return RunResult(records=self._records, start=self._start, wall_s=wall, cpu_s=cpu, loop_lag_s=Distribution.of(lags))
 
     def _clock(self) -> float:
         return time.perf_counter() - self._start

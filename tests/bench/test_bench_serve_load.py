@@ -1,0 +1,223 @@
+"""Arrivals, lengths, workloads and the search for the knee: pure, seeded, as described."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from itertools import islice, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostep.bench.serve import lengths
+from twostep.bench.serve.arrivals import Arrivals, until
+from twostep.bench.serve.content import Content
+from twostep.bench.serve.sweep import Search, Tried, knee
+from twostep.bench.serve.workloads import MixedPrompts, MultiTurn, Quoting, RandomPrompts, Session, SharedPrefix, Turn, Workload, fitted
+from twostep.errors import InvalidRequest
+
+ALPHABET = range(256, 4096)
+
+
+def some(workload: Workload, count: int, seed: str = "a") -> list[Session]:
+    return list(islice(workload.sessions(Content(seed, ALPHABET), random.Random("lengths")), count))
+
+
+def gaps_of(arrivals: Arrivals, count: int, seed: str = "s") -> list[float]:
+    times = [0.0, *islice(arrivals.times(seed), count)]
+    return [b - a for a, b in pairwise(times)]
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "variation"),
+    [
+        (Arrivals(kind="poisson", rate=5), 1.0),
+        (Arrivals(kind="gamma", rate=5, burstiness=0.25), 2.0),
+        (Arrivals(kind="gamma", rate=5, burstiness=4), 0.5),
+        (Arrivals(kind="constant", rate=5), 0.0),
+    ],
+)
+def test_gaps_have_the_mean_and_the_variation_of_their_process(arrivals: Arrivals, variation: float) -> None:
+    gaps = gaps_of(arrivals, 20_000)
+    assert min(gaps) >= 0
+    assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.05)
+    assert statistics.pstdev(gaps) / statistics.fmean(gaps) == pytest.approx(variation, rel=0.05, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["poisson", "gamma", "constant"])
+def test_a_rate_scales_one_pattern(kind: str) -> None:
+    slow = gaps_of(Arrivals(kind=kind, rate=2, burstiness=0.5), 50)  # type: ignore[arg-type]
+    fast = gaps_of(Arrivals(kind=kind, rate=8, burstiness=0.5), 50)  # type: ignore[arg-type]
+    assert [4 * gap for gap in fast] == pytest.approx(slow)
+    assert slow == gaps_of(Arrivals(kind=kind, rate=2, burstiness=0.5), 50)  # type: ignore[arg-type]
+    if kind != "constant":
+        assert slow != gaps_of(Arrivals(kind=kind, rate=2, burstiness=0.5), 50, seed="other")  # type: ignore[arg-type]
+
+
+def test_all_at_once_and_until() -> None:
+    assert list(islice(Arrivals(kind="poisson", rate=math.inf).times("s"), 3)) == [0.0, 0.0, 0.0]
+    assert list(until(Arrivals(kind="constant", rate=2).times("s"), 2.0)) == [0.5, 1.0, 1.5]
+
+
+@pytest.mark.parametrize("bad", [{"rate": 0}, {"rate": -1}, {"rate": math.nan}, {"rate": 1, "burstiness": 0}])
+def test_what_is_no_process_is_said(bad: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequest, match="give one above 0"):
+        Arrivals(kind="gamma", **bad)
+
+
+def drawn(distribution: lengths.Lengths, count: int = 4000) -> list[int]:
+    rng = random.Random(1)
+    return [distribution.draw(rng) for _ in range(count)]
+
+
+def test_normal_lengths_have_their_mean_and_spread_and_are_cut() -> None:
+    values = drawn(lengths.Normal(2600, 0.3))
+    assert statistics.fmean(values) == pytest.approx(2600, rel=0.02)
+    assert statistics.pstdev(values) == pytest.approx(780, rel=0.05)
+    assert min(values) >= 260
+    assert max(values) <= 4940
+    assert set(drawn(lengths.Normal(7, 0), 10)) == {7}
+    assert min(drawn(lengths.Normal(2, 1))) >= 1
+
+
+@pytest.mark.parametrize("shape", [lengths.SHAREGPT_PROMPT, lengths.SHAREGPT_OUTPUT, lengths.DOCUMENT_PROMPT, lengths.DOCUMENT_OUTPUT])
+def test_published_lengths_have_their_published_quantiles(shape: lengths.LogNormal) -> None:
+    values = sorted(drawn(shape))
+    # Cutting off moves them a little.
+    assert values[len(values) // 2] == pytest.approx(shape.median, rel=0.06)
+    assert values[len(values) * 9 // 10] == pytest.approx(shape.p90, rel=0.08)
+    assert shape.low <= values[0]
+    assert values[-1] <= shape.high
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: lengths.Fixed(0), lambda: lengths.Normal(5, 2), lambda: lengths.Uniform(5, 4), lambda: lengths.LogNormal(5, 4, 1, 9)]
+)
+def test_lengths_that_cannot_be_are_refused(make: object) -> None:
+    with pytest.raises(InvalidRequest):
+        make()  # type: ignore[operator]
+
+
+WORKLOADS: dict[str, Workload] = {
+    "fixed": RandomPrompts(prompt=lengths.Fixed(40), output=lengths.Fixed(8)),
+    "mixed": MixedPrompts(long=lengths.LONG_PROMPT, short=lengths.SHORT_PROMPT, output=lengths.Fixed(8)),
+    "prefix": SharedPrefix(prefix_tokens=64, num_prefixes=3, suffix=lengths.Fixed(16), output=lengths.Fixed(8), zipf=1.0),
+    "quoting": Quoting(prompt=lengths.Normal(90, 0.3), output=lengths.Fixed(8)),
+    "turns": MultiTurn(turns=lengths.Uniform(1, 6), message=lengths.Fixed(16), output=lengths.Fixed(8), system_tokens=32, think_s=2.0),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_seed_repeats_a_workload_and_another_says_other_things_of_the_same_lengths(name: str) -> None:
+    first, again, other = (some(WORKLOADS[name], 20, seed) for seed in ("a", "a", "b"))
+    assert first == again
+    assert [[(t.num_tokens, t.output_tokens, t.think_s) for t in s.turns] for s in first] == [
+        [(t.num_tokens, t.output_tokens, t.think_s) for t in s.turns] for s in other
+    ]
+    for ours, theirs in zip(first, other, strict=True):
+        assert ours.turns[0].prompt != theirs.turns[0].prompt
+    ids = {i for s in first for t in s.turns for i in t.prompt}  # type: ignore[union-attr]
+    assert ids <= set(ALPHABET)
+
+
+def test_random_prompts_begin_differently_however_many_there_are() -> None:
+    prompts = [tuple(s.turns[0].prompt) for s in some(WORKLOADS["fixed"], 3000)]  # type: ignore[arg-type]
+    assert len({prompt[:4] for prompt in prompts}) == 3000
+    assert all(len(prompt) == 40 for prompt in prompts)
+
+
+def test_mixed_prompts_are_long_or_short() -> None:
+    sizes = [s.turns[0].num_tokens for s in some(WORKLOADS["mixed"], 600)]
+    longs = [n for n in sizes if n >= 1200]
+    assert all(60 <= n <= 128 or 1200 <= n <= 2600 for n in sizes)
+    assert len(longs) / len(sizes) == pytest.approx(0.5, abs=0.08)
+
+
+def test_shared_prefixes_are_shared_and_the_first_is_the_most_common() -> None:
+    prompts = [tuple(s.turns[0].prompt) for s in some(WORKLOADS["prefix"], 600)]  # type: ignore[arg-type]
+    counts = sorted((sum(p[:64] == prefix for p in prompts) for prefix in {p[:64] for p in prompts}), reverse=True)
+    assert len(counts) == 3
+    # Weights of 1, 1/2 and 1/3.
+    assert [c / 600 for c in counts] == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.06)
+    assert len({p[64:] for p in prompts}) == 600
+    assert all(len(p) == 80 for p in prompts)
+
+
+def test_a_quoting_prompt_says_its_passage_again() -> None:
+    for session in some(WORKLOADS["quoting"], 50):
+        turn = session.turns[0]
+        assert turn.passage_tokens is not None
+        ids, passage = list(turn.prompt), turn.passage_tokens  # type: ignore[arg-type]
+        assert len(ids) >= 1.4 * passage
+        assert ids[passage:] == ids[: len(ids) - passage]
+
+
+def test_conversations_take_turns_and_think_in_between() -> None:
+    sessions = some(WORKLOADS["turns"], 400)
+    assert {len(s.turns) for s in sessions} == {1, 2, 3, 4, 5, 6}
+    assert all(s.turns[0].think_s == 0 for s in sessions)
+    assert statistics.fmean(t.think_s for s in sessions for t in s.turns[1:]) == pytest.approx(2.0, rel=0.1)
+    assert len({tuple(s.turns[0].prompt)[:32] for s in sessions}) == 1, "one system prompt for all"  # type: ignore[arg-type]
+    assert all(t.num_tokens == 16 for s in sessions for t in s.turns[1:])
+
+
+def test_a_conversation_has_180_turns_at_most_and_ends_before_its_context() -> None:
+    long = MultiTurn(turns=lengths.Fixed(500), message=lengths.Fixed(10), output=lengths.Fixed(10))
+    assert len(some(long, 1)[0].turns) == 180
+    short = MultiTurn(turns=lengths.Fixed(180), message=lengths.Fixed(10), output=lengths.Fixed(10), max_total_tokens=205)
+    assert len(some(short, 1)[0].turns) == 10
+
+
+@given(st.integers(2, 400), st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=6))
+def test_fitted_sessions_fit(max_len: int, turns: list[tuple[int, int]]) -> None:
+    content = Content("f", ALPHABET)
+    session = Session(turns=tuple(Turn(prompt=content.draw(prompt), output_tokens=output) for prompt, output in turns))
+    cut = fitted(session, max_len)
+    assert 1 <= len(cut.turns) <= len(turns)
+    total = 0
+    for turn in cut.turns:
+        assert turn.num_tokens >= 1
+        assert turn.output_tokens >= 1
+        total += turn.num_tokens + turn.output_tokens
+        assert total <= max_len
+    if sum(p + o for p, o in turns) <= max_len and all(o <= max_len // 2 for _, o in turns):
+        assert cut == session
+    assert fitted(session, 0) == session
+
+
+def swept(search: Search, limit: float) -> list[Tried]:
+    """Against a server that keeps its targets up to `limit`."""
+    tried: list[Tried] = []
+    while (rate := search.next_rate(tried)) is not None:
+        tried.append(Tried(rate, rate <= limit))
+    return tried
+
+
+@given(st.floats(0.1, 1000), st.floats(0.1, 1000))
+def test_a_sweep_finds_the_knee_to_its_resolution(first: float, limit: float) -> None:
+    search = Search(first=first, resolution=0.05, max_points=40, max_halvings=20)
+    tried = swept(search, limit)
+    found = knee(tried)
+    assert found is not None
+    assert found <= limit <= found * 1.05 * (1 + 1e-9)
+    assert len({t.rate for t in tried}) == len(tried), "no rate is run twice"
+    assert len(tried) <= 2 + abs(math.log2(limit / first)) + 7
+
+
+def test_a_sweep_gives_up_on_a_server_that_keeps_nothing_and_stops_at_its_bound() -> None:
+    tried = swept(Search(first=8, max_halvings=3), 0.0)
+    assert [t.rate for t in tried] == [8, 4, 2, 1]
+    assert knee(tried) is None
+    assert len(swept(Search(first=1, max_points=5), 1e9)) == 5
+
+
+def test_a_sweep_by_hand() -> None:
+    assert [t.rate for t in swept(Search(first=4, resolution=0.1), 11)] == [4, 8, 16, 12, 10, 11]
+
+
+@pytest.mark.parametrize("bad", [{"first": 0}, {"first": math.inf}, {"first": 1, "resolution": 0}, {"first": 1, "max_points": 0}])
+def test_a_sweep_that_cannot_be_is_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequest):
+        Search(**bad)  # type: ignore[arg-type]

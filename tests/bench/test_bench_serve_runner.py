@@ -1,0 +1,207 @@
+"""The load generator: open loop is open, closed loop is closed, conversations remember, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from twostep.bench.serve import lengths
+from twostep.bench.serve.arrivals import Arrivals
+from twostep.bench.serve.content import Content
+from twostep.bench.serve.load import Load, TraceTimes, Users
+from twostep.bench.serve.record import RequestRecord
+from twostep.bench.serve.runner import Extent, Progress, Runner, num_quoted
+from twostep.bench.serve.target import Answer, Clock, Exchange, RequestFailed, Served
+from twostep.bench.serve.traces import Trace, TraceRequest
+from twostep.bench.serve.workloads import MultiTurn, Quoting, RandomPrompts, Session, Turn
+from twostep.errors import InvalidRequest
+
+SERVED = Served(model="fake", max_model_len=4096, alphabet=range(1000))
+
+
+class FakeTarget:
+    """Answers as the test says; keeps what was asked, and how many were under way at once."""
+
+    def __init__(self, *, gate: asyncio.Event | None = None, fails: Sequence[int] = (), wait_s: float = 0.0) -> None:
+        self.gate, self.fails, self.wait_s = gate, fails, wait_s
+        self.prompts: list[list[int]] = []
+        self.runs: set[str] = set()
+        self.under_way = self.most_under_way = 0
+
+    async def open(self) -> Served:
+        return SERVED
+
+    async def close(self) -> None: ...
+
+    async def tokenize(self, text: str) -> array[int]:
+        return array("I", text.encode())
+
+    def prepare(self, history: Sequence[Exchange], turn: Turn, run: str) -> Any:
+        self.runs.add(run)
+        ids = [i for e in history for i in (*e.turn.prompt, *e.answer.token_ids)]  # type: ignore[misc]
+        return [*ids, *turn.prompt], turn.output_tokens  # type: ignore[misc]
+
+    def num_prompt_tokens(self, history: Sequence[Exchange], turn: Turn) -> int:
+        return sum(e.turn.num_tokens + len(e.answer.token_ids) for e in history) + turn.num_tokens
+
+    async def ask(self, prepared: Any, record: RequestRecord, clock: Clock, *, keep: bool) -> Answer | None:
+        prompt, count = prepared
+        number = len(self.prompts)
+        self.prompts.append(prompt)
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        record.sent_s = clock()
+        try:
+            await asyncio.sleep(self.wait_s)
+            if self.gate is not None:
+                await self.gate.wait()
+            if number in self.fails:
+                raise RequestFailed("unavailable", "gone", 2.0)
+            for _ in range(count):
+                record.times_s.append(clock())
+                record.num_tokens.append(1)
+        finally:
+            self.under_way -= 1
+            record.ended_s = clock()
+        return Answer(token_ids=array("I", [number + 5000] * count), text="") if keep else None
+
+
+def one_turn_sessions(count: int) -> Iterator[Session]:
+    workload = RandomPrompts(prompt=lengths.Fixed(12), output=lengths.Fixed(3))
+    return islice(workload.sessions(Content("a", range(1000)), random.Random(0)), count)
+
+
+async def test_open_loop_sends_everything_though_nothing_is_answered() -> None:
+    gate = asyncio.Event()
+    target = FakeTarget(gate=gate)
+    progress = Progress()
+    runner = Runner(target=target, extent=Extent(num_requests=50), run="r", progress=progress)
+    task = asyncio.create_task(runner.open_loop(zip((i * 0.001 for i in range(50)), one_turn_sessions(50), strict=True)))
+    while progress.num_sent < 50:
+        assert not task.done()
+        await asyncio.sleep(0.001)
+    # All are on their way, and not one has been answered.
+    assert (progress.in_flight, progress.num_ended, target.most_under_way) == (50, 0, 50)
+    gate.set()
+    result = await task
+    assert len(result.records) == 50
+    assert all(r.completed and r.output_tokens == 3 for r in result.records)
+    assert all(r.slip_s >= -1e-6 for r in result.records), "none left before its time"
+    assert result.wall_s > 0
+    assert result.cpu_s > 0
+
+
+async def test_closed_loop_has_so_many_under_way_and_no_more() -> None:
+    target = FakeTarget(wait_s=0.001)
+    result = await Runner(target=target, extent=Extent(num_requests=40), run="r").closed_loop(one_turn_sessions(100), 4)
+    assert target.most_under_way == 4
+    assert 40 <= len(result.records) <= 43, "those under way when the last was counted run to their end"
+    assert [r.index for r in result.records] == list(range(len(result.records)))
+
+
+async def test_closed_loop_ends_with_its_workload() -> None:
+    result = await Runner(target=FakeTarget(), extent=Extent(num_requests=40), run="r").closed_loop(one_turn_sessions(7), 3)
+    assert len(result.records) == 7
+
+
+async def test_a_conversation_says_everything_again_and_waits_for_the_answer() -> None:
+    workload = MultiTurn(turns=lengths.Fixed(4), message=lengths.Fixed(5), output=lengths.Fixed(2), system_tokens=3)
+    target = FakeTarget()
+    load = Load(workload=workload, arrivals=Users(1), extent=Extent(num_requests=1), seed="0")
+    result, _ = await load.put_on(target, SERVED, "r", Progress())
+    assert [(r.session, r.turn, r.prompt_tokens) for r in result.records] == [(0, 0, 8), (0, 1, 15), (0, 2, 22), (0, 3, 29)]
+    for i, (before, after) in enumerate(zip(target.prompts, target.prompts[1:], strict=False)):
+        assert after[: len(before)] == before
+        assert after[len(before) : len(before) + 2] == [5000 + i] * 2, "the answer is part of what was said"
+    assert all(a.ended_s <= b.sent_s for a, b in zip(result.records, result.records[1:], strict=False))
+
+
+async def test_a_failure_is_recorded_and_ends_its_conversation_alone() -> None:
+    workload = MultiTurn(turns=lengths.Fixed(3), message=lengths.Fixed(5), output=lengths.Fixed(2))
+    load = Load(workload=workload, arrivals=Arrivals(kind="constant", rate=200), extent=Extent(num_requests=3), seed="0")
+    result, _ = await load.put_on(FakeTarget(fails=[1]), SERVED, "r", Progress())
+    failed = [r for r in result.records if r.error]
+    assert [(r.error, r.message, r.retry_after_s, r.completed) for r in failed] == [("unavailable", "gone", 2.0, False)]
+    by_session = [sum(r.session == i for r in result.records) for i in range(3)]
+    assert sorted(by_session)[1:] == [3, 3]
+    assert min(by_session) < 3
+
+
+async def test_more_than_the_bound_in_flight_is_an_error_of_the_generator() -> None:
+    gate = asyncio.Event()
+    progress = Progress()
+    runner = Runner(target=FakeTarget(gate=gate), extent=Extent(num_requests=10, max_in_flight=4), run="r", progress=progress)
+    task = asyncio.create_task(runner.open_loop((0.0, s) for s in one_turn_sessions(10)))
+    while progress.num_failed < 6:
+        assert not task.done()
+        await asyncio.sleep(0.001)
+    gate.set()
+    result = await task
+    assert sum(r.error == "not sent" for r in result.records) == 6
+    assert sum(r.completed for r in result.records) == 4
+
+
+async def test_warm_up_is_not_measured_and_the_run_ends_on_time() -> None:
+    load = Load(
+        workload=RandomPrompts(prompt=lengths.Fixed(5), output=lengths.Fixed(1)),
+        arrivals=Arrivals(kind="constant", rate=100),
+        extent=Extent(duration_s=0.2, warmup_s=0.1, cooldown_s=0.05),
+        seed="0",
+    )
+    result, windows = await load.put_on(FakeTarget(), SERVED, "r", Progress())
+    for r in result.records:
+        assert r.measured == (0.1 <= r.scheduled_s < 0.3)
+    assert 33 <= len(result.records) <= 35
+    assert sum(r.measured for r in result.records) == pytest.approx(20, abs=1)
+    assert windows.arrivals.length_s == pytest.approx(0.2)
+
+
+async def test_a_trace_comes_at_its_own_times_faster_if_asked() -> None:
+    requests = tuple(TraceRequest(arrival_s=i * 1.0, input_tokens=5, output_tokens=1) for i in range(5))
+    load = Load(workload=Trace(requests=requests), arrivals=TraceTimes(100.0), extent=Extent(num_requests=100), seed="0")
+    assert load.rate == 100.0
+    result, _ = await load.put_on(FakeTarget(), SERVED, "r", Progress())
+    assert [r.scheduled_s for r in result.records] == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.04])
+    assert load.at_rate(50.0).arrivals == TraceTimes(50.0)
+
+
+def test_loads_at_other_rates() -> None:
+    load = Load(
+        workload=RandomPrompts(prompt=lengths.Fixed(5), output=lengths.Fixed(1)),
+        arrivals=Arrivals(kind="gamma", rate=4, burstiness=0.5),
+        extent=Extent(num_requests=3),
+        seed="0",
+    )
+    assert load.at_rate(8).arrivals == Arrivals(kind="gamma", rate=8, burstiness=0.5)
+    assert load.label == "4 requests/s (gamma, burstiness 0.5)"
+    closed = Load(workload=load.workload, arrivals=Users(3), extent=load.extent, seed="0")
+    with pytest.raises(InvalidRequest, match="no arrival rate"):
+        closed.at_rate(4)
+    # Other runs say other things of the same lengths.
+    first, second = (list(islice(load.sessions(SERVED, run), 5)) for run in ("0", "1"))
+    assert first != second
+    assert list(islice(load.sessions(SERVED, "0"), 5)) == first
+
+
+@pytest.mark.parametrize("bad", [{}, {"duration_s": 1.0, "num_requests": 1}, {"duration_s": -1.0}, {"num_requests": 1, "max_in_flight": 0}])
+def test_an_extent_that_cannot_be_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        Extent(**bad)
+
+
+def test_quoted_tokens_are_counted_up_to_the_first_other_one() -> None:
+    session = next(Quoting(prompt=lengths.Fixed(9), output=lengths.Fixed(4)).sessions(Content("a", range(1000)), random.Random(0)))
+    turn = session.turns[0]
+    prompt = list(turn.prompt)  # type: ignore[arg-type]
+    assert turn.passage_tokens == 6
+    # Nine tokens of a passage of six: it goes on with the fourth, the fifth, the sixth, the first.
+    expected = [prompt[3], prompt[4], prompt[5], prompt[0]]
+    assert num_quoted(turn, expected) == 4
+    assert num_quoted(turn, [*expected[:2], 7777, expected[3]]) == 2
+    assert num_quoted(turn, []) == 0

@@ -1,0 +1,185 @@
+"""A run's records to its figures: windows, throughput, bins, tables and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostep.bench.serve.metrics import Distribution, Prices, Targets
+from twostep.bench.serve.record import REFUSED, RequestRecord
+from twostep.bench.serve.report import Point, as_json, sweep_table, table, warnings_of
+from twostep.bench.serve.runner import RunResult
+from twostep.bench.serve.summary import Window, Windows, bin_edges, summarize, throughput
+
+
+def answered(at: float, *, ttft: float = 0.25, gap: float = 0.125, tokens: int = 5, prompt: int = 100, index: int = 0) -> RequestRecord:
+    """Sent on time; `tokens` tokens one by one; the end comes with the last."""
+    times = [at + ttft + i * gap for i in range(tokens)]
+    return RequestRecord(
+        index=index,
+        scheduled_s=at,
+        sent_s=at,
+        ended_s=times[-1],
+        prompt_tokens=prompt,
+        max_tokens=tokens,
+        times_s=array("d", times),
+        num_tokens=array("I", [1] * tokens),
+        phases={"queue_s": 0.125, "prefill_s": 0.0625 * (index % 3)},
+    )
+
+
+def failed(at: float, kind: str) -> RequestRecord:
+    return RequestRecord(
+        index=0, scheduled_s=at, sent_s=at, ended_s=at + 0.01, prompt_tokens=7, max_tokens=5, error=kind, message=f"{kind} at {at}"
+    )
+
+
+def result_of(records: list[RequestRecord]) -> RunResult:
+    return RunResult(records=records, start=0.0, wall_s=60.0, cpu_s=6.0, loop_lag_s=Distribution.of([0.001]))
+
+
+def test_a_minute_of_a_hundred_requests_thirty_of_which_are_good() -> None:
+    # One every 0.6 s; every tenth has its three good ones.
+    records = [answered(i * 0.6, ttft=0.25 if i % 10 < 3 else 0.75) for i in range(100)]
+    for windows in (Windows.of_duration(0.0, 60.0), Windows.of_requests(records, open_loop=True)):
+        summary = summarize(records, windows, targets=Targets(ttft_ms=500))
+        assert summary.goodput is not None
+        assert summary.goodput.per_minute == pytest.approx(30)
+        assert summary.goodput.attainment == 0.3
+        assert summary.offered_rate == pytest.approx(100 / 60)
+
+
+def test_warm_up_counts_for_throughput_alone() -> None:
+    # Windows from 10 to 20 s; one request a second all the time, each of 5 tokens within its second.
+    records = [answered(float(i)) for i in range(25)]
+    for r in records:
+        r.measured = 10 <= r.scheduled_s < 20
+    summary = summarize(records, Windows.of_duration(10.0, 10.0), targets=Targets(ttft_ms=1000))
+    assert summary.num_requests == 10
+    assert summary.throughput.requests_per_s == 1.0
+    assert summary.throughput.requests_per_minute == 60.0
+    assert summary.throughput.output_tokens_per_s == 5.0
+    assert summary.throughput.input_tokens_per_s == 100.0
+    assert summary.throughput.mean_concurrency == pytest.approx(0.75)
+    assert summary.goodput is not None
+    assert summary.goodput.per_s == 1.0
+    assert summary.e2e_s.p50 == 0.75
+    assert summary.user_tokens_per_s.p50 == 8.0
+
+
+def test_an_answer_that_crosses_the_windows_end_counts_by_its_tokens() -> None:
+    # Tokens at 0.5, 1.0, 1.5, 2.0, 2.5; the window ends at 2.
+    work = throughput([answered(0.25, ttft=0.25, gap=0.5)], Window(0.0, 2.0))
+    assert work.output_tokens_per_s == 1.5
+    assert work.requests_per_s == 0.0
+    assert work.mean_concurrency == pytest.approx(1.75 / 2)
+
+
+def test_errors_and_refusals_are_counted_by_kind_and_against_goodput() -> None:
+    records = [answered(0.0), failed(1.0, REFUSED), failed(2.0, REFUSED), failed(3.0, "unavailable")]
+    summary = summarize(records, Windows.of_duration(0.0, 4.0), targets=Targets(ttft_ms=500))
+    assert summary.errors == {REFUSED: 2, "unavailable": 1}
+    assert (summary.num_requests, summary.num_completed, summary.num_refused) == (4, 1, 2)
+    assert summary.error_messages[REFUSED] == "refused at 1.0", "the first is told"
+    assert summary.goodput is not None
+    assert summary.goodput.attainment == 0.25
+    assert summary.goodput.missed == {"answer": 3}
+
+
+def test_phases_are_told_by_their_medians() -> None:
+    summary = summarize([answered(float(i), index=i) for i in range(9)], Windows.of_duration(0.0, 9.0))
+    assert summary.phases_s["queue_s"].p50 == 0.125
+    assert summary.phases_s["prefill_s"].p50 == 0.0625
+    assert summary.goodput is None
+
+
+def test_users_in_a_closed_loop_have_one_window_from_first_to_last() -> None:
+    windows = Windows.of_requests([answered(1.0), answered(3.0)], open_loop=False)
+    assert windows.arrivals == windows.busy
+    assert windows.busy.start_s == 1.0
+    assert windows.busy.length_s == pytest.approx(2.75)
+    # All at once: no rate of arrivals to speak of.
+    assert Windows.of_requests([answered(0.0), answered(0.0)], open_loop=True).arrivals.length_s == pytest.approx(0.75)
+    assert Windows.of_requests([], open_loop=True).busy.length_s == 0.0
+
+
+@given(st.lists(st.integers(1, 200_000), min_size=1, max_size=200))
+def test_bins_hold_every_prompt_once(lengths: list[int]) -> None:
+    edges = bin_edges(lengths)
+    assert edges == sorted(set(edges))
+    assert len(edges) <= 11
+    assert (edges[0], edges[-1]) == (min(lengths), max(lengths) + 1)
+    records = [answered(0.0, prompt=n) for n in lengths]
+    bins = summarize(records, Windows.of_duration(0.0, 1.0)).ttft_by_prompt
+    assert sum(b.ttft_s.count for b in bins) == len(lengths)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.floats(0.001, 5), st.integers(1, 8)), min_size=1, max_size=25),
+    st.floats(0, 20),
+    st.floats(1, 40),
+)
+def test_throughput_counts_what_lies_in_the_window(items: list[tuple[float, float, int]], start: float, length: float) -> None:
+    records = [answered(at, ttft=ttft, tokens=tokens) for at, ttft, tokens in items]
+    window = Window(start, start + length)
+    work = throughput(records, window)
+    inside = sum(t in window for r in records for t in r.times_s)
+    assert work.output_tokens_per_s * length == pytest.approx(inside, abs=1e-6)
+    assert work.requests_per_s * length == pytest.approx(sum(r.ended_s in window for r in records), abs=1e-6)
+    assert 0 <= work.mean_concurrency <= len(records)
+
+
+def test_tables_and_json_say_the_same() -> None:
+    records = [answered(i * 0.5, ttft=0.125, gap=0.0625, index=i) for i in range(120)] + [failed(1.0, REFUSED)]
+    targets = Targets(ttft_ms=500, gap_ms=200)
+    prices = Prices(prefill_gpus=1, decode_gpus=1, prefill_gpu_hour=3.6, decode_gpu_hour=3.6)
+    points = []
+    for rate, limits in ((2.0, targets), (4.0, Targets(ttft_ms=1))):
+        summary = summarize(records, Windows.of_duration(0.0, 60.0), targets=limits, num_gpus=2, prices=prices)
+        warnings = warnings_of(result_of(records), summary, max_slip_s=0.01, measured_s=60.0)
+        points.append(Point(label=f"{rate} requests/s", rate=rate, result=result_of(records), summary=summary, warnings=warnings))
+    text = table(points[0], targets)
+    assert "120 of 121 (99.2%) kept TTFT ≤ 500 ms, gap ≤ 200 ms; missed: answer 1" in text
+    assert "refused      1: refused at 1.0" in text
+    assert "0.001 per request (prefill 0.0005, decode 0.0005)" in text
+    assert "10% of a core" in text
+    assert "warning" not in text
+    lines = sweep_table(points, points[0], 0.95).splitlines()
+    assert lines[1].split()[:3] == ["2", "*", "99.2%"]
+    assert "goodput: 2 requests/s, 1.000 per GPU" in lines[-1]
+    assert "No rate was kept up with" in sweep_table(points, None, 0.95)
+    document = json.loads(json.dumps(as_json(points, points[0], {"rate": math.inf}), allow_nan=False))
+    assert document["settings"]["rate"] is None, "strict JSON has no infinity"
+    assert document["points"][0]["goodput"]["per_minute"] == 120
+    assert document["points"][0]["goodput"]["per_s_per_gpu"] == 1.0
+    assert document["points"][1]["goodput"]["attainment"] == 0
+    assert document["knee"]["point"] == 0
+    assert document["points"][0]["ttft_s"]["p99"] == 0.125
+    assert document["points"][0]["cost"]["per_request"] == pytest.approx(0.001)
+
+
+def test_a_run_where_nothing_was_answered_can_be_told() -> None:
+    records = [failed(0.0, "unavailable")]
+    summary = summarize(records, Windows.of_duration(0.0, 60.0), targets=Targets(ttft_ms=1))
+    point = Point(label="1 requests/s", rate=1.0, result=result_of(records), summary=summary)
+    assert "unavailable  1" in table(point, Targets(ttft_ms=1))
+    json.dumps(as_json([point], None, {}), allow_nan=False)
+
+
+def test_a_generator_that_lags_says_so() -> None:
+    late = [answered(1.0), answered(2.0)]
+    for r in late:
+        r.sent_s += 0.05
+    summary = summarize(late, Windows.of_duration(0.0, 30.0), targets=Targets(ttft_ms=1))
+    slow = RunResult(records=late, start=0.0, wall_s=30.0, cpu_s=29.0, loop_lag_s=Distribution.of([0.2]))
+    said = warnings_of(slow, summary, max_slip_s=0.01, measured_s=30.0)
+    assert len(said) == 3
+    assert "50.0 ms late" in said[0]
+    assert "200.0 ms late" in said[1]
+    assert "97% of a core" in said[1]
+    assert "at least 60 s" in said[2]
