@@ -4,6 +4,9 @@ the one worked out by hand, whatever gave way in between."""
 from __future__ import annotations
 
 import itertools
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +15,12 @@ from engine_helpers import assert_idle, drain, expected_answer, make_request
 from twostep.engine.ageing import Patience
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
+from twostep.engine.model_runner import ModelRunner
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import ResourceExhausted, SetupError
 from twostep.request_class import RequestClass
+from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepCurve
 
 INTERACTIVE, STANDARD, BATCH = RequestClass
@@ -411,3 +416,50 @@ def test_batch_decodes_are_passed_over_while_they_would_make_a_step_too_long() -
 def test_bounds_that_make_no_sense_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(SetupError, match=next(iter(config))):
         make_engine(**config)
+
+
+# ---- a real model ---------------------------------------------------------------------------------------------------
+
+
+def answers(directory: Path, num_blocks: int, classes: Sequence[RequestClass], **config: Any) -> tuple[list[list[int]], Engine]:
+    """Of nine requests that arrive while others run, greedy and sampled with penalties."""
+    runner = ModelRunner(directory, num_blocks=num_blocks, block_size=BLOCK, max_model_len=64)
+    engine = Engine(runner, EngineConfig(max_num_batched_tokens=24, max_num_seqs=5, hash_unit=BLOCK, look_ahead=True, **config))
+    engine.set_curve(StepCurve(fixed_s=1e-3, per_row_s=1e-4))
+    got: list[list[int]] = [[] for _ in classes]
+    coming = deque(enumerate(classes))
+    for number in itertools.count():
+        while coming and number >= 4 * coming[0][0]:
+            i, request_class = coming.popleft()
+            drawn = {"temperature": 0.9, "top_p": 0.9, "seed": i, "frequency_penalty": 0.5} if i % 2 else {"temperature": 0.0}
+            params = SamplingParams(max_tokens=25, ignore_eos=True, **drawn)  # type: ignore[arg-type]
+            tokens = [(7 * i + k * k) % 500 for k in range(6 + 3 * i)]
+            engine.submit(
+                EngineRequest(
+                    seq_id=str(i),
+                    token_ids=tokens,
+                    num_prompt_tokens=len(tokens),
+                    sampling=params,
+                    prefix_key=b"key",
+                    request_class=request_class,
+                )
+            )
+        output = engine.step()
+        assert not output.failures
+        for token in output.tokens:
+            got[int(token.seq_id)].append(token.token_id)
+        if not coming and not output.num_prefill_tokens + output.num_decode_tokens:
+            assert_idle(engine)
+            return got, engine
+    raise AssertionError
+
+
+def test_a_model_s_tokens_do_not_depend_on_classes(tiny_llama_dir: Path) -> None:
+    """float32: who goes first, what gives way, how prompts are cut and what shares a step changes; tokens do not."""
+    alone, _ = answers(tiny_llama_dir, 300, [STANDARD] * 9)
+    assert all(len(tokens) == 25 for tokens in alone)
+    mixed = [BATCH, BATCH, STANDARD, BATCH, INTERACTIVE, BATCH, STANDARD, BATCH, INTERACTIVE]
+    for mode in (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP):
+        among, engine = answers(tiny_llama_dir, 26, mixed, max_step_s=1.8e-3, min_chunk_tokens=3, preemption_mode=mode, swap_bytes=1 << 24)
+        assert among == alone
+        assert engine.stats().num_preemptions

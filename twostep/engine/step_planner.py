@@ -38,6 +38,7 @@ _TPOT_SHARE = 0.9
 _CLAIM_S = 1.0
 # When a reservation for which they give way is worth trying again.
 _RETRY_S = 0.02
+_BATCH = int(RequestClass.BATCH)
 _ANY_RANK = RequestClass.BATCH + 1
 
 
@@ -119,6 +120,7 @@ class StepPlanner:
     ) -> StepPlan[EngineSequence]:
         """Changes nothing but what Admission.candidates notes. `unlimited`: as if there were blocks enough, for urgent prompts alone."""
         decodes, fillers, prompts = self._split(ready)
+        pace = self._pace(decodes)
         below = self._open_below(active, ready)
         room = gap_room = Room(0, 0)
         if below > RequestClass.INTERACTIVE:
@@ -135,8 +137,8 @@ class StepPlanner:
             max_seqs=self._max_num_seqs,
             room=room,
             gap_room=gap_room,
-            num_context=0 if self.curve is None else sum(len(sequence.tokens) for sequence in decodes),
-            pace=self._pace(decodes),
+            num_context=0 if pace is None else sum(len(sequence.tokens) for sequence in decodes),
+            pace=pace,
         )
 
     def _split(
@@ -147,10 +149,11 @@ class StepPlanner:
         fillers: list[Filler[EngineSequence]] = []
         prompts: list[Running[EngineSequence]] = []
         for sequence in ready:
-            rank = sequence.patience.rank
-            if not sequence.decodes:
-                prompts.append(Running(sequence, sequence.num_remaining, sequence.num_planned, rank))
-            elif rank < RequestClass.BATCH:
+            # EngineSequence.decodes, without 256 calls of it a step.
+            num_tokens = len(sequence.tokens) + sequence.num_pending
+            if num_tokens - sequence.num_planned != 1 or num_tokens <= len(sequence.given):
+                prompts.append(Running(sequence, sequence.num_remaining, sequence.num_planned, sequence.patience.rank))
+            elif sequence.patience.rank < _BATCH:
                 decodes.append(sequence)
             else:
                 fillers.append(Filler(sequence, len(sequence.tokens)))
