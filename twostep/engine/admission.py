@@ -9,7 +9,7 @@ from heapq import merge
 import numpy as np
 
 from twostep.engine.block_pool import BlockCopy, BlockPool
-from twostep.engine.host_tier import HostTier
+from twostep.engine.host_tier import HostLoad, HostTier
 from twostep.engine.preemptor import Preemptor
 from twostep.engine.scheduler import Waiting
 from twostep.engine.sequence import EngineSequence, SequenceState
@@ -116,7 +116,7 @@ class Admission:
             sequence.blocks = np.array(blocks, np.int32)
             sequence.matched = []
             in_host, sequence.matched_in_host = sequence.matched_in_host, ()
-            self._tier.load(sequence, num_found, in_host)
+            self._tier.load(sequence, num_found, in_host, is_new=sequence.state is SequenceState.WAITING)
             if sequence.state is SequenceState.PREEMPTED:
                 del self._preemptor.waiting[sequence.seq_id]
                 loads += self._loads(sequence, num_found)
@@ -128,17 +128,18 @@ class Admission:
         return copies, loads
 
     def found(self, sequence: EngineSequence, num_cached: int, *, num_in_host: int) -> None:
-        """So many tokens' KV of a sequence that comes new was there, the last of them in the host tier."""
+        """So many tokens' KV of a sequence that comes new was there, the last of them in the host tier: they count once copied."""
         sequence.num_cached = num_cached
         self.num_queried_tokens += len(sequence.tokens)
-        self.num_hit_tokens += num_cached
-        self.num_host_hit_tokens += num_in_host
+        self.num_hit_tokens += num_cached - num_in_host
         self._tier.asked(sequence.block_hashes())
 
-    def not_found(self, num_in_host: int) -> None:
-        """So many tokens' KV that was counted as found in the host tier could not be had from there."""
-        self.num_hit_tokens -= num_in_host
-        self.num_host_hit_tokens -= num_in_host
+    def loaded(self, load: HostLoad) -> None:
+        """What was found in the host tier is copied."""
+        if load.is_new:
+            num_tokens = len(load.blocks) * self._block_size
+            self.num_hit_tokens += num_tokens
+            self.num_host_hit_tokens += num_tokens
 
     def _loads(self, sequence: EngineSequence, num_found: int) -> list[BlockLoad]:
         """What is to be copied back of a preempted sequence, whose first `num_found` blocks were found in the pool."""

@@ -54,9 +54,11 @@ class HostSave:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HostLoad:
-    """`rows` are to be copied to the pool's `blocks`, which are those of a sequence from the `first` on."""
+    """`rows` are to be copied to the pool's `blocks`, which are those of a sequence from the `first` on. `is_new`: it has not been here
+    before, so what it finds counts."""
 
     sequence: EngineSequence
+    is_new: bool
     first: int
     blocks: Sequence[int]
     rows: Sequence[int]
@@ -239,7 +241,7 @@ class HostTier:
             end += 1
         return hashes[first:end]
 
-    def load(self, sequence: EngineSequence, first: int, hashes: Sequence[bytes]) -> None:
+    def load(self, sequence: EngineSequence, first: int, hashes: Sequence[bytes], *, is_new: bool) -> None:
         """`hashes`, just looked up, are to be copied to the sequence's own blocks from the `first` on. Until `loaded` it counts one use
         more than it is in steps. Nothing happens if there are none."""
         if not hashes:
@@ -250,6 +252,7 @@ class HostTier:
         self._order.used(hashes)
         load = HostLoad(
             sequence=sequence,
+            is_new=is_new,
             first=first,
             blocks=sequence.blocks[first : first + len(hashes)].tolist(),
             rows=[entry.row for entry in entries],

@@ -163,7 +163,7 @@ class SequenceLedger:
         sequence.blocks = np.array(cached + self._pool.allocate(num_new), np.int32)
         sequence.num_registered = len(cached)
         in_host = self.tier.lookup(sequence.block_hashes(), len(cached))
-        self.tier.load(sequence, len(cached), in_host)
+        self.tier.load(sequence, len(cached), in_host, is_new=True)
         num_in_host = len(in_host) * self._block_size
         self._admission.found(sequence, len(cached) * self._block_size + num_in_host, num_in_host=num_in_host)
         self._arrive(sequence)
@@ -222,6 +222,8 @@ class SequenceLedger:
         """What the host tier was asked for is in the sequence's blocks. Not `ok`: it is not, and is computed."""
         sequence = load.sequence
         self.tier.loaded(load, ok=ok)
+        if ok:
+            self._admission.loaded(load)
         self._blocked = False
         if sequence.state is SequenceState.ENDED:
             self._forget(sequence)
@@ -234,7 +236,6 @@ class SequenceLedger:
             else:
                 sequence.num_intact = num_intact
             sequence.num_cached = min(sequence.num_cached, num_intact)
-            self._admission.not_found(len(load.blocks) * self._block_size)
         if running:
             self._register(sequence)
 

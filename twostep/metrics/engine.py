@@ -23,11 +23,14 @@ SWAPPED = counter("twostep_kv_swapped_bytes_total", "KV copied to the host and b
 STEPS = counter("twostep_engine_steps_total", "Steps that were launched.", _ROLE)
 PREFIX_QUERIES = counter("twostep_prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", _ROLE)
 PREFIX_HITS = counter("twostep_prefix_cache_hits_total", "Prompt tokens whose KV was found there.", _ROLE)
+HOST_BLOCKS = gauge("twostep_prefix_cache_host_blocks", "KV blocks of prefixes kept in host memory, below the KV cache.", _ROLE)
+HOST_HITS = counter("twostep_prefix_cache_host_hits_total", "Of the prompt tokens found, those copied back from host memory.", _ROLE)
 STEP_TOKENS = counter("twostep_engine_tokens_total", "Tokens computed, by kind: prefill, decode.", ["role", "kind"])
 FAILED = counter("twostep_engine_failed_sequences_total", "Sequences given up because a step of theirs failed.", _ROLE)
 STEP_DURATION = histogram("twostep_engine_step_duration_seconds", "A step by kind: prefill, decode, mixed.", STEP_SECONDS, ["role", "kind"])
 
-_READ = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, PREEMPTIONS, SWAPPED, STEPS, PREFIX_QUERIES, PREFIX_HITS)
+_GAUGES = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, HOST_BLOCKS)
+_READ = (*_GAUGES, PREEMPTIONS, SWAPPED, STEPS, PREFIX_QUERIES, PREFIX_HITS, HOST_HITS)
 FAMILIES = (*_READ[2:], STEP_TOKENS, FAILED, STEP_DURATION)
 
 
@@ -81,6 +84,7 @@ class EngineMetrics:
             HELD: stats.num_held,
             KV_USAGE: used / stats.num_blocks if stats.num_blocks else 0.0,
             STALLED: stats.stalled_s,
+            HOST_BLOCKS: stats.num_host_blocks,
         }
         yield from (Reading(family, value, role) for family, value in values.items())
         for of_role, counts in (others | {self._role: _less(_counters(stats), others)}).items():
@@ -97,6 +101,7 @@ def _counters(stats: EngineStats) -> dict[Family, int]:
         STEPS: stats.steps,
         PREFIX_QUERIES: stats.num_queried_tokens,
         PREFIX_HITS: stats.num_hit_tokens,
+        HOST_HITS: stats.num_host_hit_tokens,
     }
 
 

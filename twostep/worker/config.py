@@ -27,6 +27,7 @@ class WorkerConfig:
     and port as others reach them. `num_blocks` 0: as many as fit `kv_cache_memory_bytes`; that 0 too: on a GPU what
     `gpu_memory_utilization` leaves, on a CPU 512 MiB. `max_num_batched_tokens` and `max_num_seqs` 0: what
     suits the device (settle in worker/model.py). `chunk_bytes` 0: what suits the transport.
+    `prefix_cache_space` None: what suits the device.
     `other_step_tokens`: the step's budget once the worker has changed its role; 0: the same."""
 
     role: str
@@ -43,6 +44,7 @@ class WorkerConfig:
     kv_cache_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     swap_space: float = 4.0
+    prefix_cache_space: float | None = None
     preemption_mode: str = "auto"
     max_model_len: int = 0
     max_num_batched_tokens: int = CPU_STEP_TOKENS
@@ -149,6 +151,13 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
         type=_not_negative,
         default=default.swap_space,
         help="GiB of host memory for the KV of sequences that give way when the KV cache is full; never more than the KV cache's size",
+    )
+    parser.flag(
+        "--prefix-cache-space",
+        type=_not_negative,
+        default=default.prefix_cache_space,
+        help="GiB of host memory for prefixes that the KV cache gives up, 0 for none; if not given, none on a CPU, and a GPU's part of an "
+        "eighth of the memory there is",
     )
     parser.flag(
         "--preemption-mode",

@@ -62,6 +62,7 @@ class EngineLoop:
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_S)
         self._thread.start()
+        self._engine.host_copies.start()
         if self._follower is not None:
             self._follower.start()
 
@@ -71,6 +72,7 @@ class EngineLoop:
         if self._thread.ident is None:
             return
         await asyncio.to_thread(self._thread.join, timeout_s)
+        await asyncio.to_thread(self._engine.host_copies.stop, timeout_s)
         if self._thread.is_alive():
             log.warning("the engine's step did not finish within %g s; leaving it behind", timeout_s)
         elif self._follower is not None:

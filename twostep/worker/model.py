@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import KvShape, Runner
 from twostep.engine.fake import FakeRunner
+from twostep.engine.memory import GIB, host_cache_bytes, usable_host_bytes
 from twostep.errors import InvalidRequest, SetupError
 from twostep.fingerprint import model_fingerprint
 from twostep.model_dir import read_json
@@ -112,7 +113,19 @@ def settle(config: WorkerConfig) -> WorkerConfig:
         config,
         max_num_batched_tokens=config.max_num_batched_tokens or CPU_STEP_TOKENS,
         max_num_seqs=config.max_num_seqs or (GPU_NUM_SEQS if on_gpu else CPU_NUM_SEQS),
+        prefix_cache_space=_prefix_cache_space(config, on_gpu=on_gpu),
     )
+
+
+def _prefix_cache_space(config: WorkerConfig, *, on_gpu: bool) -> float:
+    """GiB. On a CPU the KV cache is in host memory itself."""
+    if config.prefix_cache_space is not None:
+        return config.prefix_cache_space
+    if not on_gpu:
+        return 0.0
+    import torch  # noqa: PLC0415
+
+    return host_cache_bytes(usable_host_bytes(), num_gpus=torch.cuda.device_count(), num_ranks=config.tensor_parallel_size) / GIB
 
 
 def _measured_curve(config: WorkerConfig, runner: Runner, progress: Progress) -> StepCurve:

@@ -34,7 +34,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             except InternalError as error:
                 stats.integrity_error = error.message
         engine = self._worker.engine.stats()
-        for name in ("running", "waiting", "reserved", "held", "blocks", "free_blocks", "cached_blocks"):
+        for name in ("running", "waiting", "reserved", "held", "blocks", "free_blocks", "cached_blocks", "host_blocks", "host_hit_tokens"):
             setattr(stats, f"num_{name}", getattr(engine, f"num_{name}"))
         stats.steps = engine.steps
         stats.num_preemptions = engine.num_preemptions
