@@ -76,6 +76,9 @@ def run(args: argparse.Namespace) -> int:
         target = "" if system.plan.port == 50051 else f" --target {system.target}"
         say(f"  {command} chat{target}")
         say(f'  {command} generate "Once upon a time"{target}')
+        say(f"Workers: {', '.join(f'{worker.worker_id} {worker.address}' for worker in system.plan.workers)}")
+        if options.num_prefill:
+            say(f"  {command} role HOST:PORT prefill|decode --secret-file {system.plan.run_dir / 'secret'}")
         say(f"Metrics: {', '.join(f'{name} {url}' for name, url in system.metrics_urls.items())}")
         say(f"Logs: {system.plan.run_dir / 'logs'}. Ctrl-C drains and stops.")
         say("")

@@ -95,8 +95,9 @@ class LocalOptions:
 
     @property
     def budget_bytes(self) -> int:
-        """What each prefill worker may keep published: their shares leave room for what is being copied."""
-        return self.store_bytes * 7 // 10 // max(1, self.num_prefill)
+        """What each worker may keep published while it has the prefill role, which all but one may come to have: their shares leave room
+        for what is being copied."""
+        return self.store_bytes * 7 // 10 // max(1, self.num_prefill + self.num_decode - 1)
 
     @property
     def threads_per_worker(self) -> int:

@@ -305,7 +305,7 @@ class LocalSystem:
         if worker.module == "decode_worker":
             flags.append("--local-prefill" if options.local_prefill else "--no-local-prefill")
         flags += ["--runner", options.runner, "--cpu-threads", threads]
-        if self.plan.own_ray and worker.module == "prefill_worker":
+        if self.plan.own_ray:
             flags += ["--kv-budget-bytes", str(options.budget_bytes)]
         for flag, value in (
             ("--ray-address", self.plan.ray_address),
