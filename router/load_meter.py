@@ -13,6 +13,8 @@ from twostep.cluster.records import WorkerLoad
 
 # Some heartbeats: fewer are noise, more are history.
 TIME_CONSTANT_S = 3.0
+# How old what records tell is at most: a heartbeat, and a look at them.
+RECENT_S = 1.5
 
 
 class LoadMeter:
@@ -23,6 +25,7 @@ class LoadMeter:
         self._token_seconds = 0.0  # of the own queue, since it was observed last
         self._changed = self._observed = now
         self._mean: MeanLoad | None = None
+        self._recent_tokens = 0.0
 
     @property
     def queued_tokens(self) -> int:
@@ -31,8 +34,13 @@ class LoadMeter:
 
     def set_queued_tokens(self, num_tokens: int, now: float) -> None:
         self._token_seconds += self._queued_tokens * (now - self._changed)
+        self._recent_tokens = self.recent_tokens(now) + max(0, num_tokens - self._queued_tokens)
         self._changed = now
         self._queued_tokens = num_tokens
+
+    def recent_tokens(self, now: float) -> float:
+        """Prompt tokens that were sent there lately; what was sent RECENT_S ago counts a third."""
+        return self._recent_tokens * math.exp((self._changed - now) / RECENT_S)
 
     @property
     def mean(self) -> MeanLoad | None:

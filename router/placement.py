@@ -114,14 +114,13 @@ class _Choice:
         self._demand = demand
         self._predictor = Predictor(demand, fallback_curve((*prefill, *decode)))
         # The excluded ones count where it is about loads: what is on them is somebody's.
-        prefill_means = [mean_load(c, demand.num_tokens) for c in prefill]
-        decode_means = [mean_load(c, demand.num_tokens) for c in decode]
-        self._prefill_share = shares(prefill_means)
-        self._prefill = [(c, m) for c, m in zip(prefill, prefill_means, strict=True) if not (skip_excluded and c.excluded)]
-        share = shares(decode_means)
-        self._decoding = [
-            self._predictor.decoding(c, m, share) for c, m in zip(decode, decode_means, strict=True) if not (skip_excluded and c.excluded)
-        ]
+        self._prefill = [(c, mean_load(c, demand.num_tokens)) for c in prefill]
+        decoding = [(c, mean_load(c, demand.num_tokens)) for c in decode]
+        self._prefill_share, share = shares(self._prefill), shares(decoding)
+        if skip_excluded:
+            self._prefill = [(c, mean) for c, mean in self._prefill if not c.excluded]
+            decoding = [(c, mean) for c, mean in decoding if not c.excluded]
+        self._decoding = [self._predictor.decoding(c, mean, share) for c, mean in decoding]
         self._layouts: list[LayoutRecord] = []
         self._numbers: dict[LayoutRecord, int] = {}
         self._numbers_by_id: dict[int, int] = {}

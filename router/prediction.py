@@ -13,9 +13,10 @@
 The first token is sampled by whoever computes the prompt, so the hand-over delays the second token and never the first.
 
 Load is what this router has there now, and what it thinks the other routers have. Their part is known from heartbeats only, which are
-older than a queue of prompts on a GPU: it is taken for its mean over the last seconds, and for at least as much, in proportion, as this
-router has sent there itself. That keeps several routers from all filling the same gap at once: each reckons that the others have seen it
-too. (Dahlin, "Interpreting stale load information", 1999: a load report is worth what has happened since.)
+older than a queue of prompts on a GPU. So it is taken for its mean over the last seconds, for at least as much, in proportion, as this
+router has there itself, and for more where this router has sent more than elsewhere since. That keeps several routers from all filling
+the same gap at once: each reckons that the others have seen it too. (Dahlin, "Interpreting stale load information", 1999: a report of
+load is worth what has happened since. docs/placement.md has the formulae, tests/router/placement_simulation.py what comes of them.)
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ FULL_COST = 2e9
 
 # An answer's share of the load among several routers is never taken for less.
 _LEAST_SHARE = 1 / 32
+# How much of what others have sent lately, and records do not tell of yet, waits still.
+_GROWTH = 0.35
 # Towards having the workers to oneself, while there is hardly any load to tell by.
 _PRIOR_TOKENS, _PRIOR_SEQS = 512.0, 1.0
 
@@ -143,21 +146,24 @@ def mean_load(candidate: Candidate, num_tokens: int) -> MeanLoad:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Which part of the load on all workers of a role comes from this router."""
+    """Which part of the load on all workers of a role comes from this router, and how many tokens it has sent lately to each on average."""
 
     tokens: float
     seqs: float
+    recent_tokens: float = 0.0
 
 
-def shares(means: Sequence[MeanLoad]) -> Shares:
+def shares(side: Sequence[tuple[Candidate, MeanLoad]]) -> Shares:
     own_tokens = tokens = _PRIOR_TOKENS
     own_seqs = seqs = _PRIOR_SEQS
-    for mean in means:
+    recent = 0.0
+    for candidate, mean in side:
         own_tokens += mean.own_queued_tokens
         tokens += mean.queued_tokens
         own_seqs += mean.own_num_seqs
         seqs += mean.num_seqs
-    return Shares(_share(own_tokens, tokens), _share(own_seqs, seqs))
+        recent += candidate.recent_tokens
+    return Shares(_share(own_tokens, tokens), _share(own_seqs, seqs), recent / max(1, len(side)))
 
 
 def _share(own: float, total: float) -> float:
@@ -168,6 +174,16 @@ def load_now(own_now: float, mean_total: float, share: float) -> float:
     """What everybody has there now: what this router has, and of the others their mean, at least what they would have there if they did as
     this one does."""
     return own_now + (1.0 - share) * max(mean_total, own_now / share)
+
+
+def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares) -> float:
+    """Prompt tokens to be computed there. Queues are over before they are told of: where this router has sent more lately than elsewhere,
+    the others have too."""
+    if share.tokens == 1.0:
+        return candidate.queued_tokens
+    queued = load_now(candidate.queued_tokens, mean.queued_tokens, share.tokens)
+    more = candidate.recent_tokens - share.recent_tokens
+    return queued + _GROWTH * more * (1.0 / share.tokens - 1.0) if more > 0.0 else queued
 
 
 # ---- times --------------------------------------------------------------------------------------------------------------
@@ -240,7 +256,7 @@ class Predictor:
         own_pairs = (demand.num_tokens * demand.num_tokens - cached * cached) / 2
         computing, _ = prompt_s(curve, demand.num_tokens - cached, own_pairs, record.step_tokens)
         computing += _host_copy_s(candidate)
-        queued = load_now(candidate.queued_tokens, mean.queued_tokens, share.tokens)
+        queued = queued_now(candidate, mean, share)
         # Prompts in the queue are taken for ones like this.
         waiting = prompt_s(curve, queued, queued * demand.num_tokens / 2, record.step_tokens)[0] if queued else 0.0
         ttft = waiting + computing
@@ -266,7 +282,7 @@ class Predictor:
         step = fixed + per_row * rows + per_sequence * seqs + per_context * context if seqs else 0.0
         rows = seqs + 1.0 - knee if seqs + 1.0 > knee else 0.0
         longer = fixed + per_row * rows + per_sequence * (seqs + 1.0) + per_context * (context + own_context)
-        queued = load_now(candidate.queued_tokens, mean.queued_tokens, share.tokens)
+        queued = queued_now(candidate, mean, share)
         room = max(1, record.step_tokens - int(seqs))
         waiting = stall = 0.0
         if queued:

@@ -35,6 +35,8 @@ class Candidate:
     host_cached_tokens: int = 0
     # Prompt tokens this router has sent it to compute, whose first token has not come yet.
     queued_tokens: int = 0
+    # And how many it has sent it lately, computed or not, the longer ago the less: about as many as records do not tell of yet.
+    recent_tokens: float = 0.0
     # Attempts of this router that are there now.
     num_attempts: int = 0
     # It refused this request in this round, or lost an earlier attempt of it.

@@ -146,9 +146,10 @@ class WorkerPool:
         return [link.record for link in links if not link.retired]
 
     def snapshot(self, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife]) -> Snapshot:
+        now = time.monotonic()
         return Snapshot(
-            prefill=[_candidate(link, cached, excluded) for link in self._prefill.values() if not link.retired],
-            decode=[_candidate(link, cached, excluded) for link in self._decode.values() if not link.retired],
+            prefill=[_candidate(link, cached, excluded, now) for link in self._prefill.values() if not link.retired],
+            decode=[_candidate(link, cached, excluded, now) for link in self._decode.values() if not link.retired],
         )
 
     def sync(self, workers: Sequence[WorkerRecord]) -> None:
@@ -194,13 +195,14 @@ class WorkerPool:
         await asyncio.gather(*(link.close() for link in links))
 
 
-def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife]) -> Candidate:
+def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife], now: float) -> Candidate:
     held = cached.get(link.life, NOT_CACHED)
     return Candidate(
         record=link.record,
         cached_tokens=held.num_tokens,
         host_cached_tokens=held.host_tokens,
         queued_tokens=link.queued_tokens,
+        recent_tokens=link.meter.recent_tokens(now),
         num_attempts=len(link.tenants),
         excluded=link.life in excluded,
         mean=link.meter.mean,

@@ -79,10 +79,10 @@ def test_the_bytes_of_a_token() -> None:
 
 
 def test_one_router_counts_what_it_knows_and_several_reckon_with_each_other() -> None:
-    alone = shares([MeanLoad(queued_tokens=4000, own_queued_tokens=4000, num_seqs=50, own_num_seqs=50)])
+    alone = shares([(worker("prefill"), MeanLoad(queued_tokens=4000, own_queued_tokens=4000, num_seqs=50, own_num_seqs=50))])
     assert (alone.tokens, alone.seqs) == (1.0, 1.0)
     assert load_now(700, mean_total=4000, share=alone.tokens) == 700
-    half = shares([MeanLoad(num_seqs=100, own_num_seqs=50), MeanLoad(num_seqs=99, own_num_seqs=49)])
+    half = shares([(worker("decode"), MeanLoad(num_seqs=n, own_num_seqs=own)) for n, own in ((100, 50), (99, 49))])
     assert half.seqs == pytest.approx(0.5)
     # Their mean, and when this one has sent more than its part of it, as much again for the others.
     assert load_now(0, mean_total=10, share=0.5) == 5
