@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.config import EngineConfig
+from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import ResourceExhausted
 from twostep.plan.deployment import Deployment
-from twostep.plan.virtual_engine import EngineSpec
+from twostep.plan.virtual_sequence import EngineSpec
 from twostep.plan.workload import Request
 from twostep.sampling_params import SamplingParams
 
@@ -32,8 +33,12 @@ def real_engine(spec: EngineSpec) -> Engine:
         look_ahead=spec.look_ahead,
         preemption_mode=PreemptionMode.RECOMPUTE,
         hash_unit=spec.block_size,
+        max_step_s=spec.max_step_s,
+        min_chunk_tokens=spec.min_chunk_tokens,
     )
-    return Engine(runner, config)
+    engine = Engine(runner, config)
+    engine.set_curve(spec.prompt_curve)
+    return engine
 
 
 class Replay:

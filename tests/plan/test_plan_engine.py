@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from twostep.plan.deployment import Deployment, HandOver
 from twostep.plan.placing import Choice
 from twostep.plan.simulator import simulate
-from twostep.plan.virtual_engine import EngineSpec
+from twostep.plan.virtual_sequence import EngineSpec
 from twostep.plan.workload import Request
 from twostep.step_curve import StepCurve
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from twostep.plan.virtual_engine import EngineSpec
+from twostep.plan.virtual_sequence import EngineSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Deployment:
     num_decode: int
     decode: EngineSpec
     prefill: EngineSpec | None = None
-    hand_over: HandOver = HandOver()
+    hand_over: HandOver = field(default_factory=HandOver)
     edge_s: float = 0.0
 
     def __post_init__(self) -> None:

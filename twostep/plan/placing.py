@@ -53,7 +53,7 @@ def shortest_ttft(
 def predicted_ttft(engine: VirtualEngine, request: Request, now: float) -> float:
     """Seconds until the first token: what is left of the launched steps, the prompts queued here, and this one, in full steps beside those
     that decode here now."""
-    spec, curve = engine.spec, engine.spec.curve
+    spec, curve = engine.spec, engine.spec.prompt_curve
     num_tokens = engine.queued_tokens + request.num_uncached
     pairs = engine.queued_pairs + chunk_pairs(request.num_uncached, request.num_prompt - request.num_uncached)
     decodes = engine.num_decoding

@@ -21,7 +21,8 @@ from typing import Any
 from twostep.errors import InvalidRequest
 from twostep.plan.deployment import Deployment
 from twostep.plan.placing import Placement, shortest_ttft
-from twostep.plan.virtual_engine import VirtualEngine, VirtualSequence
+from twostep.plan.virtual_engine import VirtualEngine
+from twostep.plan.virtual_sequence import VirtualSequence
 from twostep.plan.workload import Request
 
 

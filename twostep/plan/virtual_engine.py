@@ -15,67 +15,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from twostep.engine.preemption import watermark
-from twostep.engine.scheduler import Running, Waiting, plan_step
+from twostep.engine.scheduler import Chunk, Pace, Room, Running, Waiting, plan_step
+from twostep.plan.virtual_sequence import EngineSpec, Step, VirtualSequence
 from twostep.plan.workload import Request
-from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """One worker's engine. `num_blocks` of `block_size` tokens; `step_tokens` is the budget of a step, `max_num_seqs` those that run or are
-    reserved at once."""
-
-    curve: StepCurve
-    step_tokens: int = 2048
-    max_num_seqs: int = 256
-    max_waiting: int = 256
-    num_blocks: int = 1 << 30
-    block_size: int = 16
-    look_ahead: bool = False
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class VirtualSequence:
-    """`length` counts the tokens there are, those being sampled included; `planned` those whose KV is there or will be once the launched
-    steps are over. `hold`: it ends with its first token and keeps its blocks until it is released."""
-
-    request: Request
-    key: int
-    hold: bool = False
-    length: int = 0
-    max_length: int = 0
-    planned: int = 0
-    num_blocks: int = 0
-    room: int = 0  # tokens that its blocks hold
-    end_blocks: int = 0  # blocks that it has in the end
-    arrival: int = 0
-    times: list[float] = field(default_factory=list)  # of its sampled tokens
-
-    @property
-    def remaining(self) -> int:
-        return self.length - self.planned
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """A launched step: over at `end_s`. Decodes are sampled, and so are `completed` prompts; `ended` have no more to come here."""
-
-    end_s: float
-    duration_s: float
-    decodes: Sequence[VirtualSequence]
-    prompts: Sequence[VirtualSequence]
-    completed: Sequence[VirtualSequence]
-    ended: Sequence[VirtualSequence]
-    num_prompt_tokens: int
+from twostep.step_curve import StepWorkload, chunk_pairs
 
 
 class VirtualEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self._budget = spec.step_tokens
+        self._pace: Pace | None = None
+        if spec.max_step_s:
+            self._pace = Pace(curve=spec.prompt_curve, max_step_s=spec.max_step_s, min_chunk=spec.min_chunk_tokens)
         self._max_num_seqs = min(spec.max_num_seqs, spec.step_tokens)
         self._decoding: list[VirtualSequence] = []
         self._prompts: list[VirtualSequence] = []
@@ -215,20 +169,29 @@ class VirtualEngine:
     def _plan(self, now: float) -> Step | None:
         ready = self._grow()
         open_ = len(ready) == len(self._decoding) and not self._yielding and bool(self._preempted or self._waiting)
+        if not (open_ or self._prompts) and len(ready) <= self._max_num_seqs:
+            return self._launched_step(now, list(ready), ()) if ready else None  # nothing to choose
         plan = plan_step(
             decodes=ready,
-            prompts=[Running(s, s.remaining) for s in self._prompts],
+            prompts=[Running(s, s.remaining, s.planned) for s in self._prompts],
             waiting=self._candidates() if open_ else (),
             budget=self._budget,
-            num_seats=self._max_num_seqs - self.num_running - self.num_reserved,
-            num_free_blocks=self.free_blocks - self._watermark() if open_ else 0,
+            max_seqs=self._max_num_seqs,
+            room=Room(
+                self._max_num_seqs - self.num_running - self.num_reserved if open_ else 0,
+                self.free_blocks - self._watermark() if open_ else 0,
+            ),
+            num_context=self.context,
+            pace=self._pace if ready else None,
         )
         for candidate in plan.admitted:
             self._admit(candidate.item)
-        # Its own list: the table changes while the step runs.
-        decodes, chunks = list(plan.decodes), plan.prompts
-        if not decodes and not chunks:
+        if not plan.decodes and not plan.prompts:
             return None
+        return self._launched_step(now, list(plan.decodes), plan.prompts)
+
+    def _launched_step(self, now: float, decodes: list[VirtualSequence], chunks: Sequence[Chunk[VirtualSequence]]) -> Step:
+        """Counts what is planned. `decodes` is the step's own list: the table changes while it runs."""
         context = self.context if len(decodes) == len(self._decoding) else sum(s.length for s in decodes)
         ended: list[VirtualSequence] = []
         for sequence in decodes:
@@ -259,7 +222,7 @@ class VirtualEngine:
             else:
                 self._decodes(sequence)
         work = StepWorkload(prompt_tokens=num_prompt_tokens, pairs=pairs, decodes=len(decodes), context=context)
-        duration = self.spec.curve.step_s(work)
+        duration = (self.spec.prompt_curve if num_prompt_tokens else self.spec.curve).step_s(work)
         self.busy_s += duration
         self.num_steps += 1
         self.sequence_s += duration * len(decodes)
@@ -272,7 +235,8 @@ class VirtualEngine:
     def _candidates(self) -> Iterator[Waiting[VirtualSequence]]:
         for sequence in (*self._preempted, *self._waiting):
             num_blocks = self._blocks(sequence.length)
-            yield Waiting(sequence, self._uncached(sequence), num_blocks + (sequence.end_blocks > num_blocks))
+            uncached = self._uncached(sequence)
+            yield Waiting(sequence, uncached, num_blocks + (sequence.end_blocks > num_blocks), sequence.length - uncached)
 
     def _uncached(self, sequence: VirtualSequence) -> int:
         """Who gave way computes all of its tokens again."""
