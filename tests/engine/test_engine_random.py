@@ -46,6 +46,7 @@ class World:
         self.bases = [[rng.randrange(self.vocab) for _ in range(rng.randrange(2 * self.block_size, 50))] for _ in range(3)]
         self.attempts: dict[str, Attempt] = {}
         self.mirrors: dict[Engine, set[bytes]] = {self.prefill: set(), self.decode: set()}
+        self.host_mirrors: dict[Engine, set[bytes]] = {self.prefill: set(), self.decode: set()}
         self.fail_next = self.refuse_next = False
         self.count = 0
         self.num_failed = self.num_cancelled = self.num_moved = self.num_reused = self.num_carried = 0
@@ -71,6 +72,7 @@ class World:
             hash_unit=self.unit,
             preemption_mode=rng.choice(list(PreemptionMode)),
             swap_bytes=rng.choice([0, 4, 1000]) * runner.kv_shape.block_bytes,
+            host_cache_bytes=rng.choice([0, 5, 1000]) * runner.kv_shape.block_bytes,
             look_ahead=rng.random() < 0.6,
             max_step_s=rng.choice([0.0, 0.002]),
             min_chunk_tokens=rng.choice([1, 8]),
@@ -203,6 +205,12 @@ class World:
         mirror |= set(delta.added)
         mirror -= set(delta.removed)
         assert mirror == set(engine.cached_prefixes())
+        mirror = self.host_mirrors[engine]
+        assert not mirror & set(delta.host_added)
+        assert mirror >= set(delta.host_removed)
+        mirror |= set(delta.host_added)
+        mirror -= set(delta.host_removed)
+        assert mirror == set(engine.host_prefixes())
         return bool(output.num_prefill_tokens + output.num_decode_tokens)
 
     def take_failures(self, output: StepOutput) -> None:
@@ -261,7 +269,7 @@ def test_every_token_is_right_and_nothing_is_left(seed: int) -> None:
 
 def test_the_random_worlds_visit_what_they_should() -> None:
     """Over a few worlds: enough finishes, cancels, failures, moved and reused blocks, copies, preemptions."""
-    finished = cancelled = failed = moved = reused = copies = carried = preempted = 0
+    finished = cancelled = failed = moved = reused = copies = carried = preempted = from_host = 0
     for seed in range(100, 112):
         world = World(seed)
         world.run(250)
@@ -274,9 +282,11 @@ def test_the_random_worlds_visit_what_they_should() -> None:
         carried += world.num_carried
         stats = [engine.stats() for engine in (world.prefill, world.decode)]
         preempted += sum(stat.num_preemptions for stat in stats)
+        from_host += sum(stat.num_host_hit_tokens for stat in stats)
     counts = (finished, cancelled, failed, moved, reused, copies, carried)
     assert min(counts) >= 10, counts
     assert preempted
+    assert from_host
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
