@@ -102,3 +102,11 @@ def knee_budget(points: Sequence[ThroughputPoint], *, share: float = KNEE_SHARE)
             break
         knee = point.num_tokens
     return knee
+
+
+def knee_of(curve: StepCurve, largest: int, *, share: float = KNEE_SHARE) -> int:
+    """The budget at the knee for steps that take what `curve` says: of powers of two from 16 on and `largest`, of fresh prompts."""
+    sizes = [size for size in (2**i for i in range(4, largest.bit_length())) if size < largest] + [largest]
+    works = [StepWorkload(prompt_tokens=size, pairs=chunk_pairs(size, 0)) for size in sizes]
+    points = [ThroughputPoint(work.prompt_tokens, curve.step_s(work)) for work in works]
+    return knee_budget(points, share=share)

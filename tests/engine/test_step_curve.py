@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.step_curve import StepCurve, StepWorkload, ThroughputPoint, chunk_pairs, knee_budget
+from twostep.step_curve import StepCurve, StepWorkload, ThroughputPoint, chunk_pairs, knee_budget, knee_of
 
 CURVE = StepCurve(fixed_s=4e-3, per_row_s=20e-6, knee=200, per_pair_s=1e-9, per_sequence_s=2e-6, per_context_s=3e-8)
 
@@ -61,3 +61,19 @@ def test_points_that_say_nothing_are_refused(points: list[ThroughputPoint]) -> N
         knee_budget(points)
     with pytest.raises(ValueError, match="share"):
         knee_budget([ThroughputPoint(1, 1.0)], share=0)
+
+
+def test_the_knee_of_a_curve() -> None:
+    assert knee_of(StepCurve(fixed_s=0.0, per_row_s=1e-3), 512) == 16, "each token costs the same"
+    assert knee_of(StepCurve(fixed_s=10.0, per_row_s=1e-6), 500) == 500, "and here they cost nothing"
+    # A 20th of 19 ms is the fixed part of a step of 1000 tokens: a step of 1024 is there, one of 512 is not.
+    assert knee_of(StepCurve(fixed_s=1e-3, per_row_s=19e-6), 1 << 30, share=0.95) == 1024
+    # Pairs make large prompts slow: 4096 tokens a step would be worse than 1024.
+    assert knee_of(StepCurve(fixed_s=1e-3, per_row_s=1e-6, per_pair_s=1e-9), 1 << 16, share=1.0) == 1024
+    assert knee_of(StepCurve(fixed_s=1e-3, per_row_s=1e-6), 7) == 7
+
+
+@given(st.floats(1e-5, 1), st.floats(1e-7, 1e-2), st.floats(0, 1000), st.floats(0, 1e-6), st.integers(1, 1 << 14))
+def test_the_knee_is_at_most_the_largest(fixed: float, per_row: float, knee: float, per_pair: float, largest: int) -> None:
+    curve = StepCurve(fixed_s=fixed, per_row_s=per_row, knee=knee, per_pair_s=per_pair)
+    assert 1 <= knee_of(curve, largest) <= largest

@@ -28,7 +28,8 @@ class WorkerConfig:
     `gpu_memory_utilization` leaves, on a CPU 512 MiB. `max_num_batched_tokens` and `max_num_seqs` 0: what
     suits the device (settle in worker/model.py). `chunk_bytes` 0: what suits the transport.
     `prefix_cache_space` None: what suits the device.
-    `other_step_tokens`: the step's budget once the worker has changed its role; 0: the same."""
+    `other_step_tokens`: the step's budget once the worker has changed its role; 0: the same. `step_tokens_at_knee`: both were left to the
+    machine, and steps that compute prompts beside others' tokens are no larger than pays (at_knee in worker/model.py)."""
 
     role: str
     model: str = ""
@@ -49,6 +50,7 @@ class WorkerConfig:
     max_model_len: int = 0
     max_num_batched_tokens: int = CPU_STEP_TOKENS
     other_step_tokens: int = 0
+    step_tokens_at_knee: bool = False
     max_num_seqs: int = CPU_NUM_SEQS
     max_waiting: int = 256
     max_step_ms: float = 0.0
@@ -170,7 +172,8 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
         "--max-num-batched-tokens",
         type=number(0, 1 << 20),
         default=0,
-        help=f"token budget of one engine step; 0: {CPU_STEP_TOKENS}, on a GPU {GPU_STEP_TOKENS[default.role]}",
+        help=f"token budget of one engine step; 0: {CPU_STEP_TOKENS}, on a GPU {GPU_STEP_TOKENS[default.role]}; of a decode worker less, "
+        "where its measured curve says that larger steps only take longer",
     )
     parser.flag(
         "--max-num-seqs",

@@ -19,7 +19,7 @@ from twostep.fingerprint import model_fingerprint
 from twostep.model_dir import read_json
 from twostep.models.store import resolve
 from twostep.startup import NoProgress, Progress
-from twostep.step_curve import StepCurve
+from twostep.step_curve import StepCurve, knee_of
 from twostep.text.model_card import ModelCard
 from twostep.worker.calibration import calibrate
 from twostep.worker.config import CPU_NUM_SEQS, CPU_STEP_TOKENS, GPU_NUM_SEQS, GPU_STEP_TOKENS, WorkerConfig
@@ -106,6 +106,7 @@ def settle(config: WorkerConfig) -> WorkerConfig:
             log.info("device %s: %s", device, why)
             config = replace(config, device=device)
         on_gpu = device != "cpu"
+    config = replace(config, step_tokens_at_knee=config.step_tokens_at_knee or not config.max_num_batched_tokens)
     if not config.max_num_batched_tokens and on_gpu:
         other = next(role for role in GPU_STEP_TOKENS if role != config.role)
         config = replace(config, max_num_batched_tokens=GPU_STEP_TOKENS[config.role], other_step_tokens=GPU_STEP_TOKENS[other])
@@ -115,6 +116,20 @@ def settle(config: WorkerConfig) -> WorkerConfig:
         max_num_seqs=config.max_num_seqs or (GPU_NUM_SEQS if on_gpu else CPU_NUM_SEQS),
         prefix_cache_space=_prefix_cache_space(config, on_gpu=on_gpu),
     )
+
+
+def at_knee(config: WorkerConfig, curve: StepCurve | None) -> WorkerConfig:
+    """Where the budgets were left to the machine, and its steps were measured: the decode role's, whose steps compute prompts beside
+    others' tokens, is that at the knee (step_curve.py), with room for as many prompt tokens as sequences. Never more than `settle`
+    chose: so much memory is kept for a step. A prefill worker's steps are nobody's gaps, and stay as they are."""
+    if curve is None or not config.step_tokens_at_knee:
+        return config
+    own, other = config.max_num_batched_tokens, config.other_step_tokens or config.max_num_batched_tokens
+    largest = own if config.role == "decode" else other
+    knee = min(largest, max(2 * config.max_num_seqs, knee_of(curve, largest)))
+    log.info("token budget of a decode worker's step: %d, at the knee of the measured curve (%d at most)", knee, largest)
+    own, other = (knee, other) if config.role == "decode" else (own, knee)
+    return replace(config, max_num_batched_tokens=own, other_step_tokens=other)
 
 
 def _prefix_cache_space(config: WorkerConfig, *, on_gpu: bool) -> float:

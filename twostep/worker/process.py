@@ -17,7 +17,7 @@ from twostep.secret import load_secret
 from twostep.startup import StartUp, process_start, start_up
 from twostep.worker.config import WorkerConfig, parse_config
 from twostep.worker.edge import Edge, EdgeParts
-from twostep.worker.model import ServedModel, load_model, settle
+from twostep.worker.model import ServedModel, at_knee, load_model, settle
 from twostep.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ def run_worker(role: str, argv: Sequence[str] | None, make_edge: Callable[[EdgeP
         starting = start_up(since=begun, json_lines=config.log_json)
         config = settle(config)
         model = load_model(config, starting)
+        config = at_knee(config, model.curve)
         # What is loaded is never garbage: a full collection that looked at all of it would hold up all streams for a tenth of a second.
         gc.collect()
         gc.freeze()
