@@ -106,7 +106,7 @@ async def serving_http(schedule: Schedule, bodies: list[dict[str, Any]], *, refu
 
     app = web.Application()
     app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", answer), web.post("/v1/chat/completions", answer)])
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -15,6 +15,7 @@ from twostep.bench.serve.load import Load, TraceTimes, Users
 from twostep.bench.serve.metrics import Targets
 from twostep.bench.serve.runner import Extent
 from twostep.bench.serve.target import Served, Target
+from twostep.bench.serve.traces import Trace, read_sharegpt, read_trace
 from twostep.bench.serve.workloads import MAX_TURNS, MixedPrompts, MultiTurn, Quoting, RandomPrompts, SharedPrefix, Workload
 from twostep.errors import InvalidRequest, SetupError
 from twostep.rpc.channel import TlsFiles
@@ -84,8 +85,10 @@ def _openai_target(args: argparse.Namespace) -> Target:
 
 async def load_of(args: argparse.Namespace, target: Target, served: Served) -> Load:
     """Reads the data set, if there is one. Raises InvalidRequest for flags that contradict each other."""
-    workload = await _workload(args, target, served)
-    return Load(workload=workload, arrivals=_arrivals(args), extent=_extent(args), seed=args.seed, max_model_len=args.max_model_len)
+    workload, arrivals = await _workload(args, target, served), _arrivals(args)
+    return Load(
+        workload=workload, arrivals=arrivals, extent=_extent(args, arrivals, workload), seed=args.seed, max_model_len=args.max_model_len
+    )
 
 
 def _arrivals(args: argparse.Namespace) -> Arrivals | Users | TraceTimes:
@@ -110,13 +113,19 @@ def _arrivals(args: argparse.Namespace) -> Arrivals | Users | TraceTimes:
     return Arrivals(kind=kind, rate=1.0 if args.rate is None else args.rate, burstiness=args.burstiness or 1.0)
 
 
-def _extent(args: argparse.Namespace) -> Extent:
+def _extent(args: argparse.Namespace, arrivals: Arrivals | Users | TraceTimes, workload: Workload) -> Extent:
+    """A trace at its own times is run to its end unless something else is said."""
     if args.num_requests is not None and args.duration is not None:
         raise InvalidRequest("--num-requests and --duration both end the run: give one of the two")
-    duration = 0.0 if args.num_requests is not None else _DEFAULT_DURATION_S if args.duration is None else args.duration
+    duration, num_requests = args.duration or 0.0, args.num_requests or 0
+    if args.duration is None and args.num_requests is None:
+        if isinstance(arrivals, TraceTimes) and isinstance(workload, Trace):
+            num_requests = len(workload.requests)
+        else:
+            duration = _DEFAULT_DURATION_S
     return Extent(
         duration_s=duration,
-        num_requests=args.num_requests or 0,
+        num_requests=num_requests,
         warmup_s=args.warmup,
         cooldown_s=args.cooldown,
         max_in_flight=args.max_in_flight,
@@ -161,14 +170,11 @@ async def _workload(args: argparse.Namespace, target: Target, served: Served) ->
             )
         case "sharegpt" if args.dataset_path is None:
             return RandomPrompts(prompt=lengths.SHAREGPT_PROMPT, output=fixed_output or lengths.SHAREGPT_OUTPUT)
-    traces: Any = importlib.import_module("twostep.bench.serve.traces")
     if args.dataset_path is None:
         raise InvalidRequest(f"--workload {name} is read from a file: give it as --dataset-path")
     if name == "sharegpt":
-        read: Workload = await traces.read_sharegpt(args.dataset_path, target.tokenize, output_tokens=args.output_tokens, seed=args.seed)
-    else:
-        read = traces.read_trace(args.dataset_path, name)
-    return read
+        return await read_sharegpt(args.dataset_path, target.tokenize, output_tokens=args.output_tokens, seed=args.seed)
+    return read_trace(args.dataset_path, name)
 
 
 def _turns(text: str) -> lengths.Lengths:

@@ -34,7 +34,7 @@ _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _KINDS = {grpc.StatusCode.RESOURCE_EXHAUSTED: REFUSED, grpc.StatusCode.DEADLINE_EXCEEDED: "timeout"}
 _PHASES = tuple(field.name for field in pb.Phases.DESCRIPTOR.fields)
 _RETRY_AFTER = "x-twostep-retry-after-ms"
-_OPEN_TIMEOUT_S = 30.0
+_OPEN_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = 64 << 20
 # A model is asked for the ids of these: ordinary text in any vocabulary.
 _SAMPLE = " ".join(a + b for a in "abcdefghijklmnopqrstuvwxyz" for b in "aeioulnrst") + " 0 1 2 3 4 5 6 7 8 9 , . ; : ! ?"
@@ -81,7 +81,7 @@ class GrpcTarget:
             self._stubs.append(pb_grpc.InferenceStub(channel))
         for address, stub in zip(self._options.targets, self._stubs, strict=True):
             try:
-                models = (await stub.ListModels(pb.ListModelsRequest(), timeout=_OPEN_TIMEOUT_S, wait_for_ready=True)).models
+                models = (await stub.ListModels(pb.ListModelsRequest(), timeout=_OPEN_TIMEOUT_S)).models
             except grpc.RpcError as failure:
                 raise SetupError(
                     f"no router answers at {address} ({error_from_rpc(failure).message}); start one with `twostep up`, or give --target"

@@ -100,7 +100,7 @@ class Load:
                 result = await runner.open_loop(((s.arrival_s or 0.0) / speed, s) for s in sessions)
             case Arrivals() as arrivals:
                 result = await runner.open_loop(zip(arrivals.times(self.seed), sessions, strict=False))
-        if self.extent.duration_s:
+        if self.extent.duration_s and not result.exhausted:
             windows = Windows.of_duration(self.extent.warmup_s, self.extent.duration_s)
         else:
             windows = Windows.of_requests(result.records, open_loop=not isinstance(self.arrivals, Users))

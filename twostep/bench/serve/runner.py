@@ -87,6 +87,8 @@ class RunResult:
     wall_s: float
     cpu_s: float
     """CPU time of this process, all threads."""
+    exhausted: bool
+    """The workload ended before the run did."""
     loop_lag_s: Distribution
     """How late the event loop was at its own appointments: every recorded time may be late by as much."""
 
@@ -107,6 +109,7 @@ class Runner:
     progress: Progress = field(default_factory=Progress)
     _records: list[RequestRecord] = field(default_factory=list)
     _start: float = 0.0
+    _exhausted: bool = False
 
     async def open_loop(self, schedule: Iterator[tuple[float, Session]]) -> RunResult:
         """`schedule`: times since the start, ascending, each with what comes then."""
@@ -129,7 +132,9 @@ class Runner:
                 watch.cancel()
             wall, cpu = self._clock(), time.process_time() - cpu
         self.progress.elapsed_s = wall
-        return RunResult(records=self._records, start=self._start, wall_s=wall, cpu_s=cpu, loop_lag_s=Distribution.of(lags))
+        return RunResult(
+            records=self._records, start=self._start, wall_s=wall, cpu_s=cpu, exhausted=self._exhausted, loop_lag_s=Distribution.of(lags)
+        )
 
     def _clock(self) -> float:
         return time.perf_counter() - self._start
@@ -157,6 +162,8 @@ class Runner:
                 if delay > 0 or burst % _BURST == 0:
                     await asyncio.sleep(max(0.0, delay))
                 tasks.create_task(self._session(number, session, at, prepared))
+            else:
+                self._exhausted = True
 
     async def _users(self, sessions: Iterator[Session], num_users: int) -> None:
         numbered = enumerate(s for s in sessions if s.turns)
@@ -170,6 +177,7 @@ class Runner:
                     return
                 number, session = next(numbered, (-1, None))
                 if session is None:
+                    self._exhausted = True
                     return
                 prepared = self.target.prepare((), session.turns[0], self.run)
                 now = self._clock()

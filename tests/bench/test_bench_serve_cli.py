@@ -1,0 +1,196 @@
+"""`twostep bench serve` as its user has it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_server import serving_in_thread
+from timed_servers import Schedule, TimedInference
+
+from twostep.bench.serve.metrics import Targets
+from twostep.bench.serve.record import RequestRecord
+from twostep.bench.serve.summary import Windows, summarize
+from twostep.cli import main
+
+# Finds nothing but the base install.
+GUARD = """
+import sys
+allowed = set(sys.stdlib_module_names) | {"twostep", "grpc", "google", "typing_extensions"}
+class Guard:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in allowed and not name.startswith("_"):
+            return None
+        return self.finder.find_spec(name, path, target)
+sys.meta_path[:] = [Guard(finder) for finder in sys.meta_path]
+from twostep.cli import main
+main(sys.argv[1:])
+"""
+
+
+def bench(*words: str, base_install: bool = False) -> subprocess.CompletedProcess[str]:
+    start = ["-c", GUARD] if base_install else ["-m", "twostep.cli"]
+    command = [sys.executable, "-P", "-W", "error::ResourceWarning", *start, "bench", "serve", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@contextmanager
+def server(**options: Any) -> Iterator[tuple[str, TimedInference]]:
+    servicer = TimedInference(Schedule((0.02, 0.001)), **options)
+    with serving_in_thread(servicer) as address:
+        yield address, servicer
+
+
+FAST = ("--workload", "fixed", "--input-tokens", "40", "--output-tokens", "5", "--rate", "40", "--no-progress")
+
+
+def test_a_run_with_the_base_install_alone() -> None:
+    with server() as (address, servicer):
+        done = bench("--target", address, *FAST, "--num-requests", "20", "--goodput", "ttft:60000", "gap:60000", base_install=True)
+    assert done.returncode == 0, done.stderr
+    assert "20 of 20 (100.0%) kept TTFT ≤ 60000 ms, gap ≤ 60000 ms" in done.stdout
+    for name in ("TTFT", "TPOT", "ITL", "longest gap", "E2E", "prefill", "of a core"):
+        assert name in done.stdout
+    assert len(servicer.requests) == 20
+    assert all(len(r.token_ids.ids) == 40 for r in servicer.requests)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--plots", "/tmp/nowhere"), "twostep[bench]"),
+        (("--target", "http://127.0.0.1:9"), "twostep[bench]"),
+        (("--target", "127.0.0.1:9"), "no router answers at 127.0.0.1:9"),
+    ],
+)
+def test_what_the_base_install_lacks_is_said(words: tuple[str, ...], said: str) -> None:
+    done = bench(*FAST, *words, base_install=True)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_rates_json_saved_requests_and_plots(tmp_path: Path) -> None:
+    with server() as (address, servicer):
+        done = bench(
+            *("--target", address, *FAST, "--rates", "30,60", "--num-requests", "15", "--goodput", "ttft:60000", "--num-gpus", "2"),
+            *("--json", "--output", str(tmp_path / "out.json"), "--save-requests", str(tmp_path / "requests.jsonl")),
+            *("--plots", str(tmp_path / "plots"), "--send-targets", "--request-class", "batch"),
+            *("--prefill-gpus", "1", "--decode-gpus", "1", "--gpu-hour-price", "3.6"),
+        )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "out.json").read_text())
+    assert [p["rate"] for p in report["points"]] == [30, 60]
+    assert report["knee"]["rate"] == 60
+    assert report["settings"]["served_model"] == "timed"
+    assert report["points"][0]["cost"]["per_request"] > 0
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "goodput.png", "cdf.png", "ttft_by_prompt.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "plots").iterdir())
+    assert len({r.cache_salt for r in servicer.requests}) == 2, "rates find nothing of each other in a cache"
+    assert {r.ttft_ms for r in servicer.requests} == {60000}
+    # What was saved gives the same figures again.
+    rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    again = [RequestRecord.from_json(row) for row in rows if row["rate"] == 60]
+    summary = summarize(again, Windows.of_requests(again, open_loop=True), targets=Targets(ttft_ms=60000))
+    assert summary.ttft_s.p99 == pytest.approx(report["points"][1]["ttft_s"]["p99"], abs=1e-5)
+    assert summary.goodput is not None
+    assert summary.goodput.num_met == report["points"][1]["goodput"]["num_met"] == 15
+
+
+def test_a_sweep_ends_at_its_bound(tmp_path: Path) -> None:
+    with server() as (address, _):
+        done = bench("--target", address, *FAST, "--sweep", "--sweep-points", "3", "--num-requests", "6", "--goodput", "ttft:60000")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("requests measured") == 3
+    assert "goodput: 160 requests/s" in done.stdout
+
+
+def test_users_and_conversations() -> None:
+    with server() as (address, servicer):
+        done = bench(
+            *("--target", address, "--workload", "multi-turn", "--turns", "2:3", "--input-tokens", "10", "--output-tokens", "4"),
+            *("--concurrency", "3", "--num-requests", "6", "--think-time", "0.001", "--no-progress"),
+        )
+    assert done.returncode == 0, done.stderr
+    assert "3 users: " in done.stdout
+    assert len(servicer.requests) >= 12
+
+
+@pytest.mark.parametrize("kind", ["mooncake", "azure"])
+def test_traces(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "trace"
+    if kind == "mooncake":
+        rows = [{"timestamp": i * 20, "input_length": 600 + i, "output_length": 3, "hash_ids": [0, i + 1]} for i in range(8)]
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"2023-11-16 18:17:0{i}.0000000,60{i},3\n" for i in range(8)))
+    with server() as (address, servicer):
+        speed = "2" if kind == "mooncake" else "100"
+        done = bench("--target", address, "--workload", kind, "--dataset-path", str(path), "--trace-speed", speed, "--no-progress")
+    assert done.returncode == 0, done.stderr
+    assert "8 requests measured, 8 completed" in done.stdout
+    # The window is as long as the trace, and not a minute: one each 10 ms.
+    assert "offered      100.00 requests/s" in done.stdout
+    assert sorted(len(r.token_ids.ids) for r in servicer.requests) == list(range(600, 608))
+    heads = {tuple(r.token_ids.ids[:512]) for r in servicer.requests}
+    assert len(heads) == (1 if kind == "mooncake" else 8)
+
+
+def test_nothing_answered_is_a_failure_with_its_reasons() -> None:
+    with server(refuse_every=1) as (address, _):
+        done = bench("--target", address, *FAST, "--num-requests", "3")
+    assert done.returncode == 1
+    assert "refused      3: no worker has room" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--sweep",), "--sweep needs targets"),
+        (("--sweep", "--rates", "1,2", "--goodput", "ttft:1"), "give one of the two"),
+        (("--rates", "1,x"), "--rates"),
+        (("--rates", "1,0"), "above 0"),
+        (("--concurrency", "2", "--rates", "1,2"), "no arrival rate"),
+        (("--concurrency", "2", "--rate", "2"), "leave out --rate"),
+        (("--arrivals", "closed"), "--concurrency"),
+        (("--arrivals", "trace"), "times of its own"),
+        (("--burstiness", "2", "--arrivals", "poisson"), "--burstiness shapes gamma"),
+        (("--duration", "1", "--num-requests", "1"), "give one of the two"),
+        (("--goodput", "speed:1"), "target 'speed:1'"),
+        (("--send-targets",), "--goodput"),
+        (("--workload", "mooncake"), "--dataset-path"),
+        (("--dataset-path", "x"), "--workload"),
+        (("--workload", "multi-turn", "--turns", "1:181"), "180 turns"),
+        (("--gpu-hour-price", "2"), "--prefill-gpus"),
+        (("--spread", "150"), "spread"),
+        (("--output", "/nowhere/at/all.json"), "not a folder"),
+        (("--extra-body", "[]", "--target", "http://127.0.0.1:9"), "--extra-body"),
+        (("--tenant", "a", "--target", "http://127.0.0.1:9"), "Twostep's own"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused_with_what_to_change(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server() as (address, servicer):
+        target = () if "--target" in words else ("--target", address)
+        with pytest.raises(SystemExit) as status:
+            main(["bench", "serve", "--no-progress", *target, *words])
+    assert status.value.code == 1
+    assert said in capsys.readouterr().err
+    assert not servicer.requests
+
+
+def test_help_is_instant_and_has_examples() -> None:
+    done = bench("--help")
+    assert done.returncode == 0
+    assert "twostep bench serve --rate 4 --goodput ttft:500 tpot:10 gap:25" in done.stdout
+    assert "--send-targets" in done.stdout
