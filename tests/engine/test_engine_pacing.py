@@ -1,0 +1,82 @@
+"""The launch of the next step waits for arrivals, and never for longer than the running step is sure to take."""
+
+from __future__ import annotations
+
+from engine_helpers import HookedRunner, drain, expected_answer, make_request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.pacing import Pacing
+from twostep.engine.types import EngineRequest
+from twostep.step_curve import StepCurve, StepWorkload
+
+WORK = st.builds(
+    StepWorkload,
+    prompt_tokens=st.integers(0, 4096),
+    pairs=st.floats(0, 1e8),
+    decodes=st.integers(0, 256),
+    context=st.integers(0, 1 << 20),
+)
+COST = st.floats(0, 1e-4)
+
+
+@given(WORK, WORK, st.builds(StepCurve, fixed_s=st.floats(0, 0.05), per_row_s=COST, per_pair_s=st.floats(0, 1e-9), per_context_s=COST))
+def test_the_device_never_runs_dry_whatever_the_steps_cost(before: StepWorkload, now: StepWorkload, curve: StepCurve) -> None:
+    pacing = Pacing()
+    pacing.settled(before, curve.step_s(before))
+    assert pacing.wait_s(now, 0.0) <= curve.step_s(now) + 1e-9
+
+
+@given(WORK, st.floats(0.0, 0.2), st.floats(0.0, 0.01), st.floats(0.0, 0.2))
+def test_a_step_like_the_last_one_leaves_time_for_a_few_launches(
+    work: StepWorkload, step_s: float, launch_s: float, running_s: float
+) -> None:
+    pacing = Pacing()
+    assert pacing.wait_s(work, running_s) == 0.0
+    pacing.settled(work, step_s)
+    pacing.launched(launch_s)
+    wait = pacing.wait_s(work, running_s)
+    assert wait == 0.0 or abs(running_s + wait + 3 * launch_s + 0.001 - step_s) < 1e-9
+
+
+def test_a_slow_launch_is_remembered_for_a_while() -> None:
+    pacing, work = Pacing(), StepWorkload(decodes=4, context=400)
+    pacing.settled(work, 0.1)
+    pacing.launched(0.02)
+    waits = []
+    for _ in range(100):
+        pacing.launched(0.001)
+        waits.append(pacing.wait_s(work, 0.0))
+    assert waits == sorted(waits)
+    assert waits[0] < 0.045
+    assert abs(waits[-1] - 0.096) < 1e-9
+
+
+class Arrival(Pacing):
+    """A request comes while the launch waits."""
+
+    def __init__(self, engine: Engine, request: EngineRequest) -> None:
+        super().__init__()
+        self._engine, self._request = engine, request
+        self.came_after = 0
+
+    def wait_s(self, work: StepWorkload, running_s: float) -> float:
+        if not self.came_after:
+            self.came_after = self._engine.stats().steps
+            self._engine.submit(self._request)
+        return super().wait_s(work, running_s)
+
+
+def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
+    runner = HookedRunner(num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
+    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
+    old, new = make_request("old", [1, 2, 3], max_tokens=30), make_request("new", [4, 5], max_tokens=2)
+    engine.submit(old)
+    pacing = engine._pacing = Arrival(engine, new)
+    answers, steps = drain(engine)
+    first = next(step.step for step in steps if any(token.seq_id == "new" for token in step.tokens))
+    assert first == pacing.came_after + 1
+    for request in (old, new):
+        expected = expected_answer(request, vocab_size=1000, max_model_len=512)[0]
+        assert [token.token_id for token in answers[request.seq_id]] == expected

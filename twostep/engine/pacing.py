@@ -1,0 +1,53 @@
+"""When to launch the step after the one that runs: late, so that who arrives meanwhile is in it, but before the device runs dry.
+
+    device   ──── n ──────────────────────┬──── n+1 ─────
+    host     settle n-1 · · · wait · · · launch n+1 ┘        arrivals up to the launch join n+1, not n+2
+
+Launched at once, n+1 would be planned when n has only begun, and whoever comes during n would wait for all of n and all of n+1.
+"""
+
+from __future__ import annotations
+
+from twostep.step_curve import StepWorkload
+
+# Above what launches have taken lately: for a thread that gets the processor late.
+_SLACK_S = 0.001
+_LAUNCHES = 3.0
+# How fast a slow launch is forgotten.
+_DECAY = 0.95
+
+
+class Pacing:
+    """Of one engine's thread. Times in seconds."""
+
+    def __init__(self) -> None:
+        self._launch_s = 0.0
+        self._last: tuple[StepWorkload, float] | None = None
+
+    def launched(self, seconds: float) -> None:
+        """A launch took so long, planning included."""
+        self._launch_s = max(seconds, _DECAY * self._launch_s)
+
+    def settled(self, work: StepWorkload, seconds: float) -> None:
+        """A step took so long on the device."""
+        self._last = work, seconds
+
+    def wait_s(self, work: StepWorkload, running_s: float) -> float:
+        """How long the next launch may wait when a step of `work` has run for so long; 0: not at all."""
+        return max(0.0, self._least_s(work) - running_s - _LAUNCHES * self._launch_s - _SLACK_S)
+
+    def _least_s(self, work: StepWorkload) -> float:
+        """It takes at least so long, judged by the last one: time grows with each kind of work, and from a part that is always there."""
+        if self._last is None:
+            return 0.0
+        before, seconds = self._last
+        share = 1.0
+        for now, then in (
+            (work.prompt_tokens + work.decodes, before.prompt_tokens + before.decodes),
+            (work.pairs, before.pairs),
+            (work.decodes, before.decodes),
+            (work.context, before.context),
+        ):
+            if then > 0:
+                share = min(share, now / then)
+        return share * seconds
