@@ -18,6 +18,8 @@ next without the host:
 
     device   ──── n ────────────┬──── n+1 ──────────┬──── n+2 ───
     host     plan, launch n+1   │ settle n, deliver, plan, launch n+2     what n samples is carried to n+1 on the device
+
+The launch waits as long as the running step is sure to take (pacing.py).
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from twostep.engine.host_copies import HostCopies
 from twostep.engine.host_tier import HostLoad
 from twostep.engine.layer_progress import MarkedStep, layers_to_mark
 from twostep.engine.ledger import SequenceLedger
+from twostep.engine.pacing import Pacing
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.step_work import BlockLoad, StepWork
@@ -91,6 +94,7 @@ class Engine:
         self._steps = 0
         self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._launched: deque[_Launched] = deque()
+        self._pacing = Pacing()
         self._settled_at = 0.0
         self._on_marked: Callable[[MarkedStep], None] | None = None
         # Since when there is work without a finished step; None: idle.
@@ -215,8 +219,14 @@ class Engine:
         step's sequences end as `failures` and the engine goes on; the error is logged."""
         # After a launch that failed nothing is carried from it: it is settled first.
         while len(self._launched) < self._depth and not (self._launched and self._launched[-1].failed):
+            if self._launched:
+                running = self._launched[-1]
+                began = max(running.since, self._settled_at)
+                time.sleep(self._pacing.wait_s(running.work.workload, time.monotonic() - began))
+            started = time.monotonic()
             if not self._launch():
                 break
+            self._pacing.launched(time.monotonic() - started)
         return self._settle() if self._launched else StepOutput(step=self._steps)
 
     def settle_launched(self) -> list[StepOutput]:
@@ -329,6 +339,7 @@ class Engine:
             self._settled_at = time.monotonic()
             done = work.workload
             if sampled is not None:
+                self._pacing.settled(done, self._settled_at - since)
                 self._ledger.preemptor.computed(done.prompt_tokens, done.decodes, self._settled_at - since)
         return StepOutput(
             step=launched.step,
