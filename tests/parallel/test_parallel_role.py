@@ -1,0 +1,151 @@
+"""A worker over two ranks changes its role: the ranks stay, with the weights and the KV that they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc.aio
+import psutil
+import pytest
+from tiny_models import save_tiny_model
+from worker_harness import SECRET, RedisServer
+
+from kv_transfer.ray_head import free_port
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
+from twostep.engine.model_runner import ModelRunner
+from twostep.engine.types import EngineRequest
+from twostep.rpc.channel import open_channel
+from twostep.rpc.convert import sampling_to_proto
+from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from twostep.rpc.worker_role import switch_role
+from twostep.sampling_params import SamplingParams
+
+# As python -m decode_worker, but for the transport: Ray takes longer to start than all the rest.
+_WORKER = """
+import sys
+from kv_transfer.local import LocalHub
+from role_harness import edges_of_both_roles
+from twostep.worker.process import run_worker
+sys.exit(run_worker("decode", sys.argv[1:], edges_of_both_roles(LocalHub())))
+"""
+START_S = 120.0
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+async def answer_of_decode(channel: grpc.aio.Channel, name: str, prompt: Sequence[int]) -> list[int]:
+    """Computed by the worker alone."""
+    stub = decode_pb2_grpc.DecodeStub(channel)
+    stream = stub.Stream(decode_pb2.StreamRequest(router_id=name))
+    await stream.initial_metadata()
+    request = decode_pb2.ReserveRequest(request_id=name, attempt=1, router_id=name, token_ids=prompt, num_prompt_tokens=len(prompt))
+    request.sampling.CopyFrom(sampling_to_proto(PARAMS))
+    request.prefill_here = True
+    await stub.Reserve(request, timeout=60)
+    tokens: list[int] = []
+    async with asyncio.timeout(60):
+        async for message in stream:
+            for event in message.events:
+                assert not event.HasField("failed"), event
+                token = event.first_token.token if event.HasField("first_token") else event.token
+                tokens.append(token.token_id)
+                if token.finish_reason:
+                    stream.cancel()
+                    return tokens
+    raise AssertionError(f"the stream ended after {tokens}")
+
+
+async def first_token_of_prefill(channel: grpc.aio.Channel, name: str, prompt: Sequence[int]) -> tuple[int, int]:
+    """And how many of the prompt's tokens were cached."""
+    request = prefill_pb2.PrefillRequest(request_id=name, attempt=1, token_ids=prompt, num_prompt_tokens=len(prompt))
+    request.sampling.CopyFrom(sampling_to_proto(PARAMS))
+    call = prefill_pb2_grpc.PrefillStub(channel).Run(request, timeout=60)
+    async for event in call:
+        if event.HasField("first_token"):
+            call.cancel()
+            return event.first_token.token.token_id, event.first_token.cached_tokens
+    raise AssertionError("no first token")
+
+
+async def settled(channel: grpc.aio.Channel) -> None:
+    give_up = time.monotonic() + 30
+    while True:
+        stats = await worker_pb2_grpc.WorkerStub(channel).Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=30)
+        assert not stats.integrity_error
+        held = stats.num_running, stats.num_waiting, stats.num_held, stats.num_leases, stats.num_sequences
+        if not any(held):
+            return
+        assert time.monotonic() < give_up, held
+        await asyncio.sleep(0.05)
+
+
+@contextmanager
+def worker(model_dir: Path, redis: RedisServer, directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    """A ready decode worker over two ranks, its address and its log."""
+    (directory / "secret").write_bytes(SECRET)
+    log, port = directory / "log", free_port()
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-c", _WORKER, "--model", str(model_dir), "--device", "cpu", "-tp", "2", "--dtype", "float32"),
+                *("--port", str(port), "--health-port", str(free_port()), "--redis-url", redis.url),
+                *("--secret-file", str(directory / "secret"), "--num-blocks", "64", "--cpu-threads", "1"),
+            ],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        give_up = time.monotonic() + START_S
+        while "ready: decode" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < give_up, log.read_text()
+            time.sleep(0.05)
+        yield process, f"127.0.0.1:{port}", log
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_ranks_and_what_they_hold_outlive_a_switch(
+    redis: RedisServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model_dir = save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    with worker(model_dir, redis, tmp_path) as (process, address, log):
+        ranks = [child.pid for child in psutil.Process(process.pid).children() if "twostep.engine.parallel_rank" in child.cmdline()]
+        alone = Engine(ModelRunner(model_dir, dtype="float32", num_blocks=64, block_size=16, num_threads=1), EngineConfig())
+        vocab_size = alone.runner.vocab_size
+        async with open_channel(address) as channel:
+            for turn in range(3):
+                prompt = [3 + (7 * i + turn) % (vocab_size - 3) for i in range(70)]
+                request = EngineRequest(
+                    seq_id=f"{turn}", token_ids=prompt, num_prompt_tokens=len(prompt), sampling=PARAMS, eos_token_ids=frozenset()
+                )
+                expected = [token.token_id for token in generate(alone, [request])[0]]
+                assert await answer_of_decode(channel, f"d{turn}", prompt) == expected
+                await settled(channel)
+                assert (await switch_role(channel, SECRET, role="prefill", drain_timeout_s=5.0)).role == "prefill"
+                # What both ranks computed before is still in their pools.
+                assert await first_token_of_prefill(channel, f"p{turn}", prompt) == (expected[0], 64)
+                await settled(channel)
+                assert (await switch_role(channel, SECRET, role="decode", drain_timeout_s=5.0)).role == "decode"
+        assert [pid for pid in ranks if psutil.pid_exists(pid)] == ranks
+        assert len(ranks) == 1, "the other one is the worker itself"
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 60) == 0, log.read_text()
