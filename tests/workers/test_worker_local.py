@@ -168,6 +168,25 @@ async def test_what_waits_is_bounded(redis_url: str) -> None:
         await pair.settled()
 
 
+async def test_hand_overs_do_not_starve_a_prompt_that_waits_for_blocks(redis_url: str) -> None:
+    """24 blocks: two answers hold 5 each and grow, and the long prompt needs 16."""
+    async with slow_decode(redis_url, decode_runner=make_runner(num_blocks=24, step_s=0.01)) as (pair, router):
+        small, long = prompt_of(16), prompt_of(64, seed=3)
+        for name in ("a", "b"):
+            await router.reserve(name, small, 25, prefill_here=True)
+            await until_event(router, "first_token", name)
+        await router.reserve("long", long, 3, prefill_here=True)
+        await asyncio.sleep(0.05)
+        error = await refusal(router.reserve("small", small, 5))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "waits here for KV blocks" in (error.details() or "")
+        answer = Answer()
+        await router.collect("long", answer)
+        check(answer, long, 3)
+        check(await router.generate("small", small, 5), small, 5)
+        await pair.settled()
+
+
 async def test_a_worker_may_compute_no_prompts(redis_url: str) -> None:
     async with started(redis_url, decode_options={"local_prefill": False}) as pair, routed(pair) as router:
         assert not pair.decode_worker.record().local_prefill

@@ -78,6 +78,8 @@ class StepPlanner:
         self._claims: dict[str, _Claim] = {}
         # Running ones left out of the step planned last, that could have gone on.
         self._passed_over: list[EngineSequence] = []
+        # The prompt that waits for blocks, as of the last plan.
+        self._short: EngineSequence | None = None
 
     def reconfigure(self, config: EngineConfig) -> None:
         self._config = config
@@ -105,6 +107,7 @@ class StepPlanner:
             # A device with nothing else to do waits for nobody.
             self._claims.clear()
             plan = self._plan(active, ready, now)
+        self._short = None if plan.short is None else plan.short.item
         for candidate in plan.admitted:
             self._claims.pop(candidate.item.seq_id, None)
             candidate.item.patience.serve(now)
@@ -197,6 +200,10 @@ class StepPlanner:
             raise ResourceExhausted(
                 f"{self._preemptor.num_preempted or 'some'} sequences wait here for room to go on; try another worker, or later"
             )
+        short = self._short
+        if short is not None and short.state is SequenceState.WAITING and short.patience.rank <= rank:
+            # Else small reservations would take one by one what comes free for it.
+            raise ResourceExhausted("a prompt waits here for KV blocks; try another worker, or later")
         for may_make_room in (below < _ANY_RANK, False):
             cached = self._pool.lookup(sequence.block_hashes())
             num_new = num_blocks_now(sequence, self._block_size) - len(cached)
