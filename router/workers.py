@@ -158,7 +158,7 @@ class WorkerPool:
         newest = {record.worker_id: record.epoch for record in workers}
         for life, record in listed.items():
             link: WorkerLink | None = self._prefill.get(life) or self._decode.get(life)
-            if link is not None and link.record.address == record.address:
+            if link is not None and (link.record.address, link.record.role) == (record.address, record.role):
                 link.record, link.retired = record, False
             elif link is None and record.role == "prefill":
                 self._prefill[life] = PrefillLink(record, self._tls, self._compression)
@@ -172,7 +172,7 @@ class WorkerPool:
                     stream_lease_s=self._stream_lease_s,
                 )
             else:
-                log.warning("worker %s changed its address without a new epoch; it is not used until it is restarted", record.worker_id)
+                log.warning("worker %s changed its address or role without a new epoch; it is not used until it has one", record.worker_id)
                 link.retired = True
         for links in (self._prefill, self._decode):
             for life in links.keys() - listed.keys():

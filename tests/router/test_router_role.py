@@ -1,0 +1,105 @@
+"""A worker that comes back with another role is a new life of it: links, registry and hints follow."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from router_fakes import Cluster
+
+from router.cleanup import Cleanup
+from router.prefix_index import WorkerLife
+from router.registry import Deployment, Registry
+from router.workers import WorkerPool
+from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
+from twostep.errors import TwostepError
+
+
+class Tenant:
+    def __init__(self) -> None:
+        self.lost: list[tuple[WorkerLife, str]] = []
+
+    def on_worker_lost(self, life: WorkerLife, error: TwostepError) -> None:
+        self.lost.append((life, error.message))
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    made = WorkerPool(router_id="r", cleanup=Cleanup())
+    yield made
+    await made.close()
+
+
+def described(cluster: Cluster, **options: Any) -> WorkerRecord:
+    values: dict[str, Any] = {"worker_id": "w", "role": "prefill", "address": "127.0.0.1:1", "epoch": 5}
+    return dataclasses.replace(cluster.template, **(values | options))
+
+
+def roles(pool: WorkerPool) -> dict[str, set[int]]:
+    """Epochs of the lives that may get work."""
+    snapshot = pool.snapshot({}, frozenset())
+    return {
+        "prefill": {c.record.epoch for c in snapshot.prefill if not c.record.draining},
+        "decode": {c.record.epoch for c in snapshot.decode if not c.record.draining},
+    }
+
+
+@pytest.mark.parametrize(("before", "after"), [("prefill", "decode"), ("decode", "prefill")])
+async def test_a_new_life_in_the_other_role_takes_the_name(cluster: Cluster, pool: WorkerPool, before: str, after: str) -> None:
+    tenant = Tenant()
+    pool.sync([described(cluster, role=before)])
+    links = {**pool.prefill, **pool.decode}
+    old = links[WorkerLife("w", 5)]
+    old.tenants.add(tenant)
+    assert roles(pool) == {before: {5}, after: set()}
+
+    # It drains: what runs there is let alone, nothing new is sent.
+    pool.sync([described(cluster, role=before, draining=True, ready=False)])
+    assert roles(pool) == {before: set(), after: set()}
+    assert not tenant.lost
+
+    pool.changed.clear()
+    pool.sync([described(cluster, role=after, epoch=6)])
+    assert roles(pool) == {before: set(), after: {6}}
+    assert pool.changed.is_set(), "who waits for a worker of that role looks again"
+    await asyncio.sleep(0)
+    for _ in range(100):
+        if tenant.lost:
+            break
+        await asyncio.sleep(0.01)
+    assert tenant.lost == [(WorkerLife("w", 5), f"{before} worker w is gone")]
+    # And back again, as often as anybody likes.
+    for epoch, role in ((7, before), (8, after), (9, before)):
+        pool.sync([described(cluster, role=role, epoch=epoch)])
+        assert roles(pool)[role] == {epoch}
+        assert len(pool.prefill) + len(pool.decode) == 1
+
+
+async def test_a_role_without_a_new_epoch_is_nobody_s(cluster: Cluster, pool: WorkerPool, caplog: pytest.LogCaptureFixture) -> None:
+    pool.sync([described(cluster)])
+    pool.sync([described(cluster, role="decode")])
+    assert roles(pool) == {"prefill": set(), "decode": set()}
+    assert "without a new epoch" in caplog.text
+    pool.sync([described(cluster, role="decode", epoch=6)])
+    assert roles(pool) == {"prefill": set(), "decode": {6}}
+
+
+async def test_the_registry_takes_the_new_role_and_never_the_old_one_again(cluster: Cluster) -> None:
+    record = cluster.template
+    deployment = Deployment(model_fingerprint=record.layout.model_fingerprint, secret_check=record.secret_check, hash_unit=record.hash_unit)
+    registry = Registry(cluster.redis, deployment)
+
+    async def poll(told: WorkerRecord) -> list[tuple[str, int]]:
+        await cluster.redis.set(worker_key("w"), told.to_json(), px=4000)
+        await cluster.redis.sadd(WORKERS_KEY, "w")
+        await registry.poll()
+        return [(w.role, w.epoch) for w in registry.workers]
+
+    assert await poll(described(cluster)) == [("prefill", 5)]
+    assert await poll(described(cluster, role="decode", epoch=6)) == [("decode", 6)]
+    # A late word of the life before, written by a connection that hung.
+    assert await poll(described(cluster)) == []
+    assert await poll(described(cluster, role="decode", epoch=6)) == [("decode", 6)]
