@@ -72,6 +72,14 @@ class PrefixIndex:
         self._open_until = 0.0
         self._failing = False
 
+    async def open(self) -> None:
+        """Makes the connections that lookups take, which would make the first ones late. Takes a second at most; never raises."""
+        pings = [asyncio.create_task(self._ping()) for _ in range(_MAX_CONCURRENT)]
+        await asyncio.wait(pings, timeout=_OPEN_S)
+        for ping in pings:
+            ping.cancel()
+        await asyncio.gather(*pings, return_exceptions=True)
+
     async def lookup(
         self, hashes_of: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife] = frozenset()
     ) -> Mapping[WorkerLife, CachedPrefix]:
@@ -117,6 +125,11 @@ class PrefixIndex:
             if either:
                 held[life] = CachedPrefix(pool * stride * self._unit, (either - pool) * stride * self._unit)
         return held
+
+    async def _ping(self) -> None:
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.ping()
+        await pipeline.execute()
 
     def _finished(self, task: asyncio.Task[dict[WorkerLife, CachedPrefix]]) -> None:
         self._pending.discard(task)

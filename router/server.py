@@ -158,6 +158,7 @@ class Router:
                 self._metrics_server.start()
             await _wait_for_redis(self._redis, self.config.redis_start_timeout)
             await self.registry.poll()
+            await self._index.open()
             await self._server.start()
         except BaseException:
             await self._close()

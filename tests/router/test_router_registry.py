@@ -185,6 +185,45 @@ async def test_very_long_prompts_are_probed_at_fewer_places(cluster: Cluster, mo
     await index.close()
 
 
+async def test_a_new_router_knows_what_the_one_before_it_knew(cluster: Cluster, connection: Connect) -> None:
+    """The index is in Redis alone, and its connections are there before the first request, which would else be too late for its hints."""
+    units = hashes(4)
+    await cluster.redis.sadd(prefix_key("a", 1), *units)
+    before = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=1.0)
+    assert await before.lookup({A: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
+    await before.close()
+    index = PrefixIndex(connection(), HASH_UNIT, timeout_s=1.0)
+    await index.open()
+    connected = (await cluster.redis.info("stats"))["total_connections_received"]
+    found = await asyncio.gather(*(index.lookup({A: units}) for _ in range(20)))
+    assert found == [{A: CachedPrefix(4 * HASH_UNIT)}] * 20
+    assert (await cluster.redis.info("stats"))["total_connections_received"] == connected
+    await index.close()
+
+
+async def test_a_router_starts_where_redis_does_not_answer_lookups(redis_server: RedisServer, connection: Connect) -> None:
+    index = PrefixIndex(connection(), HASH_UNIT, timeout_s=0.1)
+    redis_server.kill()
+    await index.open()
+    assert await index.lookup({A: hashes(4)}) == {}
+    redis_server.start()
+    await index.close()
+
+
+async def test_a_router_started_anew_sends_its_first_request_where_the_prefix_is(cluster: Cluster) -> None:
+    prefills = [await cluster.prefill(f"p{i}") for i in range(3)]
+    decodes = [await cluster.decode(f"d{i}") for i in range(3)]
+    prompt = "the capital of France is Paris and so on " * 40
+    key = derive_key(SECRET, tenant="", salt="", model_fingerprint=cluster.layout.model_fingerprint, dtype="float32")
+    units = prefix_hashes(key, cluster.tokenizer.encode(prompt).ids, HASH_UNIT)
+    await cluster.announce(prefills[2], units)
+    await cluster.announce(decodes[1], units)
+    for life in range(4):
+        async with cluster.serving(prefix_lookup_timeout=2.0):
+            await cluster.ask(cluster.request(prompt, max_tokens=2))
+        assert (len(prefills[2].requests), len(decodes[1].requests)) == (life + 1, life + 1)
+
+
 async def test_a_slow_redis_costs_two_milliseconds_and_then_nothing(cluster: Cluster, connection: Connect) -> None:
     units = hashes(4)
     await cluster.redis.sadd(prefix_key("a", 1), *units)
