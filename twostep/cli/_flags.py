@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from twostep import __version__
-from twostep.cli import _bench_flags
+from twostep.cli import _bench_flags, _plan_flags
 from twostep.flags import KV_WIRES, FlagParser, kv_transports
 
 # Also the SDK's default; not imported from there, that would load grpc.
@@ -105,6 +105,15 @@ def parser() -> FlagParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _bench_flags.add_flags(serve)
+
+    plan = commands.add_parser(
+        "plan",
+        help="how many workers of each role, simulated",
+        usage="twostep plan --workload SPEC --slo SPEC (--rate R | --gpus N) [--preset NAME] [more options below]",
+        description=_plan_flags.DESCRIPTION,
+        epilog=f"For example: {_plan_flags.EXAMPLE}".replace("%", "%%"),
+    )
+    _plan_flags.add_flags(plan)
     return top
 
 

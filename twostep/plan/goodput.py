@@ -17,8 +17,8 @@ from twostep.plan.workload import Request, Workload, fields_of, number_of
 # Share of the requests that must keep all targets, and the least time over which they must.
 SHARE = 0.95
 LEAST_SECONDS = 60.0
-# So that a share of 0.95 is known to about half a percent.
-LEAST_REQUESTS = 2000
+# So that a share of 0.95 is known to about 0.6 %.
+LEAST_REQUESTS = 1200
 _LONGEST_SECONDS = 600.0
 
 

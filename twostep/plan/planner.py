@@ -23,7 +23,7 @@ from twostep.plan.goodput import Trial, find_knee, latency_of, try_rate
 from twostep.plan.simulator import simulate
 from twostep.plan.virtual_sequence import EngineSpec
 from twostep.plan.workload import Request, Workload
-from twostep.step_curve import StepCurve, chunk_pairs
+from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
 AGGREGATED_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 # What arithmetic says is exceeded by this much at most before a simulation is asked.
@@ -186,7 +186,7 @@ class _Search:
 
     def best_of(self, deployments: Sequence[Deployment]) -> Option | None:
         """Of the highest goodput, the most promising tried first; those that arithmetic rules out are not."""
-        promising = sorted(((self.most_rate(d), d) for d in deployments), key=lambda pair: -pair[0])
+        promising = sorted(((self.most_rate(d), d) for d in deployments), key=lambda pair: (-pair[0], self._strain(pair[1])))
         best: tuple[float, Deployment] | None = None
         for most, deployment in promising:
             if best is not None and (most <= best[0] or not self.met(deployment, best[0] * 1.001)):
@@ -208,6 +208,14 @@ class _Search:
         assert deployment.prefill is not None
         prefill = deployment.num_prefill / prompt_work_s(deployment.prefill, sample)
         return min(prefill, deployment.num_decode * decode_rate(deployment.decode, sample, targets)) * _SLACK
+
+    def _strain(self, deployment: Deployment) -> float:
+        """How far a full step is from the longest that the targets leave, if that is known. Orders budgets, and rules out none."""
+        targets, spec = self.question.targets, deployment.decode
+        limits = [ms / 1e3 for ms in (targets.gap_ms, targets.tpot_ms) if ms is not None]
+        if not deployment.aggregated or not limits:
+            return 0.0
+        return abs(math.log(spec.prompt_curve.step_s(StepWorkload(prompt_tokens=spec.step_tokens)) / limits[0]))
 
     # ---- a rate -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,62 @@
+"""The flags of `twostep plan`. Loads nothing heavy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from twostep.flags import FlagParser
+
+DESCRIPTION = (
+    "Simulates deployments until it has found the one to have: how many prefill and decode workers, beside workers that do both, what "
+    "memory they need, how many requests they answer within their targets and what that costs. Needs no GPU. docs/planning.md says how."
+)
+EXAMPLE = "twostep plan --preset h200-llama-3.1-8b --workload prompts=2600+-30%,outputs=128+-30% --slo ttft=500,tpot=10,gap=25 --gpus 4"
+
+
+def add_flags(command: FlagParser) -> None:
+    add = command.add_argument
+    add(
+        "--workload",
+        required=True,
+        metavar="SPEC",
+        help="as prompts=2600+-30%%,outputs=128+-30%% (also 512, 1200..2600, 2600~30%%, sharegpt)",
+    )
+    add("--slo", required=True, metavar="SPEC", help="targets of 95%% of the requests in ms: some of ttft=500,tpot=10,gap=25,e2e=5000")
+    load = command.add_mutually_exclusive_group(required=True)
+    load.add_argument("--rate", type=float, metavar="R", help="requests a second: what is the least that answers them?")
+    load.add_argument("--gpus", type=int, metavar="N", help="so many GPUs: how are they best used?")
+
+    add("--preset", default="", metavar="NAME|FILE", help="a known machine and model; h200-llama-3.1-8b is one")
+    add("--curve", type=Path, metavar="FILE", help="JSON of step curves as workers publish them: one, or an object of prefill and decode")
+    command.flag("--redis-url", default="", metavar="URL", help="curves and sizes of the workers that are registered there now")
+
+    add(
+        "--model",
+        default="",
+        metavar="DIR|SHAPE",
+        help="model directory (config.json will do), llama-3.1-8b or llama-3.1-70b; the preset's if not given",
+    )
+    command.flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights; auto: the model's")
+    command.flag("--kv-cache-dtype", default="auto", choices=["auto", "fp8", "int8"], help="fp8, int8: a byte a number; auto: --dtype")
+    add("--gpu-memory", default="", metavar="SIZE", help="of one GPU, as 141GiB or 80GB; the preset's if not given")
+    command.flag("--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="share of it that a worker takes")
+    add("--runtime-memory", default="", metavar="SIZE", help="libraries, largest step and graphs; the preset's, or 3GiB")
+    command.flag(
+        "--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="GPUs of one worker: the curves are such a worker's"
+    )
+
+    command.flag("--max-num-seqs", type=int, metavar="N", help="sequences of one step; the preset's if not given")
+    command.flag(
+        "--max-num-batched-tokens", type=int, metavar="N", help="token budget of a prefill worker's step; the preset's if not given"
+    )
+    command.flag("--block-size", type=int, default=16, metavar="N", help="tokens of one KV block")
+    add("--cached-share", type=float, metavar="X", help="share of each prompt that is cached already (as cached=X of --workload)")
+    add("--no-look-ahead", action="store_true", help="engines plan a step when the one before is over, not while it runs")
+    add("--hand-over-ms", type=float, metavar="MS", help="latency of a hand-over besides its bytes; the preset's if not given")
+    add("--hand-over-gb-per-s", type=float, metavar="X", help="its rate; the preset's if not given")
+    add("--edge-ms", type=float, metavar="MS", help="what router and network add to a first token; the preset's if not given")
+
+    add("--gpu-hour-price", type=float, default=1.0, metavar="P", help="of one GPU, in whichever currency (1)")
+    add("--decode-gpu-hour-price", type=float, metavar="P", help="of one GPU of a decode worker, where it is another")
+    add("--seed", type=int, default=0, metavar="N", help="of the simulated requests")
+    add("--json", action="store_true", help="one JSON object instead of text")
