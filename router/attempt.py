@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -55,8 +56,9 @@ class Attempt:
         output: Output,
         report: Report,
         cleanup: Cleanup,
+        on_computed: Callable[[], None],
     ) -> None:
-        """`prefill` None: the decode worker computes the prompt itself."""
+        """`prefill` None: the decode worker computes the prompt itself. `on_computed`: it has left that worker's queue."""
         self._job = job
         self._id = (job.request_id, number)
         self._decode = decode
@@ -65,6 +67,7 @@ class Attempt:
         self._computing: WorkerLink = prefill or decode
         self._output, self._report = output, report
         self._cleanup = cleanup
+        self._on_computed = on_computed
         self._token_ids = [*job.prompt, *output.token_ids]
         self._first_position = output.next_position
         self._queued_tokens = 0
@@ -226,6 +229,7 @@ class Attempt:
 
     def on_first_token(self, first: prefill_pb2.FirstToken) -> None:
         self._unqueue()
+        self._on_computed()
         # It may have overtaken the answer to Reserve.
         self._report.on_first_token(first, self._accepted_at or time.monotonic())
         self._on_token(first.token)

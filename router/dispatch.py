@@ -47,9 +47,11 @@ class DispatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class _NotNow:
-    """A round in which nobody took the request. `full`: somebody would have, with more room."""
+    """A round in which nobody took the request. `full`: somebody would have, with more room. `held`: that is because of what waits there
+    already, and no worker has refused."""
 
     full: bool
+    held: bool
     shortage: Shortage
     reason: str
 
@@ -158,7 +160,7 @@ class Dispatcher:
                     self._absent_since = None
                 elif self._absent_for_s() >= self._config.no_worker_grace_s:
                     raise Unavailable(begun.reason)
-                await self._room.again(claim)
+                await self._room.again(claim, refused=not begun.held)
 
     def _begun(self, attempt: Attempt, claim: Claim, report: Report) -> Attempt:
         self._room.took(claim)
@@ -219,7 +221,7 @@ class Dispatcher:
             if isinstance(placed, NoPlacement):
                 reason = f"{placed.reason}: {refusals.reason}" if refusals.reason else placed.reason
                 held = refusals.held and isinstance(self._place(demand, cached, _Refusals(), lost), Placement)
-                return _NotNow(refusals.full or held, placed.shortage, reason)
+                return _NotNow(refusals.full or held, held and not refusals.reason, placed.shortage, reason)
             prefill = None if placed.prefill is None else self._pool.prefill[WorkerLife.of(placed.prefill)]
             decode = self._pool.decode[WorkerLife.of(placed.decode)]
             attempt = Attempt(
@@ -230,6 +232,7 @@ class Dispatcher:
                 output=output,
                 report=report,
                 cleanup=self._cleanup,
+                on_computed=self._room.release,
             )
             begun = False
             try:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -62,8 +61,20 @@ class Claim:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a turn changed but the charge: for whoever gives it back."""
+
+    number: int
+    passed_over: int
+    level_before: float
+    level_after: float
+    aged: tuple[RequestClass, ...]  # that were passed over
+
+
 class FairQueue:
-    """join() or leave() a claim; first() says whose turn it is; take() charges whoever gets it, having waited or not; settle() corrects."""
+    """join() or leave() a claim; first() says whose turn it is; take() charges whoever gets it, waiting or not; give_back() if nothing
+    came of it, settle() with what came of it."""
 
     def __init__(self, quota: Quota = EVERYBODY_ALIKE, *, ageing_s: float = AGEING_S) -> None:
         self._quota = quota
@@ -99,16 +110,33 @@ class FairQueue:
                 return claim
         return None
 
-    def take(self, claim: Claim, now: float) -> None:
+    def take(self, claim: Claim, now: float) -> Turn:
         """It gets a turn, and is charged; it need not have waited."""
         mine = self._lanes[claim.request_class]
+        number, passed_over, before = mine.waiting.get(claim, 0), mine.passed_over, mine.level
         mine.take(claim)
         mine.passed_over = 0
+        aged: list[RequestClass] = []
         for request_class, lane in self._lanes.items():
             if request_class > claim.request_class:
-                oldest = next(iter(lane.waiting), None)
-                aged = oldest is not None and now - oldest.arrived >= self._ageing_s
-                lane.passed_over = lane.passed_over + 1 if aged else 0
+                oldest = lane.oldest()
+                if oldest is not None and now - oldest.arrived >= self._ageing_s:
+                    lane.passed_over += 1
+                    aged.append(request_class)
+                else:
+                    lane.passed_over = 0
+        return Turn(number, passed_over, before, mine.level, tuple(aged))
+
+    def give_back(self, claim: Claim, turn: Turn) -> None:
+        """The turn that was taken was of no use: it waits again, as if it had not been."""
+        lane = self._lanes[claim.request_class]
+        if lane.level == turn.level_after:
+            lane.level = turn.level_before
+        lane.passed_over = max(lane.passed_over, turn.passed_over)
+        for request_class in turn.aged:
+            self._lanes[request_class].passed_over = max(0, self._lanes[request_class].passed_over - 1)
+        self.settle(claim, 0)
+        lane.join(claim, turn.number)
 
     def settle(self, claim: Claim, num_tokens: int) -> None:
         """One that had a turn is over: this is what it really took."""
@@ -147,33 +175,43 @@ class _Lane:
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
-        self.waiting: OrderedDict[Claim, int] = OrderedDict()  # oldest first, with the number of its coming
+        self.waiting: dict[Claim, int] = {}  # with the number of its coming
         self.num_tokens = 0
         self.passed_over = 0
+        self.level = 0.0  # the virtual time: the highest counter that anybody had when a turn came
+        self._level_heard = 0.0
         self._tenants: dict[str, _Backlog] = {}  # those with somebody waiting
         self._counters: dict[str, float] = {}
-        self._level = 0.0  # the virtual time: the highest counter that anybody had when a turn came
-        self._level_heard = 0.0
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
+        self._by_coming: list[tuple[int, Claim]] = []  # a heap, with some that have left
 
     def num_waiting(self, tenant: str) -> int:
         backlog = self._tenants.get(tenant)
         return 0 if backlog is None else len(backlog.claims)
 
-    def join(self, claim: Claim) -> None:
+    def oldest(self) -> Claim | None:
+        while self._by_coming and self._by_coming[0][1] not in self.waiting:
+            heapq.heappop(self._by_coming)
+        return self._by_coming[0][1] if self._by_coming else None
+
+    def join(self, claim: Claim, number: int = 0) -> None:
+        """`number`: which it had before."""
         assert claim not in self.waiting, "a claim joins once"
-        self.waiting[claim] = number = next(self._numbers)
+        self.waiting[claim] = number = number or next(self._numbers)
+        heapq.heappush(self._by_coming, (number, claim))
         self.num_tokens += claim.num_tokens
         backlog = self._tenants.get(claim.tenant)
         if backlog is None:
             backlog = self._tenants[claim.tenant] = _Backlog()
-            self._counters[claim.tenant] = max(self._level, self._counters.get(claim.tenant, 0.0))
+            self._counters[claim.tenant] = max(self.level, self._counters.get(claim.tenant, 0.0))
         backlog.add(claim, number)
 
     def leave(self, claim: Claim) -> None:
         if self.waiting.pop(claim, None) is None:
             return
         self.num_tokens -= claim.num_tokens
+        if len(self._by_coming) > 2 * len(self.waiting) + 16:
+            self._by_coming = sorted((number, waiting) for waiting, number in self.waiting.items())
         backlog = self._tenants[claim.tenant]
         backlog.discard(claim)
         if not backlog.claims:
@@ -185,8 +223,9 @@ class _Lane:
         allowed = [tenant for tenant in self._tenants if may_go(tenant)]
         if not allowed:
             return None
-        tenant = min(allowed, key=lambda t: (self._counters[t], self._tenants[t].oldest))
-        return self._tenants[tenant].first()
+        lowest = min(self._counters[tenant] for tenant in allowed)
+        level = [self._tenants[tenant] for tenant in allowed if self._counters[tenant] == lowest]
+        return (level[0] if len(level) == 1 else min(level, key=lambda backlog: backlog.oldest)).first()
 
     def last(self, tenant: str) -> Claim:
         return self._tenants[tenant].last()
@@ -198,27 +237,27 @@ class _Lane:
     def take(self, claim: Claim) -> None:
         start = self._counters.get(claim.tenant, 0.0)
         if claim.tenant not in self._tenants:
-            start = max(start, self._level)
+            start = max(start, self.level)
         self._counters[claim.tenant] = start + claim.num_tokens / self._quota.weight(claim.tenant)
-        self._level = max(self._level, start)
+        self.level = max(self.level, start)
         self.leave(claim)
         self._forget_level_ones()
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """More, or less, than its counter has. One that was forgotten is at the level of the others: less is nothing to it."""
         if tenant in self._counters or num_tokens > 0:
-            self._counters[tenant] = self._counters.get(tenant, self._level) + num_tokens / self._quota.weight(tenant)
+            self._counters[tenant] = self._counters.get(tenant, self.level) + num_tokens / self._quota.weight(tenant)
             self._forget_level_ones()
 
     def elsewhere(self, tokens: Mapping[str, int]) -> None:
-        room = _ELSEWHERE_SHARE * (self._level - self._level_heard)
-        self._level_heard = self._level
+        room = _ELSEWHERE_SHARE * (self.level - self._level_heard)
+        self._level_heard = self.level
         if room <= 0.0:
             return
         for tenant, count in tokens.items():
-            counter = self._counters.get(tenant, self._level)
+            counter = self._counters.get(tenant, self.level)
             if tenant not in self._tenants:
-                counter = max(counter, self._level)
+                counter = max(counter, self.level)
             self._counters[tenant] = counter + max(0.0, min(count / self._quota.weight(tenant), room))
         self._forget_level_ones()
 
@@ -233,7 +272,7 @@ class _Lane:
         """Who does not wait and is not above the level begins there anyway."""
         if len(self._counters) <= len(self._tenants) + 64:
             return
-        for tenant in [t for t, counter in self._counters.items() if t not in self._tenants and counter <= self._level]:
+        for tenant in [t for t, counter in self._counters.items() if t not in self._tenants and counter <= self.level]:
             del self._counters[tenant]
         idle = len(self._counters) - len(self._tenants)
         if idle > _MAX_COUNTERS:
@@ -246,13 +285,13 @@ class _Backlog:
     """A tenant's own: earliest due first, of equals who came first."""
 
     def __init__(self) -> None:
-        self.claims: OrderedDict[Claim, int] = OrderedDict()  # with the number of its coming
+        self.claims: dict[Claim, int] = {}  # with the number of its coming
         self.num_tokens = 0
         self._heap: list[tuple[float, int, Claim]] = []  # with some that have left
 
     @property
     def oldest(self) -> int:
-        return next(iter(self.claims.values()))
+        return min(self.claims.values())
 
     def add(self, claim: Claim, number: int) -> None:
         self.claims[claim] = number

@@ -7,21 +7,24 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from router.fair_queue import AGEING_S, Claim, FairQueue
+from router.fair_queue import AGEING_S, Claim, FairQueue, Turn
 from router.quota import EVERYBODY_ALIKE, Quota
 from router.targets import Pace, out_of_time
 from twostep.request_class import RequestClass
 
+# Where it is not the workers that refuse, so many try at once: each is some round trips long.
+_MAX_TRYING = 16
+
 
 class Room:
-    """Only the one whose turn it is tries; if it fails, whoever's turn it is then tries again when something of this router's was released,
-    else after `retry_s`. One that comes and is first tries at once, and so does the next one when somebody leaves: what is too much for one
-    may not be for another.
+    """While workers refuse, one tries at a time: whoever's turn it is, when something of this router's was released, else every `retry_s`.
+    One that comes and is first tries at once, and so does the next one when somebody leaves: what is too much for one may not be for
+    another. After many tries that succeeded, or where this router itself holds requests back, several are made at once.
 
         async with room.place(claim):
             await room.turn(claim)                       raises Refused once its target is lost
             while not (begun := await try_workers()):
-                await room.again(claim)
+                await room.again(claim, refused=...)
             room.took(claim)
 
     Requests that find room without waiting tell it by `took` too: turns are dealt by what everybody was given.
@@ -31,15 +34,16 @@ class Room:
         self._retry_s = retry_s
         self._queue = FairQueue(quota, ageing_s=ageing_s)
         self._waiters: dict[Claim, asyncio.Future[None]] = {}
-        self._trying: Claim | None = None
+        self._trying: dict[Claim, Turn] = {}
+        self._num_successes = 0  # since a worker refused
         self._released = False
         self._rest: asyncio.TimerHandle | None = None
         self._pace = Pace()
 
     @property
     def num_queued(self) -> int:
-        """Requests waiting, the one whose turn it is included. While there are any, newcomers go to the queue."""
-        return len(self._queue)
+        """Requests waiting, those that try included. While there are any, newcomers go to the queue."""
+        return len(self._queue) + len(self._trying)
 
     def queue_s(self, claim: Claim) -> float:
         """How long `claim`, which need not be here, will wait for its turn, as far as can be told."""
@@ -52,8 +56,12 @@ class Room:
     def took(self, claim: Claim) -> None:
         """Workers have accepted it."""
         now = time.monotonic()
-        self._queue.take(claim, now)
+        if self._trying.pop(claim, None) is None:
+            self._queue.take(claim, now)
+        else:
+            self._num_successes += 1
         self._pace.served(claim.num_tokens, now, waiting=bool(self.num_queued))
+        self._pass_on()
 
     def settle(self, claim: Claim, num_tokens: int) -> None:
         """One that was taken is over, and took so many tokens."""
@@ -67,23 +75,24 @@ class Room:
             yield
         finally:
             self._queue.leave(claim)
+            if self._trying.pop(claim, None) is not None:
+                self._queue.settle(claim, 0)
             if not self.num_queued:
                 self._pace.ends()
-            if self._trying is claim:
-                self._trying = None
             self._wake()
 
     async def turn(self, claim: Claim) -> None:
-        """Until it is first and nobody else is trying. Raises Refused once its target is lost."""
+        """Until it is first and may try. Raises Refused once its target is lost."""
         if self._queue.first() is claim:
             self._end_rest()
         await self._wait(claim)
 
-    async def again(self, claim: Claim) -> None:
-        """After a try that failed: until it is its turn, and makes sense to try again. A release since the try began counts."""
-        assert self._trying is claim, "who tries has the turn"
-        self._trying = None
-        if not self._released:
+    async def again(self, claim: Claim, *, refused: bool) -> None:
+        """After a try that failed: until it is its turn, and makes sense to try again. A release since the try began counts. `refused`: by
+        workers."""
+        self._queue.give_back(claim, self._trying.pop(claim))
+        self._num_successes = 0 if refused else _MAX_TRYING
+        if not self._released and self._rest is None:
             self._rest = asyncio.get_running_loop().call_later(self._retry_s, self._wake)
         await self._wait(claim)
 
@@ -115,11 +124,13 @@ class Room:
             self._rest = None
 
     def _pass_on(self) -> None:
-        """Gives the turn to whoever is first, if nobody has it."""
-        if self._trying is not None or self._rest is not None:
-            return
-        first = self._queue.first()
-        waiter = None if first is None else self._waiters.get(first)
-        if waiter is not None and not waiter.done():
-            self._trying, self._released = first, False
+        """Gives turns to whoever is first, as many as may be."""
+        most = 1 if self._num_successes < _MAX_TRYING else _MAX_TRYING
+        while self._rest is None and len(self._trying) < most:
+            first = self._queue.first()
+            waiter = None if first is None else self._waiters.get(first)
+            if first is None or waiter is None or waiter.done():
+                return
+            self._trying[first] = self._queue.take(first, time.monotonic())
+            self._released = False
             waiter.set_result(None)

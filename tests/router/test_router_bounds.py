@@ -205,12 +205,12 @@ async def test_room_lets_one_try_at_a_time_and_a_release_wakes_it() -> None:
             await room.turn(its)
             while True:
                 trying += 1
-                assert trying == 1
+                assert trying == 1, "while workers are full one tries at a time"
                 await asyncio.sleep(0)
                 trying -= 1
                 if free:
                     break
-                await room.again(its)
+                await room.again(its, refused=True)
             room.took(its)
             free -= 1
             order.append(i)
@@ -228,6 +228,40 @@ async def test_room_lets_one_try_at_a_time_and_a_release_wakes_it() -> None:
     assert room.num_queued == 0
 
 
+@pytest.mark.parametrize("refused", [True, False])
+async def test_room_lets_several_try_where_workers_do_not_refuse(refused: bool) -> None:
+    room = Room(retry_s=0.02)
+    full, tries = True, list[int]()
+    trying = 0
+
+    async def wanting(its: Claim) -> None:
+        nonlocal trying
+        async with room.place(its):
+            await room.turn(its)
+            while True:
+                trying += 1
+                tries.append(trying)
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                trying -= 1
+                if not full:
+                    break
+                await room.again(its, refused=refused)
+            room.took(its)
+
+    tasks = [asyncio.create_task(wanting(claim())) for _ in range(100)]
+    await asyncio.sleep(0.1)
+    assert room.num_queued == 100
+    assert max(tries) == (1 if refused else 16)
+    full = False
+    tries.clear()
+    await asyncio.wait_for(asyncio.gather(*tasks), 5.0)
+    assert max(tries) == 16
+    if refused:
+        assert max(tries[:16]) == 1, "they have to be seen to succeed first"
+    assert room.num_queued == 0
+
+
 async def test_room_goes_by_class_and_share_whoever_came_first() -> None:
     room = Room(retry_s=5.0)
     order: list[str] = []
@@ -238,7 +272,7 @@ async def test_room_goes_by_class_and_share_whoever_came_first() -> None:
         async with room.place(its):
             await room.turn(its)
             while not free:
-                await room.again(its)
+                await room.again(its, refused=True)
             free -= 1
             room.took(its)
             order.append(name)
@@ -269,7 +303,7 @@ async def test_room_tries_again_by_itself_and_a_newcomer_that_is_first_at_once()
             await room.turn(its)
             tries.append(name)
             while tries.count(name) < enough:
-                await room.again(its)
+                await room.again(its, refused=True)
                 tries.append(name)
             room.took(its)
 
@@ -292,7 +326,7 @@ async def test_room_refuses_who_waits_beyond_its_target() -> None:
     async def waits(its: Claim) -> None:
         async with room.place(its):
             await room.turn(its)
-            await room.again(its)
+            await room.again(its, refused=True)
 
     task = asyncio.create_task(waits(first))
     await asyncio.sleep(0)
@@ -316,7 +350,7 @@ def test_room_wakes_somebody_as_long_as_there_is_anybody(plan: list[tuple[str, i
                 await room.turn(its)
                 for _ in range(tries_needed):
                     await asyncio.sleep(0)
-                    await room.again(its)
+                    await room.again(its, refused=True)
                 room.took(its)
                 served.append(i)
 

@@ -142,6 +142,32 @@ def test_nobody_starves_under_a_flood_of_what_is_more_urgent(seed: int, num_batc
     assert sum(1 for _ in queue) <= num_batch + num_standard
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.sampled_from(RequestClass)), min_size=1, max_size=30),
+    st.integers(0, 29),
+    st.integers(1, 5),
+)
+def test_a_turn_that_is_given_back_changes_nothing(wishes: list[tuple[str, int, RequestClass]], at: int, times: int) -> None:
+    """Whoever tries in vain, however often: the order stays, and newcomers begin where they would have."""
+
+    def order(tries: int) -> list[int]:
+        queue, now = FairQueue(Quota(weights=WEIGHTS), ageing_s=AGEING_S), 2 * AGEING_S
+        claims = [claim(tenant, size, request_class) for tenant, size, request_class in wishes]
+        got: list[Claim] = []
+        for i, one in enumerate(claims):
+            queue.join(one)
+            if i == at % len(claims):
+                got.append(serve(queue, now))
+            for _ in range(tries):
+                first = queue.first()
+                if first is not None:
+                    queue.give_back(first, queue.take(first, now))
+        got += [serve(queue, now) for _ in range(len(queue))]
+        return [claims.index(one) for one in got]
+
+    assert order(times) == order(0)
+
+
 def test_a_tenant_that_may_not_go_is_passed_by_and_holds_nobody_up() -> None:
     queue = FairQueue()
     for tenant in ("full", "full", "other"):
@@ -242,7 +268,7 @@ def test_memory_is_bounded_however_many_tenants_pass(monkeypatch: pytest.MonkeyP
         later = claim("a", arrived=float(i + 1))
         queue.join(later)
         queue.leave(later)
-    assert len(lane._tenants["a"]._heap) <= 32
+    assert len(lane._tenants["a"]._heap) + len(lane._by_coming) <= 64
 
 
 # ---- what tenants may have --------------------------------------------------------------------------------------------------
