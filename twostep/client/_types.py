@@ -98,6 +98,7 @@ class Transfer:
     """How the KV cache travelled. All empty if the prefill worker's first token ended the answer."""
 
     transport: str
+    """"none": the decode worker computed the prompt itself, and `prefill_worker` is empty."""
     bytes: int
     chunks: int
     blocks_moved: int

@@ -302,8 +302,8 @@ class LocalSystem:
         flags = [*shared, "--host", _LOOPBACK, "--port", str(worker.port), "--health-port", str(worker.health_port)]
         flags += ["--metrics-port", str(worker.metrics_port)]
         flags += ["--worker-id", worker.worker_id, "--run-dir", str(self.plan.run_dir / worker.worker_id)]
-        if worker.module == "decode_worker":
-            flags.append("--local-prefill" if options.local_prefill else "--no-local-prefill")
+        # Prefill workers are told too: they may change their role.
+        flags.append("--local-prefill" if options.local_prefill else "--no-local-prefill")
         flags += ["--runner", options.runner, "--cpu-threads", threads]
         if self.plan.own_ray:
             flags += ["--kv-budget-bytes", str(options.budget_bytes)]

@@ -564,6 +564,7 @@ class Transfer(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
+    """"none": the decode worker computed the prompt itself. Empty: the prefill worker's first token ended the answer."""
     bytes: _builtins.int
     chunks: _builtins.int
     blocks_moved: _builtins.int
