@@ -56,6 +56,22 @@ def test_a_rate_scales_one_pattern(kind: str) -> None:
         assert slow != gaps_of(Arrivals(kind=kind, rate=2, burstiness=0.5), 50, seed="other")  # type: ignore[arg-type]
 
 
+@given(st.sampled_from(["poisson", "gamma", "constant"]), st.floats(0.1, 50), st.floats(1, 60), st.integers(0, 5))
+def test_as_many_come_within_a_time_as_its_rate_says(kind: str, rate: float, length: float, seed: int) -> None:
+    times = Arrivals(kind=kind, rate=rate, burstiness=0.5).within(str(seed), length)  # type: ignore[arg-type]
+    assert len(times) == pytest.approx(rate * length, abs=1.001)
+    assert times == sorted(times)
+    assert all(0 <= t <= length for t in times)
+
+
+def test_given_their_number_poisson_arrivals_are_spread_evenly() -> None:
+    # Order statistics of a uniform distribution: the k-th of n lies at k/(n+1) on average.
+    runs = [Arrivals(kind="poisson", rate=1).within(str(seed), 9.0) for seed in range(4000)]
+    assert {len(run) for run in runs} == {9}
+    for k in range(9):
+        assert statistics.fmean(run[k] for run in runs) == pytest.approx(9.0 * (k + 1) / 10, abs=0.12)
+
+
 def test_all_at_once_and_until() -> None:
     assert list(islice(Arrivals(kind="poisson", rate=math.inf).times("s"), 3)) == [0.0, 0.0, 0.0]
     assert list(until(Arrivals(kind="constant", rate=2).times("s"), 2.0)) == [0.5, 1.0, 1.5]

@@ -64,17 +64,15 @@ async def _main(args: argparse.Namespace, judgement: Judgement) -> int:
             for number, rate in enumerate(rates):
                 at_rate = load if rate is None else load.at_rate(rate)
                 points.append(await _point(args, target, served, at_rate, number, judgement))
+                _write(args, served, points, judgement)
     finally:
         await target.close()
     best = _knee(points, judgement)
-    document = report.as_json(points, best, _settings(args, served))
     if len(points) > 1 and not args.json:
         print()
         print(report.sweep_table(points, best, judgement.attainment))
     if args.json:
-        print(json.dumps(document, indent=2, allow_nan=False))
-    if args.output:
-        args.output.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        print(_document(args, served, points, judgement))
     if args.plots:
         plots = importlib.import_module("twostep.bench.serve.plots")
         for path in plots.draw(
@@ -104,6 +102,16 @@ async def _point(args: argparse.Namespace, target: Target, served: Served, load:
     return point
 
 
+def _document(args: argparse.Namespace, served: Served, points: list[report.Point], judgement: Judgement) -> str:
+    return json.dumps(report.as_json(points, _knee(points, judgement), _settings(args, served)), indent=2, allow_nan=False)
+
+
+def _write(args: argparse.Namespace, served: Served, points: list[report.Point], judgement: Judgement) -> None:
+    """After every run: an interrupted sweep has what it found."""
+    if args.output:
+        args.output.write_text(_document(args, served, points, judgement) + "\n")
+
+
 async def _sweep(args: argparse.Namespace, target: Target, served: Served, load: Load, judgement: Judgement) -> list[report.Point]:
     search = Search(first=load.rate or 1.0, resolution=args.sweep_resolution, max_points=args.sweep_points)
     points: list[report.Point] = []
@@ -111,6 +119,7 @@ async def _sweep(args: argparse.Namespace, target: Target, served: Served, load:
     while (rate := search.next_rate(tried)) is not None:
         points.append(await _point(args, target, served, load.at_rate(rate), len(points), judgement))
         tried.append(Tried(rate, _passed(points[-1], judgement)))
+        _write(args, served, points, judgement)
         if not args.json:
             print(f"  {rate:.4g} requests/s: {'kept' if tried[-1].passed else 'not kept'}\n", flush=True)
     return points

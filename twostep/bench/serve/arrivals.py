@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from twostep.errors import InvalidRequest
@@ -40,6 +41,17 @@ class Arrivals:
         while True:
             at += self._gap(rng)
             yield at
+
+    def within(self, seed: str, length_s: float) -> list[float]:
+        """Times before `length_s`: rate x length of them, to the nearest, so that what is offered is the rate and not what chance made of
+        it. Random gaps are drawn as by `times` and scaled together; of a Poisson process that gives the very distribution that it has
+        when so many come."""
+        if self.kind == "constant":
+            return list(until(self.times(seed), length_s))
+        num = round(self.rate * length_s)
+        drawn = list(islice(self.times(seed), num + 1))
+        scale = length_s / drawn[-1] if drawn[-1] > 0 else 0.0
+        return [at * scale for at in drawn[:-1]]
 
     def _gap(self, rng: random.Random) -> float:
         if math.isinf(self.rate):

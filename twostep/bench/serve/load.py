@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from twostep.bench.serve.arrivals import Arrivals
 from twostep.bench.serve.content import Content
@@ -42,6 +44,10 @@ class Load:
     seed: str
     max_model_len: int = 0
     """Longer sessions are cut to it; 0: what the server tells."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.arrivals, Arrivals) and math.isinf(self.arrivals.rate) and self.extent.duration_s:
+            raise InvalidRequest("a rate of inf sends all requests at once: say how many with --num-requests instead of a duration")
 
     @property
     def rate(self) -> float | None:
@@ -99,7 +105,9 @@ class Load:
             case TraceTimes(speed=speed):
                 result = await runner.open_loop(((s.arrival_s or 0.0) / speed, s) for s in sessions)
             case Arrivals() as arrivals:
-                result = await runner.open_loop(zip(arrivals.times(self.seed), sessions, strict=False))
+                length_s = self.extent.end_s
+                times = arrivals.times(self.seed) if math.isinf(length_s) else chain(arrivals.within(self.seed, length_s), (length_s,))
+                result = await runner.open_loop(zip(times, sessions, strict=False))
         if self.extent.duration_s and not result.exhausted:
             windows = Windows.of_duration(self.extent.warmup_s, self.extent.duration_s)
         else:

@@ -121,7 +121,10 @@ def sweep_table(points: Sequence[Point], knee: Point | None, attainment: float) 
     elif knee.summary.goodput is not None:
         g = knee.summary.goodput
         per_gpu_text = "" if g.per_s_per_gpu is None else f", {(knee.rate or 0.0) / (g.num_gpus or 1):,.3f} per GPU"
-        lines.append(f"  * goodput: {knee.rate:,.3g} requests/s{per_gpu_text}, the highest rate at which {attainment:.0%} met all targets")
+        lines.append(
+            f"  * goodput: {knee.rate:,.3g} requests/s{per_gpu_text}, the highest rate at which {attainment:.0%} met all targets "
+            f"({g.per_s:,.3f} requests/s did)"
+        )
     return "\n".join(lines)
 
 
