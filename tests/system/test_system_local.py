@@ -7,6 +7,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -124,6 +126,15 @@ def test_a_second_turn_finds_the_worker_that_has_the_first(aggregated: System) -
             prompt = [*prompt, *done.token_ids, *(rng.randrange(2, 200) for _ in range(9))]
             time.sleep(2.5)
     aggregated.check_empty()
+
+
+def test_the_demo_of_an_aggregated_system(smollm2_dir: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-P", "-m", "twostep.cli", "demo", "--aggregated", "--model", str(smollm2_dir), "--max-tokens", "16"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for sign in ("Paris", "decode-0", "computed the prompt itself", "hold nothing any more", "All is well"):
+        assert sign in done.stdout, done.stdout
+    assert "ray" not in done.stdout
 
 
 # ---- beside hand-overs ---------------------------------------------------------------------------------------------------
