@@ -56,7 +56,7 @@ def latency_figure(points: Sequence[Point], targets: Targets, title: str) -> Fig
         ax.set_xlim(left=0)
     for ax in axes[1]:
         ax.set_xlabel("requests per second offered")
-    axes[0][0].legend(frameon=False, loc="upper left")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), frameon=False, loc="upper right", ncols=3, fontsize=9)
     figure.suptitle(f"{title}: latency against rate", x=0.01, ha="left", fontweight="bold")
     return figure
 
@@ -83,11 +83,12 @@ def goodput_figure(points: Sequence[Point], knee: Point | None, targets: Targets
         per_gpu = f"\n{knee.rate / good.num_gpus:.3g} per GPU" if good.num_gpus else ""
         for ax in (above, below):
             ax.axvline(knee.rate, color=_RED, lw=1.1, alpha=0.7)
-        left = knee.rate > 0.7 * most
+        # Under the curve, left of the knee, there is nothing.
+        left = knee.rate > 0.35 * most
         above.annotate(
             f"knee: {knee.rate:.3g} requests/s{per_gpu}",
-            (knee.rate, good.per_s),
-            xytext=(-10 if left else 10, -34 if knee.rate > 0.25 * most else 20),
+            (knee.rate, 0),
+            xytext=(-8 if left else 8, 8),
             textcoords="offset points",
             ha="right" if left else "left",
             color=_RED,
@@ -116,15 +117,10 @@ def cdf_figure(point: Point, targets: Targets, title: str) -> Figure:
             ax.step([values[0], *values], [0.0, *shares], where="post", color=_BLUE, lw=1.8)
             for share, colour, _ in _SHARES:
                 at = getattr(Distribution.of(values), share)
-                ax.plot([at], [float(share[1:])], "o", color=colour, ms=5)
-                # Left of the curve nothing is drawn.
-                words, place = f"{share}: {_plain_number(float(f'{at:.3g}'), None)}", (-8, {"p99": 2, "p95": -9}.get(share, -4))
-                ax.annotate(words, (at, float(share[1:])), xytext=place, textcoords="offset points", ha="right", color=colour, fontsize=9)
+                ax.plot([at], [float(share[1:])], "o", color=colour, ms=5.5, label=f"{share}: {_plain_number(float(f'{at:.3g}'), None)} ms")
             if limit is not None:
-                ax.axvline(limit, color=_GREY, lw=1.1, ls="--")
-                ax.annotate(
-                    f"target {limit:g}", (limit, 8), xytext=(3, 0), textcoords="offset points", rotation=90, color=_GREY, fontsize=9
-                )
+                ax.axvline(limit, color=_GREY, lw=1.1, ls="--", label=f"target: {limit:g} ms")
+            ax.legend(loc="lower right", fontsize=9, framealpha=0.85, edgecolor="none")
             if values[0] > 0 and values[-1] > 30 * values[0]:
                 ax.set_xscale("log")
             else:
@@ -160,11 +156,12 @@ def ttft_figure(point: Point, targets: Targets, title: str) -> Figure:
     _limit_line(ax, targets.ttft_ms)
     if bins and bins[0].low * 8 < bins[-1].high:
         ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(_plain_number)
+    ax.xaxis.set_major_formatter(_plain_number)
     _log_if_wide(ax, [y for _, y, _ in pairs])
     _style(ax, "", "tokens of the prompt", "time to first token, ms")
-    ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9)
-    figure.suptitle(f"{title}: TTFT against prompt length, {point.label}", x=0.01, ha="left", fontweight="bold")
+    ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1.04), ncols=4, fontsize=9)
+    ax.set_title(point.label, loc="right", fontsize=10)
+    figure.suptitle(f"{title}: TTFT against prompt length", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
@@ -208,11 +205,10 @@ def _limit_line(ax: Axes, limit_ms: float | None) -> None:
         ax.axhline(limit_ms, color=_GREY, lw=1.1, ls="--")
         ax.annotate(
             f"target {limit_ms:g} ms",
-            (1, limit_ms),
+            (0, limit_ms),
             xycoords=("axes fraction", "data"),
-            xytext=(-2, 3),
+            xytext=(4, 3),
             textcoords="offset points",
-            ha="right",
             color=_GREY,
             fontsize=9,
         )
@@ -222,9 +218,9 @@ def _log_if_wide(ax: Axes, values: Iterable[float]) -> None:
     there = [v for v in values if v > 0]
     if there and max(there) > 30 * min(there):
         ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(_plain_number)
     else:
         ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_formatter(_plain_number)
 
 
 def _room(ax: Axes, low: float, high: float) -> None:
