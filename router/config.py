@@ -49,6 +49,7 @@ class RouterConfig:
     redis_start_timeout: float = 10.0
     grpc_compression: str = "none"
     tls: TlsFiles = PLAINTEXT
+    placement_log: Path | None = None
     log_level: str = "info"
     log_json: bool = False
 
@@ -175,6 +176,13 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     parser.flag("--tls-cert", type=Path, default=None, help="PEM certificate; with --tls-key it switches TLS on")
     parser.flag("--tls-key", type=Path, default=None, help="PEM key of --tls-cert")
     parser.flag("--tls-ca", type=Path, default=None, help="PEM authority that peers must be certified by")
+    parser.flag(
+        "--placement-log",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="write down who was chosen for each request and why, for `python -P -m router.replay FILE`; two files of 256 MiB at most",
+    )
     parser.flag(
         "--log-level", default=default.log_level, choices=["debug", "info", "warning", "error"], help="least severe level that is logged"
     )

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from router.attempt import Attempt
@@ -33,6 +33,8 @@ from twostep.errors import ContextExceeded, DeadlineExceeded, Incompatible, Inte
 from twostep.request_class import RequestClass
 
 log = logging.getLogger(__name__)
+
+Decide = Callable[[Snapshot, Demand], Placement | NoPlacement]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,11 @@ class _Refusals:
 
 
 class Dispatcher:
-    def __init__(self, pool: WorkerPool, prefixes: PrefixLookup, cleanup: Cleanup, room: Room, config: DispatchConfig) -> None:
+    def __init__(
+        self, pool: WorkerPool, prefixes: PrefixLookup, cleanup: Cleanup, room: Room, config: DispatchConfig, decide: Decide = place
+    ) -> None:
+        """`decide`: router.placement.place, or what does the same and remembers it."""
+        self._decide = decide
         self._pool = pool
         self._prefixes = prefixes
         self._cleanup = cleanup
@@ -253,9 +259,9 @@ class Dispatcher:
         self, demand: Demand, cached: Mapping[WorkerLife, CachedPrefix], refusals: _Refusals, lost: Set[WorkerLife]
     ) -> Placement | NoPlacement:
         """Workers that lost an earlier attempt are asked again only if there is nobody else."""
-        placed = place(self._snapshot(cached, refusals.workers | lost, refusals.local), demand)
+        placed = self._decide(self._snapshot(cached, refusals.workers | lost, refusals.local), demand)
         if lost and isinstance(placed, NoPlacement) and placed.shortage is Shortage.EXCLUDED:
-            return place(self._snapshot(cached, refusals.workers, refusals.local), demand)
+            return self._decide(self._snapshot(cached, refusals.workers, refusals.local), demand)
         return placed
 
     def _snapshot(self, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife], not_local: Set[WorkerLife]) -> Snapshot:

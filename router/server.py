@@ -17,6 +17,7 @@ from router.cleanup import Cleanup
 from router.config import RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
 from router.placement import Demand, Placement, place
+from router.placement_log import PlacementLog
 from router.prefix_index import NO_HINTS, PrefixIndex
 from router.prefix_lookup import PrefixLookup
 from router.prompt import PromptReader
@@ -89,6 +90,7 @@ class Router:
             on_charge=self._quota_share.charge,
         )
         self._prompts = PromptReader(tokenizer, card, ChatTemplate.of(card), default_max_tokens=config.default_max_tokens)
+        self._placement_log = None if config.placement_log is None else PlacementLog(config.placement_log)
         dispatcher = Dispatcher(
             self.pool,
             PrefixLookup(self._index, secret, config.hash_unit),
@@ -100,6 +102,7 @@ class Router:
                 staged_steps=config.staged_steps,
                 ageing_s=config.ageing,
             ),
+            place if self._placement_log is None else self._placement_log.place,
         )
         registry = MetricsRegistry()
         register_process(registry, "router")
@@ -187,6 +190,8 @@ class Router:
         await self._index_redis.aclose()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
+        if self._placement_log is not None:
+            await asyncio.to_thread(self._placement_log.close)
 
     def _on_usage_elsewhere(self, tokens: Mapping[tuple[RequestClass, str], int]) -> None:
         self.admission.elsewhere(tokens)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_simulation import GPU, LAYOUT, World, simulate
+from router_fakes import Cluster
 
 from router import placement_log, replay
 from router.placement import Candidate, Demand, MeanLoad, NoPlacement, Placement, Snapshot, place
@@ -204,3 +205,20 @@ def test_a_whole_simulation_can_be_replayed(tmp_path: Path) -> None:
         decisions = list(read_decisions(lines))
     assert len(decisions) == len(outcome.ttfts) - log.num_left_out > 0
     assert [differs(decision) for decision in decisions] == [None] * len(decisions)
+
+
+async def test_a_router_writes_down_what_it_decides(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "placement.jsonl"
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(placement_log=path):
+        for _ in range(3):
+            reply = await cluster.ask(max_tokens=4, ignore_eos=True)
+            assert reply.token_ids == cluster.expected(4)
+    choices = [json.loads(line)["choice"] for line in path.read_text().splitlines() if '"demand"' in line]
+    # Once before it waits for its turn, to see whether its targets can be met, or once in all.
+    assert len(choices) >= 3
+    assert {(choice["prefill"], choice["decode"]) for choice in choices} == {("p0", "d0")}
+    assert main([str(path)]) == 0
+    assert capsys.readouterr().out == f"{len(choices)} decisions, 0 differ\n"
+    assert not any(thread.name == "placement-log" for thread in threading.enumerate())
