@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-_SLAB_BYTES = 128 << 20
+# Making pinned memory holds up whoever launches kernels, a few milliseconds for this.
+_SLAB_BYTES = 16 << 20
 
 
 class HostRows:
