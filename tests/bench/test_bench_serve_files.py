@@ -23,6 +23,7 @@ from twostep.errors import InvalidRequest
 from twostep.text.tokenizer import Tokenizer
 
 ALPHABET = range(256, 4096)
+CONTENT = Content("a", ALPHABET)
 
 # The first lines of each public trace, in its own spelling.
 MOONCAKE = """\
@@ -76,7 +77,7 @@ def test_equal_hash_ids_are_equal_text_and_others_are_not(tmp_path: Path) -> Non
 @given(st.integers(1, 3000), st.lists(st.integers(0, 9), max_size=6))
 def test_a_prompt_has_its_length_however_many_ids_there_are(tokens: int, hash_ids: list[int]) -> None:
     request = TraceRequest(arrival_s=0, input_tokens=tokens, output_tokens=1, hash_ids=tuple(hash_ids))
-    assert len(prompt_of(request, Content("a", ALPHABET))) == tokens
+    assert len(prompt_of(request, CONTENT)) == tokens
 
 
 def test_azures_traces_are_read_in_both_years_spelling_and_as_jsonl(tmp_path: Path) -> None:

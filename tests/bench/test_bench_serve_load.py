@@ -19,6 +19,7 @@ from twostep.bench.serve.workloads import MixedPrompts, MultiTurn, Quoting, Rand
 from twostep.errors import InvalidRequest
 
 ALPHABET = range(256, 4096)
+CONTENT = Content("a", ALPHABET)
 
 
 def some(workload: Workload, count: int, seed: str = "a") -> list[Session]:
@@ -188,8 +189,7 @@ def test_a_conversation_has_180_turns_at_most_and_ends_before_its_context() -> N
 
 @given(st.integers(2, 400), st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=6))
 def test_fitted_sessions_fit(max_len: int, turns: list[tuple[int, int]]) -> None:
-    content = Content("f", ALPHABET)
-    session = Session(turns=tuple(Turn(prompt=content.draw(prompt), output_tokens=output) for prompt, output in turns))
+    session = Session(turns=tuple(Turn(prompt=CONTENT.draw(prompt), output_tokens=output) for prompt, output in turns))
     cut = fitted(session, max_len)
     assert 1 <= len(cut.turns) <= len(turns)
     total = 0
