@@ -1,0 +1,117 @@
+"""`twostep role` as an operator runs it, against a scripted worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from twostep.errors import TwostepError
+from twostep.role_pass import RolePass
+from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+
+COMMAND = [sys.executable, "-P", "-W", "error", "-m", "twostep.cli", "role"]
+SECRET = b"sixteen bytes or more"
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    """A decode worker that takes any role but where `refusal` says otherwise."""
+
+    refusal: tuple[grpc.StatusCode, str] | None = None
+    drain_timeout_s = -1.0
+
+    def Stats(self, request: worker_pb2.WorkerStatsRequest, context: Any) -> worker_pb2.WorkerStats:
+        return worker_pb2.WorkerStats(worker_id="d-1", role="decode", epoch=7, ready=True, num_sequences=3)
+
+    def SwitchRole(self, request: worker_pb2.SwitchRoleRequest, context: Any) -> worker_pb2.SwitchRoleResponse:
+        try:
+            RolePass.from_proto(request).verify(SECRET, worker_id="d-1", epoch=7)
+        except TwostepError as error:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
+        if self.refusal is not None:
+            context.abort(*self.refusal)
+        self.drain_timeout_s = request.drain_timeout_s
+        if request.role == "decode":
+            return worker_pb2.SwitchRoleResponse(role="decode", epoch=7)
+        return worker_pb2.SwitchRoleResponse(role="prefill", epoch=8, drain_s=1.839, switch_s=0.04)
+
+
+@contextmanager
+def serving(worker: ScriptedWorker) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+@pytest.fixture
+def worker() -> Iterator[tuple[ScriptedWorker, str]]:
+    scripted = ScriptedWorker()
+    with serving(scripted) as address:
+        yield scripted, address
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    (tmp_path / "secret").write_bytes(SECRET + b"\n")
+    return str(tmp_path / "secret")
+
+
+def run(*words: str, **env: str) -> tuple[int, str, str]:
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **env})
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_which_role_a_worker_has_is_no_secret(worker: tuple[ScriptedWorker, str]) -> None:
+    assert run(worker[1]) == (0, "d-1 is a decode worker, ready, with 3 requests.\n", "")
+    code, out, _ = run(worker[1], "--json")
+    assert (code, json.loads(out)) == (0, {"worker_id": "d-1", "role": "decode", "epoch": 7, "state": "ready"})
+
+
+def test_it_takes_the_other_role(worker: tuple[ScriptedWorker, str], secret: str) -> None:
+    said = "d-1 is a prefill worker now: drained in 1.84 s, switched in 0.04 s.\n"
+    assert run(worker[1], "prefill", "--drain-timeout", "12.5", "--secret-file", secret) == (0, said, "")
+    assert worker[0].drain_timeout_s == 12.5
+    code, out, _ = run(worker[1], "prefill", "--json", TWOSTEP_SECRET_FILE=secret)
+    assert (code, json.loads(out)) == (0, {"worker_id": "d-1", "role": "prefill", "epoch": 8, "drain_s": 1.839, "switch_s": 0.04})
+    assert worker[0].drain_timeout_s == 30.0
+    assert run(worker[1], "decode", "--secret-file", secret) == (0, "d-1 is a decode worker already.\n", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (grpc.StatusCode.FAILED_PRECONDITION, "d-1 is a decode worker still: no KV transport works after 60 s"),
+        (grpc.StatusCode.ABORTED, "d-1 is changing its role already; ask again when it is ready"),
+    ],
+)
+def test_what_the_worker_says_is_said(worker: tuple[ScriptedWorker, str], secret: str, code: grpc.StatusCode, message: str) -> None:
+    worker[0].refusal = code, message
+    assert run(worker[1], "prefill", "--secret-file", secret) == (1, "", f"twostep: {message}\n")
+
+
+def test_what_is_missing_is_named(worker: tuple[ScriptedWorker, str], secret: str, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("another secret, also long")
+    for words, says in (
+        ((worker[1], "prefill"), "--secret-file is missing"),
+        ((worker[1], "prefill", "--secret-file", str(tmp_path / "other")), "give the worker's own --secret-file"),
+        ((worker[1], "prefill", "--secret-file", secret, "--drain-timeout", "-1"), "--drain-timeout -1: give seconds"),
+        (("127.0.0.1:1", "prefill", "--secret-file", secret), "failed to connect"),
+    ):
+        code, out, error = run(*words)
+        assert (code, out) == (1, "")
+        assert error.startswith("twostep: ")
+        assert error.count("\n") == 1
+        assert says in error
+    assert run(worker[1], "router")[0] == 2
