@@ -12,6 +12,7 @@ import pytest
 from router_fakes import Cluster, FakeDecode, FakePrefill, FakeWorker, Script, after, until
 from scraping import Scrape, scrape
 
+from router.room import Room
 from twostep.cluster.records import WorkerLoad
 from twostep.errors import ResourceExhausted
 from twostep.rpc.channel import error_from_rpc
@@ -190,15 +191,33 @@ async def test_prompts_wait_here_rather_than_on_a_worker_and_batch_ones_first(cl
     prefill.before_first.extend([held] * 4)
     async with cluster.serving(staged_steps=4):
         batch = [asyncio.create_task(cluster.ask(asking(cluster, request_class=BATCH))) for _ in range(5)]
-        await until(lambda: cluster.router._room.num_queued == 3, "two steps of it are there")
+        await until(lambda: (len(prefill.requests), cluster.router._room.num_queued) == (2, 3), "two steps of it are there")
+        await asyncio.sleep(0.2)
         assert len(prefill.requests) == 2
         others = [asyncio.create_task(cluster.ask(asking(cluster))) for _ in range(4)]
-        await until(lambda: cluster.router._room.num_queued == 5, "four steps in all")
+        await until(lambda: (len(prefill.requests), cluster.router._room.num_queued) == (4, 5), "four steps in all")
+        await asyncio.sleep(0.2)
         assert [r.request_class for r in prefill.requests] == [BATCH, BATCH, STANDARD, STANDARD]
         release.set()
         await asyncio.gather(*batch, *others)
         assert [r.request_class for r in prefill.requests[4:6]] == [STANDARD, STANDARD]
         assert len(prefill.requests) == 9
+
+
+async def test_a_prompt_that_is_computed_makes_room_for_the_next_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.server.Room", lambda *args, **options: Room(*args, **options, retry_s=60.0))
+    prefill, decode = await both(cluster)
+    # Answers go on while prompts are computed: it is the first token that makes room, not the end.
+    decode.script = Script(step_s=0.5, once=False)
+    await described(cluster, prefill, step_tokens=1)
+    prefill.before_first.extend([after(0.1)] * 6)
+    async with cluster.serving(staged_steps=1):
+        tasks = [asyncio.create_task(cluster.ask(asking(cluster, max_tokens=1000), timeout=60)) for _ in range(6)]
+        await until(lambda: len(prefill.requests) == 6, "each was let in behind the one before")
+        assert len(decode.held) == 6
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_with_no_bound_on_what_is_staged_all_of_it_is_sent(cluster: Cluster) -> None:
