@@ -162,3 +162,14 @@ async def _stop(worker: Worker) -> None:
     if not worker.record().draining or worker.engine_failed.is_set():
         with suppress(grpc.aio.AioRpcError):
             await worker.stop(0.5)
+
+
+def vocab_of(system: RoleSystem) -> int:
+    return next(iter(system.workers.values())).engine.runner.vocab_size
+
+
+async def ask(client: AsyncClient, prompt: list[int], max_tokens: int, vocab: int) -> int:
+    """Fails unless the answer is the fake model's; how many of the prompt's tokens were cached."""
+    answer = await client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=60).result()
+    assert list(answer.token_ids) == expected(prompt, max_tokens, vocab)
+    return answer.usage.cached_tokens

@@ -12,37 +12,25 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from role_harness import SECRET, RoleSystem, edges_of_both_roles, expected, make_model_dir, role_system, until
+from role_harness import SECRET, RoleSystem, ask, edges_of_both_roles, make_model_dir, role_system, until, vocab_of
 
 from kv_transfer.local import LocalHub
 from kv_transfer.testing_one_sided import OneSidedHub
 from twostep import AsyncClient
 from twostep.cluster.records import WorkerRecord, prefix_key, worker_key
 from twostep.cluster.registration import connect
-from twostep.errors import Incompatible, InternalError, SetupError, Unauthenticated, Unavailable
+from twostep.errors import Unauthenticated, Unavailable
 from twostep.role_pass import RolePass
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.rpc.worker_role import switch_role
 from twostep.sampling_params import SamplingParams
-from twostep.worker.edge import Edge, EdgeParts
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_dir(tmp_path_factory.mktemp("role") / "m")
-
-
-def vocab_of(system: RoleSystem) -> int:
-    return next(iter(system.workers.values())).engine.runner.vocab_size
-
-
-async def ask(client: AsyncClient, prompt: list[int], max_tokens: int, vocab: int) -> int:
-    """Fails unless the answer is the fake model's; how many of the prompt's tokens were cached."""
-    answer = await client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=60).result()
-    assert list(answer.token_ids) == expected(prompt, max_tokens, vocab)
-    return answer.usage.cached_tokens
 
 
 def prompt_to_hand_over() -> prefill_pb2.PrefillRequest:
@@ -286,98 +274,3 @@ async def test_a_second_switch_is_refused_and_the_first_goes_on_without_its_call
             first.cancel()
             call.cancel()
             await until(lambda: worker.record().role == "decode" and worker.record().ready, "it has changed")
-
-
-async def test_a_stop_in_the_middle_drains_as_ever(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
-    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill", "decode"), local_prefill=False) as system:
-        vocab = vocab_of(system)
-        await system.knows(1, 1)
-        async with AsyncClient(system.target, max_retries=0) as client:
-            running = asyncio.create_task(ask(client, [7] * 50, 200, vocab))
-            worker = system.workers["w1"]
-            await until(lambda: worker.engine.stats().num_running > 0, "it decodes")
-            switching = asyncio.create_task(system.switch("w1", "prefill", 60.0))
-            await until(lambda: worker.record().draining, "it drains")
-            assert not running.done()
-            await worker.stop(30.0)
-            with pytest.raises(Unavailable, match="changes its role no more"):
-                await switching
-            # Its request had the time of the stop's own drain.
-            await running
-
-
-# ---- what can fail ---------------------------------------------------------------------------------------------------------
-
-
-def failing_edges(hub: LocalHub, failures: list[str]) -> Callable[[EdgeParts], Edge]:
-    """While `failures` names a role, its edge does not start."""
-    make = edges_of_both_roles(hub)
-
-    def edge_of(parts: EdgeParts) -> Edge:
-        edge = make(parts)
-        if parts.config.role in failures:
-
-            async def start() -> None:
-                raise SetupError("its transport cannot start: give it another network")
-
-            edge.start = start  # type: ignore[method-assign]
-        return edge
-
-    return edge_of
-
-
-async def test_a_worker_that_cannot_take_the_role_goes_on_in_its_own(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
-    failures: list[str] = []
-    make_edge = failing_edges(LocalHub(), failures)
-    options = {"roles": ("prefill", "decode"), "make_edge": make_edge, "local_prefill": False}
-    async with role_system(model_dir, redis_url, tmp_path, **options) as system:
-        vocab, epoch = vocab_of(system), system.workers["w0"].epoch
-        await system.knows(1, 1)
-        failures.append("decode")
-        with pytest.raises(Incompatible, match=r"w0 is a prefill worker still: .*give it another network"):
-            await system.switch("w0", "decode")
-        worker = system.workers["w0"]
-        assert (worker.record().role, worker.record().ready) == ("prefill", True)
-        assert worker.epoch > epoch
-        await system.knows(1, 1)
-        async with AsyncClient(system.target, max_retries=0) as client:
-            await ask(client, [9] * 70, 10, vocab)
-        await system.settled()
-        failures.clear()
-        assert (await system.switch("w0", "decode")).role == "decode"
-
-
-async def test_a_worker_that_can_serve_no_role_ends(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
-    failures: list[str] = []
-    make_edge = failing_edges(LocalHub(), failures)
-    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), make_edge=make_edge, with_router=False) as system:
-        failures += ["decode", "prefill"]
-        with pytest.raises(InternalError, match="can serve neither role"):
-            await system.switch("w0", "decode")
-        worker = system.workers["w0"]
-        # Its process sees that, and exits with status 1.
-        assert worker.engine_failed.is_set()
-        assert not worker.record().ready
-
-
-async def test_a_process_of_one_role_says_so(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
-    make = edges_of_both_roles(LocalHub())
-    prefills: list[Edge] = []
-
-    def prefill_only(parts: EdgeParts) -> Edge:
-        edge = make(parts) if not prefills or parts.config.role == "prefill" else prefills[0]
-        prefills.append(edge)
-        return edge
-
-    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), make_edge=prefill_only, with_router=False) as system:
-        with pytest.raises(Incompatible, match="was not made to serve both roles"):
-            await system.switch("w0", "decode")
-        assert system.workers["w0"].record().ready
-
-
-async def test_a_worker_without_kv_transports_stays_a_decode_worker(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
-    async with role_system(model_dir, redis_url, tmp_path, roles=("decode",), with_router=False, kv_transfer="none") as system:
-        with pytest.raises(Incompatible, match="--kv-transfer none"):
-            await system.switch("w0", "prefill")
-        record = system.workers["w0"].record()
-        assert (record.role, record.ready, record.draining) == ("decode", True, False)
