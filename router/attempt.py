@@ -93,7 +93,7 @@ class Attempt:
         # First of all: with prefill_here tokens may come before the answer to Reserve.
         self._report.begin_attempt("" if prefill is None else prefill.record.worker_id, self._decode.record.worker_id)
         self._queued_tokens = max(1, len(self._token_ids) - cached_tokens)
-        self._computing.queued_tokens += self._queued_tokens
+        self._computing.queue(self._queued_tokens, self._job.request_class)
         num_decode_cached = await self._reserve()
         if self._run is not None:
             await self._accept(self._run, num_decode_cached)
@@ -327,5 +327,5 @@ class Attempt:
             )
 
     def _unqueue(self) -> None:
-        self._computing.queued_tokens -= self._queued_tokens
+        self._computing.queue(-self._queued_tokens, self._job.request_class)
         self._queued_tokens = 0

@@ -21,7 +21,7 @@ class LoadMeter:
     """Instants are seconds of one clock that does not go back."""
 
     def __init__(self, now: float) -> None:
-        self._queued_tokens = 0
+        self._queued_tokens = self._batch_tokens = 0
         self._token_seconds = 0.0  # of the own queue, since it was observed last
         self._changed = self._observed = now
         self._mean: MeanLoad | None = None
@@ -32,14 +32,22 @@ class LoadMeter:
         """Prompt tokens of this router's that are there and not yet computed."""
         return self._queued_tokens
 
-    def set_queued_tokens(self, num_tokens: int, now: float) -> None:
+    @property
+    def batch_tokens(self) -> int:
+        """Those of batch requests among them."""
+        return self._batch_tokens
+
+    def queue(self, num_tokens: int, now: float, *, batch: bool = False) -> None:
+        """So many more of them are there; below 0: fewer."""
         self._token_seconds += self._queued_tokens * (now - self._changed)
-        self._recent_tokens = self.recent_tokens(now) + max(0, num_tokens - self._queued_tokens)
+        self._recent_tokens = self.recent_tokens(now) + (0 if batch else max(0, num_tokens))
         self._changed = now
-        self._queued_tokens = num_tokens
+        self._queued_tokens += num_tokens
+        if batch:
+            self._batch_tokens += num_tokens
 
     def recent_tokens(self, now: float) -> float:
-        """Prompt tokens that were sent there lately; what was sent RECENT_S ago counts a third."""
+        """Prompt tokens that were sent there lately, batch requests' aside; what was sent RECENT_S ago counts a third."""
         return self._recent_tokens * math.exp((self._changed - now) / RECENT_S)
 
     @property
@@ -50,18 +58,23 @@ class LoadMeter:
     def observe(self, load: WorkerLoad, num_attempts: int, now: float) -> None:
         """Whenever records are read: `load` has held since the last time, for all that is known."""
         elapsed = now - self._observed
-        self.set_queued_tokens(self._queued_tokens, now)
+        self.queue(0, now)
         own = self._token_seconds / elapsed if elapsed > 0 else float(self._queued_tokens)
         self._token_seconds, self._observed = 0.0, now
         seqs = load.num_running + load.num_reserved
         if self._mean is None:
             self._mean = MeanLoad(
-                queued_tokens=load.num_queued_tokens, own_queued_tokens=own, num_seqs=seqs, own_num_seqs=min(seqs, num_attempts)
+                queued_tokens=load.num_queued_tokens,
+                batch_tokens=load.num_queued_batch_tokens,
+                own_queued_tokens=own,
+                num_seqs=seqs,
+                own_num_seqs=min(seqs, num_attempts),
             )
             return
         weight, before = -math.expm1(-elapsed / TIME_CONSTANT_S), self._mean
         self._mean = MeanLoad(
             queued_tokens=_blend(before.queued_tokens, load.num_queued_tokens, weight),
+            batch_tokens=_blend(before.batch_tokens, load.num_queued_batch_tokens, weight),
             own_queued_tokens=_blend(before.own_queued_tokens, own, weight),
             num_seqs=_blend(before.num_seqs, seqs, weight),
             own_num_seqs=_blend(before.own_num_seqs, num_attempts, weight),

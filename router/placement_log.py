@@ -28,7 +28,7 @@ MAX_BYTES = 256 << 20
 # Decisions that the disk has not taken yet; more are left out and counted.
 _MAX_QUEUED = 1024
 # What a line has of a candidate, in order, behind its record's number.
-CANDIDATE_FIELDS = ("cached_tokens", "host_cached_tokens", "queued_tokens", "recent_tokens", "num_attempts", "excluded")
+CANDIDATE_FIELDS = ("cached_tokens", "host_cached_tokens", "queued_tokens", "batch_tokens", "recent_tokens", "num_attempts", "excluded")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

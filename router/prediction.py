@@ -138,6 +138,7 @@ def mean_load(candidate: Candidate, num_tokens: int) -> MeanLoad:
     seqs = load.num_running + load.num_reserved
     return MeanLoad(
         queued_tokens=queued,
+        batch_tokens=load.num_queued_batch_tokens,
         own_queued_tokens=min(queued, candidate.queued_tokens),
         num_seqs=seqs,
         own_num_seqs=min(seqs, candidate.num_attempts),
@@ -176,12 +177,18 @@ def load_now(own_now: float, mean_total: float, share: float) -> float:
     return own_now + (1.0 - share) * max(mean_total, own_now / share)
 
 
-def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares) -> float:
+def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_class: RequestClass) -> float:
     """Prompt tokens to be computed there. Queues are over before they are told of: where this router has sent more lately than elsewhere,
     the others have too."""
+    own, total, running = candidate.queued_tokens, mean.queued_tokens, 0.0
+    batch = load_now(candidate.batch_tokens, mean.batch_tokens, share.tokens)
+    if batch and request_class is not RequestClass.BATCH:
+        # It goes before them, but for the step under way.
+        own, total = own - candidate.batch_tokens, max(0.0, total - mean.batch_tokens)
+        running = min(batch, candidate.record.step_tokens) / 2
     if share.tokens == 1.0:
-        return candidate.queued_tokens
-    queued = load_now(candidate.queued_tokens, mean.queued_tokens, share.tokens)
+        return own + running
+    queued = load_now(own, total, share.tokens) + running
     more = candidate.recent_tokens - share.recent_tokens
     return queued + _GROWTH * more * (1.0 / share.tokens - 1.0) if more > 0.0 else queued
 
@@ -256,7 +263,7 @@ class Predictor:
         own_pairs = (demand.num_tokens * demand.num_tokens - cached * cached) / 2
         computing, _ = prompt_s(curve, demand.num_tokens - cached, own_pairs, record.step_tokens)
         computing += _host_copy_s(candidate)
-        queued = queued_now(candidate, mean, share)
+        queued = queued_now(candidate, mean, share, demand.request_class)
         # Prompts in the queue are taken for ones like this.
         waiting = prompt_s(curve, queued, queued * demand.num_tokens / 2, record.step_tokens)[0] if queued else 0.0
         ttft = waiting + computing
@@ -282,7 +289,7 @@ class Predictor:
         step = fixed + per_row * rows + per_sequence * seqs + per_context * context if seqs else 0.0
         rows = seqs + 1.0 - knee if seqs + 1.0 > knee else 0.0
         longer = fixed + per_row * rows + per_sequence * (seqs + 1.0) + per_context * (context + own_context)
-        queued = queued_now(candidate, mean, share)
+        queued = queued_now(candidate, mean, share, demand.request_class)
         room = max(1, record.step_tokens - int(seqs))
         waiting = stall = 0.0
         if queued:

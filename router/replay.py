@@ -24,7 +24,7 @@ from twostep.cluster.records import WorkerRecord
 from twostep.errors import InvalidRequest
 from twostep.request_class import RequestClass
 
-_MEAN_FIELDS = ("queued_tokens", "own_queued_tokens", "num_seqs", "own_num_seqs")
+_MEAN_FIELDS = ("queued_tokens", "batch_tokens", "own_queued_tokens", "num_seqs", "own_num_seqs")
 # Of costs and times: another machine's last bits.
 _EQUAL = 1e-9
 

@@ -16,10 +16,11 @@ from twostep.request_class import RequestClass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanLoad:
-    """Means over the last seconds. All routers': prompt tokens not yet computed, sequences that run or are reserved; `own_*`, the part
-    of them that came from this router."""
+    """Means over the last seconds. All routers': prompt tokens not yet computed, those of batch requests among them, sequences that run or
+    are reserved; `own_*`, the part of them that came from this router."""
 
     queued_tokens: float = 0.0
+    batch_tokens: float = 0.0
     own_queued_tokens: float = 0.0
     num_seqs: float = 0.0
     own_num_seqs: float = 0.0
@@ -35,7 +36,9 @@ class Candidate:
     host_cached_tokens: int = 0
     # Prompt tokens this router has sent it to compute, whose first token has not come yet.
     queued_tokens: int = 0
-    # And how many it has sent it lately, computed or not, the longer ago the less: about as many as records do not tell of yet.
+    batch_tokens: int = 0  # of batch requests, among them
+    # And how many it has sent it lately, computed or not, the longer ago the less: about as many as records do not tell of yet. Batch
+    # requests' are none of them.
     recent_tokens: float = 0.0
     # Attempts of this router that are there now.
     num_attempts: int = 0

@@ -22,6 +22,7 @@ from router.placement import Candidate, Snapshot
 from router.prefix_index import NOT_CACHED, CachedPrefix, WorkerLife
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import TwostepError, Unavailable
+from twostep.request_class import RequestClass
 from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
 from twostep.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
 
@@ -53,9 +54,9 @@ class WorkerLink:
         """Prompt tokens sent there whose first token has not come yet."""
         return self.meter.queued_tokens
 
-    @queued_tokens.setter
-    def queued_tokens(self, num_tokens: int) -> None:
-        self.meter.set_queued_tokens(num_tokens, time.monotonic())
+    def queue(self, num_tokens: int, request_class: RequestClass) -> None:
+        """So many more of them are there; below 0: fewer."""
+        self.meter.queue(num_tokens, time.monotonic(), batch=request_class is RequestClass.BATCH)
 
     def touch(self) -> None:
         """Something was heard from it."""
@@ -202,6 +203,7 @@ def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, CachedPrefix], excl
         cached_tokens=held.num_tokens,
         host_cached_tokens=held.host_tokens,
         queued_tokens=link.queued_tokens,
+        batch_tokens=link.meter.batch_tokens,
         recent_tokens=link.meter.recent_tokens(now),
         num_attempts=len(link.tenants),
         excluded=link.life in excluded,

@@ -6,6 +6,7 @@ from engine_helpers import assert_idle, drain, make_request
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
+from twostep.request_class import RequestClass
 from twostep.step_curve import StepWorkload
 
 
@@ -46,6 +47,22 @@ def test_what_is_queued_and_what_decodes_is_counted_in_tokens() -> None:
     assert (stats.num_queued_tokens, stats.num_context_tokens) == (0, 0)
     engine.submit(make_request("d", range(1, 33)))
     assert engine.stats().num_queued_tokens == 1, "all its blocks are cached; one token is computed for its logits"
+    drain(engine)
+    assert_idle(engine)
+
+
+def test_batch_requests_tokens_are_told_apart() -> None:
+    engine = make_engine(max_num_seqs=1)
+    for seq_id, count, request_class in (("a", 30, RequestClass.BATCH), ("b", 5, RequestClass.STANDARD), ("c", 7, RequestClass.BATCH)):
+        engine.submit(make_request(seq_id, range(1, count + 1), max_tokens=1, request_class=request_class))
+    told = []
+    while engine.stats().num_queued_tokens:
+        told.append((engine.stats().num_queued_tokens, engine.stats().num_queued_batch_tokens))
+        engine.step()
+    assert told[0] == (42, 37)
+    # Whatever runs first, of the 5 that are not batch none is left before the last of the others.
+    assert {total - batch for total, batch in told} == {5, 0}
+    assert engine.stats().num_queued_batch_tokens == 0
     drain(engine)
     assert_idle(engine)
 

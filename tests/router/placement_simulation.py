@@ -174,7 +174,7 @@ def simulate(world: World, place: Place) -> Outcome:
         p.queued_tokens += num_tokens - cached
         meter = router.meters[p.record.worker_id]
         own = num_tokens - (world.prefix_tokens if prefix in p.told_cached else 0)
-        meter.set_queued_tokens(meter.queued_tokens + own, now)
+        meter.queue(own, now)
         router.attempts[d.record.worker_id] += 1
         ttfts.append(p.free_at - now)
         d.num_requests += 1
@@ -184,7 +184,7 @@ def simulate(world: World, place: Place) -> Outcome:
 
         def first_token(then: float) -> None:
             p.queued_tokens -= num_tokens - cached
-            meter.set_queued_tokens(meter.queued_tokens - own, then)
+            meter.queue(-own, then)
             at(then + world.answer_tokens * GPU.decode_step_s(d.num_seqs, d.context_tokens), ended)
 
         def ended(_: float) -> None:

@@ -90,7 +90,7 @@ def test_a_meter_tells_ones_own_part_from_the_others_however_late_the_record() -
     # For 30 s a queue of 1000 tokens is there half of the time; each record shows, a second late, what was there then.
     for tick in range(60):
         now = tick * 0.5
-        meter.set_queued_tokens(1000 if tick % 2 else 0, now)
+        meter.queue((1000 if tick % 2 else 0) - meter.queued_tokens, now)
         late = 1000 if (tick - 2) % 2 else 0
         meter.observe(WorkerLoad(num_queued_tokens=late, num_running=3, num_reserved=1), 4, now + 0.25)
     mean = meter.mean
@@ -103,8 +103,8 @@ def test_a_meter_tells_ones_own_part_from_the_others_however_late_the_record() -
 def test_a_meter_weighs_queues_by_how_long_they_lasted_and_forgets() -> None:
     meter = LoadMeter(0.0)
     meter.observe(WorkerLoad(), 0, 0.5)
-    meter.set_queued_tokens(8000, 0.6)
-    meter.set_queued_tokens(0, 0.7)
+    meter.queue(8000, 0.6)
+    meter.queue(-8000, 0.7)
     meter.observe(WorkerLoad(), 0, 1.0)
     assert meter.mean is not None
     assert 0 < meter.mean.own_queued_tokens < 1600
@@ -118,3 +118,16 @@ def test_a_meter_weighs_queues_by_how_long_they_lasted_and_forgets() -> None:
     fresh = LoadMeter(5.0)
     fresh.observe(WorkerLoad(num_queued_tokens=700, num_running=2), 1, 5.0)
     assert fresh.mean == MeanLoad(queued_tokens=700, own_queued_tokens=0.0, num_seqs=2, own_num_seqs=1)
+
+
+def test_a_meter_tells_batch_prompts_apart() -> None:
+    meter = LoadMeter(0.0)
+    meter.queue(500, 1.0)
+    meter.queue(4000, 1.0, batch=True)
+    assert (meter.queued_tokens, meter.batch_tokens, meter.recent_tokens(1.0)) == (4500, 4000, 500)
+    meter.observe(WorkerLoad(num_queued_tokens=9000, num_queued_batch_tokens=8000), 1, 2.0)
+    assert meter.mean is not None
+    assert meter.mean.batch_tokens == 8000
+    meter.queue(-4000, 2.0, batch=True)
+    meter.queue(-500, 2.0)
+    assert (meter.queued_tokens, meter.batch_tokens) == (0, 0)

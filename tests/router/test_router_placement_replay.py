@@ -50,6 +50,7 @@ candidates = st.builds(
     cached_tokens=st.integers(0, 1200),
     host_cached_tokens=st.integers(0, 100),
     queued_tokens=st.integers(0, 9000),
+    batch_tokens=st.integers(0, 4000),
     recent_tokens=st.floats(0, 1e5),
     num_attempts=st.integers(0, 70),
     excluded=st.booleans(),

@@ -169,6 +169,23 @@ def test_a_queue_beyond_the_target_is_said_with_when_to_come_again() -> None:
     assert placed(prefill, [worker("decode")]).retry_after_s == 0
 
 
+def test_batch_prompts_hold_up_their_like_and_others_for_half_a_step_only() -> None:
+    batch = {"batch_tokens": 30_000}
+    behind = worker("prefill", queued=30_000)
+    assert behind.mean is not None
+    prefill = [dataclasses.replace(behind, **batch, mean=dataclasses.replace(behind.mean, **batch))]
+    assert placed(prefill, [worker("decode")], request_class=RequestClass.BATCH).predicted_ttft_s > 0.6
+    for request_class in (RequestClass.INTERACTIVE, RequestClass.STANDARD):
+        urgent = placed(prefill, [worker("decode")], request_class=request_class, ttft_ms=200.0)
+        assert urgent.meets_targets
+        under_way = GPU.prefill_s(4096, 0, 8192)
+        assert urgent.predicted_ttft_s == pytest.approx(under_way + GPU.prefill_s(2600, 0, 8192), rel=0.05)
+    # Other routers' too.
+    others = dataclasses.replace(prefill[0], queued_tokens=0, batch_tokens=0, mean=MeanLoad(queued_tokens=30_000, **batch))
+    assert placed([others], [worker("decode")], ttft_ms=200.0).meets_targets
+    assert not placed([others], [worker("decode")], ttft_ms=200.0, request_class=RequestClass.BATCH).meets_targets
+
+
 def test_what_no_worker_could_do_even_idle_is_said() -> None:
     hopeless = placed([worker("prefill")], [worker("decode")], ttft_ms=10.0)
     assert (hopeless.meets_targets, hopeless.attainable) == (False, False)

@@ -61,6 +61,7 @@ class WorkerLoad:
     num_held: int = 0
     num_free_blocks: int = 0  # that can be given out now, those with a cached prefix that nobody uses included
     num_queued_tokens: int = 0  # prompt tokens that are here and not yet computed
+    num_queued_batch_tokens: int = 0  # those of batch requests among them
     num_context_tokens: int = 0  # tokens of the running sequences, whose KV a decode step reads
 
 

@@ -46,6 +46,7 @@ from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.step_work import BlockLoad, StepWork
 from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound
+from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve
 
 __all__ = ["Engine", "EngineConfig", "PrefixDelta"]
@@ -382,7 +383,8 @@ class Engine:
                 num_host_blocks=self._ledger.tier.num_blocks,
                 num_host_hit_tokens=self._ledger.num_host_hit_tokens,
                 steps=self._steps,
-                num_queued_tokens=self._ledger.num_queued_tokens,
+                num_queued_tokens=self._ledger.num_queued_tokens(),
+                num_queued_batch_tokens=self._ledger.num_queued_tokens(RequestClass.BATCH),
                 num_context_tokens=self._ledger.num_context_tokens,
                 stalled_s=0.0 if since is None else time.monotonic() - since,
             )

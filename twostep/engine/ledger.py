@@ -99,12 +99,12 @@ class SequenceLedger:
     def num_host_hit_tokens(self) -> int:
         return self._admission.num_host_hit_tokens
 
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens that are here and not computed, neither found nor saved, but for those that decoding adds."""
-        waiting = chain(self._admission.waiting.values(), self.preemptor.waiting.values())
-        queued = sum(len(sequence.tokens) - sequence.num_matched for sequence in waiting)
-        return queued + sum(len(s.tokens) - s.num_computed for s in self._running.values() if not s.decodes)
+    def num_queued_tokens(self, least: RequestClass = RequestClass.INTERACTIVE) -> int:
+        """Tokens that are here and not computed, neither found nor saved, but for those that decoding adds: of requests no more urgent than
+        `least`."""
+        waiting = (s for s in chain(self._admission.waiting.values(), self.preemptor.waiting.values()) if s.request.request_class >= least)
+        running = (s for s in self._running.values() if not s.decodes and s.request.request_class >= least)
+        return sum(len(s.tokens) - s.num_matched for s in waiting) + sum(len(s.tokens) - s.num_computed for s in running)
 
     @property
     def num_context_tokens(self) -> int:

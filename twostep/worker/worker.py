@@ -153,6 +153,7 @@ class Worker:
                 num_held=stats.num_held,
                 num_free_blocks=stats.num_available_blocks,
                 num_queued_tokens=stats.num_queued_tokens,
+                num_queued_batch_tokens=stats.num_queued_batch_tokens,
                 num_context_tokens=stats.num_context_tokens,
             ),
         )
