@@ -97,3 +97,11 @@ class History:
         if self.failed is not None:
             events.append(self.failed_event())
         return events
+
+
+def not_here(attempt: AttemptId) -> decode_pb2.DecodeEvent:
+    """For a router that asks after what has no history."""
+    failed = decode_pb2.DecodeFailed(
+        code="NOT_FOUND", message="it is not here: the worker has restarted, or has dropped it because its router was away", retryable=True
+    )
+    return decode_pb2.DecodeEvent(request_id=attempt[0], attempt=attempt[1], failed=failed)

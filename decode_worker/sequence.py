@@ -7,10 +7,11 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
-from decode_worker.history import History
+from decode_worker.history import AttemptId, History
 from decode_worker.target import Target
 from kv_transfer.ticket import Ticket
 from twostep.engine.types import PrefillProgress, TokenOutput
+from twostep.errors import InvalidRequest, Unauthenticated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,20 @@ class HandedOver:
     expires_at: float
     ticket: Ticket | None = None
     fetching: asyncio.Task[None] | None = None
+
+    def take(self, ticket: Ticket, *, attempt: AttemptId, tenant: str) -> bool:
+        """Of a ticket whose signature is right. False: it is here already. Raises InvalidRequest, Unauthenticated, Unavailable."""
+        if (ticket.request_id, ticket.attempt) != attempt:
+            raise InvalidRequest(f"the ticket is for attempt {ticket.attempt} of {ticket.request_id}; attach the one of this attempt")
+        if ticket.tenant != tenant:
+            raise Unauthenticated("the ticket is for another tenant's request; attach the one that this request's prefill worker gave")
+        if self.ticket is not None:
+            if self.ticket != ticket:
+                raise InvalidRequest("another ticket is attached already; an attempt has one ticket")
+            return False
+        ticket.check_expiry()
+        self.ticket = ticket
+        return True
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

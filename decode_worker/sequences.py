@@ -19,7 +19,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 
 from decode_worker.fetch import Fetched, Fetcher, Target
-from decode_worker.history import AttemptId, History
+from decode_worker.history import AttemptId, History, not_here
 from decode_worker.outbox import Connection, Outbox
 from decode_worker.sequence import ComputedHere, DecodeSequence, HandedOver, SequencesConfig, State
 from kv_transfer.ticket import Ticket
@@ -128,7 +128,7 @@ class Sequences:
             history = outbox.history(attempt)
             if history is None:
                 if not position.reserving:
-                    missed.append(_not_here(attempt))
+                    missed.append(not_here(attempt))
             elif history.reaches(position.next_position):
                 missed += history.since(position)
             else:
@@ -200,16 +200,8 @@ class Sequences:
         if not isinstance(source, HandedOver):
             raise InvalidRequest(f"the prompt of attempt {attempt} is computed here (prefill_here); there is no KV to hand over")
         ticket.check_signature(self._secret)
-        if (ticket.request_id, ticket.attempt) != (request_id, attempt):
-            raise InvalidRequest(f"the ticket is for attempt {ticket.attempt} of {ticket.request_id}; attach the one of this attempt")
-        if ticket.tenant != sequence.tenant:
-            raise Unauthenticated("the ticket is for another tenant's request; attach the one that this request's prefill worker gave")
-        if source.ticket is not None:
-            if source.ticket != ticket:
-                raise InvalidRequest("another ticket is attached already; an attempt has one ticket")
+        if not source.take(ticket, attempt=(request_id, attempt), tenant=sequence.tenant):
             return
-        ticket.check_expiry()
-        source.ticket = ticket
         sequence.state = State.FETCHING
         source.fetching = asyncio.create_task(self._pull(sequence, source.target, ticket), name=f"fetch {sequence.seq_id}")
 
@@ -403,10 +395,3 @@ class Sequences:
         del self._outboxes[outbox.router_id]
         for sequence in orphans:
             self._end(sequence, "its router is gone")
-
-
-def _not_here(attempt: AttemptId) -> decode_pb2.DecodeEvent:
-    failed = decode_pb2.DecodeFailed(
-        code="NOT_FOUND", message="it is not here: the worker has restarted, or has dropped it because its router was away", retryable=True
-    )
-    return decode_pb2.DecodeEvent(request_id=attempt[0], attempt=attempt[1], failed=failed)
