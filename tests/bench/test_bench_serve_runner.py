@@ -6,6 +6,7 @@ import asyncio
 import random
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -15,11 +16,13 @@ from twostep.bench.serve import lengths
 from twostep.bench.serve.arrivals import Arrivals
 from twostep.bench.serve.content import Content
 from twostep.bench.serve.load import Load, TraceTimes, Users
+from twostep.bench.serve.metrics import Targets
 from twostep.bench.serve.record import RequestRecord
 from twostep.bench.serve.runner import Extent, Progress, Runner, num_quoted
+from twostep.bench.serve.sweep import Doom
 from twostep.bench.serve.target import Answer, Clock, Exchange, RequestFailed, Served
 from twostep.bench.serve.traces import Trace, TraceRequest
-from twostep.bench.serve.workloads import MultiTurn, Quoting, RandomPrompts, Session, Turn
+from twostep.bench.serve.workloads import MultiTurn, Quoting, RandomPrompts, Replay, Session, Text, Turn
 from twostep.errors import InvalidRequest
 
 SERVED = Served(model="fake", max_model_len=4096, alphabet=range(1000))
@@ -145,6 +148,64 @@ async def test_more_than_the_bound_in_flight_is_an_error_of_the_generator() -> N
     result = await task
     assert sum(r.error == "not sent" for r in result.records) == 6
     assert sum(r.completed for r in result.records) == 4
+
+
+async def test_a_run_that_can_no_longer_pass_is_stopped() -> None:
+    # Of 100, 5 may miss; every second one does, and the twelfth is not even sent then, though the last would come after 1000 s.
+    doom = Doom(Targets(ttft_ms=60_000), 0.95, 100)
+    target = FakeTarget(fails=range(0, 100, 2))
+    runner = Runner(target=target, extent=Extent(num_requests=100), run="r", stop=doom)
+    times = [i * 0.001 for i in range(30)] + [1000.0] * 70
+    result = await runner.open_loop(zip(times, one_turn_sessions(100), strict=True))
+    assert result.stopped
+    assert doom.missed >= 6
+    assert 11 <= len(result.records) <= 30
+    # One that can pass is not.
+    runner = Runner(target=FakeTarget(fails=[3]), extent=Extent(num_requests=20), run="r", stop=Doom(Targets(ttft_ms=60_000), 0.95, 20))
+    assert not (await runner.open_loop((0.0, s) for s in one_turn_sessions(20))).stopped
+
+
+async def test_what_is_under_way_when_a_run_is_stopped_was_not_answered() -> None:
+    target = FakeTarget(fails=[0, 1], wait_s=0.01)
+    runner = Runner(target=target, extent=Extent(num_requests=10), run="r", stop=Doom(Targets(ttft_ms=60_000), 0.9, 10))
+    slow = zip([0.0, 0.0, *[0.005] * 8], one_turn_sessions(10), strict=True)
+    result = await runner.open_loop(slow)
+    assert result.stopped
+    assert {r.error for r in result.records} <= {"unavailable", "stopped", ""}
+    assert sum(r.error == "unavailable" for r in result.records) == 2
+    assert all(not r.completed or r.output_tokens for r in result.records)
+
+
+@pytest.mark.parametrize(("missed", "doomed"), [(0, False), (5, False), (6, True)])
+def test_doom_is_exact(missed: int, doomed: bool) -> None:
+    doom = Doom(Targets(ttft_ms=1000), 0.95, 100)
+    bad = RequestRecord(index=0, scheduled_s=0, sent_s=0, ended_s=1, prompt_tokens=1, max_tokens=1, error="unavailable")
+    warm = RequestRecord(index=0, scheduled_s=0, sent_s=0, ended_s=1, prompt_tokens=1, max_tokens=1, error="unavailable", measured=False)
+    assert [doom(warm) for _ in range(50)] == [False] * 50
+    said = [doom(bad) for _ in range(missed)]
+    assert (said[-1] if said else False) is doomed
+
+
+def test_how_many_will_be_measured_is_known_before() -> None:
+    load = Load(
+        workload=RandomPrompts(prompt=lengths.Fixed(5), output=lengths.Fixed(1)),
+        arrivals=Arrivals(kind="poisson", rate=7),
+        extent=Extent(duration_s=30.0, warmup_s=5.0, cooldown_s=5.0),
+        seed="0",
+    )
+    assert load.num_measured() == sum(5 <= t < 35 for t in Arrivals(kind="poisson", rate=7).within("0", 40.0))
+    assert replace(load, extent=Extent(num_requests=9)).num_measured() == 9
+    assert replace(load, arrivals=Users(3)).num_measured() is None
+
+
+async def test_texts_that_never_fit_are_said() -> None:
+    long = Replay(items=[Session(turns=(Turn(prompt=Text("x", array("I", range(500))), output_tokens=5),))], repeat=True)
+    load = Load(workload=long, arrivals=Users(1), extent=Extent(num_requests=9), seed="0", max_model_len=100)
+    with pytest.raises(InvalidRequest, match="longer context"):
+        next(load.sessions(SERVED, "0"))
+    for arrivals in (Users(2), Arrivals(kind="constant", rate=9)):
+        with pytest.raises(InvalidRequest, match="longer context"):
+            await replace(load, arrivals=arrivals).put_on(FakeTarget(), SERVED, "0", Progress())
 
 
 async def test_warm_up_is_not_measured_and_the_run_ends_on_time() -> None:

@@ -40,7 +40,9 @@ def failed(at: float, kind: str) -> RequestRecord:
 
 
 def result_of(records: list[RequestRecord]) -> RunResult:
-    return RunResult(records=records, start=0.0, wall_s=60.0, cpu_s=6.0, exhausted=False, loop_lag_s=Distribution.of([0.001]))
+    return RunResult(
+        records=records, start=0.0, wall_s=60.0, cpu_s=6.0, stopped=False, exhausted=False, loop_lag_s=Distribution.of([0.001])
+    )
 
 
 def test_a_minute_of_a_hundred_requests_thirty_of_which_are_good() -> None:
@@ -176,7 +178,7 @@ def test_a_generator_that_lags_says_so() -> None:
     for r in late:
         r.sent_s += 0.05
     summary = summarize(late, Windows.of_duration(0.0, 30.0), targets=Targets(ttft_ms=1))
-    slow = RunResult(records=late, start=0.0, wall_s=30.0, cpu_s=29.0, exhausted=False, loop_lag_s=Distribution.of([0.2]))
+    slow = RunResult(records=late, start=0.0, wall_s=30.0, cpu_s=29.0, stopped=False, exhausted=False, loop_lag_s=Distribution.of([0.2]))
     said = warnings_of(slow, summary, max_slip_s=0.01, measured_s=30.0)
     assert len(said) == 3
     assert "50.0 ms late" in said[0]

@@ -77,6 +77,7 @@ def add_flags(command: FlagParser) -> None:
     judged.add_argument("--sweep", action="store_true", help="find the highest rate that keeps the targets, beginning at --rate")
     judged.add_argument("--sweep-resolution", type=float, default=0.05, metavar="X", help="stop when this near (default: 0.05)")
     judged.add_argument("--sweep-points", type=int, default=16, metavar="N", help="runs at most (default: 16)")
+    judged.add_argument("--stop-early", action="store_true", help="end a run as soon as too many have missed for it to pass")
     judged.add_argument("--attainment", type=float, default=0.95, metavar="X", help="share that must meet all targets (default: 0.95)")
     judged.add_argument("--num-gpus", type=int, metavar="N", help="for figures per GPU; those of prefill and decode if not given")
     judged.add_argument("--prefill-gpus", type=int, default=0, metavar="N", help="for the cost")

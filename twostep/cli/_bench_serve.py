@@ -16,7 +16,7 @@ from twostep.bench.serve.load import Load
 from twostep.bench.serve.metrics import Prices, Targets
 from twostep.bench.serve.runner import Progress
 from twostep.bench.serve.summary import summarize
-from twostep.bench.serve.sweep import Search, Tried, knee
+from twostep.bench.serve.sweep import Doom, Search, Tried, knee
 from twostep.bench.serve.target import Served, Target
 from twostep.cli._bench_load import load_of, target_of
 from twostep.cli._bench_progress import shown
@@ -87,7 +87,9 @@ async def _point(args: argparse.Namespace, target: Target, served: Served, load:
     """One run, shown and saved."""
     progress = Progress()
     async with shown(load.label, load.extent, progress, wanted=not args.no_progress and not args.json):
-        result, windows = await load.put_on(target, served, f"{number}", progress)
+        expected = load.num_measured() if args.stop_early else None
+        doom = None if expected is None else Doom(judgement.targets, judgement.attainment, expected)
+        result, windows = await load.put_on(target, served, f"{number}", progress, doom)
     summary = summarize(result.records, windows, targets=judgement.targets, num_gpus=judgement.num_gpus, prices=judgement.prices)
     warnings = report.warnings_of(
         result, summary, max_slip_s=judgement.max_slip_s, measured_s=windows.arrivals.length_s if judgement.targets else None
@@ -159,6 +161,8 @@ def _judgement(args: argparse.Namespace) -> Judgement:
         raise InvalidRequest("--sweep needs targets to keep: give --goodput, as in --goodput ttft:500 tpot:30")
     if args.send_targets and targets.ttft_ms is None and targets.tpot_ms is None:
         raise InvalidRequest("--send-targets tells the router ttft and tpot of --goodput: give at least one of these")
+    if args.stop_early and not targets:
+        raise InvalidRequest("--stop-early ends what can no longer keep its targets: give --goodput")
     if not 0 < args.attainment <= 1:
         raise InvalidRequest(f"--attainment {args.attainment:g}: give a share above 0 and up to 1, as 0.95")
     prices = None

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from twostep.bench.serve.arrivals import Arrivals
 from twostep.bench.serve.content import Content
+from twostep.bench.serve.record import RequestRecord
 from twostep.bench.serve.runner import Extent, Progress, Runner, RunResult
 from twostep.bench.serve.summary import Windows
 from twostep.bench.serve.target import Served, Target
 from twostep.bench.serve.traces import Trace
-from twostep.bench.serve.workloads import Session, Workload, fitted
+from twostep.bench.serve.workloads import MultiTurn, Session, Workload, fitted
 from twostep.errors import InvalidRequest
+
+_MAX_LEFT_OUT = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +95,35 @@ class Load:
         finds another's in a cache."""
         content = Content(f"{self.seed}/{run}", served.alphabet)
         length = min((n for n in (self.max_model_len, served.max_model_len) if n), default=0)
+        left_out = 0
         for session in self.workload.sessions(content, random.Random(f"lengths/{self.seed}")):
-            yield fitted(session, length)
+            cut = fitted(session, length)
+            left_out = 0 if cut.turns else left_out + 1
+            if cut.turns:
+                yield cut
+            elif left_out >= _MAX_LEFT_OUT:
+                raise InvalidRequest(
+                    f"none of {left_out} texts in a row fits a context of {length} tokens; give others, or a longer context"
+                )
 
-    async def put_on(self, target: Target, served: Served, run: str, progress: Progress) -> tuple[RunResult, Windows]:
-        """Runs it once. Returns when the last answer is there."""
+    def num_measured(self) -> int | None:
+        """Requests that will be measured, where that can be known before."""
+        if isinstance(self.workload, MultiTurn) or isinstance(self.arrivals, Users):
+            return None
+        if self.extent.num_requests:
+            most = len(self.workload.requests) if isinstance(self.workload, Trace) else self.extent.num_requests
+            return min(most, self.extent.num_requests)
+        if isinstance(self.arrivals, TraceTimes):
+            requests = self.workload.requests if isinstance(self.workload, Trace) else ()
+            return sum(self.extent.measures(r.arrival_s / self.arrivals.speed) for r in requests)
+        return sum(map(self.extent.measures, self.arrivals.within(self.seed, self.extent.end_s)))
+
+    async def put_on(
+        self, target: Target, served: Served, run: str, progress: Progress, stop: Callable[[RequestRecord], bool] | None = None
+    ) -> tuple[RunResult, Windows]:
+        """Runs it once. Returns when the last answer is there, or when `stop` says that there is no point in going on."""
         sessions = self.sessions(served, run)
-        runner = Runner(target=target, extent=self.extent, run=run, progress=progress)
+        runner = Runner(target=target, extent=self.extent, run=run, progress=progress, stop=stop)
         match self.arrivals:
             case Users(count):
                 result = await runner.closed_loop(sessions, count)
@@ -108,7 +133,7 @@ class Load:
                 length_s = self.extent.end_s
                 times = arrivals.times(self.seed) if math.isinf(length_s) else chain(arrivals.within(self.seed, length_s), (length_s,))
                 result = await runner.open_loop(zip(times, sessions, strict=False))
-        if self.extent.duration_s and not result.exhausted:
+        if self.extent.duration_s and not result.exhausted and not result.stopped:
             windows = Windows.of_duration(self.extent.warmup_s, self.extent.duration_s)
         else:
             windows = Windows.of_requests(result.records, open_loop=not isinstance(self.arrivals, Users))

@@ -30,6 +30,8 @@ class Point:
 def warnings_of(result: RunResult, summary: Summary, *, max_slip_s: float, measured_s: float | None) -> tuple[str, ...]:
     """What makes the figures doubtful. `measured_s`: the measured duration if targets are judged over it."""
     found = []
+    if result.stopped:
+        found.append("stopped when it could no longer pass: these figures are of its beginning, and flatter it")
     if summary.slip_s.count and summary.slip_s.p99 > max_slip_s:
         found.append(
             f"requests left up to {summary.slip_s.p99 * 1e3:.1f} ms late (p99; bound {max_slip_s * 1e3:g} ms): this generator could not "
@@ -42,7 +44,7 @@ def warnings_of(result: RunResult, summary: Summary, *, max_slip_s: float, measu
         )
     if summary.short_answers:
         found.append(f"{summary.short_answers} answers had fewer tokens than asked for: the server knows no ignore_eos")
-    if measured_s is not None and measured_s < 60:
+    if measured_s is not None and measured_s < 60 and not result.stopped:
         found.append(f"goodput is defined over at least 60 s; this was measured over {measured_s:.0f} s")
     if not summary.num_requests:
         found.append("no request came after the warm-up: give a longer duration")

@@ -15,7 +15,7 @@ import asyncio
 import gc
 import math
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -25,7 +25,7 @@ from twostep.bench.serve.metrics import Distribution
 from twostep.bench.serve.record import RequestRecord
 from twostep.bench.serve.target import Exchange, RequestFailed, Target
 from twostep.bench.serve.workloads import Session, Text, Turn
-from twostep.errors import InvalidRequest
+from twostep.errors import InvalidRequest, TwostepError
 
 _LAG_INTERVAL_S = 0.02
 # The event loop gets a turn at least this often while requests are due at once.
@@ -87,6 +87,8 @@ class RunResult:
     wall_s: float
     cpu_s: float
     """CPU time of this process, all threads."""
+    stopped: bool
+    """It was ended before its time, for it could no longer pass."""
     exhausted: bool
     """The workload ended before the run did."""
     loop_lag_s: Distribution
@@ -107,9 +109,12 @@ class Runner:
     run: str
     """Its name: what differs in it shares no cached prefixes."""
     progress: Progress = field(default_factory=Progress)
+    stop: Callable[[RequestRecord], bool] | None = None
+    """Asked after every request that ended; True ends the run, and what is under way is cancelled and counts as not answered."""
     _records: list[RequestRecord] = field(default_factory=list)
     _start: float = 0.0
     _exhausted: bool = False
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def open_loop(self, schedule: Iterator[tuple[float, Session]]) -> RunResult:
         """`schedule`: times since the start, ascending, each with what comes then."""
@@ -127,14 +132,35 @@ class Runner:
             cpu, self._start = time.process_time(), time.perf_counter()
             watch = asyncio.create_task(self._watch(lags))
             try:
-                await load
+                await self._until_stopped(load)
             finally:
                 watch.cancel()
             wall, cpu = self._clock(), time.process_time() - cpu
         self.progress.elapsed_s = wall
         return RunResult(
-            records=self._records, start=self._start, wall_s=wall, cpu_s=cpu, exhausted=self._exhausted, loop_lag_s=Distribution.of(lags)
+            records=self._records,
+            start=self._start,
+            wall_s=wall,
+            cpu_s=cpu,
+            stopped=self._stopped.is_set(),
+            exhausted=self._exhausted,
+            loop_lag_s=Distribution.of(lags),
         )
+
+    async def _until_stopped(self, load: Coroutine[Any, Any, None]) -> None:
+        running = asyncio.create_task(load)
+        stopped = asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if self._stopped.is_set():
+                running.cancel()
+                await asyncio.wait((running,))
+            if not running.cancelled():
+                _raise_single(running)
+        finally:
+            # Also when this command is interrupted itself.
+            running.cancel()
+            stopped.cancel()
 
     def _clock(self) -> float:
         return time.perf_counter() - self._start
@@ -153,8 +179,6 @@ class Runner:
             for number, (at, session) in enumerate(schedule):
                 if at >= self.extent.end_s or (self.extent.num_requests and num_measured >= self.extent.num_requests):
                     break
-                if not session.turns:
-                    continue
                 num_measured += self.extent.measures(at)
                 prepared = self.target.prepare((), session.turns[0], self.run)
                 delay = at - self._clock()
@@ -166,7 +190,7 @@ class Runner:
                 self._exhausted = True
 
     async def _users(self, sessions: Iterator[Session], num_users: int) -> None:
-        numbered = enumerate(s for s in sessions if s.turns)
+        numbered = enumerate(sessions)
         num_measured = 0
 
         async def user() -> None:
@@ -232,14 +256,31 @@ class Runner:
             record.error, record.message, record.retry_after_s = failure.kind, failure.message, failure.retry_after_s
             progress.num_failed += 1
             return None
+        except asyncio.CancelledError:
+            record.error, record.message = "stopped", "the run was stopped before the answer's end"
+            raise
         finally:
             progress.num_ended += 1
             progress.num_tokens += record.output_tokens
+            if self.stop is not None and self.stop(record):
+                self._stopped.set()
         if answer is None:
             return None
         if turn.passage_tokens is not None and answer.token_ids:
             record.quoted_tokens = num_quoted(turn, answer.token_ids)
         return Exchange(turn, answer)
+
+
+def _raise_single(task: asyncio.Task[None]) -> None:
+    """What a group of tasks wraps is raised as it is, if it has something to say to the user."""
+    try:
+        task.result()
+    except ExceptionGroup as group:
+        ours, _ = group.split(TwostepError)
+        first = ours.exceptions[0] if ours else None
+        if isinstance(first, TwostepError):
+            raise first from None
+        raise
 
 
 def num_quoted(turn: Turn, answer: Sequence[int]) -> int:

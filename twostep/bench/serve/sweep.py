@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from twostep.bench.serve.metrics import Targets, latency_of
+from twostep.bench.serve.record import RequestRecord
 from twostep.errors import InvalidRequest
 
 
@@ -49,6 +51,22 @@ class Search:
             return low * 2
         high = min(above)
         return None if high <= low * (1 + self.resolution) else (low + high) / 2
+
+
+@dataclass(slots=True)
+class Doom:
+    """Whether a run can still pass: asked after every request that ended. True, from the first time on, once so many measured ones have
+    missed a target that not enough of the `expected` can meet them all."""
+
+    targets: Targets
+    attainment: float
+    expected: int
+    """Measured requests of the whole run."""
+    missed: int = 0
+
+    def __call__(self, record: RequestRecord) -> bool:
+        self.missed += record.measured and bool(self.targets.missed(latency_of(record)))
+        return self.expected - self.missed < self.attainment * self.expected
 
 
 def knee(tried: Sequence[Tried]) -> float | None:
