@@ -52,6 +52,8 @@ FULL_COST = 2e9
 _LEAST_SHARE = 1 / 32
 # How much of what others have sent lately, and records do not tell of yet, waits still.
 _GROWTH = 0.35
+# What a prompt gets of a step, however long the step is already.
+_LEAST_CHUNK = 32
 # Towards having the workers to oneself, while there is hardly any load to tell by.
 _PRIOR_TOKENS, _PRIOR_SEQS = 512.0, 1.0
 
@@ -291,6 +293,12 @@ class Predictor:
         longer = fixed + per_row * rows + per_sequence * (seqs + 1.0) + per_context * (context + own_context)
         queued = queued_now(candidate, mean, share, demand.request_class)
         room = max(1, record.step_tokens - int(seqs))
+        if load.max_step_s and seqs:
+            # What was promised to those that decode there bounds its steps (docs/scheduling.md).
+            hidden, left_s = max(0.0, knee - seqs), load.max_step_s - step
+            a_token = per_row + curve.per_pair_s * demand.num_tokens / 2
+            fits = hidden + left_s / a_token if left_s >= 0.0 and a_token else 0.0
+            room = min(room, max(_LEAST_CHUNK, int(fits)))
         waiting = stall = 0.0
         if queued:
             waiting, stall = prompt_s(curve, queued, queued * demand.num_tokens / 2, room, decodes=seqs, context=context)

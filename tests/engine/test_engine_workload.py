@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from engine_helpers import assert_idle, drain, make_request
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
 from twostep.request_class import RequestClass
-from twostep.step_curve import StepWorkload
+from twostep.step_curve import StepCurve, StepWorkload
 
 
 def make_engine(*, num_blocks: int = 60, **config: object) -> Engine:
@@ -64,6 +66,23 @@ def test_batch_requests_tokens_are_told_apart() -> None:
     assert {total - batch for total, batch in told} == {5, 0}
     assert engine.stats().num_queued_batch_tokens == 0
     drain(engine)
+    assert_idle(engine)
+
+
+def test_what_bounds_steps_is_told_while_it_does() -> None:
+    engine = make_engine(max_step_s=0.5)
+    engine.submit(make_request("a", range(1, 11), max_tokens=4))
+    assert engine.stats().max_step_s == 0, "nobody decodes"
+    engine.step()
+    assert engine.stats().max_step_s == 0, "nothing is known of how long steps take"
+    engine.set_curve(StepCurve(fixed_s=1e-3, per_row_s=1e-6))
+    assert engine.stats().max_step_s == 0.5
+    engine.submit(dataclasses.replace(make_request("b", range(1, 6), max_tokens=4), tpot_s=0.1))
+    assert engine.stats().max_step_s == 0.5, "it has no token yet"
+    engine.step()
+    assert engine.stats().max_step_s == 0.1 * 0.9
+    drain(engine)
+    assert engine.stats().max_step_s == 0
     assert_idle(engine)
 
 

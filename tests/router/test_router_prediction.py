@@ -227,6 +227,24 @@ def test_a_queue_before_the_prefill_workers_makes_local_prompts_longer() -> None
     assert 128 <= longest(0) < longest(2_500) < longest(20_000)
 
 
+def test_what_was_promised_to_those_that_decode_makes_local_prompts_slower() -> None:
+    free = worker("decode", local_prefill=True, seqs=20)
+    step = GPU.decode_step_s(20, 40_000)
+    ttfts = []
+    for max_step_s in (0.0, step + 10e-3, step + 4e-3, step / 2):
+        load = dataclasses.replace(free.record.load, max_step_s=max_step_s)
+        paced = dataclasses.replace(free, record=dataclasses.replace(free.record, load=load))
+        ttfts.append(placed([], [paced]).predicted_ttft_s)
+    assert ttfts == sorted(ttfts)
+    assert ttfts[0] == pytest.approx(GPU.prefill_s(2600, 0, 2048, decodes=20, context=40_000) + step / 2)
+    # 180 rows hidden below the knee and 4 ms of others make chunks of about 380 tokens; where there is no time at all, of 32.
+    assert ttfts[2] == pytest.approx(GPU.prefill_s(2600, 0, 400, decodes=20, context=40_000) + step / 2, rel=0.1)
+    assert ttfts[3] == pytest.approx(GPU.prefill_s(2600, 0, 52, decodes=20, context=40_000) + step / 2, rel=0.1)
+    # Long prompts go elsewhere then, and short ones still do not.
+    prefill = worker("prefill", queued=4000)
+    assert placed([prefill], [paced]).prefill is not None
+
+
 def test_without_prefill_workers_all_is_computed_where_it_decodes() -> None:
     decode = [worker("decode", local_prefill=True, name=f"d{i}", seqs=n, queued=q) for i, (n, q) in enumerate([(30, 0), (2, 0), (2, 9000)])]
     result = placed([], decode)

@@ -63,6 +63,7 @@ class WorkerLoad:
     num_queued_tokens: int = 0  # prompt tokens that are here and not yet computed
     num_queued_batch_tokens: int = 0  # those of batch requests among them
     num_context_tokens: int = 0  # tokens of the running sequences, whose KV a decode step reads
+    max_step_s: float = 0.0  # longest that a step which computes prompts may take now, for the sake of those that decode; 0: any time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -384,6 +384,7 @@ class Engine:
                 num_host_hit_tokens=self._ledger.num_host_hit_tokens,
                 steps=self._steps,
                 num_queued_tokens=self._ledger.num_queued_tokens(),
+                max_step_s=self._ledger.planner.max_step_s,
                 num_queued_batch_tokens=self._ledger.num_queued_tokens(RequestClass.BATCH),
                 num_context_tokens=self._ledger.num_context_tokens,
                 stalled_s=0.0 if since is None else time.monotonic() - since,

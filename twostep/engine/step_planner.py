@@ -167,13 +167,22 @@ class StepPlanner:
 
     def _pace(self, decodes: Sequence[EngineSequence]) -> Pace | None:
         """Without urgent decodes there is nobody whose gap a long step lengthens."""
-        if self.curve is None or not decodes:
-            return None
-        tpot_s = min((s.request.tpot_s for s in decodes if s.request.tpot_s is not None), default=math.inf)
-        bound = min(self._config.max_step_s or math.inf, _TPOT_SHARE * tpot_s)
-        if bound == math.inf:
+        bound = self._bound_s(decodes)
+        if self.curve is None or bound == math.inf:
             return None
         return Pace(curve=self.curve, max_step_s=bound, min_chunk=self._config.min_chunk_tokens)
+
+    def _bound_s(self, decodes: Sequence[EngineSequence]) -> float:
+        if not decodes:
+            return math.inf
+        tpot_s = min((s.request.tpot_s for s in decodes if s.request.tpot_s is not None), default=math.inf)
+        return min(self._config.max_step_s or math.inf, _TPOT_SHARE * tpot_s)
+
+    @property
+    def max_step_s(self) -> float:
+        """Longest that a step which computes prompts may take now; 0: nothing bounds it."""
+        bound = self._bound_s([s for s in self._running.values() if s.decodes and s.patience.rank < _BATCH])
+        return 0.0 if self.curve is None or bound == math.inf else bound
 
     def _pass_over(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> None:
         """Who could have gone on and was left out waits; the others do not."""

@@ -143,6 +143,7 @@ class EngineStats:
     # Tokens that are here and not yet computed, of prompts that run or wait and of what gave way; and tokens of the sequences that decode.
     num_queued_tokens: int = 0
     num_queued_batch_tokens: int = 0
+    max_step_s: float = 0.0  # of steps that compute prompts, at this moment; 0: nothing bounds them
     num_context_tokens: int = 0
     # Since the start: sequences that gave way for a while, and bytes copied to the host and back for it.
     num_preemptions: int = 0

@@ -154,6 +154,7 @@ class Worker:
                 num_free_blocks=stats.num_available_blocks,
                 num_queued_tokens=stats.num_queued_tokens,
                 num_queued_batch_tokens=stats.num_queued_batch_tokens,
+                max_step_s=stats.max_step_s,
                 num_context_tokens=stats.num_context_tokens,
             ),
         )
