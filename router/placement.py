@@ -4,8 +4,8 @@
 2. predict     what each would do for this request, and to the others                                            prediction.py
 3. choose      first among those that keep the request's targets (else those that miss them by least), the least cost in seconds
 
-The two sides of a pair are chosen apart, along rails of one layout and transport, and then joined: what a prefill worker decides (time to
-the first token) and what a decode worker decides (hand-over, time per token) add up. So it is linear in the number of workers.
+The two sides of a pair are chosen apart, among workers of one kind (layout and transports), and then joined: what a prefill worker decides
+(time to the first token) and what a decode worker decides (hand-over, time per token) add up. So it is linear in the number of workers.
 
 What differs by less than is known about loads is equal: of such near-equals two are drawn by a hash of the request, and the better one is
 taken (Mitzenmacher, "The power of two choices in randomized load balancing", 2001). The same request falls the same way everywhere; many
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from router import placement_reasons
-from router.prediction import Prediction, Predictor, conversion_cost, fallback_curve, mean_load, shares
+from router.prediction import Decoding, Prediction, Predictor, conversion_cost, fallback_curve, hand_over_s, mean_load, shares
 from router.snapshot import Candidate, Demand, MeanLoad, Snapshot
 from twostep.cluster.convertible import HOST_TRANSPORTS, joinable
 from twostep.cluster.records import LayoutRecord, WorkerRecord
@@ -101,10 +101,11 @@ def _fits(record: WorkerRecord, num_tokens: int, total: int) -> bool:
     return total <= record.max_model_len and -(-num_tokens // record.layout.block_size) <= record.num_blocks
 
 
-# Workers can be paired along rails of one transport: of the same layout, or of two that can be converted, where the transport passes
-# through the reader's host memory.
-# Layouts are numbered: hashing one takes longer than predicting.
-_Rail = tuple[int, str]
+# Layout and transports: all that says whether two workers can be paired, and by which transport. Layouts are numbered: hashing one takes
+# longer than predicting.
+_Kind = tuple[int, tuple[str, ...]]
+# By which transports are compared: a short prompt's KV, so that latency counts too.
+_SOME_BYTES = 64e6
 
 
 class _Choice:
@@ -132,26 +133,24 @@ class _Choice:
         return pair
 
     def _pair(self) -> Placement | None:
-        sources: dict[_Rail, list[Prediction]] = {}
+        sources: dict[_Kind, list[Prediction]] = {}
         for candidate, mean in self._prefill:
-            prediction = self._predictor.prefill(candidate, mean, self._prefill_share)
-            layout = self._layout(candidate)
-            for transport in candidate.record.transports:
-                sources.setdefault((layout, transport), []).append(prediction)
-        targets: dict[_Rail, list[Prediction]] = {}
-        names = {transport for _, transport in sources}
+            sources.setdefault(self._kind(candidate), []).append(self._predictor.prefill(candidate, mean, self._prefill_share))
+        targets: dict[_Kind, list[Decoding]] = {}
         for decoding in self._decoding:
-            layout = self._layout(decoding.candidate)
-            for transport in decoding.candidate.record.transports:
-                if transport in names:
-                    targets.setdefault((layout, transport), []).append(self._predictor.decode(decoding, transport))
-        best_sources = {rail: self._pick(predictions) for rail, predictions in sources.items()}
-        best_targets = {rail: self._pick(predictions) for rail, predictions in targets.items()}
+            targets.setdefault(self._kind(decoding.candidate), []).append(decoding)
+        rails = [
+            (there, here, transport) for there in sources for here in targets if (transport := self._transport(there, here)) is not None
+        ]
+        best_sources = {there: self._pick(sources[there]) for there, _, _ in rails}
+        best_targets = {
+            (here, transport): self._pick([self._predictor.decode(decoding, transport) for decoding in targets[here]])
+            for here, transport in {(here, transport) for _, here, transport in rails}
+        }
         pairs = [
             (p.cost + d.cost + conversion_cost(self._layouts[there[0]], self._layouts[here[0]], self._demand.num_tokens), p, d)
-            for there, p in best_sources.items()
-            for here, d in best_targets.items()
-            if self._joined(there, here)
+            for there, here, transport in rails
+            for p, d in ((best_sources[there], best_targets[here, transport]),)
         ]
         if not pairs:
             return None
@@ -165,19 +164,23 @@ class _Choice:
         picked = self._pick(predictions)
         return self._placement(picked.cost, None, picked)
 
-    def _layout(self, candidate: Candidate) -> int:
+    def _kind(self, candidate: Candidate) -> _Kind:
         layout = candidate.record.layout
         number = self._numbers_by_id.get(id(layout))
         if number is None:
             number = self._numbers_by_id[id(layout)] = self._numbers.setdefault(layout, len(self._layouts))
             if number == len(self._layouts):
                 self._layouts.append(layout)
-        return number
+        return number, candidate.record.transports
 
-    def _joined(self, there: _Rail, here: _Rail) -> bool:
-        if there[1] != here[1]:
-            return False
-        return there[0] == here[0] or (there[1] in HOST_TRANSPORTS and joinable(self._layouts[there[0]], self._layouts[here[0]]))
+    def _transport(self, there: _Kind, here: _Kind) -> str | None:
+        """By which KV goes: the fastest in common, of those that pass through the reader's host memory where it has to be cut anew."""
+        common = [transport for transport in there[1] if transport in here[1]]
+        if there[0] != here[0]:
+            common = [transport for transport in common if transport in HOST_TRANSPORTS]
+            if common and not joinable(self._layouts[there[0]], self._layouts[here[0]]):
+                return None
+        return min(common, key=lambda transport: hand_over_s(_SOME_BYTES, transport), default=None)
 
     def _pick(self, predictions: Sequence[Prediction]) -> Prediction:
         """The better of two among those that are near the best."""
