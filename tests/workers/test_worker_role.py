@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from role_harness import SECRET, RoleSystem, ask, edges_of_both_roles, make_model_dir, role_system, until, vocab_of
+from worker_harness import make_runner
 
 from kv_transfer.local import LocalHub
 from kv_transfer.testing_one_sided import OneSidedHub
 from twostep import AsyncClient
-from twostep.cluster.records import WorkerRecord, prefix_key, worker_key
-from twostep.cluster.registration import connect
+from twostep.cluster.records import WorkerRecord, host_prefix_key, prefix_key, worker_key
+from twostep.cluster.registration import Registration, connect
+from twostep.engine.types import PrefixDelta
 from twostep.errors import Unauthenticated, Unavailable
 from twostep.role_pass import RolePass
 from twostep.rpc.channel import open_channel
@@ -26,6 +29,7 @@ from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.rpc.worker_role import switch_role
 from twostep.sampling_params import SamplingParams
+from twostep.worker.model import layout_of
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +171,36 @@ async def test_the_same_worker_under_a_new_epoch_with_all_its_prefixes(model_dir
         again = await system.switch("w0", "decode")
         assert (again.epoch, again.drain_s, again.switch_s) == (after.epoch, 0.0, 0.0)
         await redis.aclose()
+
+
+async def test_a_new_epoch_announces_what_is_held_in_pool_and_host_memory_and_what_comes_after(redis_url: str) -> None:
+    runner = make_runner()
+    layout = layout_of(runner.kv_shape, "fake")
+    record = WorkerRecord(
+        worker_id="tiers", role="prefill", address="a:1", epoch=1, model="m", layout=layout, hash_unit=64, secret_check="s", num_blocks=8,
+        max_num_seqs=1, max_model_len=8,
+    )  # fmt: skip
+    told, deltas = [record], [PrefixDelta(added=(b"a", b"b"), removed=(), host_added=(b"c",), host_removed=())]
+    nothing = PrefixDelta(added=(), removed=(), host_added=(), host_removed=())
+    registration = Registration(redis_url, describe=lambda: told[-1], take_delta=lambda: deltas.pop(0) if deltas else nothing)
+    redis = connect(redis_url)
+
+    async def announced(epoch: int) -> tuple[set[bytes], set[bytes]]:
+        return await redis.smembers(prefix_key("tiers", epoch)), await redis.smembers(host_prefix_key("tiers", epoch))
+
+    await registration.start()
+    assert await announced(1) == ({b"a", b"b"}, {b"c"})
+    told.append(replace(record, role="decode", epoch=2))
+    deltas.append(PrefixDelta(added=(b"d",), removed=(b"a",), host_added=(b"a",), host_removed=(b"c",)))
+    await registration.announce()
+    assert await announced(1) == (set(), set())
+    assert await announced(2) == ({b"b", b"d"}, {b"a"})
+    await registration.close()
+    assert await announced(2) == (set(), set())
+    # Once it is closed, nothing brings it back.
+    await registration.announce()
+    assert not await redis.exists(worker_key("tiers"))
+    await redis.aclose()
 
 
 async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_case(
