@@ -56,8 +56,9 @@ async def soak(system: System) -> Counter[str]:
         return Counter(await asyncio.gather(*(one(client, n, shared) for n in range(NUM_REQUESTS))))
 
 
-def test_soak(smollm2_dir: Path, tmp_path: Path) -> None:
-    with running(smollm2_dir, tmp_path) as system:
+@pytest.mark.parametrize("local_prefill", [False, True], ids=["all handed over", "as routers choose"])
+def test_soak(smollm2_dir: Path, tmp_path: Path, local_prefill: bool) -> None:
+    with running(smollm2_dir, tmp_path, local_prefill=local_prefill) as system:
         ends = asyncio.run(soak(system))
         assert ends["answered"] == NUM_REQUESTS * 8 // 10, ends
         assert sum(ends.values()) == NUM_REQUESTS
