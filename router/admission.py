@@ -82,9 +82,7 @@ class Admission:
             yield
         finally:
             if used is not None:
-                real = used()
-                self._queue.settle(claim, real)
-                self._on_charge(claim.request_class, claim.tenant, real - claim.num_tokens)
+                self._settle(claim, used())
             self._leave(claim, num_tokens)
 
     async def _enter(self, claim: Claim, num_tokens: int) -> None:
@@ -107,8 +105,7 @@ class Admission:
             admitted = waiter.admitted.done() and not waiter.admitted.cancelled() and waiter.admitted.exception() is None
             if admitted:
                 # Admitted and cancelled in the same turn of the loop: give the place on.
-                self._queue.settle(claim, 0)
-                self._on_charge(claim.request_class, claim.tenant, -claim.num_tokens)
+                self._settle(claim, 0)
                 self._leave(claim, num_tokens)
             else:
                 self._forget(claim)
@@ -161,6 +158,10 @@ class Admission:
         self._waiters.pop(claim, None)
         if not self._waiters:
             self._pace.ends()
+
+    def _settle(self, claim: Claim, num_tokens: int) -> None:
+        self._queue.settle(claim, num_tokens)
+        self._on_charge(claim.request_class, claim.tenant, num_tokens - claim.num_tokens)
 
     def _leave(self, claim: Claim, num_tokens: int) -> None:
         self._num_inflight -= 1

@@ -319,6 +319,37 @@ async def test_room_tries_again_by_itself_and_a_newcomer_that_is_first_at_once()
     assert tries == ["batch", "urgent", "batch"], "nobody has waited for the minute"
 
 
+async def test_a_try_that_ends_otherwise_costs_its_tenant_nothing() -> None:
+    room = Room(retry_s=60.0)
+
+    async def fails(its: Claim) -> None:
+        async with room.place(its):
+            await room.turn(its)
+            raise Unavailable("a worker is gone")
+
+    for _ in range(5):
+        with pytest.raises(Unavailable):
+            await fails(claim(1000, "unlucky"))
+    order: list[str] = []
+    blocker = claim(1, "z", RequestClass.INTERACTIVE)
+
+    async def wanting(tenant: str) -> None:
+        its = claim(10, tenant)
+        async with room.place(its):
+            await room.turn(its)
+            order.append(tenant)
+            room.took(its)
+
+    async with room.place(blocker):
+        await room.turn(blocker)
+        tasks = [asyncio.create_task(wanting(tenant)) for tenant in ("unlucky", "other", "unlucky", "other")]
+        await asyncio.sleep(0.01)
+        assert order == []
+        room.took(blocker)
+    await asyncio.gather(*tasks)
+    assert order == ["unlucky", "other", "unlucky", "other"]
+
+
 async def test_room_refuses_who_waits_beyond_its_target() -> None:
     room = Room(retry_s=60.0)
     first, late = claim(), claim(ttft_s=0.03)

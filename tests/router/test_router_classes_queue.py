@@ -105,6 +105,19 @@ def test_idleness_earns_no_credit(sizes: list[int], late: int) -> None:
     assert got["busy"] >= 1
 
 
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.integers(0, 300)), max_size=60))
+def test_newcomers_never_begin_lower_than_those_before_them(turns: list[tuple[str, int, int]]) -> None:
+    queue = FairQueue()
+    level = 0.0
+    for tenant, expected, real in turns:
+        one = claim(tenant, expected)
+        queue.join(one)
+        serve(queue)
+        queue.settle(one, real)
+        assert queue._lanes[STANDARD].level >= level
+        level = queue._lanes[STANDARD].level
+
+
 def test_real_tokens_correct_what_was_expected() -> None:
     queue = FairQueue()
     for _ in range(40):
@@ -127,15 +140,17 @@ def test_nobody_starves_under_a_flood_of_what_is_more_urgent(seed: int, num_batc
     waiting = {claim(rng.choice("ab"), 50, BATCH) for _ in range(num_batch)} | {claim("a", 50) for _ in range(num_standard)}
     for one in waiting:
         queue.join(one)
-    now, turns = 0.0, 0
+    now, turns, in_a_row = 0.0, 0, 0
     while waiting:
         queue.join(claim("flood", 1, INTERACTIVE, arrived=now))
         one = serve(queue, now)
         if now < AGEING_S:
             assert one.request_class is INTERACTIVE, "before they have aged, urgency is all"
-            now += AGEING_S / 4
+            now += AGEING_S / 40
         else:
             turns += 1
+        in_a_row = 0 if one.request_class is INTERACTIVE else in_a_row + 1
+        assert in_a_row <= 2, "one turn of each class that has aged, and then the urgent ones again"
         waiting.discard(one)
     assert turns <= 11 * (num_batch + num_standard) + 11
     # The flood waits no longer than the others' turns.
