@@ -89,8 +89,18 @@ def try_requests(
     return Trial(rate=len(requests) / seconds, goodput=judged, latencies=latencies, run=run)
 
 
-def try_rate(deployment: Deployment, workload: Workload, rate: float, targets: Targets, *, seed: int = 0, to_the_end: bool = True) -> Trial:
-    seconds = seconds_for(rate)
+def try_rate(
+    deployment: Deployment,
+    workload: Workload,
+    rate: float,
+    targets: Targets,
+    *,
+    seed: int = 0,
+    seconds: float | None = None,
+    to_the_end: bool = True,
+) -> Trial:
+    """`seconds` of arrivals; None: enough to judge by."""
+    seconds = seconds_for(rate) if seconds is None else seconds
     return try_requests(deployment, workload.requests(rate, seconds, seed=seed), seconds, targets, to_the_end=to_the_end)
 
 

@@ -45,6 +45,8 @@ class Question:
     decode_hour: float = 1.0
     budgets: Sequence[int] = AGGREGATED_BUDGETS
     seed: int = 0
+    # Of arrivals in each simulation; None: a minute, or what it takes to judge by.
+    seconds: float | None = None
 
     def aggregated(self, budget: int, num_workers: int) -> Deployment:
         spec = replace(self.base.decode, step_tokens=budget)
@@ -150,7 +152,15 @@ class _Search:
         if known is not None and not (to_the_end and known.run.stopped):
             return known
         question = self.question
-        trial = try_rate(deployment, question.workload, rate, question.targets, seed=question.seed, to_the_end=to_the_end)
+        trial = try_rate(
+            deployment,
+            question.workload,
+            rate,
+            question.targets,
+            seed=question.seed,
+            seconds=question.seconds,
+            to_the_end=to_the_end,
+        )
         self.tried += 1
         self._known[deployment, rate] = trial
         self.report(f"{deployment.name} at {rate:.4g} requests/s: {'kept' if trial.met else 'missed'}")
@@ -186,7 +196,7 @@ class _Search:
 
     def best_of(self, deployments: Sequence[Deployment]) -> Option | None:
         """Of the highest goodput, the most promising tried first; those that arithmetic rules out are not."""
-        promising = sorted(((self.most_rate(d), d) for d in deployments), key=lambda pair: (-pair[0], self._strain(pair[1])))
+        promising = sorted(((self.most_rate(d), d) for d in deployments), key=lambda pair: (self._strain(pair[1]), -pair[0]))
         best: tuple[float, Deployment] | None = None
         for most, deployment in promising:
             if best is not None and (most <= best[0] or not self.met(deployment, best[0] * 1.001)):

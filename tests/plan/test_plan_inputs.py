@@ -1,0 +1,264 @@
+"""What is planned with: workloads, targets, models, memory, presets, curves; and measured runs to compare with."""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostep.bench.serve.lengths import SHAREGPT_PROMPT, Normal, Uniform
+from twostep.bench.serve.metrics import Targets
+from twostep.bench.serve.record import RequestRecord
+from twostep.bench.shapes import LLAMA_8B, LLAMA_70B
+from twostep.cluster.records import LayoutRecord, WorkerRecord
+from twostep.errors import InvalidRequest, SetupError
+from twostep.plan.compare import compare, knee_of
+from twostep.plan.deployment import Deployment
+from twostep.plan.goodput import parse_slo
+from twostep.plan.machine import machine_of, machine_of_workers
+from twostep.plan.memory import GIB, in_flight, parse_bytes, worker_memory
+from twostep.plan.model_shape import model_of, read_model
+from twostep.plan.presets import load_preset, preset_names, read_curves
+from twostep.plan.simulator import simulate
+from twostep.plan.virtual_sequence import EngineSpec
+from twostep.plan.workload import Request, parse_workload
+from twostep.step_curve import StepCurve, StepWorkload
+
+CURVE = StepCurve(fixed_s=0.005, per_row_s=1e-4)
+
+
+def test_workloads() -> None:
+    parsed = parse_workload("prompts=2600+-30%, outputs=90..166, cached=0.5, burstiness=0.25")
+    assert (parsed.prompts, parsed.outputs) == (Uniform(1820, 3380), Uniform(90, 166))
+    assert (parsed.cached, parsed.burstiness) == (0.5, 0.25)
+    assert parse_workload("prompts=2600±30%,outputs=7").prompts == Uniform(1820, 3380)
+    assert parse_workload("prompts=2600~30%,outputs=7").prompts == Normal(2600, 0.3)
+    assert parse_workload("prompts=sharegpt,outputs=7") == replace(
+        parse_workload("prompts=1,outputs=7"), prompts=SHAREGPT_PROMPT, text="prompts=sharegpt,outputs=7"
+    )
+    assert all(r.num_cached == r.num_prompt // 2 for r in parsed.sample(50))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prompts=5", "lacks outputs"),
+        ("prompts=5,outputs=hot", "outputs=hot is no length"),
+        ("prompts=5,outputs=0", "at least 1"),
+        ("prompts=9..5,outputs=1", "smaller first"),
+        ("prompts=5,outputs=1,cached=2", "cached=2 is no share"),
+        ("prompts=5,outputs=1,burstiness=0", "burstiness=0 is out of range"),
+        ("prompts=5,outputs=1,color=red", "'color=red' is no part of a workload"),
+        ("prompts=5,prompts=6,outputs=1", "each once"),
+    ],
+)
+def test_wrong_workloads(text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse_workload(text)
+
+
+@given(st.floats(0.5, 50), st.integers(0, 9))
+def test_another_rate_has_the_same_requests_nearer_to_each_other(rate: float, seed: int) -> None:
+    workload = parse_workload("prompts=10..500,outputs=1..50")
+    slow, fast = workload.requests(rate, 20 / rate, seed=seed), workload.requests(2 * rate, 20 / rate, seed=seed)
+    assert len(fast) >= len(slow)
+    for a, b in zip(slow, fast, strict=False):
+        assert b == replace(a, arrival_s=b.arrival_s)
+        assert b.arrival_s == pytest.approx(a.arrival_s / 2)
+
+
+def test_targets() -> None:
+    assert parse_slo("ttft=500,tpot=10,gap=25") == Targets(ttft_ms=500, tpot_ms=10, gap_ms=25)
+    for text in ("ttft=-5", "speed=3", "ttft", "ttft=fast"):
+        with pytest.raises(InvalidRequest):
+            parse_slo(text)
+
+
+def test_kv_of_a_token_is_the_formula(tmp_path: Path) -> None:
+    model = model_of(LLAMA_8B, tmp_path)
+    assert model.kv_token_bytes == 2 * 32 * 8 * 128 * 2 == 131072
+    assert model.formula == "2 · layers · kv_heads · head_dim · bytes = 2 · 32 · 8 · 128 · 2 = 131,072 bytes"
+    assert model.weight_bytes == pytest.approx(8.03e9 * 2, rel=0.001)
+    large = model_of(LLAMA_70B, tmp_path)
+    assert large.kv_token_bytes == 2 * 80 * 8 * 128 * 2
+    assert large.weight_bytes == pytest.approx(70.55e9 * 2, rel=0.001)
+    quantized = model_of(LLAMA_8B, tmp_path, kv_cache_dtype="int8")
+    assert quantized.kv_token_bytes == 2 * 32 * 8 * (128 + 2)
+    assert quantized.formula.endswith("= 2 · 32 · 8 · (128 · 1 + 2) = 66,560 bytes")
+
+
+def test_kv_of_a_token_is_what_the_engine_allocates(tmp_path: Path) -> None:
+    batch = pytest.importorskip("twostep.engine.batch")
+    for quantization in ("none", "int8", "fp8"):
+        model = model_of(LLAMA_8B, tmp_path, kv_cache_dtype="auto" if quantization == "none" else quantization)
+        shape = batch.KvShape(
+            num_blocks=1, block_size=16, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", quantization=quantization
+        )
+        assert shape.block_bytes == 16 * model.kv_token_bytes
+
+
+def test_a_model_directory(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="does not exist"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+    with pytest.raises(SetupError, match="no usable num_attention_heads"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    header = json.dumps({"x.weight": {"dtype": "BF16", "shape": [500], "data_offsets": [0, 1000]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(1000))
+    assert read_model(tmp_path).weight_bytes == 1000
+    assert read_model(tmp_path, dtype="float32").weight_bytes == 2000
+
+
+def test_memory_of_an_h200_is_what_was_measured_on_one() -> None:
+    """benchmarks/RESULTS.md: 55,298 blocks of 16 tokens, 108.0 GiB."""
+    preset = load_preset("h200-llama-3.1-8b")
+    assert preset.model is not None
+    memory = worker_memory(preset.model, preset.gpu_memory_bytes, runtime_bytes=preset.runtime_bytes)
+    assert memory.num_blocks == pytest.approx(55_298, rel=0.005)
+    with pytest.raises(SetupError, match=r"does not fit: weights 15\.0 GiB .* take larger GPUs"):
+        worker_memory(preset.model, 16 * GIB)
+    halves = worker_memory(preset.model, 24 * GIB, tensor_parallel_size=2)
+    assert halves.kv_token_bytes == 65536
+
+
+def test_littles_law() -> None:
+    """2 a second, each 0.5 s as a prompt of 100 tokens and 1 s while it grows to 111: 3 at once, 2 of them decoding."""
+    there = in_flight([Request(arrival_s=0, num_prompt=100, num_output=11)], 2.0, seconds_per_token=0.1, seconds_before=0.5)
+    assert there.sequences == pytest.approx(3.0)
+    assert there.tokens == pytest.approx(2 * (0.5 * 100 + 1.0 * 105.5))
+
+
+@pytest.mark.parametrize(("text", "amount"), [("141GiB", 141 * GIB), ("80GB", 80 * 10**9), ("24e9", 24 * 10**9), ("1.5 TiB", 1536 * GIB)])
+def test_sizes(text: str, amount: int) -> None:
+    assert parse_bytes(text) == amount
+
+
+@pytest.mark.parametrize("text", ["", "much", "-3GB", "0", "3 parsecs", "1e400"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="no amount of memory"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_say_what_was_measured(name: str) -> None:
+    preset = load_preset(name)
+    assert len(preset.measured) >= 8
+    curves = {"prefill": preset.prefill, "decode": preset.decode, "mixed": preset.mixed}
+    for step in preset.measured:
+        curve = curves[step["role"]]
+        assert curve is not None
+        work = StepWorkload(**{k: step[k] for k in ("prompt_tokens", "pairs", "decodes", "context")})
+        assert curve.step_s(work) * 1e3 == pytest.approx(step["ms"], rel=0.08), step
+        assert step["source"]
+
+
+def test_curves_in_files(tmp_path: Path) -> None:
+    path = tmp_path / "curves.json"
+    path.write_text(json.dumps(asdict(CURVE)))
+    assert read_curves(path) == (CURVE, CURVE)
+    other = replace(CURVE, knee=9.0)
+    path.write_text(json.dumps({"prefill": asdict(CURVE), "decode": asdict(other)}))
+    assert read_curves(path) == (CURVE, other)
+    for wrong, message in (
+        ('{"prefill": {"fixed_s": 1, "per_row_s": 1}}', "no curve of decode"),
+        ('{"fixed_s": -1, "per_row_s": 1}', "fixed_s must be numbers from 0 up"),
+        ('{"fixed_s": 1, "per_row_s": 1, "hue": 2}', "a curve is a JSON object"),
+        ('{"fixed_s": 0, "per_row_s": 0}', "take no time"),
+        ("[1]", "holds a JSON list"),
+        ("{", "not valid JSON"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(SetupError, match=message):
+            read_curves(path)
+    with pytest.raises(SetupError, match=r"known are h200-llama-3\.1-8b"):
+        load_preset("abacus")
+
+
+def _record(role: str, **changes: object) -> WorkerRecord:
+    layout = LayoutRecord(model_fingerprint="f", dtype="bfloat16", block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
+    record = WorkerRecord(
+        worker_id=f"{role}-1",
+        role=role,
+        address="127.0.0.1:1",
+        epoch=1,
+        model="m",
+        layout=layout,
+        hash_unit=64,
+        secret_check="",
+        num_blocks=1000,
+        max_num_seqs=32,
+        max_model_len=8192,
+        curve=CURVE,
+        step_tokens=777,
+    )
+    return replace(record, **changes)
+
+
+def test_running_workers_are_planned_with_what_they_publish() -> None:
+    preset = load_preset("h200-llama-3.1-8b")
+    records = [_record("decode", curve=replace(CURVE, knee=5.0)), _record("prefill"), _record("prefill", worker_id="a", curve=None)]
+    machine = machine_of_workers(records, preset)
+    assert machine.base.prefill is not None
+    assert (machine.base.prefill.curve, machine.base.decode.curve.knee) == (CURVE, 5.0)
+    assert (machine.base.decode.step_tokens, machine.base.decode.num_blocks, machine.base.decode.max_num_seqs) == (777, 1000, 32)
+    assert machine.base.hand_over.kv_token_bytes == 131072
+    with pytest.raises(SetupError, match="no ready decode worker"):
+        machine_of_workers([_record("prefill"), _record("decode", ready=False)], preset)
+
+
+def test_a_machine_of_a_preset() -> None:
+    preset = load_preset("h200-llama-3.1-8b")
+    assert preset.model is not None
+    machine = machine_of(preset, preset.model, worker_memory(preset.model, preset.gpu_memory_bytes, runtime_bytes=preset.runtime_bytes))
+    latency = simulate(machine.base, [Request(arrival_s=0, num_prompt=2600, num_output=2)]).served[0].token_times[0]
+    assert latency == pytest.approx(preset.edge_s + 0.0583, abs=0.002)
+
+
+def test_a_run_beside_its_simulation() -> None:
+    """Measured with a fixed delay more than is simulated, so that of 20 requests one more misses; the first two are warm-up."""
+    spec = EngineSpec(curve=CURVE, step_tokens=512)
+    deployment = Deployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec)
+    requests = [Request(arrival_s=i * 0.5, num_prompt=100 + 10 * i, num_output=3) for i in range(22)]
+    run = simulate(deployment, requests)
+    records = []
+    for i, served in enumerate(run.served):
+        at = 100 + served.request.arrival_s
+        times = array("d", [100 + t + 0.001 for t in served.token_times])
+        records.append(
+            RequestRecord(
+                index=i,
+                scheduled_s=at,
+                sent_s=at,
+                ended_s=times[-1],
+                prompt_tokens=served.request.num_prompt,
+                max_tokens=3,
+                measured=i >= 2,
+                times_s=times,
+                num_tokens=array("I", [1] * 3),
+            )
+        )
+    # A prompt of n tokens takes 5 + 0.1 n ms: 25 ms for 200, and one ms more measured.
+    result = compare(records, deployment, Targets(ttft_ms=25.5))
+    assert result.measured.goodput.num_requests == 20
+    assert (result.measured.goodput.num_met, result.simulated.goodput.num_met) == (8, 9)
+    assert result.rate == pytest.approx(2.0)
+    assert result.measured.goodput.per_s == pytest.approx(0.8)
+    assert result.error == pytest.approx(1 / 8)
+    failed = replace(records[-1], error="refused", times_s=array("d"), num_tokens=array("I"))
+    assert compare([*records[:-1], failed], deployment, Targets()).measured.goodput.missed == {"answer": 1}
+    with pytest.raises(InvalidRequest, match="too few to compare"):
+        compare(records[:3], deployment, Targets())
+
+
+def test_the_knee_between_measured_rates() -> None:
+    assert knee_of([(10, 1.0), (30, 0.85), (20, 0.99)]) == pytest.approx(20 + 10 * (0.04 / 0.14))
+    assert knee_of([(10, 1.0), (20, 0.99)]) is None
+    assert knee_of([(10, 0.5)]) is None
+    assert knee_of([]) is None
