@@ -20,6 +20,7 @@ class RouterConfig:
     """Everything a router can be told. Times are seconds. An empty `router_id` is drawn at start."""
 
     model: Path
+    load_format: str = "auto"
     redis_url: str = DEFAULT_REDIS_URL
     host: str = "0.0.0.0"
     port: int = 50051
@@ -60,6 +61,9 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     default = RouterConfig(model=Path())
     parser.flag(
         "--model", type=Path, required=True, metavar="DIR", help="model directory: tokenizer.json, config.json; weights are not read"
+    )
+    parser.flag(
+        "--load-format", default=default.load_format, choices=["auto", "dummy"], help="dummy: the workers' weights are made up, to measure"
     )
     parser.flag("--redis-url", default=default.redis_url, help="where workers register")
     parser.flag("--host", default=default.host, help="address to listen on")

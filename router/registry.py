@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from twostep.cluster.records import HEARTBEAT_S, HEARTBEAT_TTL_S, WORKERS_KEY, WorkerRecord, worker_key
 from twostep.errors import InvalidRequest
+from twostep.fingerprint import is_same_model
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Deployment:
         """Why a worker cannot belong here, or None."""
         if record.role not in ("prefill", "decode"):
             return f"role {record.role!r} is neither prefill nor decode; upgrade the router"
-        if record.layout.model_fingerprint != self.model_fingerprint:
+        if not is_same_model(self.model_fingerprint, record.layout.model_fingerprint):
             return "it serves another model than the router's --model"
         if record.secret_check != self.secret_check:
             return "it has another deployment secret; give all processes the same --secret-file"

@@ -29,7 +29,7 @@ from router.service import InferenceService, ServiceConfig
 from router.workers import WorkerPool
 from twostep.cluster.registration import connect
 from twostep.errors import SetupError
-from twostep.fingerprint import model_fingerprint
+from twostep.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.metrics.process import register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
@@ -61,7 +61,7 @@ class Router:
         secret = load_secret(config.secret_file)
         card = ModelCard.load(config.model)
         tokenizer = Tokenizer.load(config.model)
-        fingerprint = model_fingerprint(config.model)
+        fingerprint = (dummy_fingerprint if config.load_format == "dummy" else model_fingerprint)(config.model)
         self.router_id = config.router_id or f"router-{uuid.uuid4().hex[:12]}"
         self._redis = connect(config.redis_url)
         self._index_redis = connect(config.redis_url)

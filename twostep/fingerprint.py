@@ -12,6 +12,8 @@ from twostep.model_dir import read_header, read_json, weight_files
 
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
+_DUMMY = "dummy-"
+_ANY = "any"
 
 
 def model_fingerprint(model_dir: Path) -> str:
@@ -43,6 +45,21 @@ def model_fingerprint(model_dir: Path) -> str:
     except OSError as error:
         raise SetupError(f"{error.filename or model_dir} cannot be read: {error.strerror or error}; download the model again") from error
     return digest.hexdigest()
+
+
+def dummy_fingerprint(model_dir: Path, kind: str = _ANY) -> str:
+    """Of weights that are made up: they follow from the shape and from `kind`, the device and the parts they are made in. Without a kind:
+    of all of them, for who only wants to know whether it is the same model."""
+    shape = json.dumps(read_json(model_dir / "config.json"), sort_keys=True)
+    return f"{_DUMMY}{kind}-{hashlib.sha256(shape.encode()).hexdigest()}"
+
+
+def is_same_model(wanted: str, found: str) -> bool:
+    """Whether the fingerprint `found` is `wanted`, or is of made-up weights and `wanted` is of any such."""
+    any_kind = f"{_DUMMY}{_ANY}-"
+    if wanted.startswith(any_kind):
+        return found.startswith(_DUMMY) and found.endswith(wanted.removeprefix(any_kind))
+    return found == wanted
 
 
 def _add(digest: hashlib._Hash, part: bytes) -> None:

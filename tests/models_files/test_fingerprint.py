@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 
 from twostep.errors import SetupError
-from twostep.fingerprint import model_fingerprint
+from twostep.fingerprint import dummy_fingerprint, is_same_model, model_fingerprint
 
 
 @pytest.fixture
@@ -76,3 +76,19 @@ def test_neither_torch_nor_numpy_is_needed() -> None:
     """A router imports this and twostep.text."""
     code = "import sys, twostep.fingerprint, twostep.text; assert not {'torch', 'numpy', 'transformers', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_made_up_weights_are_the_same_model_where_the_shape_is(tmp_path: Path) -> None:
+    for name, layers in (("one", 2), ("two", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"num_hidden_layers": {layers}}}')
+    wanted = dummy_fingerprint(tmp_path / "one")
+    kinds = [dummy_fingerprint(tmp_path / "one", kind) for kind in ("cpu-1", "cuda-1", "cuda-2")]
+    assert len(set(kinds)) == 3, "whose weights differ"
+    assert all(is_same_model(wanted, kind) for kind in kinds)
+    assert not is_same_model(wanted, dummy_fingerprint(tmp_path / "two", "cpu-1"))
+    assert not is_same_model(kinds[0], kinds[1])
+    real = "ab" * 32
+    assert is_same_model(real, real)
+    assert not is_same_model(wanted, real)
+    assert not is_same_model(real, kinds[0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,8 +13,7 @@ from twostep.engine.batch import KvShape, Runner
 from twostep.engine.fake import FakeRunner
 from twostep.engine.memory import GIB, host_cache_bytes, usable_host_bytes
 from twostep.errors import InvalidRequest, SetupError
-from twostep.fingerprint import model_fingerprint
-from twostep.model_dir import read_json
+from twostep.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.models.store import resolve
 from twostep.startup import NoProgress, Progress
 from twostep.step_curve import StepCurve, knee_of
@@ -152,10 +149,7 @@ def _fingerprint(config: WorkerConfig, model_dir: Path | None) -> str:
     if model_dir is None:
         return "fake"
     if config.load_format == "dummy" and config.runner == "model":
-        # The weights follow from the shape, the kind of device, and the parts they are made in.
-        shape = json.dumps(read_json(model_dir / "config.json"), sort_keys=True)
-        kind = f"{config.device.partition(':')[0]}-{config.tensor_parallel_size}"
-        return f"dummy-{kind}-{hashlib.sha256(shape.encode()).hexdigest()}"
+        return dummy_fingerprint(model_dir, f"{config.device.partition(':')[0]}-{config.tensor_parallel_size}")
     return model_fingerprint(model_dir)
 
 

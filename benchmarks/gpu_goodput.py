@@ -1,0 +1,165 @@
+"""Goodput of a whole system on the GPUs of one host: `twostep up`, load by `twostep bench serve`, and who met which targets.
+
+    PYTHONPATH=$PWD python -P benchmarks/gpu_goodput.py --prefill 3 --decode 1 --rates 22,32,40 --out disaggregated
+    PYTHONPATH=$PWD python -P benchmarks/gpu_goodput.py --aggregated --decode 4 --rates 16,22,32 --out aggregated
+    PYTHONPATH=$PWD python -P benchmarks/gpu_goodput.py --tiny --prefill 1 --decode 1 --rates 2 --duration 5 --out dry    on a CPU
+
+Llama-3.1-8B's shape with random weights and a vocabulary of invented words; prompts of 2600 and answers of 128 tokens, each +- 30 %,
+Poisson. For each rate: the share of requests that met each set of targets, and the latencies. `--out`: a folder for every request's record,
+the workers' records with their curves (for benchmarks/simulate_goodput.py) and the logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from twostep.bench.serve.metrics import Distribution, Targets, latency_of
+from twostep.bench.serve.record import RequestRecord
+from twostep.bench.shapes import LLAMA_8B
+from twostep.local.ports import free_ports
+from twostep.local.redis_server import server_argv, server_binary, server_url
+
+TINY = LLAMA_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "torch_dtype": "float32",
+}
+TARGETS = ("ttft:500 tpot:10 gap:25", "ttft:500 tpot:10", "ttft:500 tpot:30", "ttft:200 tpot:100")
+START_S = 180.0
+
+
+def make_model(directory: Path, config: Mapping[str, object]) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    words = {f"w{i}": i for i in range(int(str(config["vocab_size"])))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@contextmanager
+def system(arguments: argparse.Namespace, directory: Path, out: Path) -> Iterator[tuple[str, str]]:
+    """Its router's address and its Redis."""
+    redis_dir = directory / "redis"
+    redis_dir.mkdir(mode=0o700)
+    redis = subprocess.Popen(server_argv(server_binary(), redis_dir), stdout=subprocess.DEVNULL)
+    port = free_ports(1)[0]
+    flags = ["--decode", str(arguments.decode), "--port", str(port), "--redis-url", server_url(redis_dir), "--verbose"]
+    flags += ["--aggregated"] if arguments.aggregated else ["--prefill", str(arguments.prefill)]
+    flags += ["--model", str(make_model(directory / "model", TINY if arguments.tiny else LLAMA_8B)), *arguments.up]
+    env = os.environ | {"TWOSTEP_LOAD_FORMAT": "dummy", "TWOSTEP_MAX_MODEL_LEN": "8192", "TWOSTEP_LOG_LEVEL": "info"}
+    with (out / "up.log").open("ab") as log:
+        process = subprocess.Popen([sys.executable, "-P", "-m", "twostep.cli", "up", *flags], stdout=log, stderr=log, env=env)
+    try:
+        yield f"127.0.0.1:{port}", server_url(redis_dir)
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        redis.kill()
+        redis.wait()
+
+
+def wait_ready(target: str, log: Path) -> float:
+    from twostep import Client  # noqa: PLC0415
+    from twostep.errors import TwostepError  # noqa: PLC0415
+
+    began = time.monotonic()
+    while time.monotonic() - began < START_S:
+        try:
+            with Client(target, max_retries=0) as client:
+                client.generate(token_ids=list(range(300, 340)), max_tokens=2, ignore_eos=True, timeout=30).result()
+            return time.monotonic() - began
+        except TwostepError:
+            time.sleep(0.5)
+    raise SystemExit(f"it did not start:\n{log.read_text('utf-8', 'replace')[-4000:]}")
+
+
+def load(target: str, rate: float, arguments: argparse.Namespace, out: Path) -> list[RequestRecord]:
+    records = out / f"requests-{rate:g}.jsonl"
+    gpus = arguments.decode + (0 if arguments.aggregated else arguments.prefill)
+    words = [
+        *(sys.executable, "-P", "-m", "twostep.cli", "bench", "serve", "--target", target, "--no-progress", "--num-gpus", str(gpus)),
+        *("--workload", "normal", "--input-tokens", str(arguments.input_tokens), "--output-tokens", str(arguments.output_tokens)),
+        *("--spread", "30", "--vocab-size", "900" if arguments.tiny else "128000", "--rate", str(rate), "--seed", str(arguments.seed)),
+        *("--duration", str(arguments.duration), "--warmup", str(arguments.warmup), "--cooldown", "3"),
+        *("--goodput", *TARGETS[0].split(), "--save-requests", str(records), "--output", str(out / f"summary-{rate:g}.json")),
+    ]
+    with (out / f"bench-{rate:g}.log").open("wb") as log:
+        if subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, check=False).returncode:
+            print((out / f"bench-{rate:g}.log").read_text()[-2000:])
+    saved = [RequestRecord.from_json(json.loads(line)) for line in records.read_text().splitlines()]
+    return [record for record in saved if record.measured]
+
+
+def show(rate: float, records: Sequence[RequestRecord]) -> None:
+    latencies = [latency_of(record) for record in records]
+    answered = [latency for latency in latencies if latency is not None]
+    shares = " ".join(
+        f"{sum(not Targets.parse(words.split()).missed(latency) for latency in latencies) / max(1, len(latencies)):12.3f}"
+        for words in TARGETS
+    )
+    parts = []
+    for values in (
+        [x.ttft_s for x in answered],
+        [x.tpot_s for x in answered if x.tpot_s is not None],
+        [x.longest_gap_s for x in answered if x.longest_gap_s is not None],
+    ):
+        found = Distribution.of(values)
+        parts.append(" ".join(f"{1e3 * value:7.1f}" for value in (found.p50, found.p95, found.p99)))
+    # The hand-over's phases are zero where there was none.
+    local = sum(1 for record in records if record.phases is not None and not record.phases.get("publish_s"))
+    print(f"{rate:6g} {len(records):6d} {len(records) - len(answered):4d} {local:5d} {shares}  {' | '.join(parts)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefill", type=int, default=1)
+    parser.add_argument("--decode", type=int, default=1, help="decode workers; with --aggregated all workers")
+    parser.add_argument("--aggregated", action="store_true")
+    parser.add_argument("--rates", default="8", help="requests per second, one run each")
+    parser.add_argument("--duration", type=float, default=60)
+    parser.add_argument("--warmup", type=float, default=5)
+    parser.add_argument("--input-tokens", type=int, default=2600)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("up", nargs="*", help="after --: further flags of twostep up")
+    arguments = parser.parse_args()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="ts-") as name, system(arguments, Path(name), out) as (target, redis_url):
+        print(f"up after {wait_ready(target, out / 'up.log'):.1f} s", flush=True)
+        titles = " ".join(f"{words.replace('ttft:', '').replace(' tpot:', '/').replace(' gap:', '/'):>12s}" for words in TARGETS)
+        print(f"{'rate':>6} {'sent':>6} {'lost':>4} {'local':>5} {titles}  TTFT p50 p95 p99 | TPOT | longest gap, ms")
+        for word in arguments.rates.split(","):
+            show(float(word), load(target, float(word), arguments, out))
+        dump = [sys.executable, "-P", str(Path(__file__).with_name("simulate_goodput.py")), "--dump-workers", redis_url]
+        (out / "workers.jsonl").write_bytes(subprocess.run(dump, capture_output=True, check=False).stdout)
+        logs = Path(name) / "logs"
+        if logs.is_dir():
+            shutil.copytree(logs, out / "logs", dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    main()
