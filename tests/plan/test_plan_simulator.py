@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -68,10 +69,16 @@ def test_a_prompt_lengthens_everybodys_steps_only_where_it_is_computed_beside_th
 
 
 def test_look_ahead_makes_a_newcomer_wait_for_one_step_more() -> None:
-    """Steps of 11 ms. What arrives while n runs is in n + 1 without look-ahead and in n + 2 with it."""
+    """Steps of 11 ms, one of which ends at 55. Who arrives 1.5 ms before that is in the next without look-ahead, and in the one after
+    it where the next was planned already."""
     requests = [Request(arrival_s=0.0, num_prompt=1, num_output=20), Request(arrival_s=0.0535, num_prompt=1, num_output=1)]
-    for look_ahead, first in ((False, 0.055 + 0.012), (True, 0.066 + 0.012)):
-        spec = EngineSpec(curve=PLAIN, step_tokens=64, look_ahead=look_ahead)
+    for look_ahead, ahead_s, first in (
+        (False, inf, 0.055 + 0.012),
+        (True, inf, 0.066 + 0.012),
+        (True, 0.002, 0.066 + 0.012),
+        (True, 0.001, 0.055 + 0.012),
+    ):
+        spec = EngineSpec(curve=PLAIN, step_tokens=64, look_ahead=look_ahead, ahead_s=ahead_s)
         [_, second] = times_of(Deployment(num_prefill=0, num_decode=1, decode=spec), *requests)
         assert second == [pytest.approx(first, abs=1e-6)]
 
@@ -123,11 +130,15 @@ workloads = st.builds(
     burstiness=st.sampled_from((0.3, 1.0, 4.0)),
 )
 deployments = st.builds(
-    lambda prefill, decode, look_ahead, step_tokens, num_blocks, latency: Deployment(
+    lambda prefill, decode, look_ahead, step_tokens, num_blocks, latency, ahead_s: Deployment(
         num_prefill=prefill,
         num_decode=decode,
-        prefill=EngineSpec(curve=PLAIN, step_tokens=step_tokens, num_blocks=num_blocks, block_size=4, look_ahead=look_ahead),
-        decode=EngineSpec(curve=PLAIN, step_tokens=step_tokens, num_blocks=num_blocks, block_size=4, look_ahead=look_ahead),
+        prefill=EngineSpec(
+            curve=PLAIN, step_tokens=step_tokens, num_blocks=num_blocks, block_size=4, look_ahead=look_ahead, ahead_s=ahead_s
+        ),
+        decode=EngineSpec(
+            curve=PLAIN, step_tokens=step_tokens, num_blocks=num_blocks, block_size=4, look_ahead=look_ahead, ahead_s=ahead_s
+        ),
         hand_over=HandOver(latency_s=latency, bytes_per_s=1e6, kv_token_bytes=10),
     ),
     st.integers(0, 3),
@@ -136,6 +147,7 @@ deployments = st.builds(
     st.sampled_from((16, 64)),
     st.sampled_from((25, 1000)),
     st.sampled_from((0.0, 0.004)),
+    st.sampled_from((0.001, inf)),
 )
 
 

@@ -38,13 +38,14 @@ def machine_of(preset: Preset, model: PlannedModel, memory: WorkerMemory, *, blo
         num_blocks=memory.num_blocks,
         block_size=block_size,
         look_ahead=preset.look_ahead,
+        ahead_s=preset.decode_ahead_s,
     )
     return Machine(
         name=preset.name,
         base=Deployment(
             num_prefill=1,
             num_decode=1,
-            prefill=replace(common, curve=preset.prefill, mixed=None, step_tokens=preset.prefill_tokens),
+            prefill=replace(common, curve=preset.prefill, mixed=None, step_tokens=preset.prefill_tokens, ahead_s=preset.prefill_ahead_s),
             decode=common,
             hand_over=replace(preset.hand_over, kv_token_bytes=model.kv_token_bytes),
             edge_s=preset.edge_s,
@@ -76,7 +77,10 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
         item_bytes=_ITEM_BYTES.get(layout.dtype, 2) if layout.quantization == "none" else 1,
         scale_bytes=0 if layout.quantization == "none" else 2,
     )
-    specs = [_spec(record, preset.look_ahead) for record in (prefill, decode)]
+    specs = [
+        replace(_spec(record), look_ahead=preset.look_ahead, ahead_s=ahead_s)
+        for record, ahead_s in ((prefill, preset.prefill_ahead_s), (decode, preset.decode_ahead_s))
+    ]
     return Machine(
         name=f"workers like {prefill.worker_id} and {decode.worker_id}",
         base=Deployment(
@@ -93,7 +97,7 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
     )
 
 
-def _spec(record: WorkerRecord, look_ahead: bool) -> EngineSpec:
+def _spec(record: WorkerRecord) -> EngineSpec:
     assert record.curve is not None
     return EngineSpec(
         curve=record.curve,
@@ -101,5 +105,4 @@ def _spec(record: WorkerRecord, look_ahead: bool) -> EngineSpec:
         max_num_seqs=record.max_num_seqs,
         num_blocks=record.num_blocks,
         block_size=record.layout.block_size,
-        look_ahead=look_ahead,
     )

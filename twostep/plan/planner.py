@@ -49,7 +49,8 @@ class Question:
     seconds: float | None = None
 
     def aggregated(self, budget: int, num_workers: int) -> Deployment:
-        spec = replace(self.base.decode, step_tokens=budget)
+        # Launching prompts takes the host about as long as the device needs for a small chunk: steps are planned at once.
+        spec = replace(self.base.decode, step_tokens=budget, ahead_s=math.inf)
         return replace(self.base, num_prefill=0, num_decode=num_workers, decode=spec)
 
     def hour(self, deployment: Deployment) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -36,6 +37,8 @@ class Preset:
     decode_tokens: int = 2048
     max_num_seqs: int = 256
     look_ahead: bool = True
+    prefill_ahead_s: float = math.inf
+    decode_ahead_s: float = math.inf
     hand_over: HandOver = field(default_factory=HandOver)
     edge_s: float = 0.0
     measured: tuple[Mapping[str, Any], ...] = ()
@@ -114,6 +117,8 @@ def _preset(raw: dict[str, Any], path: Path) -> Preset:
             decode_tokens=int(tokens.get("decode", 2048)),
             max_num_seqs=int(raw.get("max_num_seqs", 256)),
             look_ahead=bool(raw.get("look_ahead", True)),
+            prefill_ahead_s=float(raw.get("ahead_s", {}).get("prefill", math.inf)),
+            decode_ahead_s=float(raw.get("ahead_s", {}).get("decode", math.inf)),
             hand_over=HandOver(**raw.get("hand_over", {})),
             edge_s=float(raw.get("edge_s", 0.0)),
             measured=tuple(raw.get("measured", ())),

@@ -173,8 +173,21 @@ class _Simulation:
 
     def _pump(self, engine: VirtualEngine, now: float) -> None:
         """The engine's thread looks for work, if it waits for some: it plans nothing while it waits for a step."""
-        if engine.idle and engine.launch(now):
-            self._at(engine.oldest_end_s, self._settle, engine)
+        if engine.idle:
+            self._go_on(now, engine)
+
+    def _go_on(self, now: float, engine: VirtualEngine) -> None:
+        if engine.idle and engine.launch(now) is None:
+            return
+        ahead_s = engine.launches_ahead_s
+        if ahead_s is not None and ahead_s <= now:
+            engine.launch(now)
+        elif ahead_s is not None:
+            self._at(ahead_s, self._launch_ahead, engine)
+        self._at(engine.oldest_end_s, self._settle, engine)
+
+    def _launch_ahead(self, now: float, engine: VirtualEngine) -> None:
+        engine.launch(now)
 
     def _settle(self, now: float, engine: VirtualEngine) -> None:
         step = engine.settle()
@@ -183,8 +196,7 @@ class _Simulation:
                 self._publish(now, engine, sequence)
             else:
                 self._done(sequence)
-        if engine.launch(now) or not engine.idle:
-            self._at(engine.oldest_end_s, self._settle, engine)
+        self._go_on(now, engine)
         if step.ended and self._unplaced:
             self._place_waiting(now)
 

@@ -4,7 +4,7 @@ What is kept of the engine: `plan_step` itself, the token budget, sequences that
 other, who came last giving way when there are none (computed again, never swapped), and, with `look_ahead`, a step planned while one runs:
 
     clock    ─ n ──────────────┬─ n+1 ────────────┬─
-    plans    n+1               n+2                         what arrives while n runs is in n+2, unless nobody was there to fill n+1
+    plans       ·   ·   n+1          ·   ·   n+2       `ahead_s` before the end; what arrives after that is in n+2
 
 What is left out: which blocks hold which prefix (a request says how much of it is cached), the host's own time, tokens that end an answer
 early.
@@ -137,13 +137,19 @@ class VirtualEngine:
         """When the last launched step is over; 0 without any."""
         return self._launched[-1].end_s if self._launched else 0.0
 
-    def launch(self, now: float) -> bool:
-        """Plans and launches what can be now. False: that is nothing."""
-        launched = False
-        while len(self._launched) < (2 if self.spec.look_ahead else 1) and (step := self._plan(now)) is not None:
+    @property
+    def launches_ahead_s(self) -> float | None:
+        """When a step is to be planned behind the only one that runs; None: it is not."""
+        if not self.spec.look_ahead or len(self._launched) != 1:
+            return None
+        return self._launched[0].end_s - min(self.spec.ahead_s, self._launched[0].duration_s)
+
+    def launch(self, now: float) -> Step | None:
+        """Plans a step and launches it. None: there is nothing to do."""
+        step = self._plan(now)
+        if step is not None:
             self._launched.append(step)
-            launched = True
-        return launched
+        return step
 
     def settle(self) -> Step:
         """The oldest launched step is over: its tokens are there, and what ended is gone (or held)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,8 @@ from twostep.step_curve import StepCurve
 class EngineSpec:
     """One worker's engine. `num_blocks` of `block_size` tokens; `step_tokens` is the budget of a step, `max_num_seqs` those that run or are
     reserved at once. `mixed` is the curve of steps with prompts in them, where they are another matter than `curve` says: on a GPU, steps
-    of decodes alone are replayed graphs. `max_step_s` bounds mixed steps, as TPOT targets do; 0: nothing does."""
+    of decodes alone are replayed graphs. `max_step_s` bounds mixed steps, as TPOT targets do; 0: nothing does. With `look_ahead` a step is
+    planned so long before the running one ends (twostep/engine/pacing.py), or at its beginning if it is shorter."""
 
     curve: StepCurve
     mixed: StepCurve | None = None
@@ -25,6 +27,7 @@ class EngineSpec:
     num_blocks: int = 1 << 30
     block_size: int = 16
     look_ahead: bool = False
+    ahead_s: float = math.inf
 
     @property
     def prompt_curve(self) -> StepCurve:
