@@ -319,6 +319,16 @@ async def test_room_tries_again_by_itself_and_a_newcomer_that_is_first_at_once()
     assert tries == ["batch", "urgent", "batch"], "nobody has waited for the minute"
 
 
+async def test_what_is_released_during_a_try_is_not_slept_over() -> None:
+    room = Room(retry_s=60.0)
+    its = claim()
+    async with asyncio.timeout(5.0), room.place(its):
+        await room.turn(its)
+        room.release()
+        await room.again(its, refused=True)
+        room.took(its)
+
+
 async def test_a_try_that_ends_otherwise_costs_its_tenant_nothing() -> None:
     room = Room(retry_s=60.0)
 

@@ -109,11 +109,11 @@ def test_idleness_earns_no_credit(sizes: list[int], late: int) -> None:
 def test_newcomers_never_begin_lower_than_those_before_them(turns: list[tuple[str, int, int]]) -> None:
     queue = FairQueue()
     level = 0.0
+    for tenant in "abc":
+        queue.join(claim(tenant))
     for tenant, expected, real in turns:
-        one = claim(tenant, expected)
-        queue.join(one)
-        serve(queue)
-        queue.settle(one, real)
+        queue.join(claim(tenant, expected))
+        queue.settle(serve(queue), real)
         assert queue._lanes[STANDARD].level >= level
         level = queue._lanes[STANDARD].level
 
