@@ -172,6 +172,56 @@ def test_calibration_finds_the_curve_in_bounded_time(monkeypatch: pytest.MonkeyP
         assert batch.seq_lens.max() <= runner.max_model_len
 
 
+def test_what_a_device_builds_first_is_no_part_of_a_step_and_steps_follow_each_other_as_when_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _unfaked(monkeypatch)
+    clock = _Clock()
+
+    class Device(_KnownRunner):
+        """Builds for 3 s before its first step of a size. Collecting a result takes a millisecond of the host, hidden by the next step."""
+
+        overlaps = True
+        max_in_flight = 0
+
+        def __init__(self) -> None:
+            super().__init__(GPU, clock, max_model_len=16_384)
+            self.built: set[tuple[int, int]] = set()
+            self.free_at = 0.0
+            self.in_flight = 0
+
+        def launch(self, batch: Batch) -> InFlight:
+            size = len(batch.token_ids), len(batch.seq_lens)
+            if size not in self.built:
+                self.built.add(size)
+                clock.now += 3.0
+            before = clock.now
+            step = super().launch(batch)
+            seconds, clock.now = clock.now - before, before
+            self.free_at = max(self.free_at, clock.now) + seconds
+            self.in_flight += 1
+            Device.max_in_flight = max(Device.max_in_flight, self.in_flight)
+            return _Flying(self, step, self.free_at)
+
+    class _Flying:
+        layer_marks = ()
+
+        def __init__(self, device: Device, step: InFlight, done_at: float) -> None:
+            self.device, self.step, self.done_at = device, step, done_at
+
+        def result(self) -> Sampled:
+            self.device.in_flight -= 1
+            clock.now = max(clock.now, self.done_at) + 1e-3
+            return self.step.result()
+
+    device = Device()
+    found = calibrate(device, step_tokens=8192, max_num_seqs=64, budget_s=2.0, clock=clock)
+    assert Device.max_in_flight == 2
+    assert len(device.batches) * 0.1 + 2.5 + 3.0 * len(device.built) > clock.now
+    for work in (StepWorkload(prompt_tokens=300, pairs=45_000), StepWorkload(decodes=32, context=32 * 300)):
+        assert found.step_s(work) == pytest.approx(GPU.step_s(work), rel=0.1)
+
+
 def test_a_machine_too_slow_for_the_grid_measures_what_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     _unfaked(monkeypatch)
     clock = _Clock()

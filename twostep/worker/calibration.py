@@ -28,10 +28,10 @@ from twostep.worker.curve_fit import StepSample, fit_curve
 log = logging.getLogger(__name__)
 
 DEFAULT_BUDGET_S = 1.5
-# The first run of a step of a new size may load or tune something; of the others, the quickest is the least disturbed.
+# The first run of a size may touch memory for the first time; of the others, the quickest is the least disturbed.
 _REPEATS = 2
-# A runner that overlaps steps is timed over so many of them, one behind the other, as it is served.
-_PIPELINED = 4
+# A runner that overlaps steps is timed over so many of them, one behind the other, as it is served; long ones need not be repeated.
+_PIPELINED, _LONG_STEP_S = 4, 0.02
 _LONG_CONTEXTS = (512, 4096)
 _SHORT_CONTEXT = 64
 # Without a small and a larger step of either kind there is no curve.
@@ -72,17 +72,25 @@ def calibrate(
     budget_s: float = DEFAULT_BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> StepCurve:
-    """The cost curve of the runner's steps. Takes about `budget_s`; before anything else is launched, and on a thread that may launch. The
-    fake runner's is known. Raises what the device fails with."""
+    """The cost curve of the runner's steps. Takes about `budget_s`, and what a GPU needs to build kernels that it lacks; to be called before
+    anything else is launched, on a thread that may launch. The fake runner's curve is known. Raises what the device fails with, and
+    SetupError if the pool holds no step at all."""
     if isinstance(runner, FakeRunner):
         return StepCurve(fixed_s=max(runner.step_s, _FAKE_STEP_S), per_row_s=max(runner.per_token_s, _FAKE_ROW_S))
     begun = clock()
+    spent = 0.0
     samples: list[StepSample] = []
     for probe in probes(runner, step_tokens, max_num_seqs):
-        left = budget_s - (clock() - begun)
+        left = budget_s - spent
         if len(samples) >= _NEEDED and _expected_s(samples, probe) * (1 + _REPEATS) > left:
             continue
-        samples.append(StepSample(probe.work, _measure(runner, _batch(runner, probe), clock, left)))
+        batch = _batch(runner, probe)
+        if runner.overlaps:
+            # A GPU's first step of a size may have to build its kernels, for seconds: whoever comes first is spared that.
+            runner.launch(batch).result()
+        since = clock()
+        samples.append(StepSample(probe.work, _measure(runner, batch, clock, left)))
+        spent += clock() - since
     if not samples:
         raise SetupError("the KV pool holds no step that could be measured; give it more blocks (--num-blocks), or --no-calibrate")
     curve = _with_a_price(fit_curve(samples), samples)
@@ -141,21 +149,22 @@ def _expected_s(samples: Sequence[StepSample], probe: Probe) -> float:
 
 
 def _measure(runner: Runner, batch: Batch, clock: Callable[[], float], left_s: float) -> float:
-    """Seconds of such a step; of the only one, where more would take longer than there is time."""
+    """Seconds of such a step; of one alone, where more would take longer than there is time."""
     first = _timed(lambda: runner.launch(batch).result(), clock)
     if (1 + _REPEATS) * first > left_s:
         return first
     if not runner.overlaps:
         return min(_timed(lambda: runner.launch(batch).result(), clock) for _ in range(_REPEATS))
     # Two are in flight at any time, as when they are served: what is timed is how long the device takes from one's end to the next one's.
+    num_steps = _PIPELINED if first < _LONG_STEP_S else 1
     flying = [runner.launch(batch), runner.launch(batch)]
     flying.pop(0).result()
     begun = clock()
-    for _ in range(_PIPELINED - 1):
+    for _ in range(num_steps - 1):
         flying.append(runner.launch(batch))
         flying.pop(0).result()
     flying.pop(0).result()
-    return max(1e-9, (clock() - begun) / _PIPELINED)
+    return max(1e-9, (clock() - begun) / num_steps)
 
 
 def _timed(step: Callable[[], object], clock: Callable[[], float]) -> float:
