@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -187,6 +189,22 @@ def test_flags_that_contradict_each_other_are_refused_with_what_to_change(
     assert status.value.code == 1
     assert said in capsys.readouterr().err
     assert not servicer.requests
+
+
+def test_a_terminal_has_a_progress_bar() -> None:
+    ours, theirs = pty.openpty()
+    try:
+        with server() as (address, _):
+            command = [sys.executable, "-P", "-m", "twostep.cli", "bench", "serve", "--target", address, *FAST[:-1], "--duration", "1"]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=120, check=False)
+        shown = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert done.returncode == 0
+    assert "under way" in shown
+    assert "/1 s" in shown
+    assert b"under way," not in done.stdout, "results are on standard output, progress is not"
 
 
 def test_help_is_instant_and_has_examples() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -38,8 +39,12 @@ async def shown(label: str, extent: Extent, progress: Progress, *, wanted: bool)
 def _bar(label: str, extent: Extent) -> Any:
     total = extent.end_s if extent.duration_s else extent.num_requests
     form = "{desc} {percentage:3.0f}% {bar} {n:.0f}/{total:.0f}" + (" s" if extent.duration_s else "") + "{postfix}"
-    # Its own interval is off: it is drawn when told, and never by a thread of its own.
-    return importlib.import_module("tqdm").tqdm(total=total, desc=label, bar_format=form, mininterval=0, leave=False, dynamic_ncols=True)
+    tqdm: Any = importlib.import_module("tqdm").tqdm
+    # It is drawn when told, and no thread of its own watches it.
+    tqdm.monitor_interval = 0
+    # Some terminals say that they have no columns.
+    width = shutil.get_terminal_size((100, 24)).columns
+    return tqdm(total=total, desc=label, bar_format=form, mininterval=0, leave=False, ncols=width)
 
 
 def _update(bar: Any, extent: Extent, progress: Progress) -> None:
