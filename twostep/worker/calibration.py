@@ -72,7 +72,7 @@ def calibrate(
     budget_s: float = DEFAULT_BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> StepCurve:
-    """The cost curve of the runner's steps. Takes about `budget_s`, and what a GPU needs to build kernels that it lacks; to be called before
+    """The cost curve of the runner's steps. Takes about `budget_s`, and what a GPU needs to build kernels that it lacks; call it before
     anything else is launched, on a thread that may launch. The fake runner's curve is known. Raises what the device fails with, and
     SetupError if the pool holds no step at all."""
     if isinstance(runner, FakeRunner):
