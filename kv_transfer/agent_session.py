@@ -21,6 +21,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.child import Child
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.ring import Pin, RingAllocator, SharedMemory
 from kv_transfer.waiting import FifoGate
@@ -64,7 +65,7 @@ class Slot:
 class AgentSession:
     """Made by `launch`, ended by `close`; every call of an ended session raises Unavailable. Belongs to one event loop."""
 
-    def __init__(self, endpoint: str, ring: SharedMemory, socket_path: Path, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, endpoint: str, ring: SharedMemory, socket_path: Path, process: Child) -> None:
         self.endpoint = endpoint
         self.process = process
         self.actor_pid = 0
@@ -92,16 +93,13 @@ class AgentSession:
         session: AgentSession | None = None
         try:
             socket_path.unlink(missing_ok=True)
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "kv_transfer.agent"),
-                *("--address", config.ray_address, "--endpoint", endpoint),
-                *("--socket", str(socket_path), "--ring", str(ring.path)),
-                *("--budget-bytes", str(config.budget_bytes), "--start-timeout", str(config.start_timeout_s)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                # A Ctrl-C in the worker's terminal is the worker's to handle.
-                start_new_session=True,
+            process = await Child.start(
+                [
+                    *(sys.executable, "-P", "-m", "kv_transfer.agent"),
+                    *("--address", config.ray_address, "--endpoint", endpoint),
+                    *("--socket", str(socket_path), "--ring", str(ring.path)),
+                    *("--budget-bytes", str(config.budget_bytes), "--start-timeout", str(config.start_timeout_s)),
+                ]
             )
             session = cls(endpoint, ring, socket_path, process)
             if config.pin is not None:
@@ -151,14 +149,12 @@ class AgentSession:
         self.book.drop_all()
         self.room.pump()
         self._slots_freed.pump()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        self.process.close_stdin()
         try:
             async with asyncio.timeout(_STOP_S):
                 await self.process.wait()
         except TimeoutError:
-            with suppress(ProcessLookupError):
-                self.process.kill()
+            self.process.kill()
             await self.process.wait()
         await self._channel.close()
         self._stderr_reader.cancel()
@@ -259,7 +255,6 @@ class AgentSession:
             log.warning("the KV agent's ring stays pinned: %s", error)
 
     async def _wait_ready(self, timeout_s: float) -> None:
-        assert self.process.stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self.process.stdout.readline()
@@ -275,7 +270,6 @@ class AgentSession:
         self.actor_pid = int(said["actor_pid"])
 
     async def _read_stderr(self) -> None:
-        assert self.process.stderr is not None
         # In pieces, not lines: a line has no bound.
         while piece := await self.process.stderr.read(4096):
             self._stderr.extend(line for line in piece.decode("utf-8", "replace").splitlines() if line.strip())

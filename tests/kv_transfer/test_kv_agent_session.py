@@ -13,6 +13,7 @@ import pytest
 from kv_pairs import in_s, make_store
 
 from kv_transfer.agent_session import AgentSession
+from kv_transfer.child import Child
 from kv_transfer.ray_transport import RayTransport
 from kv_transfer.ring import SharedMemory
 from kv_transfer.transport import ChunkInfo
@@ -21,9 +22,7 @@ from twostep.errors import ResourceExhausted, Unavailable
 
 async def test_every_call_of_an_ended_session_is_unavailable(tmp_path: Path) -> None:
     """Also the second step of a transfer that held a slot when the session ended: the source is lost, which is no bug of ours."""
-    helper = await asyncio.create_subprocess_exec(
-        "cat", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
+    helper = await Child.start(["cat"])
     ring = SharedMemory.create(tmp_path, 8192)
     session = AgentSession("kv:w:1:1", ring, tmp_path / "agent.sock", helper)
     slot = await session.take_slot(4096, deadline=in_s(1))
@@ -104,9 +103,7 @@ async def test_a_fetch_that_waited_too_long_for_a_slot_blames_its_own_ring(tmp_p
 
 async def piped_session(directory: Path) -> AgentSession:
     """Of an agent that only waits for the end of its input."""
-    helper = await asyncio.create_subprocess_exec(
-        "cat", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
+    helper = await Child.start(["cat"])
     ring = SharedMemory.create(directory, 8192)
     ring.unlink()
     return AgentSession("kv:w:1:1", ring, directory / "agent.sock", helper)
@@ -125,3 +122,25 @@ async def test_a_worker_killed_while_its_agent_starts_leaves_no_ring(tmp_path: P
     async with asyncio.timeout(30):
         assert await helper.wait() == 0
     assert not ring.exists()
+
+
+async def test_a_child_is_told_to_end_by_its_input_and_says_how_it_ended() -> None:
+    child = await Child.start(["sh", "-c", "echo ready; read line; echo gone >&2; exit 7"])
+    assert await child.stdout.readline() == b"ready\n"
+    assert child.returncode is None
+    child.close_stdin()
+    child.close_stdin()
+    assert await asyncio.wait_for(child.wait(), 30) == 7
+    assert (await child.stdout.read(), await child.stderr.read()) == (b"", b"gone\n")
+    child.kill()
+
+
+async def test_a_child_that_does_not_listen_is_killed() -> None:
+    child = await Child.start(["sleep", "1000"])
+    child.kill()
+    assert await asyncio.wait_for(child.wait(), 30) == -9
+
+
+async def test_a_child_that_cannot_be_begun_is_an_error_at_once() -> None:
+    with pytest.raises(FileNotFoundError):
+        await Child.start(["/nowhere/to/be/found"])
