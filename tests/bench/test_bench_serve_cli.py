@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -197,6 +198,7 @@ def test_a_terminal_has_a_progress_bar() -> None:
         with server() as (address, _):
             command = [sys.executable, "-P", "-m", "twostep.cli", "bench", "serve", "--target", address, *FAST[:-1], "--duration", "1"]
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=120, check=False)
+        assert select.select([ours], [], [], 10)[0], "nothing was drawn"
         shown = os.read(ours, 1 << 16).decode()
     finally:
         os.close(ours)

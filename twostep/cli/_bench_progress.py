@@ -42,9 +42,9 @@ def _bar(label: str, extent: Extent) -> Any:
     tqdm: Any = importlib.import_module("tqdm").tqdm
     # It is drawn when told, and no thread of its own watches it.
     tqdm.monitor_interval = 0
-    # Some terminals say that they have no columns.
-    width = shutil.get_terminal_size((100, 24)).columns
-    return tqdm(total=total, desc=label, bar_format=form, mininterval=0, leave=False, ncols=width)
+    # Some terminals say that they have neither columns nor lines; this takes 100 and 24 for it, and tqdm would draw nothing.
+    size = shutil.get_terminal_size((100, 24))
+    return tqdm(total=total, desc=label, bar_format=form, mininterval=0, leave=False, ncols=size.columns, nrows=size.lines)
 
 
 def _update(bar: Any, extent: Extent, progress: Progress) -> None:
