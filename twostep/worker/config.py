@@ -14,6 +14,8 @@ from twostep.flags import KV_TRANSPORTS, KV_WIRES, FlagParser, kv_transports
 from twostep.models.store import default_cache_dir
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
 
+# Others' tokens are held up no longer than this by a chunk of a prompt, of which it has some 700 tokens of an 8-billion model.
+GPU_MAX_STEP_MS = 20.0
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
 # What a step takes where nobody says. A GPU's prefill is compute-bound from about 2000 tokens on, and larger steps read the weights less
 # often; a decode worker's prompts are rare (those of sequences that gave way) and share their steps with others' tokens.
@@ -27,7 +29,7 @@ class WorkerConfig:
     and port as others reach them. `num_blocks` 0: as many as fit `kv_cache_memory_bytes`; that 0 too: on a GPU what
     `gpu_memory_utilization` leaves, on a CPU 512 MiB. `max_num_batched_tokens` and `max_num_seqs` 0: what
     suits the device (settle in worker/model.py). `chunk_bytes` 0: what suits the transport.
-    `prefix_cache_space` None: what suits the device.
+    `max_step_ms` None: what suits the device.
     `other_step_tokens`: the step's budget once the worker has changed its role; 0: the same. `step_tokens_at_knee`: both were left to the
     machine, and steps that compute prompts beside others' tokens are no larger than pays (at_knee in worker/model.py)."""
 
@@ -45,7 +47,7 @@ class WorkerConfig:
     kv_cache_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     swap_space: float = 4.0
-    prefix_cache_space: float | None = None
+    prefix_cache_space: float = 0.0
     preemption_mode: str = "auto"
     max_model_len: int = 0
     max_num_batched_tokens: int = CPU_STEP_TOKENS
@@ -53,7 +55,7 @@ class WorkerConfig:
     step_tokens_at_knee: bool = False
     max_num_seqs: int = CPU_NUM_SEQS
     max_waiting: int = 256
-    max_step_ms: float = 0.0
+    max_step_ms: float | None = None
     ageing: float = 30.0
     local_prefill: bool = True
     calibrate: bool = True
@@ -158,8 +160,8 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
         "--prefix-cache-space",
         type=_not_negative,
         default=default.prefix_cache_space,
-        help="GiB of host memory for prefixes that the KV cache gives up, 0 for none; if not given, none on a CPU, and a GPU's part of an "
-        "eighth of the memory there is",
+        help="GiB of host memory for prefixes that the KV cache gives up; 0: none. It pays where prompts come back later than the KV cache "
+        "can keep them, and costs a copy of every prompt",
     )
     parser.flag(
         "--preemption-mode",
@@ -186,7 +188,8 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
         "--max-step-ms",
         type=_not_negative,
         default=default.max_step_ms,
-        help="longest a step may take that computes prompts beside others' tokens; 0: as those requests' promised TPOT says",
+        help="longest a step may take that computes prompts beside others' tokens; 0: as those requests' promised TPOT says. "
+        f"If not given: 0, on a GPU {GPU_MAX_STEP_MS:g}",
     )
     parser.flag("--ageing", type=_positive, default=default.ageing, help="seconds of waiting that make a request one class more urgent")
     parser.flag(

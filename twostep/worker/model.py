@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import KvShape, Runner
 from twostep.engine.fake import FakeRunner
-from twostep.engine.memory import GIB, host_cache_bytes, usable_host_bytes
 from twostep.errors import InvalidRequest, SetupError
 from twostep.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.models.store import resolve
@@ -19,7 +18,7 @@ from twostep.startup import NoProgress, Progress
 from twostep.step_curve import StepCurve, knee_of
 from twostep.text.model_card import ModelCard
 from twostep.worker.calibration import calibrate
-from twostep.worker.config import CPU_NUM_SEQS, CPU_STEP_TOKENS, GPU_NUM_SEQS, GPU_STEP_TOKENS, WorkerConfig
+from twostep.worker.config import CPU_NUM_SEQS, CPU_STEP_TOKENS, GPU_MAX_STEP_MS, GPU_NUM_SEQS, GPU_STEP_TOKENS, WorkerConfig
 
 if TYPE_CHECKING:
     from twostep.engine.parallel_runner import ParallelRunner
@@ -111,7 +110,7 @@ def settle(config: WorkerConfig) -> WorkerConfig:
         config,
         max_num_batched_tokens=config.max_num_batched_tokens or CPU_STEP_TOKENS,
         max_num_seqs=config.max_num_seqs or (GPU_NUM_SEQS if on_gpu else CPU_NUM_SEQS),
-        prefix_cache_space=_prefix_cache_space(config, on_gpu=on_gpu),
+        max_step_ms=(GPU_MAX_STEP_MS if on_gpu else 0.0) if config.max_step_ms is None else config.max_step_ms,
     )
 
 
@@ -127,17 +126,6 @@ def at_knee(config: WorkerConfig, curve: StepCurve | None) -> WorkerConfig:
     log.info("token budget of a decode worker's step: %d, at the knee of the measured curve (%d at most)", knee, largest)
     own, other = (knee, other) if config.role == "decode" else (own, knee)
     return replace(config, max_num_batched_tokens=own, other_step_tokens=other)
-
-
-def _prefix_cache_space(config: WorkerConfig, *, on_gpu: bool) -> float:
-    """GiB. On a CPU the KV cache is in host memory itself."""
-    if config.prefix_cache_space is not None:
-        return config.prefix_cache_space
-    if not on_gpu:
-        return 0.0
-    import torch  # noqa: PLC0415
-
-    return host_cache_bytes(usable_host_bytes(), num_gpus=torch.cuda.device_count(), num_ranks=config.tensor_parallel_size) / GIB
 
 
 def _measured_curve(config: WorkerConfig, runner: Runner, progress: Progress) -> StepCurve:

@@ -77,8 +77,8 @@ class Worker:
                 hash_unit=config.hash_unit,
                 preemption_mode=PreemptionMode(config.preemption_mode),
                 swap_bytes=swap_bytes(config, self._pool_bytes),
-                host_cache_bytes=int((config.prefix_cache_space or 0.0) * 2**30),
-                max_step_s=config.max_step_ms / 1e3,
+                host_cache_bytes=int(config.prefix_cache_space * 2**30),
+                max_step_s=(config.max_step_ms or 0.0) / 1e3,
                 ageing_s=config.ageing,
             ),
         )
