@@ -20,6 +20,7 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
 from twostep.engine.host_tier import HostTier
 from twostep.engine.preemption import PreemptionMode
+from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.types import EngineRequest, TokenOutput
 from twostep.errors import InternalError
 from twostep.prefix import prefix_hashes
@@ -491,15 +492,16 @@ def count_reader(tier: HostTier) -> None:
     next(iter(tier._entries.values())).num_readers += 1
 
 
-def miscount_settled(tier: HostTier) -> None:
-    tier._num_settled += 1
+def overlook_block(tier: HostTier) -> None:
+    tier._front.popitem()
 
 
-def queue_twice(tier: HostTier) -> None:
-    tier._queue.append(0)
+def mistake_order(tier: HostTier) -> None:
+    block = next(iter(tier._front))
+    tier._front[block] = tier._front.pop(block)
 
 
-@pytest.mark.parametrize("damage", [lose_row, share_row, forget_order, count_reader, miscount_settled, queue_twice])
+@pytest.mark.parametrize("damage", [lose_row, share_row, forget_order, count_reader, overlook_block, mistake_order])
 def test_integrity_finds_damage(all_ahead: None, damage: Callable[[HostTier], None]) -> None:
     engine = make_engine()
     evicted(engine, list(range(300, 341)))
@@ -509,23 +511,106 @@ def test_integrity_finds_damage(all_ahead: None, damage: Callable[[HostTier], No
         engine.check_integrity()
 
 
+def number(i: int) -> bytes:
+    return i.to_bytes(16, "little")
+
+
+def full_pool(num_blocks: int = 64, num_rows: int = 100) -> tuple[BlockPool, HostTier, list[int]]:
+    """All its blocks hold one chain, number(0) at its head, and are owned."""
+    pool = BlockPool(num_blocks, block_size=4, hash_unit=8)
+    tier = HostTier(pool, num_rows)
+    blocks = pool.allocate(num_blocks)
+    for i, block in enumerate(blocks):
+        pool.register(block, number(i), i)
+    return pool, tier, blocks
+
+
+def save(tier: HostTier) -> list[bytes]:
+    """Hashes of what is saved now."""
+    save = tier.take_save(1000)
+    if save is None:
+        return []
+    tier.saved(save, ok=True)
+    tier.check_integrity([])
+    assert not tier.has_copies
+    return list(save.hashes)
+
+
 def test_what_is_about_to_be_given_out_is_saved_first() -> None:
     """Ahead of need: an eighth of the pool can be given out at once, and the rest is left where it is."""
-    pool = BlockPool(64, block_size=4, hash_unit=8)
-    tier = HostTier(pool, 100)
-    blocks = pool.allocate(64)
-    for i, block in enumerate(blocks):
-        pool.register(block, i.to_bytes(16, "little"), i)
-    assert not tier.has_copies
+    pool, tier, blocks = full_pool()
+    assert not save(tier)
     pool.free(blocks)
-    save = tier.take_save(100)
-    assert save is not None
-    assert sorted(save.hashes) == [i.to_bytes(16, "little") for i in range(56, 64)], "the tail, which would be given out first"
-    tier.saved(save, ok=True)
-    assert not tier.has_copies
-    assert tier.num_blocks == 8
-    assert tier.take_change()[0] == [i.to_bytes(16, "little") for i in sorted(range(57, 64, 2), reverse=True)], "at hash-unit boundaries"
+    assert sorted(save(tier)) == [number(i) for i in range(56, 64)], "the tail, which would be given out first"
+    assert tier.take_change()[0] == [number(i) for i in range(63, 56, -2)], "at hash-unit boundaries"
+    assert len(pool.allocate(3)) == 3
+    assert sorted(save(tier)) == [number(i) for i in range(53, 56)]
+    assert tier.num_late == 0
+    pool.allocate(9)
+    assert tier.num_late == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 32), st.integers(0, 4)), max_size=40))
+def test_as_many_as_are_saved_ahead_can_always_be_given_out_without_a_loss(turns: list[tuple[int, int]]) -> None:
+    """However often heads of the chain are used again, in whatever order: what is given out next is what was saved."""
+    pool, tier, blocks = full_pool(num_blocks=32)
+    pool.free(blocks)
+    for length, count in turns:
+        save(tier)
+        pool.free(pool.allocate(count))
+        found = pool.lookup([number(i) for i in range(length)])
+        pool.share(found)
+        pool.free(found)
+        tier.check_integrity([])
+    assert tier.num_late == 0
+
+
+def waiting_sequence(seq_id: str, blocks: Sequence[int]) -> EngineSequence:
+    request = make_request(seq_id, [1, 2, 3])
+    sequence = make_sequence(
+        request, hold=False, state=SequenceState.WAITING, vocab_size=VOCAB, max_model_len=CONTEXT, block_size=BLOCK, prefix_caching=True
+    )
+    sequence.blocks = np.array(blocks, np.int32)
+    return sequence
+
+
+def test_a_row_that_is_being_read_is_given_to_nobody() -> None:
+    pool, tier, blocks = full_pool(num_blocks=16, num_rows=2)
+    pool.free(blocks)
+    assert sorted(save(tier)) == [number(14), number(15)]
+    (target,) = pool.allocate(1)
+    sequence = waiting_sequence("a", [target])
+    tier.load(sequence, 0, [number(15)], is_new=True)
+    load = tier.take_load()
+    assert load is not None
+    (row,) = load.rows
+    for _ in range(6):
+        pool.allocate(2)
+        waiting = tier.take_save(1000)
+        assert waiting is not None
+        assert row not in waiting.rows
+        tier.saved(waiting, ok=True)
+        tier.check_integrity([sequence])
+    assert tier.lookup([number(15)], 0)
+    tier.loaded(load, ok=True)
     tier.check_integrity([])
-    pool.allocate(3)
-    assert (tier.num_late, tier.has_copies) == (0, True)
+
+
+def test_a_row_that_cannot_be_read_is_given_back_by_its_last_reader() -> None:
+    pool, tier, blocks = full_pool(num_blocks=16, num_rows=2)
+    pool.free(blocks)
+    save(tier)
+    sequences = [waiting_sequence(name, pool.allocate(1)) for name in "ab"]
+    for sequence in sequences:
+        tier.load(sequence, 0, [number(15)], is_new=True)
+    loads = [tier.take_load() for _ in sequences]
+    assert loads[0] is not None
+    assert loads[1] is not None
+    tier.loaded(loads[0], ok=False)
+    tier.check_integrity(sequences[1:])
+    assert not tier.lookup([number(15)], 0)
+    assert tier._rows.num_used == 2
+    tier.loaded(loads[1], ok=True)
     tier.check_integrity([])
+    assert tier._rows.num_used == 1

@@ -68,8 +68,14 @@ class Arrival(Pacing):
         return super().wait_s(work, running_s)
 
 
+class OverlappingRunner(HookedRunner):
+    """Says that it computes while others plan."""
+
+    overlaps = True
+
+
 def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
-    runner = HookedRunner(num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
+    runner = OverlappingRunner(num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
     engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
     old, new = make_request("old", [1, 2, 3], max_tokens=30), make_request("new", [4, 5], max_tokens=2)
     engine.submit(old)

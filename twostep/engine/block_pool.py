@@ -109,6 +109,10 @@ class BlockPool:
         """Under which it is findable; None: it is not."""
         return self._hash_of[block]
 
+    def cached(self) -> list[int]:
+        """Blocks without owner that hold a findable prefix: those given out first come first."""
+        return list(self._lru)
+
     def announces(self, block: int) -> bool:
         """Whether it is findable and ends at a hash-unit boundary."""
         return bool(self._boundary[block])

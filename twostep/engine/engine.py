@@ -220,7 +220,8 @@ class Engine:
         step's sequences end as `failures` and the engine goes on; the error is logged."""
         # After a launch that failed nothing is carried from it: it is settled first.
         while len(self._launched) < self._depth and not (self._launched and self._launched[-1].failed):
-            if self._launched:
+            # A runner that computes when it is asked for the result is not running meanwhile: each wait would be measured as a longer step.
+            if self._launched and self._runner.overlaps:
                 running = self._launched[-1]
                 began = max(running.since, self._settled_at)
                 time.sleep(self._pacing.wait_s(running.work.workload, time.monotonic() - began))

@@ -5,8 +5,13 @@ comes that begins with it.
               ▲                                      │
               └── found: a sequence's own blocks ◀─load┘         a saved block stays here while the pool has it too
 
-Saving runs ahead: the cached blocks that may be given out next are copied while they are still findable, so that giving them out waits for
-nothing. Nobody owns them meanwhile. If one was given to new content before its copy was done, its generation tells, and the copy is
+Saving runs ahead: the cached blocks that are given out next are copied while they are still findable, so that giving them out waits for
+nothing.
+
+    the pool's cached blocks, oldest first    |─ front: saved, or not worth it ─|─ rest: not looked at, or saved when they were here last ─|
+    given out next  ◀── free blocks ──────────◀ together at least `ahead`        the front takes the oldest of the rest when it is short
+
+Nobody owns them meanwhile. If one was given to new content before its copy was done, its generation tells, and the copy is
 dropped. What is found here is copied into blocks that the sequence owns already; it is in no step until that is done.
 
 Only blocks that are findable in the pool come here, under the same hashes: so neither KV that is not what this engine would compute, nor
@@ -15,7 +20,7 @@ that of another tenant, model or number format, is ever found. Bookkeeping only:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -71,19 +76,16 @@ class HostTier:
 
     def __init__(self, pool: BlockPool, num_rows: int) -> None:
         self.num_rows = num_rows
-        # Saves whose blocks were given out before they were copied, and cached blocks given out that were not saved at all.
+        # Cached blocks that were given out before they were looked at or copied.
         self.num_late = 0
         self._pool = pool
         self._rows = HostRows(num_rows)
         self._entries: dict[bytes, _Entry] = {}
         self._order = ReuseOrder(max(1, num_rows))
         self._change = NetChange()
-        # Blocks that lost their last owner, to be looked at in that order, each once (`_queued`).
-        self._queue: deque[int] = deque()
-        self._queued = bytearray(pool.num_blocks)
-        # Cached blocks that need not be saved: they are, or are not worth it.
-        self._settled = bytearray(pool.num_blocks)
-        self._num_settled = 0
+        # See above. In front, True: saved, or not worth it; False: on its way.
+        self._front: dict[int, bool] = {}
+        self._rest: OrderedDict[int, None] = OrderedDict()
         self._ahead = max(1, int(pool.num_blocks * _AHEAD_SHARE))
         self._saving: dict[bytes, int] = {}
         self._to_load: deque[HostLoad] = deque()
@@ -108,58 +110,42 @@ class HostTier:
     @property
     def has_copies(self) -> bool:
         """Whether something is to be copied, either way."""
-        return bool(self._to_load) or (bool(self._queue) and self._num_safe < self._ahead)
+        return bool(self._to_load) or self._is_short
 
     @property
-    def _num_safe(self) -> int:
-        """Blocks that can be given out now and lose nothing."""
-        return self._pool.num_free + self._num_settled
+    def _is_short(self) -> bool:
+        """Whether fewer blocks than wanted can be given out without a loss."""
+        return bool(self._rest) and self._pool.num_free + len(self._front) < self._ahead
 
     # ---- what the pool tells ----------------------------------------------------------------------------------------
 
     def on_cached(self, block: int) -> None:
         """A findable block has lost its last owner."""
-        if self._pool.hash_of(block) in self._entries:
-            self._settle(block)
-        elif not self._queued[block]:
-            self._queued[block] = 1
-            self._queue.append(block)
+        self._rest[block] = None
 
     def on_shared(self, block: int) -> None:
         """It has an owner again."""
-        self._unsettle(block)
+        if self._front.pop(block, None) is None:
+            del self._rest[block]
 
     def on_evicted(self, block: int) -> None:
         """It is about to be given out; its hash leads to it still."""
-        if not self._settled[block]:
+        ready = self._front.pop(block, None)
+        if ready is None:
+            del self._rest[block]
+        if not ready and self._pool.hash_of(block) not in self._entries:
             self.num_late += 1
-        self._unsettle(block)
-
-    def _settle(self, block: int) -> None:
-        if not self._settled[block]:
-            self._settled[block] = 1
-            self._num_settled += 1
-
-    def _unsettle(self, block: int) -> None:
-        if self._settled[block]:
-            self._settled[block] = 0
-            self._num_settled -= 1
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
     def take_save(self, max_blocks: int) -> HostSave | None:
         """What is to be copied out next, at most so many blocks; then comes `saved`. None: nothing."""
         blocks: list[int] = []
-        while self._queue and len(blocks) < max_blocks and self._num_safe + len(blocks) < self._ahead:
-            block = self._queue.popleft()
-            self._queued[block] = 0
-            digest = self._pool.hash_of(block)
-            # Those that are owned again, or were given out, come back by themselves.
-            if digest is None or self._pool.num_owners(block):
-                continue
-            if digest in self._entries or digest in self._saving:
-                self._settle(block)
-            else:
+        while self._is_short and len(blocks) < max_blocks:
+            block, _ = self._rest.popitem(last=False)
+            digest = self._hash(block)
+            self._front[block] = digest in self._entries or digest in self._saving
+            if not self._front[block]:
                 blocks.append(block)
         if not blocks:
             return None
@@ -168,7 +154,7 @@ class HostTier:
         for block, digest, reused in zip(blocks, hashes, self._order.reused(hashes), strict=True):
             row = self._room_for(reused=reused)
             if row is None:
-                self._settle(block)
+                self._front[block] = True
             else:
                 self._saving[digest] = row
                 wanted.append((block, digest, reused, row))
@@ -189,7 +175,6 @@ class HostTier:
         for block, generation, row, digest, reused in zip(save.blocks, save.generations, save.rows, save.hashes, save.reused, strict=True):
             del self._saving[digest]
             if not ok or self._pool.generation(block) != generation:
-                self.num_late += ok
                 self._rows.give((row,))
                 continue
             announced = self._pool.announces(block)
@@ -199,8 +184,8 @@ class HostTier:
                 self._change.add(digest)
         for block, digest in zip(save.blocks, save.hashes, strict=True):
             # After a failure too: the next time it is cached it is tried again.
-            if self._pool.hash_of(block) == digest and not self._pool.num_owners(block):
-                self._settle(block)
+            if block in self._front and self._pool.hash_of(block) == digest:
+                self._front[block] = True
 
     def _room_for(self, *, reused: bool) -> int | None:
         taken = self._rows.take(1)
@@ -315,8 +300,7 @@ class HostTier:
                 )
         if not self.num_rows:
             return
-        settled = [block for block in range(self._pool.num_blocks) if self._settled[block]]
-        if len(settled) != self._num_settled or any(self._pool.num_owners(b) or self._pool.hash_of(b) is None for b in settled):
-            raise InternalError(f"{self._num_settled} cached blocks count as safe in the host tier, and {len(settled)} are marked so")
-        if sorted(self._queue) != [block for block in range(self._pool.num_blocks) if self._queued[block]]:
-            raise InternalError("the blocks queued for the host tier are not those marked so")
+        if [*self._front, *self._rest] != self._pool.cached():
+            raise InternalError(
+                f"the host tier looks at {len(self._front)} + {len(self._rest)} blocks, which are not those cached, in order"
+            )
