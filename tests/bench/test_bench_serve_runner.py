@@ -18,11 +18,11 @@ from twostep.bench.serve.content import Content
 from twostep.bench.serve.load import Load, TraceTimes, Users
 from twostep.bench.serve.metrics import Targets
 from twostep.bench.serve.record import RequestRecord
-from twostep.bench.serve.runner import Extent, Progress, Runner, num_quoted
+from twostep.bench.serve.runner import Extent, Progress, Runner
 from twostep.bench.serve.sweep import Doom
 from twostep.bench.serve.target import Answer, Clock, Exchange, RequestFailed, Served
 from twostep.bench.serve.traces import Trace, TraceRequest
-from twostep.bench.serve.workloads import MultiTurn, Quoting, RandomPrompts, Replay, Session, Text, Turn
+from twostep.bench.serve.workloads import MultiTurn, Quoting, RandomPrompts, Replay, Session, Text, Turn, num_quoted
 from twostep.errors import InvalidRequest
 
 SERVED = Served(model="fake", max_model_len=4096, alphabet=range(1000))

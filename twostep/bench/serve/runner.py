@@ -15,16 +15,15 @@ import asyncio
 import gc
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 from twostep.bench.serve.metrics import Distribution
 from twostep.bench.serve.record import RequestRecord
 from twostep.bench.serve.target import Exchange, RequestFailed, Target
-from twostep.bench.serve.workloads import Session, Text, Turn
+from twostep.bench.serve.workloads import Session, Turn, num_quoted
 from twostep.errors import InvalidRequest, TwostepError
 
 _LAG_INTERVAL_S = 0.02
@@ -281,15 +280,6 @@ def _raise_single(task: asyncio.Task[None]) -> None:
         if isinstance(first, TwostepError):
             raise first from None
         raise
-
-
-def num_quoted(turn: Turn, answer: Sequence[int]) -> int:
-    """Tokens of an answer, from its first on, that go on with the passage that the prompt says again and again."""
-    if isinstance(turn.prompt, Text) or turn.passage_tokens is None:
-        return 0
-    start = len(turn.prompt)
-    expected = (turn.prompt[(start + i) % turn.passage_tokens] for i in range(len(answer)))
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer, expected, strict=True)))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Protocol
 
 from twostep.bench.serve.content import Content
@@ -180,6 +180,15 @@ class Replay:
 
 def one_turn(prompt: array[int] | Text, output_tokens: int, arrival_s: float | None = None) -> Session:
     return Session(turns=(Turn(prompt=prompt, output_tokens=output_tokens),), arrival_s=arrival_s)
+
+
+def num_quoted(turn: Turn, answer: Sequence[int]) -> int:
+    """Tokens of an answer, from its first on, that go on with the passage that the prompt says again and again."""
+    if isinstance(turn.prompt, Text) or turn.passage_tokens is None:
+        return 0
+    start = len(turn.prompt)
+    expected = (turn.prompt[(start + i) % turn.passage_tokens] for i in range(len(answer)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer, expected, strict=True)))
 
 
 def fitted(session: Session, max_model_len: int) -> Session:
