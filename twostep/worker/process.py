@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -74,6 +76,8 @@ async def _serve(config: WorkerConfig, model: ServedModel, secret: bytes, make_e
             return EXIT_OK
         starting.result()
         log.info(start.finish())
+        if "triton" in sys.modules:
+            importlib.import_module("twostep.kernels.late_compiles").report_compiles()
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
         await worker.stop(config.drain_timeout if stopping.done() else 0.0)
     finally:
