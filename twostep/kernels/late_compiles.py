@@ -15,11 +15,11 @@ def report_compiles() -> None:
     """From now on every kernel that Triton compiles in this process is logged, with the time that it took."""
     since: dict[str, float] = {}
 
-    def begins(*_: Any, repr: str, **__: Any) -> bool:  # noqa: A002 - Triton's name
+    def begins(*_: Any, repr: str, **__: Any) -> bool:
         since[repr] = time.monotonic()
         return False
 
-    def ended(*_: Any, repr: str, fn: Any, **__: Any) -> None:  # noqa: A002
+    def ended(*_: Any, repr: str, fn: Any, **__: Any) -> None:
         seconds = time.monotonic() - since.pop(repr, time.monotonic())
         log.warning("kernel %s was compiled while serving, which held up a step for %.2f s: %s", fn.name, seconds, repr)
 
