@@ -102,6 +102,7 @@ def load(target: str, rate: float, arguments: argparse.Namespace, out: Path) -> 
         *("--workload", "normal", "--input-tokens", str(arguments.input_tokens), "--output-tokens", str(arguments.output_tokens)),
         *("--spread", "30", "--vocab-size", "900" if arguments.tiny else "128000", "--rate", str(rate), "--seed", str(arguments.seed)),
         *("--duration", str(arguments.duration), "--warmup", str(arguments.warmup), "--cooldown", "3"),
+        *(("--send-targets",) if arguments.send_targets else ()),
         *("--goodput", *TARGETS[0].split(), "--save-requests", str(records), "--output", str(out / f"summary-{rate:g}.json")),
     ]
     with (out / f"bench-{rate:g}.log").open("wb") as log:
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--input-tokens", type=int, default=2600)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--send-targets", action="store_true", help="requests say the first set's TTFT and TPOT")
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("up", nargs="*", help="after --: further flags of twostep up")
