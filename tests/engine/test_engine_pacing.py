@@ -24,7 +24,7 @@ COST = st.floats(0, 1e-4)
 @given(WORK, WORK, st.builds(StepCurve, fixed_s=st.floats(0, 0.05), per_row_s=COST, per_pair_s=st.floats(0, 1e-9), per_context_s=COST))
 def test_the_device_never_runs_dry_whatever_the_steps_cost(before: StepWorkload, now: StepWorkload, curve: StepCurve) -> None:
     pacing = Pacing()
-    pacing.settled(before, curve.step_s(before))
+    pacing.settled(before, curve.step_s(before), 0.001)
     assert pacing.wait_s(now, 0.0) <= curve.step_s(now) + 1e-9
 
 
@@ -34,7 +34,7 @@ def test_a_step_like_the_last_one_leaves_time_for_a_few_launches(
 ) -> None:
     pacing = Pacing()
     assert pacing.wait_s(work, running_s) == 0.0
-    pacing.settled(work, step_s)
+    pacing.settled(work, step_s, 0.001)
     pacing.launched(launch_s)
     wait = pacing.wait_s(work, running_s)
     assert wait == 0.0 or abs(running_s + wait + 3 * launch_s + 0.001 - step_s) < 1e-9
@@ -42,7 +42,7 @@ def test_a_step_like_the_last_one_leaves_time_for_a_few_launches(
 
 def test_a_slow_launch_is_remembered_for_a_while() -> None:
     pacing, work = Pacing(), StepWorkload(decodes=4, context=400)
-    pacing.settled(work, 0.1)
+    pacing.settled(work, 0.1, 0.001)
     pacing.launched(0.02)
     waits = []
     for _ in range(100):
@@ -51,6 +51,21 @@ def test_a_slow_launch_is_remembered_for_a_while() -> None:
     assert waits == sorted(waits)
     assert waits[0] < 0.045
     assert abs(waits[-1] - 0.096) < 1e-9
+
+
+def test_one_delay_of_the_host_is_not_waited_for_again() -> None:
+    """The device takes 10 ms a step, the host 4 ms between steps, and 300 once."""
+    pacing, work = Pacing(), StepWorkload(decodes=4, context=400)
+    pacing.settled(work, 0.01, 0.005)
+    took: list[float] = []
+    for number in range(20):
+        own_s = 0.3 if number == 5 else 0.004
+        host_s = own_s + pacing.wait_s(work, own_s) + 0.0005
+        pacing.launched(0.0005)
+        took.append(max(0.01, host_s))
+        pacing.settled(work, took[-1], max(0.0, 0.01 - host_s))
+    assert took[5] > 0.3
+    assert took[:5] + took[6:] == [0.01] * 19
 
 
 class Arrival(Pacing):

@@ -323,8 +323,11 @@ class Engine:
         work = launched.work
         sampled: Sampled | None = None
         message = ""
+        asked = time.monotonic()
+        blocked_s = 0.0
         try:
             sampled = launched.in_flight.result()
+            blocked_s = time.monotonic() - asked
             num_rows = sum(work.sampled)
             if not len(sampled.token_ids) == len(sampled.logprobs) == len(sampled.top_logprobs) == num_rows:
                 raise InternalError(f"the runner returned {len(sampled.token_ids)} tokens for {num_rows} rows")
@@ -341,7 +344,7 @@ class Engine:
             self._settled_at = time.monotonic()
             done = work.workload
             if sampled is not None:
-                self._pacing.settled(done, self._settled_at - since)
+                self._pacing.settled(done, self._settled_at - since, blocked_s)
                 self._ledger.preemptor.computed(done.prompt_tokens, done.decodes, self._settled_at - since)
         return StepOutput(
             step=launched.step,

@@ -13,6 +13,8 @@ from twostep.step_curve import StepWorkload
 # Above what launches have taken lately: for a thread that gets the processor late.
 _SLACK_S = 0.001
 _LAUNCHES = 3.0
+# A host that found a result there already, or nearly, does not know when the device had it.
+_UNSEEN_S = 0.0002
 # How fast a slow launch is forgotten.
 _DECAY = 0.95
 
@@ -28,8 +30,12 @@ class Pacing:
         """A launch took so long, planning included."""
         self._launch_s = max(seconds, _DECAY * self._launch_s)
 
-    def settled(self, work: StepWorkload, seconds: float) -> None:
-        """A step took so long on the device."""
+    def settled(self, work: StepWorkload, seconds: float, blocked_s: float) -> None:
+        """A step took so long until its result was there, for which the host waited `blocked_s`. If that is nothing, the host came late
+        and `seconds` are its own: they say nothing of the device, and must not make the next wait, and with it the next step, longer
+        still. Then half of what was thought is waited for, until an end is seen again."""
+        if blocked_s < _UNSEEN_S:
+            seconds = min(seconds, self._least_s(work)) / 2
         self._last = work, seconds
 
     def wait_s(self, work: StepWorkload, running_s: float) -> float:
