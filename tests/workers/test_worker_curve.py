@@ -22,7 +22,7 @@ from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
 from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
-from twostep.worker.calibration import calibrate, probes
+from twostep.worker.calibration import calibrate, mixed_probes, probes
 from twostep.worker.curve_fit import StepSample, fit_curve, non_negative_least_squares
 from twostep.worker.curve_tracker import MAX_FACTOR, CurveTracker
 from twostep.worker.model import ServedModel
@@ -389,3 +389,19 @@ async def test_a_worker_tells_how_much_it_has_to_compute(redis_url: str) -> None
         assert len(queued) > 3
         assert pair.prefill_worker.record().load.num_queued_tokens == 0
         await pair.settled()
+
+
+@pytest.mark.parametrize(("num_blocks", "step_tokens", "max_num_seqs"), [(4096, 512, 64), (40, 512, 64), (4096, 16, 8), (4, 2, 1)])
+def test_mixed_steps_fit_the_runner_and_its_budget(num_blocks: int, step_tokens: int, max_num_seqs: int) -> None:
+    runner = make_runner(num_blocks=num_blocks)
+    shape = runner.kv_shape
+    found = list(mixed_probes(runner, step_tokens, max_num_seqs))
+    for probe in found:
+        assert probe.counts[-1] > 1, "a prompt"
+        assert set(probe.counts[:-1]) == {1}, "behind decodes"
+        assert sum(probe.counts) <= step_tokens
+        assert len(probe.counts) <= max_num_seqs
+        assert probe.num_blocks(shape.block_size) <= num_blocks
+        assert not probe.decodes
+    assert bool(found) == (max_num_seqs > 1)
+    assert len(found) >= 4 or step_tokens < 64 or num_blocks < 100

@@ -33,6 +33,7 @@ _REPEATS = 2
 # A runner that overlaps steps is timed over so many of them, one behind the other, as it is served; long ones need not be repeated.
 _PIPELINED, _LONG_STEP_S = 4, 0.02
 _LONG_CONTEXTS = (512, 4096)
+_MIXED_SEQS = (1, 3, 16, 17, 64, 65, 256)
 _SHORT_CONTEXT = 64
 # Without a small and a larger step of either kind there is no curve.
 _NEEDED_PROMPTS, _NEEDED_SEQS = (16, 128), (1, 8)
@@ -78,6 +79,9 @@ def calibrate(
     if isinstance(runner, FakeRunner):
         return StepCurve(fixed_s=max(runner.step_s, _FAKE_STEP_S), per_row_s=max(runner.per_token_s, _FAKE_ROW_S))
     begun = clock()
+    if runner.overlaps:
+        for probe in mixed_probes(runner, step_tokens, max_num_seqs):
+            runner.launch(_batch(runner, probe)).result()
     spent = 0.0
     samples: list[StepSample] = []
     for probe in probes(runner, step_tokens, max_num_seqs):
@@ -125,6 +129,19 @@ def probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[Prob
     for probe in dict.fromkeys((*needed, *wanted)):
         fits = max(probe.starts) + max(probe.counts) < runner.max_model_len and probe.num_blocks(shape.block_size) <= shape.num_blocks
         if fits:
+            yield probe
+
+
+def mixed_probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[Probe]:
+    """A prompt's chunk beside decodes: few and many, and the numbers that Triton compiles for apart (1, multiples of 16). Their kernels are
+    others than those of either alone, and building one takes seconds, which the first such step would hold everybody up for."""
+    for count in sorted({min(count, max_num_seqs - 1, step_tokens - 2) for count in _MIXED_SEQS}):
+        probe = Probe((_SHORT_CONTEXT - 1,) * count + (0,), (1,) * count + (min(_SHORT_CONTEXT, max(2, step_tokens - count)),))
+        if (
+            count > 0
+            and runner.max_model_len > _SHORT_CONTEXT
+            and probe.num_blocks(runner.kv_shape.block_size) <= runner.kv_shape.num_blocks
+        ):
             yield probe
 
 
