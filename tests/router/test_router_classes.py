@@ -12,6 +12,7 @@ import pytest
 from router_fakes import Cluster, FakeDecode, FakePrefill, FakeWorker, Script, after, until
 from scraping import Scrape, scrape
 
+from router.fair_queue import Claim
 from router.room import Room
 from twostep.cluster.records import WorkerLoad
 from twostep.errors import ResourceExhausted
@@ -189,7 +190,8 @@ async def test_prompts_wait_here_rather_than_on_a_worker_and_batch_ones_first(cl
         await release.wait()
 
     prefill.before_first.extend([held] * 4)
-    async with cluster.serving(staged_steps=4):
+    # Workers that have enough to do are not taken for absent ones.
+    async with cluster.serving(staged_steps=4, no_worker_grace=0.05):
         batch = [asyncio.create_task(cluster.ask(asking(cluster, request_class=BATCH))) for _ in range(5)]
         await until(lambda: (len(prefill.requests), cluster.router._room.num_queued) == (2, 3), "two steps of it are there")
         await asyncio.sleep(0.2)
@@ -228,6 +230,30 @@ async def test_with_no_bound_on_what_is_staged_all_of_it_is_sent(cluster: Cluste
         tasks = [asyncio.create_task(cluster.ask(asking(cluster, request_class=BATCH))) for _ in range(6)]
         await until(lambda: len(prefill.requests) == 6, "nobody waits here")
         await asyncio.gather(*tasks)
+
+
+async def test_a_request_that_goes_on_elsewhere_is_charged_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    await cluster.prefill()
+    first, second = await cluster.decode("d0"), await cluster.decode("d1")
+    for worker in (first, second):
+        worker.script = Script(step_s=0.05, once=False)
+    charged: list[int] = []
+    took = Room.took
+
+    def counted(room: Room, claim: Claim) -> None:
+        charged.append(claim.num_tokens)
+        took(room, claim)
+
+    monkeypatch.setattr(Room, "took", counted)
+    async with cluster.serving():
+        asked = asyncio.create_task(cluster.ask(asking(cluster, max_tokens=20)))
+        await until(lambda: bool(first.held or second.held), "one of them decodes")
+        await asyncio.sleep(0.2)
+        await (first if first.held else second).die()
+        assert len((await asked).token_ids) == 20
+    assert len(charged) == 2
+    assert charged[0] > 0
+    assert charged[1] == 0
 
 
 # ---- deadlines and targets -------------------------------------------------------------------------------------------------

@@ -105,15 +105,19 @@ def test_idleness_earns_no_credit(sizes: list[int], late: int) -> None:
     assert got["busy"] >= 1
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.integers(0, 300)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.integers(0, 30)), max_size=60))
 def test_newcomers_never_begin_lower_than_those_before_them(turns: list[tuple[str, int, int]]) -> None:
     queue = FairQueue()
     level = 0.0
     for tenant in "abc":
         queue.join(claim(tenant))
+    running: list[Claim] = []
     for tenant, expected, real in turns:
         queue.join(claim(tenant, expected))
-        queue.settle(serve(queue), real)
+        running.append(serve(queue))
+        if len(running) > 3:
+            # What it took is known when others have long begun.
+            queue.settle(running.pop(0), real)
         assert queue._lanes[STANDARD].level >= level
         level = queue._lanes[STANDARD].level
 
