@@ -181,7 +181,7 @@ def test_curves_in_files(tmp_path: Path) -> None:
         load_preset("abacus")
 
 
-def _record(role: str, **changes: object) -> WorkerRecord:
+def worker_record(role: str, **changes: object) -> WorkerRecord:
     layout = LayoutRecord(model_fingerprint="f", dtype="bfloat16", block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
     record = WorkerRecord(
         worker_id=f"{role}-1",
@@ -203,14 +203,18 @@ def _record(role: str, **changes: object) -> WorkerRecord:
 
 def test_running_workers_are_planned_with_what_they_publish() -> None:
     preset = load_preset("h200-llama-3.1-8b")
-    records = [_record("decode", curve=replace(CURVE, knee=5.0)), _record("prefill"), _record("prefill", worker_id="a", curve=None)]
+    records = [
+        worker_record("decode", curve=replace(CURVE, knee=5.0)),
+        worker_record("prefill"),
+        worker_record("prefill", worker_id="a", curve=None),
+    ]
     machine = machine_of_workers(records, preset)
     assert machine.base.prefill is not None
     assert (machine.base.prefill.curve, machine.base.decode.curve.knee) == (CURVE, 5.0)
     assert (machine.base.decode.step_tokens, machine.base.decode.num_blocks, machine.base.decode.max_num_seqs) == (777, 1000, 32)
     assert machine.base.hand_over.kv_token_bytes == 131072
     with pytest.raises(SetupError, match="no ready decode worker"):
-        machine_of_workers([_record("prefill"), _record("decode", ready=False)], preset)
+        machine_of_workers([worker_record("prefill"), worker_record("decode", ready=False)], preset)
 
 
 def test_a_machine_of_a_preset() -> None:

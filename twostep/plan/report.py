@@ -98,13 +98,14 @@ def plan_json(plan: Plan, question: Question, machine: Machine) -> dict[str, Any
 def plan_text(plan: Plan, question: Question, machine: Machine, currency: str = "") -> str:
     best = plan.best
     deployment = best.deployment
-    what = "all workers compute prompts and decode" if deployment.aggregated else f"{deployment.num_prefill} : {deployment.num_decode}"
+    split = f"P:D {deployment.num_prefill}:{deployment.num_decode}"
+    what = "no split: every worker computes prompts and decodes" if deployment.aggregated else split
     lines = [
         f"workload     {question.workload}",
         f"targets      {question.targets}, of 95 % of the requests",
         f"machine      {machine.name}, {machine.model.name}",
         "",
-        f"recommended  {deployment.name}   (P:D {what})",
+        f"recommended  {deployment.name}   ({what})",
         f"             {best.goodput:.3g} requests/s kept to the targets, {best.goodput_per_worker / machine.gpus:.3g} per GPU",
         *_verdict(plan),
         "",
