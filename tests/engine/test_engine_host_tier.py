@@ -187,7 +187,7 @@ def test_tokens_are_those_of_a_large_pool(
 
 def test_many_prompts_on_a_thread_of_copies(all_ahead: None) -> None:
     """The thread copies while steps run and others submit and cancel; who is first is open, the tokens are not."""
-    engine = make_engine(num_blocks=20, max_num_seqs=4, look_ahead=True)
+    engine = make_engine(num_blocks=20, max_num_seqs=4, max_waiting=1000, look_ahead=True)
     engine.host_copies.start()
     events = Events(engine)
     try:
@@ -210,7 +210,9 @@ def test_many_prompts_on_a_thread_of_copies(all_ahead: None) -> None:
     events.check()
     stats = engine.stats()
     assert stats.num_host_hit_tokens > 0
-    assert runner_of(engine).num_back * BLOCK == stats.num_host_hit_tokens
+    num_back = runner_of(engine).num_back * BLOCK
+    assert num_back >= stats.num_host_hit_tokens
+    assert num_back == stats.num_host_hit_tokens or stats.num_preemptions, "only what comes back after it gave way does not count again"
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])

@@ -16,8 +16,10 @@ from twostep.engine.host_tier import HostLoad, HostSave, HostTier
 
 logger = logging.getLogger(__name__)
 
-# Of a batch that is saved: a sequence that comes to wait for a load waits no longer than for this.
+# Of a batch that is saved: a sequence that comes to wait for a load waits no longer than for this; and whoever wants the engine's lock, no
+# longer than choosing so many blocks takes.
 _BATCH_BYTES = 32 << 20
+_BATCH_BLOCKS = 128
 _POLL_S = 0.5
 
 
@@ -31,7 +33,7 @@ class HostCopies:
         self._changed = changed
         self._on_loaded = on_loaded
         self._slabs = HostSlabs(runner.kv_shape.block_bytes, runner.new_host_blocks)
-        self._max_blocks = max(1, _BATCH_BYTES // runner.kv_shape.block_bytes)
+        self._max_blocks = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // runner.kv_shape.block_bytes))
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._failing = False

@@ -26,6 +26,8 @@ _REUSED = 2
 _WINDOW = 8
 _DEPTH = 4
 _MAX_COUNT = 15
+# Counting one hash takes a hundred times as long as each further one, and many hold up whoever wants the lock.
+_COUNTED_AT_ONCE = 1024
 
 
 class CountSketch:
@@ -92,7 +94,7 @@ class ReuseOrder:
     def asked(self, hashes: Sequence[bytes]) -> None:
         """A prompt had these prefixes, here or not."""
         self._asked.extend(hashes)
-        if len(self._asked) >= 4096:
+        if len(self._asked) >= _COUNTED_AT_ONCE:
             self._count()
 
     def used(self, hashes: Sequence[bytes]) -> None:
