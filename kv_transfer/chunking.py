@@ -22,19 +22,20 @@ from twostep.engine.batch import LayerRange
 # Chunks that the rest of the step hides may be so many times larger than the target, up to so many bytes.
 _HIDDEN = 3
 _MOST_HIDDEN_BYTES = 32 << 20
-# A step is followed in at least so many groups where its bytes allow that.
-_LEAST_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSizes:
     """Bytes, about. `group`: of the last group of layers, in all; `last`: of a chunk of it; `hidden`: of a chunk of the groups before,
-    which the rest of their step hides; `whole`: of a chunk of all layers."""
+    which the rest of their step hides; `whole`: of a chunk of all layers. `num_thin`: groups of the last one's size at the end;
+    `least_wide`: the layers are not cut into fewer parts than these, of which the groups before the thin ones are about one each."""
 
     group: int
     last: int
     hidden: int
     whole: int
+    num_thin: int = 2
+    least_wide: int = 4
 
     @classmethod
     def of(cls, target_bytes: int) -> ChunkSizes:
@@ -44,7 +45,7 @@ class ChunkSizes:
 
 COPIED_OUT = ChunkSizes.of(8 << 20)
 # What is read where it lies: a chunk costs its reader a few launches and messages, its source a checksum, and a large one no more.
-IN_PLACE = ChunkSizes(group=32 << 20, last=256 << 20, hidden=256 << 20, whole=256 << 20)
+IN_PLACE = ChunkSizes(group=32 << 20, last=256 << 20, hidden=256 << 20, whole=256 << 20, num_thin=1, least_wide=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +121,13 @@ class ChunkPlan:
 
 
 def _layer_groups(layer_bytes: int, num_layers: int, sizes: ChunkSizes) -> list[LayerRange]:
-    """`layer_bytes`: one layer of a column. The last group, and the one before it, have sizes.group bytes; those before them are larger.
-    Fewer than two where the column has not the bytes for that."""
+    """`layer_bytes`: one layer of a column. The last groups have sizes.group bytes; those before them are larger. Fewer than two where the
+    column has not the bytes for that."""
     thin = -(-sizes.group // layer_bytes)
     if 2 * thin > num_layers:
         return []
-    wide = max(thin, min(sizes.hidden // layer_bytes, num_layers // _LEAST_GROUPS))
-    counts = [count for _, count in _parts(num_layers - 2 * thin, wide)] + [thin, thin]
+    wide = max(thin, min(sizes.hidden // layer_bytes, num_layers // sizes.least_wide))
+    counts = [count for _, count in _parts(num_layers - sizes.num_thin * thin, wide)] + [thin] * sizes.num_thin
     return [LayerRange(sum(counts[:i]), count) for i, count in enumerate(counts)]
 
 

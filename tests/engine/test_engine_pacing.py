@@ -37,7 +37,7 @@ def test_a_step_like_the_last_one_leaves_time_for_a_few_launches(
     pacing.settled(work, step_s, 0.001)
     pacing.launched(launch_s)
     wait = pacing.wait_s(work, running_s)
-    assert wait == 0.0 or abs(running_s + wait + 3 * launch_s + 0.001 - step_s) < 1e-9
+    assert wait == 0.0 or abs(running_s + wait + 1.5 * launch_s + 0.0005 - step_s) < 1e-9
 
 
 def test_a_slow_launch_is_remembered_for_a_while() -> None:
@@ -49,8 +49,8 @@ def test_a_slow_launch_is_remembered_for_a_while() -> None:
         pacing.launched(0.001)
         waits.append(pacing.wait_s(work, 0.0))
     assert waits == sorted(waits)
-    assert waits[0] < 0.045
-    assert abs(waits[-1] - 0.096) < 1e-9
+    assert waits[0] < 0.075
+    assert abs(waits[-1] - 0.098) < 1e-9
 
 
 def test_one_delay_of_the_host_is_not_waited_for_again() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kv_pairs import in_s
 
 from kv_transfer.checksum import checksum
-from kv_transfer.chunking import ChunkPlan, ChunkRange, ChunkSizes
+from kv_transfer.chunking import IN_PLACE, ChunkPlan, ChunkRange, ChunkSizes
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.ring import RingAllocator, SharedMemory, default_ring_bytes, default_ring_dir
 from kv_transfer.waiting import FifoGate, finish
@@ -261,3 +261,15 @@ def test_a_ring_on_a_gpu_machine_leaves_room_for_others(tmp_path: Path, monkeypa
         monkeypatch.setattr("kv_transfer.ring.shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         assert default_ring_bytes(tmp_path, on_gpu=True) == want * mib
         assert default_ring_bytes(tmp_path, on_gpu=False) == 64 * mib
+
+
+def test_a_long_prompt_that_is_read_in_place_comes_in_three_pieces() -> None:
+    """Each costs its reader a launch and some messages, and only the last one anybody's time."""
+    plan = ChunkPlan(first_block=0, num_blocks=163, block_bytes=2 << 20, num_layers=32, sizes=IN_PLACE)
+    assert [(chunk.num_blocks, chunk.layers) for chunk in plan.ranges] == [
+        (163, LayerRange(0, 14)),
+        (163, LayerRange(14, 14)),
+        (163, LayerRange(28, 4)),
+    ]
+    short = ChunkPlan(first_block=0, num_blocks=20, block_bytes=2 << 20, num_layers=32, sizes=IN_PLACE)
+    assert [(chunk.num_blocks, chunk.layers) for chunk in short.ranges] == [(20, None)]

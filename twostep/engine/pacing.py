@@ -11,8 +11,8 @@ from __future__ import annotations
 from twostep.step_curve import StepWorkload
 
 # Above what launches have taken lately: for a thread that gets the processor late.
-_SLACK_S = 0.001
-_LAUNCHES = 3.0
+_SLACK_S = 0.0005
+_LAUNCHES = 1.5
 # A host that found a result there already, or nearly, does not know when the device had it.
 _UNSEEN_S = 0.0002
 # How fast a slow launch is forgotten.

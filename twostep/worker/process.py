@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from twostep.errors import SetupError
 from twostep.log import setup_logging
 from twostep.rpc import event_loop
+from twostep.rpc.collector import collect_in_quiet_moments
 from twostep.rpc.lifecycle import stop_event
 from twostep.secret import load_secret
 from twostep.startup import StartUp, process_start, start_up
@@ -78,7 +79,9 @@ async def _serve(config: WorkerConfig, model: ServedModel, secret: bytes, make_e
         log.info(start.finish())
         if "triton" in sys.modules:
             importlib.import_module("twostep.kernels.late_compiles").report_compiles()
+        collecting = asyncio.create_task(collect_in_quiet_moments(lambda: worker.engine.stats().steps), name="collector")
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+        collecting.cancel()
         await worker.stop(config.drain_timeout if stopping.done() else 0.0)
     finally:
         stopping.cancel()

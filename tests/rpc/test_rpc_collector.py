@@ -1,0 +1,54 @@
+"""Full garbage collections come in quiet moments, or at long last."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from twostep.rpc import collector
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.activity = 0
+        self.collections: list[float] = []
+
+
+@asynccontextmanager
+async def collecting(monkeypatch: pytest.MonkeyPatch, *, busy: bool) -> AsyncIterator[World]:
+    world, real_sleep = World(), asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        world.now += seconds
+        world.activity += busy
+        await real_sleep(0)
+
+    def collect(*_: Any) -> int:
+        world.collections.append(world.now)
+        return 0
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(gc, "collect", collect)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    task = asyncio.create_task(collector.collect_in_quiet_moments(lambda: world.activity, clock=lambda: world.now))
+    while world.now < 1500.0:
+        await real_sleep(0)
+    assert gc.get_threshold()[2] > 1_000_000, "Python does not collect all of it by itself"
+    task.cancel()
+    await asyncio.wait([task])
+    yield world
+
+
+async def test_it_is_often_while_idle_and_rare_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gc.get_threshold()
+    async with collecting(monkeypatch, busy=False) as world:
+        assert 140 <= len(world.collections) <= 152
+    async with collecting(monkeypatch, busy=True) as world:
+        assert world.collections == [0.0, 600.0, 1200.0]
+    assert gc.get_threshold() == before
