@@ -94,8 +94,9 @@ def wait_ready(target: str, log: Path) -> float:
     raise SystemExit(f"it did not start:\n{log.read_text('utf-8', 'replace')[-4000:]}")
 
 
-def load(target: str, rate: float, arguments: argparse.Namespace, out: Path) -> list[RequestRecord]:
-    records = out / f"requests-{rate:g}.jsonl"
+def load(target: str, rate: float, arguments: argparse.Namespace, out: Path, name: str = "") -> list[RequestRecord]:
+    name = name or f"{rate:g}"
+    records = out / f"requests-{name}.jsonl"
     gpus = arguments.decode + (0 if arguments.aggregated else arguments.prefill)
     words = [
         *(sys.executable, "-P", "-m", "twostep.cli", "bench", "serve", "--target", target, "--no-progress", "--num-gpus", str(gpus)),
@@ -103,11 +104,11 @@ def load(target: str, rate: float, arguments: argparse.Namespace, out: Path) -> 
         *("--spread", "30", "--vocab-size", "900" if arguments.tiny else "128000", "--rate", str(rate), "--seed", str(arguments.seed)),
         *("--duration", str(arguments.duration), "--warmup", str(arguments.warmup), "--cooldown", "3"),
         *(("--send-targets",) if arguments.send_targets else ()),
-        *("--goodput", *TARGETS[0].split(), "--save-requests", str(records), "--output", str(out / f"summary-{rate:g}.json")),
+        *("--goodput", *TARGETS[0].split(), "--save-requests", str(records), "--output", str(out / f"summary-{name}.json")),
     ]
-    with (out / f"bench-{rate:g}.log").open("wb") as log:
+    with (out / f"bench-{name}.log").open("wb") as log:
         if subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, check=False).returncode:
-            print((out / f"bench-{rate:g}.log").read_text()[-2000:])
+            print((out / f"bench-{name}.log").read_text()[-2000:])
     saved = [RequestRecord.from_json(json.loads(line)) for line in records.read_text().splitlines()]
     return [record for record in saved if record.measured]
 
@@ -144,6 +145,9 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--send-targets", action="store_true", help="requests say the first set's TTFT and TPOT")
+    parser.add_argument(
+        "--unloaded", type=int, default=0, help="after the first rate, 10 s of two prompts a second of about so many tokens"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("up", nargs="*", help="after --: further flags of twostep up")
@@ -154,8 +158,12 @@ def main() -> None:
         print(f"up after {wait_ready(target, out / 'up.log'):.1f} s", flush=True)
         titles = " ".join(f"{words.replace('ttft:', '').replace(' tpot:', '/').replace(' gap:', '/'):>12s}" for words in TARGETS)
         print(f"{'rate':>6} {'sent':>6} {'lost':>4} {'local':>5} {titles}  TTFT p50 p95 p99 | TPOT | longest gap, ms")
-        for word in arguments.rates.split(","):
+        for place, word in enumerate(arguments.rates.split(",")):
             show(float(word), load(target, float(word), arguments, out))
+            if arguments.unloaded and not place:
+                alone = argparse.Namespace(**vars(arguments) | {"input_tokens": arguments.unloaded, "duration": 10, "warmup": 1})
+                print(f"  2/s of {arguments.unloaded} tokens:")
+                show(2.0, load(target, 2.0, alone, out, f"unloaded-{arguments.unloaded}"))
         dump = [sys.executable, "-P", str(Path(__file__).with_name("simulate_goodput.py")), "--dump-workers", redis_url]
         (out / "workers.jsonl").write_bytes(subprocess.run(dump, capture_output=True, check=False).stdout)
         logs = Path(name) / "logs"

@@ -10,6 +10,7 @@ import base64
 import binascii
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from twostep.errors import Unavailable
@@ -75,6 +76,7 @@ class IpcEndpoint:
         )  # fmt: skip
 
     @classmethod
+    @lru_cache(maxsize=256)
     def parse(cls, text: str) -> IpcEndpoint:
         """Raises Unavailable: whoever wrote it is no source for us."""
         parts = text.split(":")
