@@ -30,6 +30,7 @@ from twostep.fingerprint import model_fingerprint
 from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
 from twostep.prefix import secret_check
 from twostep.rpc.channel import open_channel
+from twostep.rpc.server import server_options
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
 
 SECRET = b"a secret of the tests, long enough"
@@ -162,7 +163,8 @@ class FakeWorker:
         self.held: set[AttemptId] = set()
 
     async def start(self, port: int = 0) -> None:
-        self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        # Pings are allowed as often as real workers allow them: otherwise a busy connection is closed for "too many pings".
+        self.server = grpc.aio.server(options=server_options())
         self._add()
         port = self.server.add_insecure_port(f"127.0.0.1:{port}")
         await self.server.start()
@@ -228,11 +230,15 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             )
             if self.after_first:
                 await self.after_first.popleft()(request, context)
-            hand_over.first.set_result(token)
-            await hand_over.committed.wait()
+            done = prefill_pb2.PrefillDone(state=kv_pb2.LEASE_STATE_RELEASED, transport="local", bytes=4096, chunks=1, publish_s=0.003)
+            if token.finish_reason:
+                # Nothing to hand over, and the decode worker is never told.
+                done = prefill_pb2.PrefillDone(state=kv_pb2.LEASE_STATE_ABORTED)
+            else:
+                hand_over.first.set_result(token)
+                await hand_over.committed.wait()
             if self.never_done:
                 await asyncio.sleep(60)
-            done = prefill_pb2.PrefillDone(state=kv_pb2.LEASE_STATE_RELEASED, transport="local", bytes=4096, chunks=1, publish_s=0.003)
             yield prefill_pb2.PrefillEvent(done=done)
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.append(attempt)

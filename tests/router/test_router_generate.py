@@ -116,6 +116,7 @@ async def test_token_ids_and_chat_are_prompts_too_and_tokenize_tells_the_same(cl
 @pytest.mark.parametrize("sampling", [{"max_tokens": 1}, {"max_tokens": 9, "stop_token_ids": "first"}])
 async def test_a_first_token_that_ends_the_answer_frees_both_sides(cluster: Cluster, sampling: dict[str, Any]) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode()
+    prefill.never_done = True  # so that it is the router that ends the call
     stopped = "stop_token_ids" in sampling
     if stopped:
         sampling = sampling | {"stop_token_ids": cluster.answer[:1]}

@@ -47,7 +47,7 @@ class GrpcServer:
         self._names: list[str] = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         self._server = grpc.aio.server(
             interceptors=[Guard()],
-            options=_options(config.max_message_bytes),
+            options=server_options(config.max_message_bytes),
             maximum_concurrent_rpcs=config.max_concurrent_rpcs,
             compression=config.compression,
         )
@@ -69,7 +69,7 @@ class GrpcServer:
             wanted = self.config.health_port
             if wanted is None:
                 wanted = self.config.port + 1 if self.config.port else 0
-            self._health_server = grpc.aio.server(options=_options(64 << 10), maximum_concurrent_rpcs=64)
+            self._health_server = grpc.aio.server(options=server_options(64 << 10), maximum_concurrent_rpcs=64)
             health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(self.health), self._health_server)
             try:
                 self.health_port = _bind(self._health_server, self.config.host, wanted, None, "--health-port")
@@ -92,7 +92,8 @@ class GrpcServer:
         await self._server.wait_for_termination()
 
 
-def _options(max_message_bytes: int) -> Sequence[tuple[str, int]]:
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Sequence[tuple[str, int]]:
+    """Options of every server. Its keepalive policy allows the pings of twostep.rpc.channel."""
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
