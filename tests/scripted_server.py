@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from twostep.rpc.server import server_options
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.rpc.v1 import inference_pb2_grpc as pb_grpc
 
@@ -96,7 +97,7 @@ class ScriptedInference(pb_grpc.InferenceServicer):
 @asynccontextmanager
 async def serving(servicer: ScriptedInference) -> AsyncIterator[str]:
     """The server's address, on this event loop."""
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=server_options(4 << 20))
     pb_grpc.add_InferenceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -17,11 +17,11 @@ import pytest
 from tiny_models import save_tiny_model
 from worker_harness import SECRET, RedisServer
 
-from kv_transfer.ray_head import free_port
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest
+from twostep.local.ports import free_ports
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -98,12 +98,12 @@ async def settled(channel: grpc.aio.Channel) -> None:
 def worker(model_dir: Path, redis: RedisServer, directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
     """A ready decode worker over two ranks, its address and its log."""
     (directory / "secret").write_bytes(SECRET)
-    log, port = directory / "log", free_port()
+    log, port = directory / "log", free_ports(1)[0]
     with log.open("wb") as sink:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-c", _WORKER, "--model", str(model_dir), "--device", "cpu", "-tp", "2", "--dtype", "float32"),
-                *("--port", str(port), "--health-port", str(free_port()), "--redis-url", redis.url),
+                *("--port", str(port), "--health-port", str(free_ports(1)[0]), "--redis-url", redis.url),
                 *("--secret-file", str(directory / "secret"), "--num-blocks", "64", "--cpu-threads", "1"),
             ],
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -16,7 +16,7 @@ import pytest
 from tiny_models import save_tiny_model
 from worker_harness import SECRET, RedisServer
 
-from kv_transfer.ray_head import free_port
+from twostep.local.ports import free_ports
 
 # As python -m prefill_worker, but for the transport: Ray takes longer to start than all the rest.
 _WORKER = """
@@ -52,7 +52,7 @@ def worker(model_dir: Path, redis: RedisServer, directory: Path) -> Iterator[tup
         process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-c", _WORKER, "--model", str(model_dir), "--device", "cpu", "-tp", "2"),
-                *("--port", str(free_port()), "--health-port", str(free_port()), "--redis-url", redis.url),
+                *("--port", str(free_ports(1)[0]), "--health-port", str(free_ports(1)[0]), "--redis-url", redis.url),
                 *("--secret-file", str(directory / "secret"), "--num-blocks", "64", "--cpu-threads", "1"),
             ],
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -17,13 +17,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fakes import Cluster, Reply, Script, until
 
 from router.config import parse_config
+from twostep.local.ports import free_ports
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One whose neighbour, the health port, is free too; neither is ever the near end of an outgoing connection."""
+    while True:
+        (port,) = free_ports(1)
+        with socket.socket() as neighbour:
+            try:
+                neighbour.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+        return port
 
 
 async def start(cluster: Cluster, *flags: str) -> asyncio.subprocess.Process:

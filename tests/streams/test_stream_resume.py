@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from whole_system import WholeSystem, expected, whole_system
 
 from twostep import AsyncClient, Client, Completion, Piece, StreamBroken, TokenLogprobs, Unavailable
 from twostep.engine.model_runner import ModelRunner
+from twostep.local.ports import free_ports
 from twostep.text.model_card import ModelCard
 from twostep.text.tokenizer import Tokenizer
 
@@ -25,9 +25,8 @@ PROMPT = list(range(3, 60))
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    (port,) = free_ports(1)
+    return port
 
 
 class DoomedRouter:

@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,15 +22,15 @@ from kv_transfer.ray_head import ray_env
 from kv_transfer.testing import store_usage
 from twostep import Client
 from twostep.errors import TwostepError
+from twostep.local.ports import free_ports
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 START_TIMEOUT_S = 120.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    (port,) = free_ports(1)
+    return port
 
 
 def wait_until(condition: Callable[[], Any], *, timeout_s: float, what: str) -> Any:

@@ -22,6 +22,7 @@ from kv_transfer.transport import Probe
 from kv_transfer.transports import Transports
 from twostep.errors import ResourceExhausted
 from twostep.rpc.channel import TlsFiles
+from twostep.rpc.server import server_options
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
 
 NAME = "one_sided"
@@ -77,7 +78,7 @@ async def made() -> AsyncIterator[World]:
     transports, peers = Transports([Transport()]), Peers(TlsFiles())
     kv = Kv()  # type: ignore[abstract]  # what it lacks is not asked for
     await transports.start()
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=server_options())
     kv_pb2_grpc.add_KvServicer_to_server(kv, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

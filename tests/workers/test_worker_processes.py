@@ -19,9 +19,9 @@ import redis.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_harness import BLOCK, SECRET, WAIT_S, RouterDouble, expected, prompt_of
 
-from kv_transfer.ray_head import free_port
 from kv_transfer.testing import LocalRay
 from twostep.cluster.records import worker_key
+from twostep.local.ports import free_ports
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import decode_pb2_grpc, kv_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -40,7 +40,7 @@ class Process:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", f"{role}_worker", "--runner", "fake", "--worker-id", role),
-                    *("--port", str(port), "--health-port", str(free_port())),
+                    *("--port", str(port), "--health-port", str(free_ports(1)[0])),
                     *("--secret-file", str(directory / "secret"), "--block-size", str(BLOCK), "--drain-timeout", "10", *flags),
                 ],
                 env=os.environ | environment,
@@ -105,8 +105,8 @@ async def workers(
 ) -> AsyncIterator[tuple[Process, Process, Stubs]]:
     shared = ("--redis-url", redis_url, "--ray-address", ray.address, "--chunk-bytes", "4096")
     prefill_flags = (*shared, "--lease-ttl", "3", "--fake-step-ms", "2", *prefill_flags)
-    prefill = Process("prefill", free_port(), directory, *prefill_flags, environment=ray.environment)
-    decode = Process("decode", free_port(), directory, *shared[:4], "--fake-step-ms", "5", *decode_flags, environment=ray.environment)
+    prefill = Process("prefill", free_ports(1)[0], directory, *prefill_flags, environment=ray.environment)
+    decode = Process("decode", free_ports(1)[0], directory, *shared[:4], "--fake-step-ms", "5", *decode_flags, environment=ray.environment)
     try:
         await asyncio.gather(prefill.ready(), decode.ready())
         async with open_channel(prefill.address) as to_prefill, open_channel(decode.address) as to_decode:
