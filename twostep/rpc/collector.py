@@ -19,17 +19,22 @@ _LOOK_EVERY_S = 1.0
 # While idle; and under load.
 _IDLE_EVERY_S = 10.0
 _BUSY_EVERY_S = 600.0
+# And of what was found alive before, which a collection leaves out otherwise.
+_ALL_EVERY_S = 3600.0
 # Collections of the middle generation before one of all: never by itself.
 _NEVER = 1 << 30
 
 
 async def collect_in_quiet_moments(activity: Callable[[], int], *, clock: Callable[[], float] = time.monotonic) -> None:
-    """Never returns; cancelling it restores Python's own rule. `activity` is a number that changes while something goes on."""
+    """Never returns; cancelling it restores Python's own rule. `activity` is a number that changes while something goes on.
+
+    What a collection has found alive is left out of the next ones, which look at what is new only: whoever comes in the middle of one
+    waits for milliseconds. Cycles that have died among the others stay for an hour."""
     before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(before[0], before[1], _NEVER)
-    collected_at, last = clock(), activity()
+    _collect(clock, everything=True)
+    collected_at = all_at = clock()
+    last = activity()
     try:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -37,8 +42,23 @@ async def collect_in_quiet_moments(activity: Callable[[], int], *, clock: Callab
             every = _IDLE_EVERY_S if seen == last else _BUSY_EVERY_S
             last = seen
             if now - collected_at >= every:
-                collected_at = now
-                found = gc.collect()
-                log.debug("a full garbage collection took %.0f ms and found %d objects", (clock() - now) * 1e3, found)
+                collected_at, everything = now, now - all_at >= _ALL_EVERY_S
+                all_at = now if everything else all_at
+                _collect(clock, everything=everything)
     finally:
         gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def _collect(clock: Callable[[], float], *, everything: bool) -> None:
+    since = clock()
+    if everything:
+        gc.unfreeze()
+    found = gc.collect()
+    gc.freeze()
+    log.debug(
+        "a garbage collection of %s took %.0f ms and found %d objects",
+        "all" if everything else "what is new",
+        (clock() - since) * 1e3,
+        found,
+    )
