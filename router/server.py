@@ -37,6 +37,7 @@ from twostep.metrics.server import MetricsServer
 from twostep.prefix import secret_check
 from twostep.request_class import RequestClass
 from twostep.rpc.channel import compression_of
+from twostep.rpc.collector import collect_in_quiet_moments
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import inference_pb2_grpc
@@ -166,7 +167,9 @@ class Router:
         except BaseException:
             await self._close()
             raise
-        for work in (self.registry.run(), self._quota_share.run(), self._tick(), self._service.cut_stuck_clients()):
+        # While any request is there, something goes on.
+        collecting = collect_in_quiet_moments(lambda: time.monotonic_ns() if self.admission.num_inflight else 0)
+        for work in (self.registry.run(), self._quota_share.run(), self._tick(), self._service.cut_stuck_clients(), collecting):
             self._keep(work)
         log.info("router %s serves %s on %s:%d", self.router_id, self._service.model_name, self.config.host, self.port)
 

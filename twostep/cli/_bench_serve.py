@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import gc
 import importlib.util
 import json
 import sys
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from twostep.bench.serve.target import Served, Target
 from twostep.cli._bench_load import load_of, target_of
 from twostep.cli._bench_progress import shown
 from twostep.errors import InvalidRequest, SetupError
+from twostep.rpc import event_loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +39,15 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.output, args.save_requests):
         if path is not None and not path.parent.is_dir():
             raise SetupError(f"{path.parent} is not a folder; make it, or give another file")
-    return _run(_main(args, judgement))
-
-
-def _run(work: Coroutine[Any, Any, int]) -> int:
-    if importlib.util.find_spec("uvloop"):
-        import uvloop  # noqa: PLC0415 - optional; twice the tokens on a core
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(work)
-    return asyncio.run(work)
+    # A full garbage collection would be a pause of this process that looks like one of all streams: there is none while it runs.
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(*thresholds[:2], 1 << 30)
+    try:
+        return event_loop.run(_main(args, judgement))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 async def _main(args: argparse.Namespace, judgement: Judgement) -> int:
