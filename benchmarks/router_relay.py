@@ -1,0 +1,102 @@
+"""What one router process relays, and what it adds to the time to the first token.
+
+    python benchmarks/router_relay.py                        500 streams, a token each every 40 ms
+    python benchmarks/router_relay.py --streams 500 --step-ms 25 --decode 2 --connections 8 --tokenizer DIR/tokenizer.json
+
+Relay: tokens a second while all streams run, and tokens for each second of the router's own CPU time, all its threads: on two cores, of
+which one carries workers, client and Redis, that is what one core would relay. TTFT: prompts sent one after the other, first through the router,
+then to the workers by the same three calls from here; the difference is what the router adds, its hop included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from router_rig import Client, Pace, Rig, RouterProcess, Stream, busy, encode_request, fresh_prompt, open_client, rig, tokens_in
+
+from twostep.rpc import event_loop
+
+
+async def relay(rig_: Rig, router: RouterProcess, *, streams: int, num_tokens: int, connections: int) -> None:
+    answer, tokenizer = rig_.place.answer(), rig_.place.tokenizer()
+    request = encode_request(answer[:16], num_tokens=num_tokens)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(open_client(router.port)) for _ in range(connections)]
+        all_of_them = [Stream() for _ in range(streams)]
+        calls = [asyncio.create_task(clients[i % connections].ask(request, stream)) for i, stream in enumerate(all_of_them)]
+        # A window in which every stream runs: neither the first tokens nor the last ones.
+        while not all(len(stream.messages) > num_tokens // 10 for stream in all_of_them):
+            await asyncio.sleep(0.01)
+        begins = [len(stream.messages) for stream in all_of_them]
+        cpu, wall = router.cpu_s(), time.monotonic()
+        while all(len(stream.messages) < num_tokens * 9 // 10 for stream in all_of_them):
+            await asyncio.sleep(0.01)
+        cpu, wall = router.cpu_s() - cpu, time.monotonic() - wall
+        windows = [stream.messages[begin:] for begin, stream in zip(begins, [Stream(messages=list(s.messages)) for s in all_of_them])]
+        await asyncio.gather(*calls)
+    for stream in all_of_them:
+        stream.check(answer, num_tokens, tokenizer)
+    tokens, pieces = sum(map(tokens_in, windows)), sum(map(len, windows))
+    print(
+        f"relay: {streams} streams on {connections} connections: {tokens / wall:,.0f} tokens/s with {cpu / wall:.0%} of a core, "
+        f"{tokens / cpu:,.0f} tokens per CPU second ({1e6 * cpu / tokens:.1f} us a token, {tokens / pieces:.2f} tokens a piece), {busy()}"
+    )
+
+
+async def ttft(rig_: Rig, router: RouterProcess, *, length: int, rounds: int) -> None:
+    tokenizer = rig_.place.tokenizer()
+    route, added, client_side = [], [], []
+    async with open_client(router.port) as client:
+        await client.ask(encode_request(fresh_prompt(tokenizer.get_vocab_size(), length), num_tokens=2))
+        cpu = router.cpu_s()
+        for _ in range(rounds):
+            stream = await client.ask(encode_request(fresh_prompt(tokenizer.get_vocab_size(), length), num_tokens=2))
+            phases = stream.responses()[-1].end.phases
+            route.append(phases.route_s)
+            added.append(phases.ttft_s - phases.queue_s - phases.prefill_s)
+            client_side.append(stream.first_at - stream.sent_at - phases.queue_s - phases.prefill_s)
+        cpu = router.cpu_s() - cpu
+    print(
+        f"ttft: {length} tokens: p50 from arrival to first token less the workers' own {_ms(added)}, of that to the accepted Run {_ms(route)}; "
+        f"at the client {_ms(client_side)}; {1e3 * cpu / rounds:.2f} ms of the router's CPU a request, {busy()}"
+    )
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.2f} ms"
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    async with rig(Pace(num_decode=arguments.decode, step_s=arguments.step_ms / 1e3), tokenizer=arguments.tokenizer) as rig_:
+        router = await rig_.add_router()
+        if arguments.pid:
+            print(f"router: pid {router.process.pid}", flush=True)
+        if not arguments.no_ttft:
+            for length in arguments.lengths:
+                await ttft(rig_, router, length=length, rounds=arguments.rounds)
+        if not arguments.no_relay:
+            for _ in range(arguments.repeat):
+                await relay(rig_, router, streams=arguments.streams, num_tokens=arguments.tokens, connections=arguments.connections)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=300, help="of each answer")
+    parser.add_argument("--step-ms", type=float, default=40.0)
+    parser.add_argument("--decode", type=int, default=2, help="decode workers")
+    parser.add_argument("--connections", type=int, default=8, help="that the client spreads its streams over")
+    parser.add_argument("--tokenizer", type=Path, default=None, help="a tokenizer.json; without: one of 4,096 tokens is made")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2600], help="of prompts, in tokens")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--no-ttft", action="store_true")
+    parser.add_argument("--no-relay", action="store_true")
+    parser.add_argument("--pid", action="store_true", help="print the router's, for a profiler")
+    event_loop.run(main(parser.parse_args()))
