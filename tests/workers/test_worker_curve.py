@@ -222,6 +222,47 @@ def test_what_a_device_builds_first_is_no_part_of_a_step_and_steps_follow_each_o
         assert found.step_s(work) == pytest.approx(GPU.step_s(work), rel=0.1)
 
 
+@pytest.mark.parametrize("size", [16, 64, 128, 256, 1024])
+def test_a_host_that_pauses_spoils_no_curve(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Launching takes longer than the device's part of a small prompt, as on a GPU, and the host stands still for 80 ms in every third step
+    of one size: a step seems long, or an end is seen when the next step is over too."""
+    _unfaked(monkeypatch)
+    clock = _Clock()
+
+    class Device(_KnownRunner):
+        overlaps = True
+
+        def __init__(self) -> None:
+            super().__init__(GPU, clock, max_model_len=16_384)
+            self.free_at = 0.0
+            self.num_of_size = 0
+
+        def launch(self, batch: Batch) -> InFlight:
+            before = clock.now
+            step = super().launch(batch)
+            seconds = clock.now - before
+            prompts = len(batch.token_ids) > len(batch.seq_lens)
+            clock.now = before + (8e-3 if prompts else 3e-4)
+            self.free_at = max(self.free_at + seconds, before + seconds, clock.now)
+            self.num_of_size += len(batch.token_ids) == size and prompts
+            pause = 0.08 if len(batch.token_ids) == size and self.num_of_size % 3 == 2 else 0.0
+            return _Seen(step, self.free_at, pause)
+
+    class _Seen:
+        layer_marks = ()
+
+        def __init__(self, step: InFlight, done_at: float, pause: float) -> None:
+            self.step, self.done_at, self.pause = step, done_at, pause
+
+        def result(self) -> Sampled:
+            clock.now = max(clock.now, self.done_at) + self.pause
+            return self.step.result()
+
+    found = calibrate(Device(), step_tokens=2048, max_num_seqs=64, budget_s=2.0, clock=clock)
+    for work in (StepWorkload(decodes=1, context=300), StepWorkload(decodes=32, context=32 * 2600)):
+        assert found.step_s(work) == pytest.approx(GPU.step_s(work), rel=0.15)
+
+
 def test_a_machine_too_slow_for_the_grid_measures_what_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     _unfaked(monkeypatch)
     clock = _Clock()

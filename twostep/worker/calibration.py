@@ -172,8 +172,10 @@ def _measure(runner: Runner, batch: Batch, clock: Callable[[], float], left_s: f
         return first
     if not runner.overlaps:
         return min(_timed(lambda: runner.launch(batch).result(), clock) for _ in range(_REPEATS))
+    # A pause of the host makes no step a long one.
+    alone = min(first, _timed(lambda: runner.launch(batch).result(), clock))
     # Two are in flight at any time, as when they are served: what is timed is how long the device takes from one's end to the next one's.
-    num_steps = _PIPELINED if first < _LONG_STEP_S else 1
+    num_steps = _PIPELINED if alone < _LONG_STEP_S else 1
     flying = [runner.launch(batch), runner.launch(batch)]
     flying.pop(0).result()
     begun = clock()
@@ -181,7 +183,9 @@ def _measure(runner: Runner, batch: Batch, clock: Callable[[], float], left_s: f
         flying.append(runner.launch(batch))
         flying.pop(0).result()
     flying.pop(0).result()
-    return max(1e-9, (clock() - begun) / num_steps)
+    # Host and device work at the same time, which at best halves what a step takes alone. Less than that, and the host came late to see
+    # the first one's end: one sample near 0 would outweigh all others in a fit of relative errors.
+    return max(alone / 2, (clock() - begun) / num_steps)
 
 
 def _timed(step: Callable[[], object], clock: Callable[[], float]) -> float:
