@@ -207,7 +207,7 @@ def last_tile(length, TILE: tl.constexpr):
     return tl.maximum((length + TILE - 1) // TILE, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _plan_kernel(
     lens_ptr, own_ptr, work_ptr, starts_ptr, num_seqs, num_workers,
     TILE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, SEQS: tl.constexpr, WORKERS: tl.constexpr,

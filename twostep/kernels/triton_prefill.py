@@ -156,7 +156,12 @@ def _clear_kernel(
         tl.store(pool_ptr + block * numbers + number, tl.zeros([TILE], pool_ptr.dtype.element_ty), mask=unwritten)
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+# Behind a step's decodes the small arrays begin anywhere. Single numbers are read from them: a kernel for each alignment would gain nothing,
+# and be built while somebody waits.
+@triton.jit(
+    do_not_specialize=["stride_table"],
+    do_not_specialize_on_alignment=["tiles_ptr", "query_start_ptr", "seq_lens_ptr", "tables_ptr"],
+)
 def _prefill_kernel(
     q_ptr,
     out_ptr,

@@ -106,7 +106,7 @@ def _choose_kernel(best_ptr, tokens_ptr, SPLITS: tl.constexpr):
     tl.store(tokens_ptr + row, tl.where(key_is_finite(key), key_place(key), -1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["token_ids_ptr", "carried_ptr"])
 def _carry_kernel(token_ids_ptr, carried_ptr, tokens_ptr, count, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(carried_ptr + place, mask=place < count, other=-1)
