@@ -156,8 +156,8 @@ def _clear_kernel(
         tl.store(pool_ptr + block * numbers + number, tl.zeros([TILE], pool_ptr.dtype.element_ty), mask=unwritten)
 
 
-# Behind a step's decodes the small arrays begin anywhere. Single numbers are read from them: a kernel for each alignment would gain nothing,
-# and be built while somebody waits.
+# Behind a step's decodes the small arrays begin anywhere. Single numbers are read from them: a kernel for each alignment gains nothing,
+# and would be built while somebody waits.
 @triton.jit(
     do_not_specialize=["stride_table"],
     do_not_specialize_on_alignment=["tiles_ptr", "query_start_ptr", "seq_lens_ptr", "tables_ptr"],
