@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 
 from twostep.bench.serve.metrics import Distribution, Goodput, Latency, Targets, goodput
@@ -13,6 +14,7 @@ from twostep.bench.serve.record import RequestRecord
 from twostep.errors import InvalidRequest
 from twostep.plan.deployment import Deployment
 from twostep.plan.goodput import SHARE, latency_of
+from twostep.plan.overheads import Overheads, overheads_of, with_typical
 from twostep.plan.placing import Placement, shortest_ttft
 from twostep.plan.simulator import simulate
 from twostep.plan.workload import Request
@@ -38,11 +40,20 @@ class Side:
         )
 
 
+class HostTime(StrEnum):
+    """What hosts add to each simulated request (overheads.py)."""
+
+    DEPLOYMENT = "deployment"  # as the deployment says
+    MEDIAN = "median"  # the medians of the measured requests
+    OWN = "own"  # what each of them had itself: what is still amiss then comes from steps and queues
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """One measured rate. `rate` is that of the requests that count: how many came, over the time in which they did."""
 
     rate: float
+    deployment: Deployment
     measured: Side
     simulated: Side
 
@@ -53,7 +64,12 @@ class Comparison:
 
 
 def compare(
-    records: Iterable[RequestRecord], deployment: Deployment, targets: Targets, *, placement: Placement = shortest_ttft
+    records: Iterable[RequestRecord],
+    deployment: Deployment,
+    targets: Targets,
+    *,
+    host_time: HostTime = HostTime.DEPLOYMENT,
+    placement: Placement = shortest_ttft,
 ) -> Comparison:
     """`records` of one run at one rate. Those that came while it warmed up are simulated too, and judged by neither side. What was refused
     or failed counts as missed on the measured side, and is simulated with as many tokens as it asked for. Raises InvalidRequest for fewer
@@ -65,25 +81,31 @@ def compare(
     span = counted[-1].sent_s - counted[0].sent_s
     seconds = span * len(counted) / (len(counted) - 1)
     start = sent[0].sent_s
-    requests = [_request(r, start) for r in sent]
+    if host_time is not HostTime.DEPLOYMENT:
+        deployment = with_typical(deployment, counted)
+    requests = [_request(r, start, own=host_time is HostTime.OWN) for r in sent]
     measured_ids = {id(request) for request, r in zip(requests, sent, strict=True) if r.measured}
     run = simulate(deployment, requests, placement=placement)
     simulated = [latency_of(served) for served in run.served if id(served.request) in measured_ids]
     gpus = deployment.num_workers
     return Comparison(
         rate=len(counted) / seconds,
+        deployment=deployment,
         measured=Side.of([measured_latency(r) for r in counted], targets, seconds, gpus),
         simulated=Side.of(simulated, targets, seconds, gpus),
     )
 
 
-def _request(record: RequestRecord, start_s: float) -> Request:
+def _request(record: RequestRecord, start_s: float, *, own: bool) -> Request:
+    overheads = overheads_of(record) if own else Overheads()
     num_output = record.output_tokens if record.completed and record.output_tokens else record.max_tokens
     return Request(
         arrival_s=record.sent_s - start_s,
         num_prompt=record.prompt_tokens,
         num_output=max(1, num_output),
         num_cached=min(record.cached_tokens, record.prompt_tokens - 1),
+        edge_s=overheads.edge_s,
+        hand_over_s=overheads.hand_over_s,
     )
 
 

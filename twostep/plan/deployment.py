@@ -46,6 +46,14 @@ class Deployment:
         return self.num_prefill == 0
 
     @property
+    def decode_spec(self) -> EngineSpec:
+        """Of the decode workers as they are deployed: those that compute prompts launch steps as early as prefill workers do, since
+        launching one with prompts takes as long there."""
+        if self.prefill is None or not self.aggregated:
+            return self.decode
+        return replace(self.decode, ahead_s=self.prefill.ahead_s)
+
+    @property
     def num_workers(self) -> int:
         return self.num_prefill + self.num_decode
 

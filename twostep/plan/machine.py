@@ -12,7 +12,10 @@ from twostep.plan.memory import WorkerMemory
 from twostep.plan.model_shape import PlannedModel
 from twostep.plan.presets import Preset
 from twostep.plan.virtual_sequence import EngineSpec
+from twostep.step_curve import StepWorkload, chunk_pairs
 
+# A step by which curves are put in order: a chunk of a prompt beside some decodes.
+_USUAL = StepWorkload(prompt_tokens=512, pairs=chunk_pairs(512, 0), decodes=32, context=32 * 2048)
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -57,16 +60,16 @@ def machine_of(preset: Preset, model: PlannedModel, memory: WorkerMemory, *, blo
 
 
 def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machine:
-    """Workers like those that run: the first ready one of each role with a curve. `preset` says how KV travels and what the edge adds.
-    Raises SetupError where a role has none."""
-    found: dict[str, WorkerRecord] = {}
-    for record in sorted(records, key=lambda record: record.worker_id):
+    """Workers like those that run: of the ready ones of each role, the one whose steps take the middle of all times, so that one curve
+    gone wrong does not decide. `preset` says how KV travels and what the edge adds. Raises SetupError where a role has none."""
+    found: dict[str, list[WorkerRecord]] = {"decode": [], "prefill": []}
+    for record in records:
         if record.ready and not record.draining and record.curve is not None:
-            found.setdefault(record.role, record)
-    decode = found.get("decode")
-    if decode is None:
+            found.setdefault(record.role, []).append(record)
+    if not found["decode"]:
         raise SetupError("no ready decode worker there has published a step curve yet; wait for its warm-up, or give --preset or --curve")
-    prefill = found.get("prefill", decode)
+    decode = _typical(found["decode"])
+    prefill = _typical(found["prefill"] or found["decode"])
     layout = decode.layout
     model = PlannedModel(
         name=decode.model,
@@ -95,6 +98,17 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
         memory=None,
         gpus=layout.tp_size,
     )
+
+
+def _typical(records: Iterable[WorkerRecord]) -> WorkerRecord:
+    """The lower one of the middle two, of an even number."""
+    ordered = sorted(records, key=lambda record: (_usual_step_s(record), record.worker_id))
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def _usual_step_s(record: WorkerRecord) -> float:
+    assert record.curve is not None
+    return record.curve.step_s(_USUAL)
 
 
 def _spec(record: WorkerRecord) -> EngineSpec:

@@ -79,7 +79,7 @@ class _Simulation:
         self._watch = watch
         prefill = deployment.prefill
         self._prefill = [VirtualEngine(prefill) for _ in range(deployment.num_prefill)] if prefill is not None else []
-        self._decode = [VirtualEngine(deployment.decode) for _ in range(deployment.num_decode)]
+        self._decode = [VirtualEngine(deployment.decode_spec) for _ in range(deployment.num_decode)]
         self._link_free_at = [0.0] * deployment.num_decode
         # (time, order, what to do, with what): the order breaks ties, first come first.
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
@@ -207,10 +207,13 @@ class _Simulation:
             engine.cancel(sequence)
             self._done(sequence)
             return
-        hand_over = self._deployment.hand_over
-        exposed = hand_over.exposed_s(sequence.request.num_prompt)
-        there = self._link_free_at[decode] = max(now, self._link_free_at[decode]) + exposed
-        self._at(there + hand_over.latency_s, self._commit, (source, prompt, engine, sequence))
+        hand_over, request = self._deployment.hand_over, sequence.request
+        if request.hand_over_s is not None:
+            there = now + request.hand_over_s  # whatever it waited for the link is in it
+        else:
+            self._link_free_at[decode] = max(now, self._link_free_at[decode]) + hand_over.exposed_s(request.num_prompt)
+            there = self._link_free_at[decode] + hand_over.latency_s
+        self._at(there, self._commit, (source, prompt, engine, sequence))
 
     def _commit(self, now: float, argument: Any) -> None:
         source, prompt, engine, sequence = argument
@@ -220,7 +223,7 @@ class _Simulation:
         self._pump(engine, now)
 
     def _done(self, sequence: VirtualSequence) -> None:
-        edge = self._deployment.edge_s
+        edge = self._deployment.edge_s if sequence.request.edge_s is None else sequence.request.edge_s
         served = Served(sequence.request, [time + edge for time in sequence.times] if edge else sequence.times)
         self._served.append(served)
         if self._watch is not None and self._watch(served):

@@ -28,12 +28,15 @@ _PUBLISHED: dict[str, dict[str, Lengths]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request of a simulation. `arrival_s` counts from the start; of the prompt, the first `num_cached` tokens need not be computed."""
+    """One request of a simulation. `arrival_s` counts from the start; of the prompt, the first `num_cached` tokens need not be computed.
+    `edge_s` and `hand_over_s` (bytes included) are its own, where they were measured; None: as the deployment says."""
 
     arrival_s: float
     num_prompt: int
     num_output: int
     num_cached: int = 0
+    edge_s: float | None = None
+    hand_over_s: float | None = None
 
     @property
     def num_uncached(self) -> int:
