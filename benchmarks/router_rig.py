@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -327,8 +327,7 @@ async def rig(pace: Pace, *, tokenizer: Path | None = None) -> AsyncIterator[Rig
         all_of_it = Rig(place)
         try:
             all_of_it.spawn(server_argv(server_binary(), place.directory), LAST_CORE)
-            while not socket_path(place.directory).exists():
-                await asyncio.sleep(0.01)
+            await until(socket_path(place.directory).exists)
             workers = [sys.executable, "-P", __file__, directory, str(pace.num_decode), str(pace.step_s), str(pace.prefill_s)]
             all_of_it.spawn(workers, LAST_CORE)
             yield all_of_it
@@ -401,6 +400,13 @@ async def open_client(port: int) -> AsyncIterator[Client]:
     options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
         yield Client(channel)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up, f"not within {timeout_s:g} s"
+        await asyncio.sleep(0.01)
 
 
 def busy() -> str:

@@ -36,10 +36,21 @@ class Answer:
 
     def resume(self, tokens: Sequence[prefill_pb2.Token]) -> None:
         """Takes tokens whose pieces the client has, from the first on: text and stop strings go on after them."""
-        self.piece(tokens)
+        self.response(tokens)
 
-    def piece(self, tokens: Sequence[prefill_pb2.Token]) -> inference_pb2.Piece | None:
+    def response(self, tokens: Sequence[prefill_pb2.Token]) -> inference_pb2.GenerateResponse | None:
         """One piece for all of `tokens`, text held back included if they end the answer. None: nothing to send."""
+        endings = [token.finish_reason for token in tokens]
+        if self._has_stops or self.finish is not None or any(endings):
+            return self._careful_response(tokens)
+        if not tokens:
+            return None
+        # Nearly every token comes this way.
+        token_ids = [token.token_id for token in tokens]
+        return self._response(self._detokenizer.push(token_ids), token_ids, tokens)
+
+    def _careful_response(self, tokens: Sequence[prefill_pb2.Token]) -> inference_pb2.GenerateResponse | None:
+        """Token by token, wherever one may end the answer."""
         taken: list[prefill_pb2.Token] = []
         text = ""
         unread: list[int] = []
@@ -60,11 +71,19 @@ class Answer:
             text += self._read(unread)
         if not taken and not text:
             return None
-        piece = inference_pb2.Piece(text=text, token_ids=[t.token_id for t in taken], position=self.num_tokens)
+        return self._response(text, [t.token_id for t in taken], taken)
+
+    def _response(self, text: str, token_ids: list[int], tokens: Sequence[prefill_pb2.Token]) -> inference_pb2.GenerateResponse:
+        # Filled in place: a piece made by itself would be copied into the response.
+        response = inference_pb2.GenerateResponse()
+        piece = response.piece
+        piece.text = text
+        piece.token_ids.extend(token_ids)
+        piece.position = self.num_tokens
         if self._with_logprobs:
-            piece.logprobs.extend(t.logprobs for t in taken)
-        self.num_tokens += len(taken)
-        return piece
+            piece.logprobs.extend([t.logprobs for t in tokens])
+        self.num_tokens += len(token_ids)
+        return response
 
     def _read(self, token_ids: list[int]) -> str:
         return self._watch(self._detokenizer.push(token_ids))

@@ -183,21 +183,16 @@ class Attempt:
     # ---- what arrives ---------------------------------------------------------------------------------------------------
 
     def on_event(self, event: decode_pb2.DecodeEvent) -> None:
-        kind = event.WhichOneof("event")
-        if kind == "token":
+        if event.HasField("token"):
             token = event.token
-            if token.finish_reason:
-                self._on_decode = False
-            if token.position == self._next_decode_position:
-                self._next_decode_position += 1
+            self._note_decode_token(token)
             self._report.on_decode_token()
             self._on_token(token)
-        elif kind == "first_token":
+            return
+        kind = event.WhichOneof("event")
+        if kind == "first_token":
             self._committed = True
-            if event.first_token.token.finish_reason:
-                self._on_decode = False
-            if event.first_token.token.position == self._next_decode_position:
-                self._next_decode_position += 1
+            self._note_decode_token(event.first_token.token)
             self._report.on_computed_here()
             self.on_first_token(event.first_token)
         elif kind == "committed":
@@ -211,6 +206,12 @@ class Attempt:
             at_source = not self._committed and failed.code not in ("RESOURCE_EXHAUSTED", "INTERNAL", "NOT_FOUND")
             blame = self._computing if at_source else self._decode
             self._fail(blame, failed.code, message, retryable=failed.retryable)
+
+    def _note_decode_token(self, token: prefill_pb2.Token) -> None:
+        if token.finish_reason:
+            self._on_decode = False
+        if token.position == self._next_decode_position:
+            self._next_decode_position += 1
 
     def position(self) -> decode_pb2.StreamPosition:
         return decode_pb2.StreamPosition(

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from twostep.errors import ResourceExhausted, TwostepError
 from twostep.rpc.v1 import prefill_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Tokens in order, possibly none; `last`: nothing follows them."""
 
     tokens: Sequence[prefill_pb2.Token]

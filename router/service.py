@@ -176,10 +176,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async with asyncio.timeout(job.remaining_s()), slot, self._serving(job, output, report):
                 while True:
                     batch = await output.take()
-                    piece = answer.piece(batch.tokens)
-                    if piece is not None:
-                        self._metrics.num_generation_tokens += len(piece.token_ids)
-                        await context.write(inference_pb2.GenerateResponse(piece=piece))
+                    response = answer.response(batch.tokens)
+                    if response is not None:
+                        self._metrics.num_generation_tokens += len(response.piece.token_ids)
+                        await context.write(response)
                     if answer.finish is not None and (batch.last or answer.stopped_by_text):
                         return answer.finish
                     if batch.last:

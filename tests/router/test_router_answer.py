@@ -35,9 +35,10 @@ def test_the_answer_does_not_depend_on_how_tokens_are_batched(bare_model_dir: Pa
         answer = Answer(tokenizer, sampling)
         said, ids, at = "", [], 0
         for size in sizes:
-            piece = answer.piece(tokens[at : at + size])
+            response = answer.response(tokens[at : at + size])
             at += size
-            if piece is not None:
+            if response is not None:
+                piece = response.piece
                 assert piece.position == len(ids)
                 said += piece.text
                 ids += piece.token_ids
@@ -64,14 +65,14 @@ def test_a_stop_string_completed_by_text_held_back_still_stops(bare_model_dir: P
     tokens = [prefill_pb2.Token(token_id=i, position=n) for n, i in enumerate(ids)]
     tokens[-1].finish_reason = inference_pb2.FINISH_REASON_LENGTH
     answer = Answer(tokenizer, SamplingParams(max_tokens=50, stop=("b\ufffd",)))
-    piece = answer.piece(tokens)
-    assert piece is not None
-    assert piece.text == "a"
+    response = answer.response(tokens)
+    assert response is not None
+    assert response.piece.text == "a"
     assert answer.finish is not None
     assert (answer.finish.reason, answer.finish.stop_reason) == (inference_pb2.FINISH_REASON_STOP, "b\ufffd")
 
 
 def test_nothing_is_sent_for_nothing(bare_model_dir: Path) -> None:
     answer = Answer(Tokenizer.load(bare_model_dir), SamplingParams(max_tokens=5))
-    assert answer.piece([]) is None
+    assert answer.response([]) is None
     assert answer.finish is None

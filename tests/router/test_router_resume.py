@@ -37,8 +37,8 @@ def test_text_and_stop_strings_go_on_across_the_break(bare_model_dir: Path, data
     def read(answer: Answer, tokens: list[prefill_pb2.Token]) -> str:
         said = ""
         for token in tokens:
-            piece = answer.piece([token])
-            said += "" if piece is None else piece.text
+            response = answer.response([token])
+            said += "" if response is None else response.piece.text
         return said
 
     whole = Answer(tokenizer, sampling)

@@ -8,7 +8,7 @@ decoders treat the first token differently (they strip its leading space). So ea
 
 `context` is what was pending when text last ended on a character boundary. What is new in `text` is sent except a tail of
 U+FFFD, which may be a character still in the making. A token is decoded a bounded number of times, so a stream costs O(1)
-for each token.
+for each token. Where the tokenizer knows what a token adds at a character boundary, whatever the context, nothing is decoded.
 """
 
 from __future__ import annotations
@@ -43,8 +43,20 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Adds ids and returns the text that they settle, possibly empty."""
-        special = self._tokenizer.special_ids
-        return "".join(self._push(i) for i in token_ids if i not in special and self._tokenizer.token_text(i))
+        whole_text = self._tokenizer.whole_text
+        pieces = []
+        for token_id in token_ids:
+            text = whole_text(token_id)
+            if text is None:
+                pieces.append(self._push(token_id))
+            elif not text:
+                continue  # nothing to read
+            elif self._pending:
+                pieces.append(self._push(token_id))
+            else:
+                pieces.append(text)
+                self._context, self._base = [token_id], text
+        return pieces[0] if len(pieces) == 1 else "".join(pieces)
 
     def _push(self, token_id: int) -> str:
         self._pending.append(token_id)

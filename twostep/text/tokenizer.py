@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
+import tokenizers.decoders
 
 from twostep.errors import InvalidRequest, SetupError
+
+_REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -22,6 +25,9 @@ class Tokenizer:
         # Without a normalizer nothing of a text is lost before it is cut into tokens.
         self._longest = max((len(token) for token in inner.get_vocab()), default=1) if inner.normalizer is None else None
         self._special = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+        # Such a decoder joins the tokens' bytes, so that whole characters read the same wherever they stand. Others look at neighbours.
+        self._joins_bytes = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
+        self._whole: dict[int, str | None] = {}
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
@@ -63,6 +69,23 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids outside the vocabulary decode to nothing; incomplete UTF-8 to U+FFFD."""
         text: str = self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def whole_text(self, token_id: int) -> str | None:
+        """What a token adds to a text that ends on a character boundary, if that is whole characters whatever stands around it: empty for
+        special ids and those outside the vocabulary. None: it takes `decode` to tell. Remembered, so that a token of a stream costs no
+        call of the library."""
+        try:
+            return self._whole[token_id]
+        except KeyError:
+            pass
+        text: str | None = ""
+        if token_id not in self._special and self.token_text(token_id):
+            text = self.decode([token_id]) if self._joins_bytes else None
+            if text is not None and (not text or _REPLACEMENT in text):
+                text = None
+        if 0 <= token_id < self._size:
+            self._whole[token_id] = text
         return text
 
     def token_text(self, token_id: int) -> str:
