@@ -130,7 +130,7 @@ async def test_waiting_for_room_ends_with_the_deadline_and_leaves_nothing(cluste
     await cluster.prefill()
     decode = await cluster.decode()
     decode.max_held = 0
-    async with cluster.serving(request_timeout=0.4):
+    async with cluster.serving(request_timeout=1.5):
         code, message = await failure(cluster)
         assert code == "DEADLINE_EXCEEDED"
         assert "time is up" in message
