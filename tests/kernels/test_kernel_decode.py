@@ -151,7 +151,7 @@ def test_scale_may_be_given() -> None:
 
 def test_random_shapes() -> None:
     rng = random.Random(7)
-    for _ in range(12):
+    for _ in range(12 if DEVICE == "cuda" else 8):
         num_kv_heads = rng.choice([1, 2, 3, 4])
         check(
             [rng.choice([0, 1, rng.randrange(20), rng.randrange(200)]) for _ in range(rng.randrange(1, 10))],

@@ -103,19 +103,19 @@ def test_rows_equal_the_cpu_s_up_to_near_ties(data: st.DataObject, vocab_size: i
 
 
 def test_equal_logits_at_a_cut_stay_together() -> None:
-    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).repeat(40, 1)
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).repeat(24, 1)
     for params in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": float(np.exp(-1.0)) * 0.999}):
-        drawn = Device(5).sample(logits, [row_of(i, **params) for i in range(40)])
+        drawn = Device(5).sample(logits, [row_of(i, **params) for i in range(24)])
         assert set(drawn) == {0, 1, 2, 3}
 
 
 def test_every_token_has_its_share() -> None:
-    """64 draws a row kind of nearly flat logits: what is kept is drawn, what is not never is."""
-    logits = torch.linspace(0.1, 0.0, 16).expand(64, 16)
-    drawn = Device(16).sample(logits, [row_of(i, top_k=8) for i in range(64)])
+    """48 draws of nearly flat logits: what is kept is drawn, what is not never is."""
+    logits = torch.linspace(0.1, 0.0, 16).expand(48, 16)
+    drawn = Device(16).sample(logits, [row_of(i, top_k=8) for i in range(48)])
     counts = Counter(drawn)
     assert set(counts) == set(range(8))
-    assert max(counts.values()) < 24
+    assert max(counts.values()) < 18
 
 
 def test_broken_logits_give_no_token_and_carry_nothing_wild() -> None:

@@ -131,7 +131,7 @@ def test_head_sizes_and_block_sizes(head_dim: int, block_size: int) -> None:
 
 def test_random_groups() -> None:
     rng = random.Random(11)
-    for _ in range(8):
+    for _ in range(8 if DEVICE == "cuda" else 5):
         num_seqs, num_kv_heads = rng.randrange(2, 12), rng.choice([1, 2, 3])
         rows = rng.sample(range(num_seqs), num_seqs)
         groups: list[tuple[list[int], int]] = []
