@@ -273,6 +273,28 @@ class RouterProcess:
         return float(times.user + times.system)
 
 
+class Workers:
+    """A prefill and a decode worker as a router calls them, one request at a time."""
+
+    def __init__(self, to_prefill: grpc.aio.Channel, to_decode: grpc.aio.Channel) -> None:
+        self._prefill = prefill_pb2_grpc.PrefillStub(to_prefill)
+        self._decode = decode_pb2_grpc.DecodeStub(to_decode)
+
+    async def first_token_s(self, token_ids: Sequence[int]) -> float:
+        """Seconds from nothing to the first token, the first two of a router's calls between: Reserve and Run."""
+        name, sampling = secrets.token_hex(16), inference_pb2.SamplingParams(max_tokens=2)
+        began = time.monotonic()
+        reserve = decode_pb2.ReserveRequest(request_id=name, attempt=1, token_ids=token_ids, sampling=sampling)
+        await self._decode.Reserve(reserve, timeout=10)
+        call = self._prefill.Run(prefill_pb2.PrefillRequest(request_id=name, attempt=1, token_ids=token_ids, sampling=sampling), timeout=10)
+        while not (await call.read()).HasField("first_token"):
+            pass
+        took = time.monotonic() - began
+        call.cancel()
+        await self._decode.Cancel(decode_pb2.CancelRequest(request_id=name, attempt=1), timeout=10)
+        return took
+
+
 @dataclass(eq=False)
 class Rig:
     place: Place
@@ -305,6 +327,18 @@ class Rig:
                 if time.monotonic() > give_up:
                     raise
                 await asyncio.sleep(0.2)
+
+    @asynccontextmanager
+    async def open_workers(self) -> AsyncIterator[Workers]:
+        """The first pair of them, called directly."""
+        async with Redis.from_url(self.place.redis_url) as redis:
+            prefill, decode = [WorkerRecord.from_json(await redis.get(worker_key(name)) or b"") for name in ("p0", "d0")]
+        options = channel_options()
+        async with (
+            grpc.aio.insecure_channel(prefill.address, options=options) as to_prefill,
+            grpc.aio.insecure_channel(decode.address, options=options) as to_decode,
+        ):
+            yield Workers(to_prefill, to_decode)
 
     def close(self) -> None:
         for child in reversed(self._children):
