@@ -32,6 +32,8 @@ _NUM_WINDOWS = 2
 _TTL_S = 3 * WINDOW_S
 # Of one router in one window.
 _MAX_FIELDS = 512
+# Tokens that no router gives in a window: a field that says more is damaged.
+_MAX_TOTAL = 1 << 40
 
 Share = tuple[RequestClass, str]
 
@@ -72,9 +74,9 @@ class UsageBook:
             try:
                 router_id, number, tenant = json.loads(field)
                 total, share = int(value), (RequestClass(number), str(tenant))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 continue
-            if router_id != self._router_id:
+            if router_id != self._router_id and abs(total) <= _MAX_TOTAL:
                 news[share] += total - heard.get(field, 0)
                 heard[field] = total
         return news
