@@ -33,6 +33,7 @@ _AGED_TURNS = 8
 _ELSEWHERE_SHARE = 7 / 8
 # Counters of tenants that do not wait are dropped once they are level with the rest; above so many, the lowest are.
 _MAX_COUNTERS = 4096
+_FEW_COUNTERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,6 +183,7 @@ class _Lane:
         self._level_heard = 0.0
         self._tenants: dict[str, _Backlog] = {}  # those with somebody waiting
         self._counters: dict[str, float] = {}
+        self._most_counters = _FEW_COUNTERS  # above so many, those that say nothing are looked for
         self._numbers = itertools.count(1)
         self._by_coming: list[tuple[int, Claim]] = []  # a heap, with some that have left
 
@@ -270,7 +272,7 @@ class _Lane:
 
     def _forget_level_ones(self) -> None:
         """Who does not wait and is not above the level begins there anyway."""
-        if len(self._counters) <= len(self._tenants) + 64:
+        if len(self._counters) <= self._most_counters:
             return
         for tenant in [t for t, counter in self._counters.items() if t not in self._tenants and counter <= self.level]:
             del self._counters[tenant]
@@ -279,6 +281,8 @@ class _Lane:
             lowest = sorted((t for t in self._counters if t not in self._tenants), key=self._counters.__getitem__)
             for tenant in lowest[: idle - _MAX_COUNTERS // 2]:
                 del self._counters[tenant]
+        # Not again before there are twice as many: a tenant costs the same however many there are.
+        self._most_counters = max(_FEW_COUNTERS, min(2 * len(self._counters), len(self._tenants) + _MAX_COUNTERS))
 
 
 class _Backlog:

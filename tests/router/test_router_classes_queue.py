@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections import Counter
+from collections.abc import ItemsView
 from pathlib import Path
 
 import pytest
@@ -288,6 +289,26 @@ def test_memory_is_bounded_however_many_tenants_pass(monkeypatch: pytest.MonkeyP
         queue.join(later)
         queue.leave(later)
     assert len(lane._tenants["a"]._heap) + len(lane._by_coming) <= 64
+
+
+def test_a_turn_costs_the_same_however_many_tenants_were_there() -> None:
+    class Counted(dict[str, float]):
+        num_sweeps = 0
+
+        def items(self) -> ItemsView[str, float]:
+            self.num_sweeps += 1
+            return super().items()
+
+    queue = FairQueue()
+    lane = queue._lanes[STANDARD]
+    counters = lane._counters = Counted()
+    for i in range(20_000):
+        one = claim(f"t{i}", 100)
+        queue.join(one)
+        queue.take(one, 0.0)
+        queue.settle(one, 500)
+    assert len(counters) <= 4096
+    assert counters.num_sweeps < 50
 
 
 # ---- what tenants may have --------------------------------------------------------------------------------------------------
