@@ -110,6 +110,19 @@ def test_users_in_a_closed_loop_have_one_window_from_first_to_last() -> None:
     assert Windows.of_requests([], open_loop=True).busy.length_s == 0.0
 
 
+def test_turns_of_conversations_are_not_all_counted_in_the_time_in_which_the_first_ones_came() -> None:
+    """Two conversations come within two seconds and have ten turns each, one every ten seconds: that is no ten requests a second."""
+    records = [answered(start + 10.0 * turn) for turn in range(10) for start in (0.0, 1.0)]
+    for i, record in enumerate(records):
+        record.turn = i // 2
+    windows = Windows.of_requests(records, open_loop=True)
+    summary = summarize(records, windows, targets=Targets(ttft_ms=1000))
+    assert windows.arrivals == windows.busy
+    assert summary.offered_rate == pytest.approx(20 / 91.75)
+    assert summary.goodput is not None
+    assert summary.goodput.per_s == pytest.approx(20 / 91.75)
+
+
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=200))
 def test_bins_hold_every_prompt_once(lengths: list[int]) -> None:
     edges = bin_edges(lengths)

@@ -46,7 +46,8 @@ class Windows:
     @classmethod
     def of_requests(cls, records: Sequence[RequestRecord], *, open_loop: bool) -> Windows:
         """A run of n measured requests. Busy: first sending to last end. Arrivals: in open loop, n times the mean gap between arrivals
-        (100 requests, one every 0.6 s, are a minute's); else, or if all came at once, the busy window."""
+        (100 requests, one every 0.6 s, are a minute's); else, or if all came at once, or of conversations, whose later turns come when
+        answers allow, the busy window."""
         measured = [r for r in records if r.measured]
         if not measured:
             return cls(Window(0.0, 0.0), Window(0.0, 0.0))
@@ -55,8 +56,8 @@ class Windows:
             # The last end belongs to it.
             math.nextafter(max((r.ended_s for r in measured if not math.isnan(r.ended_s)), default=0.0), math.inf),
         )
-        came = sorted(r.scheduled_s for r in measured if r.turn == 0)
-        if not open_loop or len(came) < 2 or came[-1] == came[0]:
+        came = sorted(r.scheduled_s for r in measured)
+        if not open_loop or any(r.turn for r in measured) or len(came) < 2 or came[-1] == came[0]:
             return cls(busy, busy)
         span = came[-1] - came[0]
         return cls(Window(came[0], came[0] + span * len(came) / (len(came) - 1)), busy)
