@@ -87,4 +87,6 @@ def test_errors_are_one_line(words: list[str], message: str) -> None:
 
 def test_rate_or_gpus() -> None:
     assert plan("--workload", "prompts=5,outputs=5", "--slo", "ttft=5").returncode == 2
-    assert plan("--help").returncode == 0
+    told = plan("--help")
+    assert told.returncode == 0
+    assert "2600+-30%,outputs" in "".join(told.stdout.split()), "the example can be run as it is printed"

@@ -111,7 +111,7 @@ def parser() -> FlagParser:
         help="how many workers of each role, simulated",
         usage="twostep plan --workload SPEC --slo SPEC (--rate R | --gpus N) [--preset NAME] [more options below]",
         description=_plan_flags.DESCRIPTION,
-        epilog=f"For example: {_plan_flags.EXAMPLE}".replace("%", "%%"),
+        epilog=f"For example: {_plan_flags.EXAMPLE}",
     )
     _plan_flags.add_flags(plan)
     return top
