@@ -68,6 +68,34 @@ def test_one_delay_of_the_host_is_not_waited_for_again() -> None:
     assert took[:5] + took[6:] == [0.01] * 19
 
 
+def run_with_a_pause(pacing: Pacing, *, pause_s: float) -> float:
+    """Seconds that the device stood still: its steps take 10 ms, and once, while its result is awaited, everything stops."""
+    work = StepWorkload(decodes=4, context=400)
+    idle_s = 0.0
+    for number in range(30):
+        host_s = pacing.wait_s(work, 0.001) + 0.0015
+        pacing.launched(0.0005)
+        idle_s += max(0.0, host_s - 0.01)
+        took = max(0.01, host_s) + (pause_s if number == 5 else 0.0)
+        pacing.settled(work, took, took - host_s)
+    return idle_s
+
+
+def test_a_long_step_holds_up_none_after_it() -> None:
+    """A process that was stopped, a device that somebody else had: for two seconds."""
+    pacing = Pacing()
+    assert run_with_a_pause(pacing, pause_s=2.0) <= 0.5
+    pacing.curve = StepCurve(fixed_s=0.009, per_row_s=0.0, per_sequence_s=0.0002)
+    assert run_with_a_pause(pacing, pause_s=2.0) <= 0.02
+
+
+def test_the_engine_tells_its_curve() -> None:
+    engine = Engine(OverlappingRunner(num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512), EngineConfig(hash_unit=4))
+    curve = StepCurve(fixed_s=0.01, per_row_s=0.0)
+    engine.set_curve(curve)
+    assert engine._pacing.curve is curve
+
+
 class Arrival(Pacing):
     """A request comes while the launch waits."""
 

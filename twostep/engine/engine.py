@@ -204,9 +204,10 @@ class Engine:
         self._on_marked = on_marked
 
     def set_curve(self, curve: StepCurve | None) -> None:
-        """How long steps take here, from now on: what bounds mixed steps in time (EngineConfig.max_step_s). None: nothing does."""
+        """How long steps take here, from now on: what bounds mixed steps in time (EngineConfig.max_step_s), and how long a launch waits
+        for arrivals. None: nothing bounds steps."""
         with self._changed:
-            self._ledger.planner.curve = curve
+            self._ledger.planner.curve = self._pacing.curve = curve
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 

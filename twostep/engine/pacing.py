@@ -8,7 +8,7 @@ Launched at once, n+1 would be planned when n has only begun, and whoever comes 
 
 from __future__ import annotations
 
-from twostep.step_curve import StepWorkload
+from twostep.step_curve import StepCurve, StepWorkload
 
 # Above what launches have taken lately: for a thread that gets the processor late.
 _SLACK_S = 0.0005
@@ -17,12 +17,18 @@ _LAUNCHES = 1.5
 _UNSEEN_S = 0.0002
 # How fast a slow launch is forgotten.
 _DECAY = 0.95
+# One step that took long says little of the next one, if the host or the device was held up meanwhile: no step is thought to be sure to
+# take so many times what the curve says, nor, without a curve, so long.
+_OF_CURVE = 2.0
+_LONGEST_S = 0.25
 
 
 class Pacing:
     """Of one engine's thread. Times in seconds."""
 
     def __init__(self) -> None:
+        # How long steps take here; None: not known.
+        self.curve: StepCurve | None = None
         self._launch_s = 0.0
         self._last: tuple[StepWorkload, float] | None = None
 
@@ -56,4 +62,4 @@ class Pacing:
         ):
             if then > 0:
                 share = min(share, now / then)
-        return share * seconds
+        return min(share * seconds, _LONGEST_S if self.curve is None else _OF_CURVE * self.curve.step_s(work))
