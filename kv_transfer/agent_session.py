@@ -160,6 +160,7 @@ class AgentSession:
         self._stderr_reader.cancel()
         with suppress(asyncio.CancelledError):
             await self._stderr_reader
+        self.process.close()
         self._socket_path.unlink(missing_ok=True)
         await self._unpin_ring()
 

@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
+_Pipe = tuple[asyncio.StreamReader, asyncio.ReadTransport]
+
 
 class Child:
-    """Made by `start`. Its standard input is only ever closed: that tells it to end."""
+    """Made by `start`, ended by its own end and `close`. Its standard input is only ever closed: that tells it to end."""
 
-    def __init__(self, process: subprocess.Popen[bytes], stdout: asyncio.StreamReader, stderr: asyncio.StreamReader) -> None:
-        self.stdout, self.stderr = stdout, stderr
+    def __init__(self, process: subprocess.Popen[bytes], stdout: _Pipe, stderr: _Pipe) -> None:
+        (self.stdout, _), (self.stderr, _) = stdout, stderr
+        self._transports = stdout[1], stderr[1]
         self._process = process
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
@@ -56,6 +59,12 @@ class Child:
         with suppress(OSError):
             self._process.stdin.close()
 
+    def close(self) -> None:
+        """Nothing of what it says is read any more. Idempotent. (At its end the pipes close by themselves, but where a process of its own
+        still has them, or what it said was never read.)"""
+        for transport in self._transports:
+            transport.close()
+
     def kill(self) -> None:
         """Nothing happens if it has ended."""
         self._process.kill()
@@ -68,8 +77,8 @@ class Child:
             self._loop.call_soon_threadsafe(self._ended.set)
 
 
-async def _reader(pipe: IO[bytes] | None) -> asyncio.StreamReader:
+async def _reader(pipe: IO[bytes] | None) -> _Pipe:
     assert pipe is not None
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-    return reader
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    return reader, transport

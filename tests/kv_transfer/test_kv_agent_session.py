@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ from kv_transfer.ray_transport import RayTransport
 from kv_transfer.ring import SharedMemory
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import ResourceExhausted, Unavailable
+from twostep.worker.life import until
 
 
 async def test_every_call_of_an_ended_session_is_unavailable(tmp_path: Path) -> None:
@@ -144,3 +148,32 @@ async def test_a_child_that_does_not_listen_is_killed() -> None:
 async def test_a_child_that_cannot_be_begun_is_an_error_at_once() -> None:
     with pytest.raises(FileNotFoundError):
         await Child.start(["/nowhere/to/be/found"])
+
+
+async def test_a_session_leaves_no_pipe_open(tmp_path: Path) -> None:
+    """Whatever else still holds the other ends: a process that the helper has begun."""
+    before = open_pipes()
+    child = await Child.start(["sh", "-c", "sleep 1000 & echo $!; read line"])
+    sleeper = int(await child.stdout.readline())
+    ring = SharedMemory.create(tmp_path, 8192)
+    try:
+        session = AgentSession("kv:w:1:1", ring, tmp_path / "agent.sock", child)
+        assert len(open_pipes() - before) == 3
+        await session.close()
+        assert child.returncode is not None
+        # A transport closes in the loop's next rounds.
+        assert await until(lambda: not open_pipes() - before, 10)
+    finally:
+        os.kill(sleeper, signal.SIGKILL)
+        ring.unlink()
+
+
+def open_pipes() -> set[tuple[int, str]]:
+    """Of this process."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            target = str(path.readlink())
+            if target.startswith("pipe:"):
+                found.add((int(path.name), target))
+    return found
