@@ -70,8 +70,8 @@ async def ttft(rig_: Rig, router: RouterProcess, *, length: int, rounds: int) ->
     added = 1e3 * (statistics.median(at_client) - statistics.median(direct[1:]))
     print(
         f"ttft: {length} tokens: at the client, p50: {_ms(direct[1:])} from the workers, {_ms(at_client)} through the router, which adds "
-        f"{added:.2f} ms; by its own clock {_ms(own)} to the first token less what the prefill worker says, {_ms(route)} to the accepted Run; "
-        f"{1e3 * (cpu - idle * elapsed) / rounds:.2f} ms of CPU a request, {busy()}"
+        f"{added:.2f} ms; by its own clock {_ms(own)} to the first token less what the prefill worker says, "
+        f"{_ms(route)} to the accepted Run; {1e3 * (cpu - idle * elapsed) / rounds:.2f} ms of CPU a request, {busy()}"
     )
 
 
