@@ -38,6 +38,7 @@ class Room:
         self._num_successes = 0  # since a worker refused
         self._released = False
         self._rest: asyncio.TimerHandle | None = None
+        self._next: asyncio.Handle | None = None
         self._pace = Pace()
 
     @property
@@ -124,13 +125,21 @@ class Room:
             self._rest = None
 
     def _pass_on(self) -> None:
-        """Gives turns to whoever is first, as many as may be."""
+        """Gives a turn to whoever is first. Where several may try at once, the next one's comes when this one has looked around: what holds
+        it back, without any worker asked, holds back the others too, and choosing workers for each of them would cost the loop its time."""
         most = 1 if self._num_successes < _MAX_TRYING else _MAX_TRYING
-        while self._rest is None and len(self._trying) < most:
-            first = self._queue.first()
-            waiter = None if first is None else self._waiters.get(first)
-            if first is None or waiter is None or waiter.done():
-                return
-            self._trying[first] = self._queue.take(first, time.monotonic())
-            self._released = False
-            waiter.set_result(None)
+        if self._next is not None or self._rest is not None or len(self._trying) >= most:
+            return
+        first = self._queue.first()
+        waiter = None if first is None else self._waiters.get(first)
+        if first is None or waiter is None or waiter.done():
+            return
+        self._trying[first] = self._queue.take(first, time.monotonic())
+        self._released = False
+        waiter.set_result(None)
+        # Behind the one that was just woken.
+        self._next = asyncio.get_running_loop().call_soon(self._after_that)
+
+    def _after_that(self) -> None:
+        self._next = None
+        self._pass_on()

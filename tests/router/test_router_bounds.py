@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_fakes import until
 
 from router.admission import Admission
 from router.cleanup import Cleanup
@@ -241,8 +242,8 @@ async def test_room_lets_several_try_where_workers_do_not_refuse(refused: bool) 
             while True:
                 trying += 1
                 tries.append(trying)
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
+                for _ in range(40):
+                    await asyncio.sleep(0)
                 trying -= 1
                 if not full:
                     break
@@ -250,7 +251,7 @@ async def test_room_lets_several_try_where_workers_do_not_refuse(refused: bool) 
             room.took(its)
 
     tasks = [asyncio.create_task(wanting(claim())) for _ in range(100)]
-    await asyncio.sleep(0.1)
+    await until(lambda: len(tries) > (2 if refused else 60), "tries")
     assert room.num_queued == 100
     assert max(tries) == (1 if refused else 16)
     full = False
@@ -260,6 +261,41 @@ async def test_room_lets_several_try_where_workers_do_not_refuse(refused: bool) 
     if refused:
         assert max(tries[:16]) == 1, "they have to be seen to succeed first"
     assert room.num_queued == 0
+
+
+async def test_a_release_for_one_does_not_make_everybody_look() -> None:
+    """What holds one back holds back those behind it: choosing workers for each of them would be for nothing."""
+    room = Room(retry_s=60.0)
+    served = asyncio.Event()
+    free = num_tries = 0
+
+    async def wanting(its: Claim) -> None:
+        nonlocal free, num_tries
+        async with room.place(its):
+            await room.turn(its)
+            while True:
+                num_tries += 1
+                if free:
+                    free -= 1
+                    await asyncio.sleep(0.001)  # workers are asked
+                    break
+                await room.again(its, refused=False)
+            room.took(its)
+            served.set()
+
+    tasks = [asyncio.create_task(wanting(claim())) for _ in range(100)]
+    await asyncio.sleep(0.01)
+    num_tries = 0
+    async with asyncio.timeout(10.0):
+        for _ in range(40):
+            free += 1
+            room.release()
+            await served.wait()
+            served.clear()
+    assert num_tries <= 3 * 40 + 2, "one that finds room, one that finds none, and one more when the first has left"
+    free = 60
+    room.release()
+    await asyncio.wait_for(asyncio.gather(*tasks), 5.0)
 
 
 async def test_room_goes_by_class_and_share_whoever_came_first() -> None:
