@@ -19,15 +19,19 @@ class World:
         self.activity = 0
         self.collections: list[float] = []
         self.thawed: list[float] = []
+        self.resident = 1 << 30
+        self.growth_per_s = 0
 
 
 @asynccontextmanager
-async def collecting(monkeypatch: pytest.MonkeyPatch, *, busy: bool) -> AsyncIterator[World]:
+async def collecting(monkeypatch: pytest.MonkeyPatch, *, busy: bool, growth_per_s: int = 0) -> AsyncIterator[World]:
     world, real_sleep = World(), asyncio.sleep
+    world.growth_per_s = growth_per_s
 
     async def sleep(seconds: float) -> None:
         world.now += seconds
         world.activity += busy
+        world.resident += int(seconds * world.growth_per_s)
         await real_sleep(0)
 
     def collect(*_: Any) -> int:
@@ -38,7 +42,9 @@ async def collecting(monkeypatch: pytest.MonkeyPatch, *, busy: bool) -> AsyncIte
     monkeypatch.setattr(gc, "collect", collect)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     monkeypatch.setattr(gc, "unfreeze", lambda: world.thawed.append(world.now))
-    task = asyncio.create_task(collector.collect_in_quiet_moments(lambda: world.activity, clock=lambda: world.now))
+    task = asyncio.create_task(
+        collector.collect_in_quiet_moments(lambda: world.activity, clock=lambda: world.now, resident=lambda: world.resident)
+    )
     while world.now < 8000.0:
         await real_sleep(0)
     assert gc.get_threshold()[2] > 1_000_000, "Python does not collect all of it by itself"
@@ -56,3 +62,22 @@ async def test_it_is_often_while_idle_and_rare_under_load(monkeypatch: pytest.Mo
     async with collecting(monkeypatch, busy=True) as world:
         assert world.collections == [600.0 * i for i in range(14)]
     assert gc.get_threshold() == before
+
+
+async def test_a_process_that_grows_under_load_collects_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each quarter of a GiB, and not more often than every ten seconds."""
+    async with collecting(monkeypatch, busy=True, growth_per_s=4 << 20) as world:
+        assert world.thawed[:4] == [0.0, 64.0, 128.0, 192.0]
+    async with collecting(monkeypatch, busy=True, growth_per_s=1 << 30) as world:
+        assert world.thawed[:4] == [0.0, 10.0, 20.0, 30.0]
+    # Also what the collections of new things alone, while idle, leave behind.
+    async with collecting(monkeypatch, busy=False, growth_per_s=4 << 20) as world:
+        assert world.thawed[:3] == [0.0, 70.0, 140.0]
+
+
+def test_memory_of_this_process_is_known() -> None:
+    before = collector.resident_bytes()
+    ballast = bytearray(64 << 20)
+    ballast[:: 1 << 12] = bytes([1]) * (len(ballast) >> 12)
+    assert before > 1 << 20
+    assert collector.resident_bytes() - before > 32 << 20
