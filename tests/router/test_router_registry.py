@@ -18,10 +18,11 @@ from router.prefix_index import CachedPrefix, PrefixIndex, WorkerLife
 from router.prefix_lookup import PrefixLookup
 from router.registry import Deployment, Registry
 from router.workers import WorkerPool
-from twostep.cluster.records import WORKERS_KEY, WorkerRecord, host_prefix_key, prefix_key, worker_key
+from twostep.cluster.records import WORKERS_KEY, WorkerLoad, WorkerRecord, host_prefix_key, prefix_key, worker_key
 from twostep.cluster.registration import connect
 from twostep.prefix import derive_key, prefix_hashes
 from twostep.sampling_params import SamplingParams
+from twostep.step_curve import StepCurve
 
 Connect = Callable[[], redis.asyncio.Redis]
 
@@ -83,14 +84,19 @@ async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_on
 ) -> None:
     foreign = dataclasses.replace(cluster.layout, model_fingerprint="another")
     odd = dataclasses.replace(cluster.layout, block_size=48)
-    for name, options in {
+    records: dict[str, dict[str, Any]] = {
         "model": {"layout": foreign},
         "secret": {"secret_check": "x"},
         "unit": {"hash_unit": 32},
         "role": {"role": "cook"},
         "block": {"layout": odd},
         "empty": {"num_blocks": 0},
-    }.items():
+        # A router must not divide by these, or compare with them.
+        "budget": {"step_tokens": 0},
+        "curve": {"curve": StepCurve(fixed_s=float("nan"), per_row_s=1e-5)},
+        "load": {"load": WorkerLoad(num_queued_tokens="many")},  # type: ignore[arg-type]
+    }
+    for name, options in records.items():
         await write(cluster.redis, described(cluster, name, **options))
     await write(cluster.redis, described(cluster, "impostor"), name="somebody")
     await cluster.redis.set(worker_key("garbage"), b'{"worker_id": 3}')
@@ -107,6 +113,9 @@ async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_on
         "role": "'cook'",
         "block": "block size 48",
         "empty": "capacity",
+        "budget": "step_tokens is 0",
+        "curve": "fixed_s is nan",
+        "load": "num_queued_tokens is 'many'",
         "somebody": "'impostor'",
         "garbage": "not a worker record",
     }.items():

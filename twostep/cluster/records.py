@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,30 @@ class WorkerRecord:
             raw["load"] = WorkerLoad(**raw["load"])
             raw["curve"] = StepCurve(**raw["curve"]) if raw.get("curve") else None
             raw["transports"] = tuple(raw["transports"])
-            return cls(**raw)
+            record = cls(**raw)
+            _check(record)
+            return record
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(f"not a worker record of this version: {error}; upgrade the worker or the router") from error
+
+
+# Below these placement would divide by nothing.
+_LEAST = {"block_size": 1, "step_tokens": 1}
+
+
+def _check(record: WorkerRecord | LayoutRecord | WorkerLoad | StepCurve) -> None:
+    """Raises ValueError for what no worker means: one record that is damaged must not keep a router from placing on the others."""
+    for its in dataclasses.fields(record):
+        value = getattr(record, its.name)
+        if isinstance(value, LayoutRecord | WorkerLoad | StepCurve):
+            _check(value)
+        elif not _means_something(its.name, str(its.type), value):
+            raise ValueError(f"{its.name} is {value!r:.40}")
+
+
+def _means_something(name: str, kind: str, value: object) -> bool:
+    if kind not in ("int", "float"):
+        return kind not in ("str", "bool") or type(value).__name__ == kind
+    if isinstance(value, bool) or not isinstance(value, int if kind == "int" else int | float):
+        return False
+    return math.isfinite(value) and value >= _LEAST.get(name, -math.inf)
