@@ -94,6 +94,7 @@ async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_on
         # A router must not divide by these, or compare with them.
         "budget": {"step_tokens": 0},
         "curve": {"curve": StepCurve(fixed_s=float("nan"), per_row_s=1e-5)},
+        "huge": {"epoch": 10**400},
         "load": {"load": WorkerLoad(num_queued_tokens="many")},  # type: ignore[arg-type]
     }
     for name, options in records.items():
@@ -113,6 +114,7 @@ async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_on
         "role": "'cook'",
         "block": "block size 48",
         "empty": "capacity",
+        "huge": "not a worker record",
         "budget": "step_tokens is 0",
         "curve": "fixed_s is nan",
         "load": "num_queued_tokens is 'many'",

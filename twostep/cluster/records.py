@@ -106,7 +106,7 @@ class WorkerRecord:
             record = cls(**raw)
             _check(record)
             return record
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"not a worker record of this version: {error}; upgrade the worker or the router") from error
 
 
