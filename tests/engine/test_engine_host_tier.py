@@ -616,3 +616,21 @@ def test_a_row_that_cannot_be_read_is_given_back_by_its_last_reader() -> None:
     tier.loaded(loads[1], ok=True)
     tier.check_integrity([])
     assert tier._rows.num_used == 1
+
+
+def test_an_engine_whose_copying_thread_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what waits for a copy would wait for ever, while others go on."""
+    engine = make_engine()
+
+    def lose(*_: Any) -> None:
+        raise AssertionError("the books are wrong")
+
+    monkeypatch.setattr(HostTier, "take_load", lose)
+    monkeypatch.setattr(HostTier, "has_copies", True)
+    engine.host_copies.start()
+    try:
+        assert engine.wait_for_work(10.0)
+        with pytest.raises(InternalError, match="the books are wrong"):
+            engine.step()
+    finally:
+        engine.host_copies.stop(10.0)

@@ -214,11 +214,15 @@ class Engine:
     def wait_for_work(self, timeout_s: float) -> bool:
         """Blocks the engine's thread until something can be stepped; False: the time is up."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._ledger.has_work or self._copies_here, timeout_s)
+            return self._changed.wait_for(
+                lambda: self._ledger.has_work or self._copies_here or self.host_copies.failure is not None, timeout_s
+            )
 
     def step(self) -> StepOutput:
         """Launches what can be and settles the oldest launched step. Without work, returns an empty output. If the runner raises, the
-        step's sequences end as `failures` and the engine goes on; the error is logged."""
+        step's sequences end as `failures` and the engine goes on; the error is logged. Raises InternalError where it can go on no more."""
+        if self.host_copies.failure is not None:
+            raise InternalError(f"the thread that copies prefixes ended: {self.host_copies.failure!r}; restart the worker")
         # After a launch that failed nothing is carried from it: it is settled first.
         while len(self._launched) < self._depth and not (self._launched and self._launched[-1].failed):
             # A runner that computes when it is asked for the result is not running meanwhile: each wait would be measured as a longer step.

@@ -37,6 +37,8 @@ class HostCopies:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._failing = False
+        # What ended the thread before its time: the books cannot be trusted, and what waits for a copy would wait for ever.
+        self.failure: Exception | None = None
 
     @property
     def by_itself(self) -> bool:
@@ -73,12 +75,18 @@ class HostCopies:
         return True
 
     def _run(self) -> None:
-        while True:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping or self._tier.has_copies, _POLL_S)
+                    if self._stopping:
+                        return
+                self._copy_next()
+        except Exception as error:  # a failing copy is none: see _tried
+            logger.exception("the thread that copies prefixes to the host and back ended")
             with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._tier.has_copies, _POLL_S)
-                if self._stopping:
-                    return
-            self._copy_next()
+                self.failure = error
+                self._changed.notify_all()
 
     def _copy_next(self) -> bool:
         """One load or a batch of saves. False: there is nothing."""
