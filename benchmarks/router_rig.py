@@ -43,7 +43,8 @@ from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
-FIRST_CORE, *_, LAST_CORE = sorted(os.sched_getaffinity(0)) * 2
+CORES = sorted(os.sched_getaffinity(0))
+FIRST_CORE, LAST_CORE = CORES[0], CORES[-1]
 HASH_UNIT = 64
 _SECRET = b"a secret of this benchmark, long enough"
 _VOCAB = 4096

@@ -29,7 +29,7 @@ from router.report import Report
 from router.workers import DecodeLink, PrefillLink, WorkerLink
 from twostep.errors import TwostepError, Unavailable
 from twostep.rpc.convert import class_to_proto, sampling_to_proto
-from twostep.rpc.v1 import decode_pb2, kv_pb2, prefill_pb2
+from twostep.rpc.v1 import decode_pb2, inference_pb2, kv_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,9 @@ class Attempt:
         self._output, self._report = output, report
         self._cleanup = cleanup
         self._on_computed = on_computed
-        self._token_ids = [*job.prompt, *output.token_ids]
+        # Both workers get them: put into protobuf's own array once, which then is copied as it is.
+        self._token_ids = inference_pb2.TokenIds(ids=job.prompt).ids
+        self._token_ids.extend(output.token_ids)
         self._first_position = output.next_position
         self._queued_tokens = 0
         self._early: dict[int, prefill_pb2.Token] = {}

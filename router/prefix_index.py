@@ -1,5 +1,9 @@
-"""Which workers hold how much of a prompt's prefix, in the pool or below it in host memory: one pipelined round trip to Redis, and never
-more than 2 ms of waiting (--prefix-lookup-timeout).
+"""Which workers hold how much of a prompt's prefix, in the pool or below it in host memory: a pipelined round trip to Redis, or two, and
+never more than 2 ms of waiting (--prefix-lookup-timeout).
+
+Of a long prompt the first trip asks for units 1, 2, 4, 8 ... of it: the first one that a worker has not bounds what it holds. The second
+asks for all below that bound, of those workers alone that have the first unit. Most workers hold nothing of most prompts, and every unit
+that is asked for costs this router about 2 us.
 
 The index lives in Redis alone: a router that starts knows at once what the one before it knew.
 
@@ -28,6 +32,8 @@ _OPEN_S = 1.0
 _MAX_PROBES = 8192
 _MAX_WORKERS = 128
 _MAX_PENDING = 64
+# Prompts up to here are asked for in one trip.
+_MAX_AT_ONCE = 16
 # Fewer than the client's connections.
 _MAX_CONCURRENT = 6
 
@@ -105,26 +111,26 @@ class PrefixIndex:
         await asyncio.gather(*self._pending, return_exceptions=True)
 
     async def _ask(self, asked: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife]) -> dict[WorkerLife, CachedPrefix]:
-        pipeline = self._redis.pipeline(transaction=False)
-        strides: list[int] = []
         share = _MAX_PROBES // sum(1 + (life in tiered) for life in asked)
-        for life, hashes in asked.items():
-            stride = -(-len(hashes) // share)
-            strides.append(stride)
-            probes = list(hashes[stride - 1 :: stride])
-            pipeline.smismember(prefix_key(life.worker_id, life.epoch), probes)
-            if life in tiered:
-                pipeline.smismember(host_prefix_key(life.worker_id, life.epoch), probes)
+        probes = [Probe(life, hashes, -(-len(hashes) // share), tiered=life in tiered) for life, hashes in asked.items()]
         async with self._slots:
-            replies = iter(await pipeline.execute())
-        held: dict[WorkerLife, CachedPrefix] = {}
-        for life, stride in zip(asked, strides, strict=True):
+            await self._probe({probe: probe.first() for probe in probes})
+            rest = {probe: indices for probe in probes if (indices := probe.rest())}
+            if rest:
+                await self._probe(rest)
+        return {probe.life: held for probe in probes if (held := probe.held(self._unit)).num_tokens}
+
+    async def _probe(self, wanted: Mapping[Probe, Sequence[int]]) -> None:
+        pipeline = self._redis.pipeline(transaction=False)
+        for probe, indices in wanted.items():
+            hashes = [probe.hashes[i] for i in indices]
+            pipeline.smismember(prefix_key(probe.life.worker_id, probe.life.epoch), hashes)
+            if probe.tiered:
+                pipeline.smismember(host_prefix_key(probe.life.worker_id, probe.life.epoch), hashes)
+        replies = iter(await pipeline.execute())
+        for probe, indices in wanted.items():
             in_pool = next(replies)
-            in_either = [a or b for a, b in zip(in_pool, next(replies), strict=True)] if life in tiered else in_pool
-            pool, either = _run(in_pool), _run(in_either)
-            if either:
-                held[life] = CachedPrefix(pool * stride * self._unit, (either - pool) * stride * self._unit)
-        return held
+            probe.learn(indices, in_pool, next(replies) if probe.tiered else in_pool)
 
     async def _ping(self) -> None:
         pipeline = self._redis.pipeline(transaction=False)
@@ -148,6 +154,38 @@ class PrefixIndex:
         self._overdue -= 1
 
 
-def _run(flags: Sequence[int]) -> int:
+class Probe:
+    """What is known of one worker: of every `stride`-th unit, whether it is in the pool, and whether it is there at all."""
+
+    def __init__(self, life: WorkerLife, hashes: Sequence[bytes], stride: int, *, tiered: bool) -> None:
+        self.life = life
+        self.hashes = hashes if stride == 1 else hashes[stride - 1 :: stride]
+        self.tiered = tiered
+        self._stride = stride
+        self._in_pool = [False] * len(self.hashes)
+        self._in_either = [False] * len(self.hashes)
+
+    def first(self) -> Sequence[int]:
+        """Indices to ask for first."""
+        num = len(self.hashes)
+        return range(num) if num <= _MAX_AT_ONCE else [(1 << k) - 1 for k in range(num.bit_length())]
+
+    def rest(self) -> Sequence[int]:
+        """Then: all others before the first that is known to be missing."""
+        asked = self.first()
+        bound = next((i for i in asked if not self._in_either[i]), len(self.hashes))
+        known = frozenset(asked)
+        return [i for i in range(bound) if i not in known]
+
+    def learn(self, indices: Sequence[int], in_pool: Sequence[int], in_host: Sequence[int]) -> None:
+        for i, pool, host in zip(indices, in_pool, in_host, strict=True):
+            self._in_pool[i], self._in_either[i] = bool(pool), bool(pool or host)
+
+    def held(self, unit: int) -> CachedPrefix:
+        pool, either = run_length(self._in_pool), run_length(self._in_either)
+        return CachedPrefix(pool * self._stride * unit, (either - pool) * self._stride * unit)
+
+
+def run_length(flags: Sequence[int]) -> int:
     """The middle of a prefix may be gone: what counts is the unbroken run from the start."""
     return next((i for i, flag in enumerate(flags) if not flag), len(flags))

@@ -131,14 +131,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(63)
         # Whoever wants to go on elsewhere needs the seed, however early this call breaks.
-        await context.send_initial_metadata((("x-request-id", request_id), ("x-twostep-seed", str(request.sampling.seed))))
-        job = record.job = await self._job(request, request_id, context, started)
-        report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
-        answer = record.answer = Answer(self._tokenizer, job.sampling)
-        await self._prompts.resume(answer, job.resumed, job.sampling)
-        # What the client has may be all of it but the end.
-        finish = answer.finish or await self._stream(job, report, answer, context)
-        return report.end(finish.reason, finish.stop_reason, answer.num_tokens)
+        metadata = (("x-request-id", request_id), ("x-twostep-seed", str(request.sampling.seed)))
+        # While the request is read and placed.
+        told = asyncio.create_task(context.send_initial_metadata(metadata))
+        try:
+            job = record.job = await self._job(request, request_id, context, started)
+            report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
+            answer = record.answer = Answer(self._tokenizer, job.sampling)
+            await self._prompts.resume(answer, job.resumed, job.sampling)
+            # What the client has may be all of it but the end.
+            finish = answer.finish or await self._stream(job, report, answer, context, told)
+            return report.end(finish.reason, finish.stop_reason, answer.num_tokens)
+        finally:
+            # grpc cannot end a call that is still being told its metadata.
+            await asyncio.wait((told,))
+            if not told.cancelled():
+                told.exception()  # of a client that is gone: whoever writes next learns it too
 
     async def _job(self, request: inference_pb2.GenerateRequest, request_id: str, context: _Context, started: float) -> Job:
         self._check_model(request.model)
@@ -164,9 +172,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             expected_tokens=self._lengths.expected(tenant, max(1, sampling.max_tokens - len(request.resume_token_ids))),
         )
 
-    async def _stream(self, job: Job, report: Report, answer: Answer, context: _Context) -> Finish:
-        """Writes the pieces. They are written here rather than yielded, so that cutting a client that does not read interrupts
-        this coroutine, which then says why."""
+    async def _stream(self, job: Job, report: Report, answer: Answer, context: _Context, told: asyncio.Task[None]) -> Finish:
+        """Writes the pieces, after the metadata of which the client is `told`. They are written here rather than yielded, so that cutting a
+        client that does not read interrupts this coroutine, which then says why."""
         task = asyncio.current_task()
         assert task is not None, "grpc runs every call in a task"
         output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel, resumed=job.resumed)
@@ -174,6 +182,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         slot = self._admission.slot(claim, num_tokens, lambda: len(job.prompt) + output.next_position if report.placed else 0)
         try:
             async with asyncio.timeout(job.remaining_s()), slot, self._serving(job, output, report):
+                await asyncio.shield(told)
                 while True:
                     batch = await output.take()
                     response = answer.response(batch.tokens)
