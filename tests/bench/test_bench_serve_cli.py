@@ -192,6 +192,34 @@ def test_flags_that_contradict_each_other_are_refused_with_what_to_change(
     assert not servicer.requests
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--input-tokens", "0"), "--input-tokens 0: give a number above 0"),
+        (("--burstiness", "0", "--arrivals", "gamma"), "--burstiness 0"),
+        (("--trace-speed", "0", "--workload", "azure", "--dataset-path", "x"), "--trace-speed 0"),
+        (("--duration", "nan"), "--duration nan"),
+        (("--cooldown", "nan"), "--cooldown nan: give a number of 0 or more"),
+        (("--warmup", "inf"), "--warmup inf"),
+        (("--timeout", "-1"), "--timeout -1"),
+        (("--gpu-hour-price", "-2", "--decode-gpus", "1"), "--gpu-hour-price -2"),
+        (("--num-gpus", "0"), "--num-gpus 0"),
+        (("--rate", "nan"), "the rate is nan"),
+        (("--rate", "0"), "the rate is 0"),
+        (("--arrivals", "closed"), "--concurrency"),
+        (("--workload", "azure"), "--dataset-path"),
+        (("--workload", "multi-turn", "--turns", "x"), "--turns 'x'"),
+    ],
+)
+def test_wrong_numbers_are_refused_before_anything_is_connected_to(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as status:
+        main(["bench", "serve", "--no-progress", "--target", "127.0.0.1:1", *words])
+    assert status.value.code == 1
+    assert said in capsys.readouterr().err
+
+
 def test_a_terminal_has_a_progress_bar() -> None:
     ours, theirs = pty.openpty()
     try:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import math
 from typing import Any
 
 from twostep.bench.serve import lengths
@@ -31,6 +32,28 @@ _DEFAULT_LENGTHS = {
     "multi-turn": (128, 128),
 }
 _DEFAULT_DURATION_S = 60.0
+_ABOVE_0 = (
+    *("input_tokens", "output_tokens", "burstiness", "trace_speed", "duration", "num_requests", "concurrency", "max_in_flight"),
+    *("num_prefixes", "num_gpus", "timeout", "max_slip_ms"),
+)
+_AT_LEAST_0 = (
+    *("warmup", "cooldown", "think_time", "spread", "prefix_tokens", "prefix_zipf", "max_model_len", "vocab_size", "temperature"),
+    *("prefill_gpus", "decode_gpus", "gpu_hour_price", "decode_gpu_hour_price"),
+)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """What can be told before anything is connected to. Raises InvalidRequest."""
+    for names, least in ((_ABOVE_0, "above 0"), (_AT_LEAST_0, "of 0 or more")):
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not (math.isfinite(value) and (value > 0 or (value == 0 and names is _AT_LEAST_0))):
+                raise InvalidRequest(f"--{name.replace('_', '-')} {value:g}: give a number {least}")
+    _arrivals(args)
+    if args.workload in _TRACES and args.dataset_path is None:
+        raise _no_dataset(args.workload)
+    if args.workload == "multi-turn":
+        _turns(args.turns)
 
 
 def target_of(args: argparse.Namespace, targets: Targets) -> Target:
@@ -171,10 +194,14 @@ async def _workload(args: argparse.Namespace, target: Target, served: Served) ->
         case "sharegpt" if args.dataset_path is None:
             return RandomPrompts(prompt=lengths.SHAREGPT_PROMPT, output=fixed_output or lengths.SHAREGPT_OUTPUT)
     if args.dataset_path is None:
-        raise InvalidRequest(f"--workload {name} is read from a file: give it as --dataset-path")
+        raise _no_dataset(name)
     if name == "sharegpt":
         return await read_sharegpt(args.dataset_path, target.tokenize, output_tokens=args.output_tokens, seed=args.seed)
     return read_trace(args.dataset_path, name)
+
+
+def _no_dataset(workload: str) -> InvalidRequest:
+    return InvalidRequest(f"--workload {workload} is read from a file: give it as --dataset-path")
 
 
 def _turns(text: str) -> lengths.Lengths:

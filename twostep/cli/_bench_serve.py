@@ -17,7 +17,7 @@ from twostep.bench.serve.runner import Progress
 from twostep.bench.serve.summary import summarize
 from twostep.bench.serve.sweep import Doom, Search, Tried, knee
 from twostep.bench.serve.target import Served, Target
-from twostep.cli._bench_load import load_of, target_of
+from twostep.cli._bench_load import check_flags, load_of, target_of
 from twostep.cli._bench_progress import shown
 from twostep.errors import InvalidRequest, SetupError
 from twostep.rpc import event_loop
@@ -33,6 +33,7 @@ class Judgement:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_flags(args)
     judgement = _judgement(args)
     if args.plots and importlib.util.find_spec("matplotlib") is None:
         raise SetupError("--plots needs matplotlib; pip install 'twostep[bench]', or leave it out and draw from --output elsewhere")
