@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_MAX_WEIGHT = 1e6
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # counters are tokens by weight: beyond these, a request is no longer seen in them
 _MAX_TENANTS = 4096
 # Before anything is known of a tenant: about what clients ask for.
 _FIRST_GUESS_TOKENS = 256.0
@@ -51,8 +51,8 @@ def tenant_weights(text: str) -> dict[str, float]:
             weight = float(number)
         except ValueError:
             weight = math.nan
-        if not 0 < weight <= _MAX_WEIGHT:
-            raise argparse.ArgumentTypeError(f"{entry!r}: write name=weight, the weight a number above 0, up to {_MAX_WEIGHT:g}")
+        if not _MIN_WEIGHT <= weight <= _MAX_WEIGHT:
+            raise argparse.ArgumentTypeError(f"{entry!r}: write name=weight, the weight a number from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}")
         if name in weights:
             raise argparse.ArgumentTypeError(f"tenant {name!r} has two weights; give it one")
         weights[name] = weight

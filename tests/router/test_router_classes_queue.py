@@ -322,7 +322,7 @@ def test_weights_of_a_line_and_of_a_file(tmp_path: Path) -> None:
     assert Quota(weights=tenant_weights("a=2")).weight("b") == 1.0
 
 
-@pytest.mark.parametrize("text", ["a=0", "a=-1", "a=nan", "a=inf", "a=", "a=x", "a=1,a=2", "a=1,b", "/no/such/file"])
+@pytest.mark.parametrize("text", ["a=0", "a=-1", "a=1e-300", "a=1e7", "a=nan", "a=inf", "a=", "a=x", "a=1,a=2", "a=1,b", "/no/such/file"])
 def test_weights_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         tenant_weights(text)
