@@ -109,6 +109,20 @@ def test_rates_json_saved_requests_and_plots(tmp_path: Path) -> None:
     assert summary.goodput.num_met == report["points"][1]["goodput"]["num_met"] == 15
 
 
+def test_saved_requests_are_strict_json_at_an_infinite_rate_too(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    with server() as (address, _):
+        words = ("--rate", "inf", "--num-requests", "3", "--save-requests", str(path), "--json")
+        done = bench("--target", address, *FAST, *words)
+    assert done.returncode == 0, done.stderr
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    saved = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert [request["rate"] for request in saved] == [None] * 3
+
+
 def test_a_sweep_ends_at_its_bound(tmp_path: Path) -> None:
     with server() as (address, _):
         done = bench("--target", address, *FAST, "--sweep", "--sweep-points", "3", "--num-requests", "6", "--goodput", "ttft:60000")

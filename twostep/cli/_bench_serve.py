@@ -6,6 +6,7 @@ import argparse
 import gc
 import importlib.util
 import json
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -96,9 +97,10 @@ async def _point(args: argparse.Namespace, target: Target, served: Served, load:
     )
     point = report.Point(label=load.label, rate=load.rate, result=result, summary=summary, warnings=warnings)
     if args.save_requests:
+        rate = load.rate if load.rate is not None and math.isfinite(load.rate) else None
         with args.save_requests.open("a" if number else "w") as file:
             for record in result.records:
-                file.write(json.dumps({"rate": load.rate, **record.as_json()}) + "\n")
+                file.write(json.dumps({"rate": rate, **record.as_json()}, allow_nan=False) + "\n")
     if not args.json:
         print(report.table(point, judgement.targets), flush=True)
     return point
