@@ -277,7 +277,9 @@ class Sequences:
         for failure in output.failures:
             sequence = self._sequences.get(failure.seq_id)
             if sequence is not None:
-                self._fail(sequence, Unavailable(f"{failure.message}; another worker may do better"))
+                # Ahead of the commit, routers take Unavailable for the source's fault, and this is ours.
+                kind = InternalError if sequence.state is State.FETCHING else Unavailable
+                self._fail(sequence, kind(f"{failure.message}; another worker may do better"))
 
     def _tell(self, tokens: Iterable[TokenOutput]) -> None:
         messages: dict[str, decode_pb2.StepEvents] = {}

@@ -302,6 +302,36 @@ async def test_what_is_confirmed_while_it_decodes_is_a_cached_prefix(redis_url: 
         await w.pair.settled()
 
 
+async def test_a_step_that_fails_before_the_source_has_answered_is_not_the_sources_fault(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+    real = KvService.Acknowledge
+
+    async def hold(self: KvService, request: Any, context: Any) -> Any:
+        asked.set()
+        await go_on.wait()
+        return await real(self, request, context)
+
+    def fail(_: Any) -> Any:
+        raise RuntimeError("this device is broken")
+
+    monkeypatch.setattr(KvService, "Acknowledge", hold)
+    runner = make_runner()
+    monkeypatch.setattr(runner, "run", fail)
+    async with world(redis_url, decode_runner=runner) as w:
+        call = await w.begin(max_tokens=4)
+        await asyncio.wait_for(asked.wait(), WAIT_S)
+        failed = await w.failed()
+        assert "this device is broken" in failed.message
+        assert failed.retryable
+        # Routers blame the decode worker for it (router/attempt.py).
+        assert failed.code == "INTERNAL"
+        go_on.set()
+        call.cancel()
+        await w.pair.settled()
+
+
 async def test_a_flipped_bit_is_read_again(redis_url: str) -> None:
     async with world(redis_url, prefill_options={"chunk_bytes": 1}) as w:
         store = w.pair.prefill_runner
