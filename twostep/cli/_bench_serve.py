@@ -58,6 +58,8 @@ async def _main(args: argparse.Namespace, judgement: Judgement) -> int:
         served = await target.open()
         load = await load_of(args, target, served)
         rates = _rates(args, load)
+        if args.stop_early and load.num_measured() is None:
+            raise InvalidRequest("--stop-early needs to know how many requests will come: leave it out for users and conversations")
         points = []
         if args.sweep:
             points = await _sweep(args, target, served, load, judgement)
