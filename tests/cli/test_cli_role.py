@@ -107,7 +107,7 @@ def test_what_is_missing_is_named(worker: tuple[ScriptedWorker, str], secret: st
         ((worker[1], "prefill"), "--secret-file is missing"),
         ((worker[1], "prefill", "--secret-file", str(tmp_path / "other")), "give the worker's own --secret-file"),
         ((worker[1], "prefill", "--secret-file", secret, "--drain-timeout", "-1"), "--drain-timeout -1: give seconds"),
-        (("127.0.0.1:1", "prefill", "--secret-file", secret), "failed to connect"),
+        (("127.0.0.1:1", "prefill", "--secret-file", secret), "no worker answers at 127.0.0.1:1 (failed to connect"),
     ):
         code, out, error = run(*words)
         assert (code, out) == (1, "")

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 
-from twostep.errors import InvalidRequest
+from twostep.errors import InvalidRequest, Unavailable
 from twostep.rpc.channel import TlsFiles, open_channel
 from twostep.rpc.v1 import worker_pb2
 from twostep.rpc.worker_role import switch_role, who_is
@@ -22,7 +22,13 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace, secret: bytes) -> int:
     async with open_channel(args.address, tls=TlsFiles(cert=args.tls_cert, key=args.tls_key, ca=args.tls_ca)) as channel:
-        worker = await who_is(channel)
+        try:
+            worker = await who_is(channel)
+        except Unavailable as error:
+            raise Unavailable(
+                f"no worker answers at {args.address} ({error.message}); give HOST:PORT as the worker's log or `twostep up` names it, and "
+                "--tls-ca if it has TLS"
+            ) from None
         if not args.role:
             _tell(worker, as_json=args.json)
             return 0
