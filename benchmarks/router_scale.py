@@ -1,10 +1,11 @@
-"""Whether router replicas cost each other anything: CPU time of a token with 1, 2 and 4 router processes, one load below saturation.
+"""Whether router replicas cost each other anything: CPU time of a token with 1, 2 and 4 router processes, below saturation.
 
-    python benchmarks/router_scale.py                                  400 streams over 1, 2, 4 routers, a token each every 40 ms
-    python benchmarks/router_scale.py --routers 1 2 4 8 --decode 16 --streams 3200
+    python benchmarks/router_scale.py                                  100 streams for each of 1, 2, 4 routers, a token each every 40 ms
+    python benchmarks/router_scale.py --streams 400 --total            400 streams, over 1, 2, 4 routers
+    python benchmarks/router_scale.py --routers 1 2 4 8 --decode 16    on a machine with many cores
 
-Every router has a stream to every decode worker, so that n routers get n messages a step with an n-th of the tokens each: what they share
-(Redis, heartbeats, usage of tenants) and what they repeat (messages, polls) shows as CPU seconds for each 1,000 tokens. Routers are spread
+What routers share (Redis, heartbeats, usage of tenants) and repeat (polls, a stream from every decode worker) shows as CPU seconds for each
+1,000 tokens. With --total a decode worker's step also comes to n routers in n messages, each with an n-th of the tokens. Routers are spread
 over all cores but the last one, which workers, Redis and clients have. Rounds alternate, so that other work on the machine hits all alike.
 """
 
@@ -53,7 +54,8 @@ async def main(arguments: argparse.Namespace) -> None:
         results: dict[int, list[float]] = {num: [] for num in arguments.routers}
         for _ in range(arguments.rounds):
             for num, costs in results.items():
-                cost, rate = await measure(rig_, rig_.routers[:num], streams=arguments.streams, num_tokens=arguments.tokens)
+                streams = arguments.streams * (1 if arguments.total else num)
+                cost, rate = await measure(rig_, rig_.routers[:num], streams=streams, num_tokens=arguments.tokens)
                 costs.append(cost)
                 print(f"{num} routers: {cost:.4f} CPU s for 1,000 tokens, at {rate:,.0f} tokens/s, {busy()}", flush=True)
     base = statistics.median(results[arguments.routers[0]])
@@ -69,7 +71,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--routers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--decode", type=int, default=2, help="decode workers")
-    parser.add_argument("--streams", type=int, default=400)
+    parser.add_argument("--streams", type=int, default=100, help="of each router")
+    parser.add_argument("--total", action="store_true", help="--streams are those of all routers together")
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
     parser.add_argument("--step-ms", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=3)
