@@ -232,10 +232,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise NotFound(f"model {name!r} is not served here; ask for {self._config.model_name!r}, or leave the name empty")
 
     def _max_model_len(self) -> int:
-        """The model's context, or less if no pair of live workers has so much."""
+        """The model's context, or less if no pair of live workers has so much, nor a decode worker that computes prompts."""
         records = self._pool.records()
-        sides = [[r.max_model_len for r in records if r.role == role] for role in ("prefill", "decode")]
-        return min([self._config.max_model_len, *(max(side) for side in sides if side)])
+        longest_prefill = max((r.max_model_len for r in records if r.role == "prefill"), default=self._config.max_model_len)
+        decode = [r.max_model_len if r.local_prefill else min(r.max_model_len, longest_prefill) for r in records if r.role == "decode"]
+        return min(self._config.max_model_len, max(decode, default=longest_prefill))
 
 
 def _request_id(given: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from typing import Any
 
 import grpc
@@ -46,6 +47,21 @@ async def test_without_prefill_workers_the_decode_worker_does_it_all(cluster: Cl
     request = decode.requests[0]
     assert request.prefill_here
     assert decode.attaches == decode.cancels == []
+
+
+@pytest.mark.parametrize("local", [True, False])
+async def test_the_context_is_that_of_whoever_can_do_it_alone(cluster: Cluster, local: bool) -> None:
+    template = cluster.template
+    cluster.template = dataclasses.replace(template, max_model_len=40)
+    await cluster.prefill()
+    cluster.template = template
+    await cluster.decode(local=local)
+    async with cluster.serving():
+        models = (await cluster.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)).models
+        assert [m.max_model_len for m in models] == [template.max_model_len if local else 40]
+        if local:
+            reply = await cluster.ask(max_tokens=60, ignore_eos=True)
+            assert len(reply.token_ids) == 60
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
