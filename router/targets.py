@@ -142,7 +142,8 @@ def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Predic
     if targets.ttft_s is None:
         return None
     ttft_s = waited_s + queue_s + placed.predicted_ttft_s
-    late = not placed.meets_targets and waited_s + placed.predicted_ttft_s > targets.ttft_s
+    # That the sum says so too: placement's own was of the rest of the time. Once that is up, nothing meets it, however soon it would come.
+    late = (not placed.meets_targets or waited_s > targets.ttft_s) and waited_s + placed.predicted_ttft_s > targets.ttft_s
     if not late and not (queue_s > 0.0 and ttft_s > targets.ttft_s):
         return None
     # What it has waited is nobody's queue the next time.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.config import parse_config
@@ -31,6 +31,7 @@ def choice(targets: Targets, waited_s: float, ttft_s: float, tpot_s: float, retr
     return Choice(ttft_s, tpot_s, not late and not slow, retry_s if late or slow else 0.0)
 
 
+@example(target_ttft=0.01, target_tpot=None, waited=1.0, queue=0.0, ttft=0.0, tpot=0.0, attainable=True)
 @given(st.none() | st.floats(0.01, 10.0), st.none() | st.floats(0.001, 1.0), SECONDS, SECONDS, SECONDS, SECONDS, st.booleans())
 def test_exactly_what_cannot_be_kept_is_refused(
     target_ttft: float | None, target_tpot: float | None, waited: float, queue: float, ttft: float, tpot: float, attainable: bool
