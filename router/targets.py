@@ -147,7 +147,7 @@ def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Predic
     if not late and not (queue_s > 0.0 and ttft_s > targets.ttft_s):
         return None
     # What it has waited is nobody's queue the next time.
-    excess_s = max(ttft_s - waited_s - targets.ttft_s, placed.retry_after_s)
+    excess_s = max(placed.predicted_ttft_s + queue_s - targets.ttft_s, placed.retry_after_s)
     return Refused(
         Reason.TARGET_TTFT,
         f"the first token would come after {ttft_s * 1e3:.0f} ms ({waited_s * 1e3:.0f} waited, {queue_s * 1e3:.0f} more in the queue) and "
