@@ -230,6 +230,8 @@ async def test_a_router_started_anew_sends_its_first_request_where_the_prefix_is
     await cluster.announce(prefills[2], units)
     await cluster.announce(decodes[1], units)
     for life in range(4):
+        # All of them are there when it starts, however long the lives before it took.
+        await cluster.beat()
         async with cluster.serving(prefix_lookup_timeout=2.0):
             await cluster.ask(cluster.request(prompt, max_tokens=2))
         assert (len(prefills[2].requests), len(decodes[1].requests)) == (life + 1, life + 1)
