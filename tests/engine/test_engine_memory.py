@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from twostep.engine.batch import Batch
-from twostep.engine.memory import GIB, MemoryProfile, host_cache_bytes, num_blocks_within, shortage_at_start, usable_host_bytes
+from twostep.engine.memory import GIB, MemoryProfile, num_blocks_within, shortage_at_start
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.pool_sizing import PoolSizing, measured_blocks, widest_batch
 from twostep.errors import SetupError
@@ -82,25 +82,6 @@ def test_a_process_that_was_there_first_is_noticed() -> None:
     said = shortage_at_start(total=80 * GIB, free=20 * GIB, utilization=0.9, device="cuda:0")
     assert "60.00 GiB of the 80.00 GiB" in said
     assert "72.00 GiB" in said
-
-
-@given(st.integers(GIB, 4096 * GIB), st.integers(0, 16), st.integers(1, 8))
-def test_workers_of_all_gpus_take_an_eighth_of_the_host_together(host_bytes: int, num_gpus: int, num_ranks: int) -> None:
-    each = host_cache_bytes(host_bytes, num_gpus=num_gpus, num_ranks=num_ranks)
-    assert each * (num_gpus // num_ranks) <= host_bytes / 8
-    assert each <= host_bytes / 8
-    if num_ranks >= num_gpus:
-        assert each == host_bytes // 8
-
-
-def test_a_control_group_s_limit_is_what_there_is(tmp_path: Path) -> None:
-    whole = usable_host_bytes([])
-    assert whole > 0
-    for name, text in {"set": "1048576\n", "unlimited": "max\n", "more than there is": str(1 << 62)}.items():
-        (tmp_path / name).write_text(text)
-    missing = tmp_path / "not there"
-    assert usable_host_bytes([missing, tmp_path / "unlimited", tmp_path / "more than there is"]) == whole
-    assert usable_host_bytes([missing, tmp_path / "set"]) == 1 << 20
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 64), st.sampled_from([1, 4, 16]), st.integers(1, 5))

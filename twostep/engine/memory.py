@@ -9,18 +9,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from twostep.errors import SetupError
 
 GIB = 1 << 30
-# Of the host's memory, for prefixes of all the workers there can be on it together.
-_HOST_SHARE = 0.125
-# What the control groups of version 2 and 1 allow this process; memory that is pinned for a GPU counts too.
-_GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +66,6 @@ def num_blocks_within(profile: MemoryProfile, utilization: float, *, block_bytes
         f"{_gib(least - room)} of memory are missing on {device}: {parts} do not fit --gpu-memory-utilization {utilization:g} "
         f"of {_gib(profile.total)}; {what}"
     )
-
-
-def host_cache_bytes(host_bytes: int, *, num_gpus: int, num_ranks: int = 1) -> int:
-    """What a worker on `num_ranks` of a host's GPUs may take of its memory for prefixes, where nobody says: its part of an eighth."""
-    return int(host_bytes * _HOST_SHARE * min(1.0, num_ranks / max(1, num_gpus)))
-
-
-def usable_host_bytes(limits: Sequence[Path] = _GROUP_LIMITS) -> int:
-    """Memory of the host, or as much of it as this process' control group may use."""
-    usable = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in limits:
-        try:
-            usable = min(usable, int(limit.read_text()))
-        except (OSError, ValueError):  # not this version; "max"
-            continue
-    return usable
 
 
 def shortage_at_start(*, total: int, free: int, utilization: float, device: str) -> str:
