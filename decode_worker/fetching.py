@@ -23,6 +23,7 @@ from decode_worker.paths import Paths, Source
 from decode_worker.target import Target
 from kv_transfer import layout as kv_layout
 from kv_transfer import reader as rd
+from kv_transfer import reader_events as ev
 from kv_transfer.copy_clock import CopyClock
 from kv_transfer.observer import Direction, Transfer, TransferObserver, reason_of
 from kv_transfer.scattering import ScatterClock
@@ -100,7 +101,7 @@ class Fetching:
         self._transport: KvTransport | None = None
         self._conversion: Conversion | None = None
         self._endpoint = ""
-        self._events: asyncio.Queue[rd.Event] = asyncio.Queue()
+        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._fetches: dict[int, asyncio.Task[TwostepError | None]] = {}
         self._others: set[asyncio.Task[None]] = set()
         self._output_ids: Sequence[int] | None = None
@@ -142,19 +143,19 @@ class Fetching:
             exact=self._conversion is None or self._conversion.exact,
         )
 
-    async def _next_event(self) -> rd.Event:
+    async def _next_event(self) -> ev.Event:
         try:
             async with asyncio.timeout(max(0.0, self._reader.deadline - time.monotonic())):
                 return await self._events.get()
         except TimeoutError:
-            return rd.Tick()
+            return ev.Tick()
 
     async def _give_up(self) -> None:
         """Returns when no fetch writes any more, however often it is cancelled meanwhile."""
-        self._apply(rd.GivenUp())
+        self._apply(ev.GivenUp())
         await _all_ended(self._fetches.values())
 
-    def _apply(self, event: rd.Event) -> None:
+    def _apply(self, event: ev.Event) -> None:
         before = self._reader.num_again
         step = rd.advance(self._reader, event, time.monotonic())
         self._reader = step.reader
@@ -164,23 +165,23 @@ class Fetching:
             self._parts.observer.retry(self._transport.name, "data_loss")
         for action in step.actions:
             match action:
-                case rd.StartFetch(chunk):
+                case ev.StartFetch(chunk):
                     self._start_fetch(chunk)
-                case rd.CancelFetches():
+                case ev.CancelFetches():
                     for task in self._fetches.values():
                         task.cancel()
-                case rd.RenewLease():
+                case ev.RenewLease():
                     self._spawn(self._renew())
-                case rd.AskSource():
+                case ev.AskSource():
                     self._spawn(self._ask(action))
-                case rd.DecodeAhead(output_ids):
+                case ev.DecodeAhead(output_ids):
                     try:
                         self._ahead(output_ids)
                     except TwostepError as error:
-                        self._events.put_nowait(rd.GivenUp(error))
-                case rd.CommitToEngine(output_ids):
+                        self._events.put_nowait(ev.GivenUp(error))
+                case ev.CommitToEngine(output_ids):
                     self._output_ids = output_ids
-                case rd.TellSource() | rd.FreeTargets():
+                case ev.TellSource() | ev.FreeTargets():
                     # Both are the caller's, whose sequence it is.
                     pass
 
@@ -197,26 +198,26 @@ class Fetching:
                         self._events.put_nowait(self._manifest(event.manifest))
                     case "chunk":
                         self._announced_at[event.chunk.index] = time.monotonic()
-                        self._events.put_nowait(rd.ChunkAnnounced(_info(event.chunk, self._parts.layout.num_layers)))
+                        self._events.put_nowait(ev.ChunkAnnounced(_info(event.chunk, self._parts.layout.num_layers)))
                     case "complete":
-                        done = rd.CompleteCame(event.complete.num_chunks, tuple(event.complete.output_ids))
+                        done = ev.CompleteCame(event.complete.num_chunks, tuple(event.complete.output_ids))
                         self._events.put_nowait(done)
             error: TwostepError = Unavailable("the prefill worker ended the hand-over before it was complete; prefill again")
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure)
         except TwostepError as failure:
-            self._events.put_nowait(rd.GivenUp(failure))
+            self._events.put_nowait(ev.GivenUp(failure))
             return
         except Exception as failure:
             # Nobody else would end the hand-over before its ticket's time.
             log.exception("watching %s failed unexpectedly", self._ticket.lease_id)
-            self._events.put_nowait(rd.GivenUp(InternalError(f"the hand-over failed: {failure!r}; see the decode worker's log")))
+            self._events.put_nowait(ev.GivenUp(InternalError(f"the hand-over failed: {failure!r}; see the decode worker's log")))
             return
         finally:
             call.cancel()
-        self._events.put_nowait(rd.SourceLost(error))
+        self._events.put_nowait(ev.SourceLost(error))
 
-    def _manifest(self, manifest: kv_pb2.Manifest) -> rd.ManifestCame:
+    def _manifest(self, manifest: kv_pb2.Manifest) -> ev.ManifestCame:
         """Raises Incompatible and Unavailable."""
         ours, theirs = self._parts.layout, kv_layout.layout_from_proto(manifest.layout)
         transport = self._parts.transports.get(manifest.transport)
@@ -239,9 +240,9 @@ class Fetching:
         if theirs != ours or wire != RAW:
             self._conversion = Conversion(theirs, ours, self._parts.store, transport, self._target, wire=wire)
             cached, stop = self._conversion.source_span
-        return rd.ManifestCame(
-            published=rd.BlockSpan(manifest.first_block, manifest.num_blocks),
-            wanted=rd.BlockSpan(cached, stop - cached),
+        return ev.ManifestCame(
+            published=ev.BlockSpan(manifest.first_block, manifest.num_blocks),
+            wanted=ev.BlockSpan(cached, stop - cached),
             num_layers=ours.num_layers,
             one_sided=not transport.copies_out,
         )
@@ -253,7 +254,7 @@ class Fetching:
             # Not by the task itself, which may be cancelled before it begins.
             del self._fetches[chunk.index]
             error = Cancelled("the fetch was cancelled") if done.cancelled() else done.result()
-            self._events.put_nowait(rd.FetchEnded(chunk.index, error))
+            self._events.put_nowait(ev.FetchEnded(chunk.index, error))
 
         self._fetches[chunk.index] = task
         task.add_done_callback(ended)
@@ -293,7 +294,7 @@ class Fetching:
             # The next fetch tells whether the source is really gone.
             log.debug("lease %s could not be renewed: %s", self._ticket.lease_id, error.details())
 
-    async def _ask(self, ask: rd.AskSource) -> None:
+    async def _ask(self, ask: ev.AskSource) -> None:
         request = kv_pb2.AcknowledgeRequest(
             ticket=self._ticket.to_proto(),
             outcome=kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED,
@@ -306,11 +307,11 @@ class Fetching:
         except grpc.aio.AioRpcError as error:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 await asyncio.sleep(_ASK_AGAIN_S)
-                self._events.put_nowait(rd.AskFailed(error.details() or error.code().name))
+                self._events.put_nowait(ev.AskFailed(error.details() or error.code().name))
             else:
-                self._events.put_nowait(rd.SourceAnswered(error_from_rpc(error).message))
+                self._events.put_nowait(ev.SourceAnswered(error_from_rpc(error).message))
             return
-        self._events.put_nowait(rd.SourceAnswered(answer.refusal))
+        self._events.put_nowait(ev.SourceAnswered(answer.refusal))
 
     # ---- help -------------------------------------------------------------------------------------------------------------------
 

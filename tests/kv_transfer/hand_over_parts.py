@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer import lease as source_side
-from kv_transfer import reader as reader_side
+from kv_transfer import reader_events as events
 from kv_transfer.lease import Lease
 from kv_transfer.reader import Reader
 from kv_transfer.transport import ChunkInfo
@@ -60,7 +60,7 @@ class Puller:
     ticket: Ticket
     machine: Reader
     targets: list[int]
-    stream: list[reader_side.Event] = field(default_factory=list)
+    stream: list[events.Event] = field(default_factory=list)
     watching: bool = False  # the source serves its watch
     num_sent: int = 0
     fetches: dict[int, Fetch] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class ToSource:
 @dataclass(frozen=True, kw_only=True)
 class ToReader:
     puller: Puller
-    event: reader_side.Event
+    event: events.Event
 
 
 def checksum(tags: Sequence[Tag]) -> int:

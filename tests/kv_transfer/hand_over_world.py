@@ -27,8 +27,10 @@ from hand_over_parts import (
 
 from kv_transfer import lease as source_side
 from kv_transfer import reader as reader_side
+from kv_transfer import reader_events as events
 from kv_transfer.lease import Action, Commit, LeaseTable, Transition
-from kv_transfer.reader import BlockSpan, Reader
+from kv_transfer.reader import Reader
+from kv_transfer.reader_events import BlockSpan
 from kv_transfer.transport import ChunkInfo
 from twostep.engine.block_pool import BlockPool
 from twostep.errors import Cancelled, DataLoss, InvalidRequest, ResourceExhausted, TwostepError, Unavailable
@@ -170,14 +172,14 @@ class World:
             job = self.jobs.get(puller.ticket.lease_id)
             if job is None or job.ticket is not puller.ticket or job.lease.state.ended:
                 puller.watching = False
-                puller.stream.append(reader_side.SourceLost(Unavailable("the lease ended; prefill again")))
+                puller.stream.append(events.SourceLost(Unavailable("the lease ended; prefill again")))
                 continue
             for info in job.infos[puller.num_sent :]:
-                puller.stream.append(reader_side.ChunkAnnounced(info))
+                puller.stream.append(events.ChunkAnnounced(info))
             puller.num_sent = len(job.infos)
             if job.lease.num_chunks is not None:
                 puller.watching = False
-                puller.stream.append(reader_side.CompleteCame(job.lease.num_chunks, (1,)))
+                puller.stream.append(events.CompleteCame(job.lease.num_chunks, (1,)))
 
     def restart(self) -> None:
         """Another life of the source over the same memory. All it held is gone; the watches break."""
@@ -187,7 +189,7 @@ class World:
         for puller in self.pullers:
             if puller.watching:
                 puller.watching = False
-                puller.stream.append(reader_side.SourceLost(Unavailable("the connection broke")))
+                puller.stream.append(events.SourceLost(Unavailable("the connection broke")))
 
     def churn(self, count: int) -> None:
         """Other sequences of the source take blocks and write to them."""
@@ -219,18 +221,18 @@ class World:
         assert "reused under it" not in refusal, "a lease kept its blocks and yet lost them"
         if message.asks:
             self.seen[kind_of(refusal)] += 1
-            self.soup.append(ToReader(puller=puller, event=reader_side.SourceAnswered(refusal)))
+            self.soup.append(ToReader(puller=puller, event=events.SourceAnswered(refusal)))
 
     def _watched(self, puller: Puller, job: Job | None) -> None:
         # The very ticket, not merely its lease's id, which may have come again.
         if job is None or job.ticket is not puller.ticket or job.lease.state.ended:
-            puller.stream.append(reader_side.SourceLost(Unavailable("the lease of this ticket has ended; prefill again")))
+            puller.stream.append(events.SourceLost(Unavailable("the lease of this ticket has ended; prefill again")))
             return
         puller.watching, puller.num_sent = True, 0
         span = BlockSpan(0, len(job.tags))
         wanted = BlockSpan(0, len(puller.ticket.tags))
         one_sided = not job.lease.copies_out
-        puller.stream.append(reader_side.ManifestCame(published=span, wanted=wanted, num_layers=1, one_sided=one_sided))
+        puller.stream.append(events.ManifestCame(published=span, wanted=wanted, num_layers=1, one_sided=one_sided))
         self.apply(job, source_side.FetchProgress())
 
     # ---- the readers --------------------------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ class World:
         self.pullers.append(puller)
         self.soup.append(ToSource(puller=puller, event=None))
 
-    def react(self, puller: Puller, event: reader_side.Event) -> None:
+    def react(self, puller: Puller, event: events.Event) -> None:
         step = reader_side.advance(puller.machine, event, self.now)
         puller.machine = step.reader
         for action in step.actions:
@@ -253,30 +255,30 @@ class World:
             assert not puller.fetches
             assert puller.num_frees == 1
 
-    def _execute(self, puller: Puller, action: reader_side.Action) -> None:
+    def _execute(self, puller: Puller, action: events.Action) -> None:
         match action:
-            case reader_side.StartFetch(chunk):
+            case events.StartFetch(chunk):
                 assert chunk.index not in puller.fetches
                 puller.fetches[chunk.index] = Fetch(chunk=chunk)
-            case reader_side.CancelFetches():
+            case events.CancelFetches():
                 for fetch in puller.fetches.values():
                     fetch.cancelled = True
-            case reader_side.RenewLease():
+            case events.RenewLease():
                 self.soup.append(ToSource(puller=puller, event=source_side.FetchProgress()))
-            case reader_side.AskSource(reader, blocks, generations):
+            case events.AskSource(reader, blocks, generations):
                 assert not puller.fetches, "nothing is read any more once the source was asked"
                 self.soup.append(ToSource(puller=puller, event=Commit(reader, blocks, generations), asks=True))
-            case reader_side.DecodeAhead():
+            case events.DecodeAhead():
                 # The engine writes behind them from here on; that they are right is for the source to say.
                 assert not puller.fetches
                 assert puller.num_frees == 0
                 puller.ahead = True
-            case reader_side.TellSource(committed, reason):
+            case events.TellSource(committed, reason):
                 told = Commit(puller.machine.reader_id) if committed else source_side.Abort(reason)
                 self.soup.append(ToSource(puller=puller, event=told))
-            case reader_side.CommitToEngine():
+            case events.CommitToEngine():
                 self._commit(puller)
-            case reader_side.FreeTargets():
+            case events.FreeTargets():
                 self._free(puller)
 
     def _commit(self, puller: Puller) -> None:
@@ -287,7 +289,7 @@ class World:
         error, self.engine_error = self.engine_error, None
         puller.in_engine = error is None
         self.seen["committed, read where it lay" if puller.ticket.one_sided else "committed, copied out"] += error is None
-        self.react(puller, reader_side.EngineAnswered(error))
+        self.react(puller, events.EngineAnswered(error))
 
     def _free(self, puller: Puller) -> None:
         assert not puller.fetches, "a fetch may still write"
@@ -308,7 +310,7 @@ class World:
             stored = self.objects.get((puller.ticket.lease_id, chunk.index)) if puller.ticket.epoch == self.epoch else None
             if stored is None or fetch.cancelled or len(stored) != chunk.num_blocks:
                 del puller.fetches[chunk.index]
-                self.react(puller, reader_side.FetchEnded(chunk.index, Cancelled("cancelled") if fetch.cancelled else Unavailable("gone")))
+                self.react(puller, events.FetchEnded(chunk.index, Cancelled("cancelled") if fetch.cancelled else Unavailable("gone")))
                 return
             fetch.read.append(stored[place])
         else:
@@ -324,7 +326,7 @@ class World:
             error = Cancelled("cancelled")
         elif not matches and (copied_out or not false_match):
             error = DataLoss(f"chunk {chunk.index} does not match its checksum")
-        self.react(puller, reader_side.FetchEnded(chunk.index, error))
+        self.react(puller, events.FetchEnded(chunk.index, error))
 
     # ---- all together -------------------------------------------------------------------------------------------------------
 
@@ -359,19 +361,19 @@ class World:
         """A reader that waits for an answer notices at some time."""
         message = self.soup.pop(place)
         if (isinstance(message, ToSource) and message.asks) or isinstance(message, ToReader):
-            self.react(message.puller, reader_side.AskFailed("no answer"))
+            self.react(message.puller, events.AskFailed("no answer"))
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
         for transition in self.table.sweep(self.now):
             self.settle(self.jobs[transition.lease.lease_id], transition)
         for puller in self.pullers:
-            self.react(puller, reader_side.Tick())
+            self.react(puller, events.Tick())
 
     def end(self) -> None:
         """Everybody stops, and everything on its way arrives or ends."""
         for puller in self.pullers:
-            self.react(puller, reader_side.GivenUp())
+            self.react(puller, events.GivenUp())
         for transition in self.table.abort_all("stop", self.now):
             self.settle(self.jobs[transition.lease.lease_id], transition)
         for blocks in self.churned:

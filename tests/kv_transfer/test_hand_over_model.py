@@ -30,7 +30,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kv_transfer import lease, reader
 from kv_transfer.lease import Abort, Commit, Lease, LeaseState, LeaseTable, PublisherStopped, Transition
-from kv_transfer.reader import FreeTargets, GivenUp, Reader, ReaderState, SourceLost, Step
+from kv_transfer.reader import Reader, ReaderState, Step
+from kv_transfer.reader_events import FreeTargets, GivenUp, SourceLost
 from twostep.errors import InvalidRequest, Unavailable
 
 OPERATIONS = 20_000

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.reader import (
+from kv_transfer.reader import Reader, ReaderState, advance
+from kv_transfer.reader_events import (
     Action,
     AskFailed,
     AskSource,
@@ -22,15 +23,12 @@ from kv_transfer.reader import (
     FreeTargets,
     GivenUp,
     ManifestCame,
-    Reader,
-    ReaderState,
     RenewLease,
     SourceAnswered,
     SourceLost,
     StartFetch,
     TellSource,
     Tick,
-    advance,
 )
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import DataLoss, TwostepError, Unavailable
