@@ -16,6 +16,7 @@ from router.admission import Admission
 from router.cleanup import Cleanup
 from router.config import RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
+from router.inference import Inference, InferenceConfig
 from router.placement import Demand, Placement, place
 from router.placement_log import PlacementLog
 from router.prefix_index import NO_HINTS, PrefixIndex
@@ -25,7 +26,7 @@ from router.quota import Quota
 from router.quota_share import QuotaShare
 from router.registry import Deployment, Registry
 from router.room import Room
-from router.service import InferenceService, ServiceConfig
+from router.service import InferenceService
 from router.workers import WorkerPool
 from twostep.cluster.registration import connect
 from twostep.errors import SetupError
@@ -108,8 +109,8 @@ class Router:
         registry = MetricsRegistry()
         register_process(registry, "router")
         self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
-        self._service = InferenceService(
-            ServiceConfig(
+        self._inference = Inference(
+            InferenceConfig(
                 model_name=config.served_model_name or config.model.resolve().name,
                 fingerprint=fingerprint,
                 max_model_len=card.max_model_len,
@@ -139,7 +140,7 @@ class Router:
             ),
             alive=lambda: time.monotonic() - self._last_tick < _STUCK_S,
         )
-        self._server.add(self._service, inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
+        self._server.add(InferenceService(self._inference), inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -169,9 +170,9 @@ class Router:
             raise
         # While any request is there, something goes on.
         collecting = collect_in_quiet_moments(lambda: time.monotonic_ns() if self.admission.num_inflight else 0)
-        for work in (self.registry.run(), self._quota_share.run(), self._tick(), self._service.cut_stuck_clients(), collecting):
+        for work in (self.registry.run(), self._quota_share.run(), self._tick(), self._inference.cut_stuck_clients(), collecting):
             self._keep(work)
-        log.info("router %s serves %s on %s:%d", self.router_id, self._service.model_name, self.config.host, self.port)
+        log.info("router %s serves %s on %s:%d", self.router_id, self._inference.model_name, self.config.host, self.port)
 
     async def drain(self, grace_s: float) -> None:
         """Takes nothing new, lets what runs end for `grace_s`, then frees all of it everywhere."""

@@ -1,258 +1,56 @@
-"""What clients call. The life of a Generate request:
-
-    1. name it (the client's id or a new one; sent back at once), find the model, read prompt and parameters    prompt.py
-    2. wait for a place among the requests served at once, by class, share and deadline        admission.py, fair_queue.py
-    3. place it on a prefill and a decode worker, again if one is lost                       dispatch.py, placement.py, attempt.py
-    4. tokens come from the prefill worker's call (the first) and the decode worker's shared stream (the others), each
-       position once and in order, into this request's bounded buffer                        decode_stream.py, output.py
-    5. this call takes what is there, makes text of it, looks for stop strings, and writes one piece             answer.py
-    6. after the last token the end: why, how many tokens, how long each phase took, how the KV travelled        report.py
-
-A client that has the beginning of an answer, from a router that is gone, sends it along: step 1 brings text and stop strings to where it
-is, and steps 3 to 5 go on from there, as they do after a lost worker.
-
-Whatever ends the call early (the client, a deadline, a stop string, a client too slow) cancels step 3, and that frees
-what both workers hold.
-"""
+"""The gRPC front: protobuf in, a stream of protobuf out."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import re
-import secrets
-import time
-import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
-from router.admission import Admission
-from router.answer import Answer, Finish
-from router.dispatch import Dispatcher, time_is_up
-from router.fair_queue import AGEING_S, Claim
-from router.job import Job, Metadata
-from router.output import Output
-from router.prompt import PromptReader
-from router.quota import OutputLengths
-from router.recorder import Record, recorded
-from router.report import Report
-from router.targets import Targets, class_of, tenant_of
-from router.workers import WorkerPool
-from twostep.errors import InternalError, InvalidRequest, NotFound
-from twostep.metrics.router import RouterMetrics
-from twostep.rpc.convert import class_from_proto
+from router.access import Identity
+from router.inference import Inference
+from router.job import Metadata
+from router.targets import TENANT_HEADER
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
-from twostep.text.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_MAX_SALT_CHARS = 256
 _FORWARDED = frozenset({"traceparent", "tracestate"})
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceConfig:
-    """`max_model_len` is the model's own; workers may have less."""
-
-    model_name: str
-    fingerprint: str
-    max_model_len: int
-    max_buffered_tokens: int = 1024
-    request_timeout_s: float = 600.0
-    client_write_timeout_s: float = 30.0
-    ageing_s: float = AGEING_S
-
-
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(
-        self,
-        config: ServiceConfig,
-        *,
-        tokenizer: Tokenizer,
-        prompts: PromptReader,
-        admission: Admission,
-        dispatcher: Dispatcher,
-        pool: WorkerPool,
-        metrics: RouterMetrics,
-    ) -> None:
-        self._config = config
-        self._metrics = metrics
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._admission = admission
-        self._dispatcher = dispatcher
-        self._pool = pool
-        self._outputs: set[Output] = set()
-        self._lengths = OutputLengths()
-
-    # ---- rpcs -----------------------------------------------------------------------------------------------------------
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        with recorded(self._metrics, class_from_proto(request.request_class)) as record:
-            end = record.end = await self._generate(request, context, record)
+        """Pieces are written rather than yielded, so that cutting a client that does not read interrupts the call, which then says why."""
+        end = await self._inference.generate(request, GrpcCaller(context))
         # Everything is free by now but this call.
         yield inference_pb2.GenerateResponse(end=end)
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: _Context) -> inference_pb2.TokenizeResponse:
-        self._check_model(request.model)
-        kind = request.WhichOneof("input")
-        if kind is None:
-            raise InvalidRequest("the input is missing; set text or chat")
-        ids = await (self._prompts.text_ids(request.text) if kind == "text" else self._prompts.chat_ids(request.chat.messages))
-        return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._max_model_len())
+        return await self._inference.tokenize(request)
 
     async def ListModels(self, request: inference_pb2.ListModelsRequest, context: _Context) -> inference_pb2.ListModelsResponse:
-        roles = [record.role for record in self._pool.records() if record.ready and not record.draining]
-        model = inference_pb2.Model(
-            name=self._config.model_name,
-            max_model_len=self._max_model_len(),
-            fingerprint=self._config.fingerprint,
-            prefill_workers=roles.count("prefill"),
-            decode_workers=roles.count("decode"),
-        )
-        return inference_pb2.ListModelsResponse(models=[model])
-
-    @property
-    def model_name(self) -> str:
-        return self._config.model_name
-
-    # ---- a Generate call ------------------------------------------------------------------------------------------------
-
-    async def _generate(self, request: inference_pb2.GenerateRequest, context: _Context, record: Record) -> inference_pb2.End:
-        started = time.monotonic()
-        request_id = _request_id(request.request_id)
-        if not request.sampling.HasField("seed"):
-            request.sampling.seed = secrets.randbits(63)
-        # Whoever wants to go on elsewhere needs the seed, however early this call breaks.
-        metadata = (("x-request-id", request_id), ("x-twostep-seed", str(request.sampling.seed)))
-        # While the request is read and placed.
-        told = asyncio.create_task(context.send_initial_metadata(metadata))
-        try:
-            job = record.job = await self._job(request, request_id, context, started)
-            report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
-            answer = record.answer = Answer(self._tokenizer, job.sampling)
-            await self._prompts.resume(answer, job.resumed, job.sampling)
-            # What the client has may be all of it but the end.
-            finish = answer.finish or await self._stream(job, report, answer, context, told)
-            return report.end(finish.reason, finish.stop_reason, answer.num_tokens)
-        finally:
-            # grpc cannot end a call that is still being told its metadata.
-            await asyncio.wait((told,))
-            if not told.cancelled():
-                told.exception()  # of a client that is gone: whoever writes next learns it too
-
-    async def _job(self, request: inference_pb2.GenerateRequest, request_id: str, context: _Context, started: float) -> Job:
-        self._check_model(request.model)
-        if len(request.cache_salt) > _MAX_SALT_CHARS:
-            raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters; use at most {_MAX_SALT_CHARS}")
-        request_class, targets, tenant = class_of(request), Targets.of(request), tenant_of(request, context.invocation_metadata())
-        prompt = await self._prompts.prompt_ids(request)
-        sampling = self._prompts.sampling(request.sampling, len(prompt), self._max_model_len())
-        return Job(
-            request_id=_unique(request_id) if request.request_id else request_id,
-            prompt=prompt,
-            sampling=sampling,
-            deadline=started + min(self._config.request_timeout_s, context.time_remaining() or float("inf")),
-            cache_salt=request.cache_salt,
-            resumed=list(request.resume_token_ids),
-            migrate=not request.no_migration,
-            metadata=_forwarded(context),
-            tenant=tenant,
-            request_class=request_class,
-            ttft_s=targets.ttft_s,
-            tpot_s=targets.tpot_s,
-            arrived=started,
-            expected_tokens=self._lengths.expected(tenant, max(1, sampling.max_tokens - len(request.resume_token_ids))),
-        )
-
-    async def _stream(self, job: Job, report: Report, answer: Answer, context: _Context, told: asyncio.Task[None]) -> Finish:
-        """Writes the pieces, after the metadata of which the client is `told`. They are written here rather than yielded, so that cutting a
-        client that does not read interrupts this coroutine, which then says why."""
-        task = asyncio.current_task()
-        assert task is not None, "grpc runs every call in a task"
-        output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel, resumed=job.resumed)
-        claim, num_tokens = Claim.of(job, ageing_s=self._config.ageing_s), len(job.prompt) + len(job.resumed)
-        slot = self._admission.slot(claim, num_tokens, lambda: len(job.prompt) + output.next_position if report.placed else 0)
-        try:
-            async with asyncio.timeout(job.remaining_s()), slot, self._serving(job, output, report):
-                await asyncio.shield(told)
-                while True:
-                    batch = await output.take()
-                    response = answer.response(batch.tokens)
-                    if response is not None:
-                        self._metrics.num_generation_tokens += len(response.piece.token_ids)
-                        await context.write(response)
-                    if answer.finish is not None and (batch.last or answer.stopped_by_text):
-                        return answer.finish
-                    if batch.last:
-                        raise InternalError("the answer ended without its last token; look in the router's log")
-        except TimeoutError as error:
-            raise time_is_up(placed=report.placed) from error
-        except asyncio.CancelledError:
-            if output.cut is None or task.uncancel() > 0:
-                raise
-            log.warning("request %s: %s", job.request_id, output.cut)
-            raise output.cut from None
-        finally:
-            if report.placed:
-                self._lengths.observe(job.tenant, output.next_position)
-
-    @asynccontextmanager
-    async def _serving(self, job: Job, output: Output, report: Report) -> AsyncIterator[None]:
-        """Dispatch under way beside this call; its end frees what it holds."""
-        dispatch = asyncio.create_task(self._dispatcher.serve(job, output, report))
-        # Whatever ends it, the client's call must not wait for more.
-        dispatch.add_done_callback(lambda _: output.fail(InternalError("the request ended without an answer; repeat it")))
-        self._outputs.add(output)
-        try:
-            yield
-        finally:
-            self._outputs.discard(output)
-            dispatch.cancel()
-            await asyncio.wait((dispatch,))
-
-    async def cut_stuck_clients(self) -> None:
-        """Looks once a second for clients that take nothing; runs until cancelled."""
-        while True:
-            await asyncio.sleep(1.0)
-            for output in list(self._outputs):
-                output.cut_if_stuck(self._config.client_write_timeout_s)
-
-    # ---- small things ---------------------------------------------------------------------------------------------------
-
-    def _check_model(self, name: str) -> None:
-        if name and name != self._config.model_name:
-            raise NotFound(f"model {name!r} is not served here; ask for {self._config.model_name!r}, or leave the name empty")
-
-    def _max_model_len(self) -> int:
-        """The model's context, or less if no pair of live workers has so much, nor a decode worker that computes prompts."""
-        records = self._pool.records()
-        longest_prefill = max((r.max_model_len for r in records if r.role == "prefill"), default=self._config.max_model_len)
-        decode = [r.max_model_len if r.local_prefill else min(r.max_model_len, longest_prefill) for r in records if r.role == "decode"]
-        return min(self._config.max_model_len, max(decode, default=longest_prefill))
+        return self._inference.models()
 
 
-def _request_id(given: str) -> str:
-    if given and not _REQUEST_ID.fullmatch(given):
-        raise InvalidRequest(
-            f"request_id {given[:140]!r} is not 1 to 128 of the characters A-Z a-z 0-9 . _ : -; change it or leave it empty"
-        )
-    return given or uuid.uuid4().hex
+class GrpcCaller:
+    """See router.inference.Caller."""
 
+    def __init__(self, context: _Context) -> None:
+        self._context = context
+        given = [
+            (key, value if isinstance(value, str) else value.decode("utf-8", "replace"))
+            for key, value in context.invocation_metadata() or ()
+        ]
+        tenants = [value for key, value in given if key == TENANT_HEADER]
+        self.identity = Identity(tenant=tenants[-1] if tenants else None)
+        self.metadata: Metadata = tuple((key, value) for key, value in given if key in _FORWARDED)
+        self.write = context.write  # of every token: no step between
 
-def _unique(name: str) -> str:
-    """The workers' name for one call. Clients may use a name twice, at once (two clients, a repeated call) or later; to workers it names
-    blocks, leases and tokens, of which a second holder would get or cancel the first one's. `~` occurs in no client's name."""
-    return f"{name}~{uuid.uuid4().hex[:16]}"
+    def remaining_s(self) -> float:
+        return self._context.time_remaining() or float("inf")
 
-
-def _forwarded(context: _Context) -> Metadata:
-    """The caller's trace context goes on to the workers."""
-    return tuple((key, value) for key, value in context.invocation_metadata() or () if key in _FORWARDED and isinstance(value, str))
+    async def begin(self, request_id: str, seed: int) -> None:
+        await self._context.send_initial_metadata((("x-request-id", request_id), ("x-twostep-seed", str(seed))))

@@ -10,7 +10,6 @@ The refusal says after how long to come again: by then what is too much should b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -97,14 +96,11 @@ def class_of(request: inference_pb2.GenerateRequest) -> RequestClass:
     return class_from_proto(request.request_class)
 
 
-def tenant_of(request: inference_pb2.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The front's word, else the client's. Raises InvalidRequest."""
-    said = [value for key, value in metadata or () if key == TENANT_HEADER]
-    tenant = said[-1] if said else request.tenant
-    if isinstance(tenant, bytes):
-        tenant = tenant.decode("utf-8", "replace")
+def tenant_of(request: inference_pb2.GenerateRequest, known: str | None) -> str:
+    """Whose share the request uses: what is `known` of its caller, else its own word. Raises InvalidRequest."""
+    tenant = request.tenant if known is None else known
     if len(tenant) > _MAX_TENANT_CHARS or not tenant.isprintable():
-        where = f"the metadata {TENANT_HEADER}" if said else "tenant"
+        where = "tenant" if known is None else f"the metadata {TENANT_HEADER}"
         raise InvalidRequest(f"{where} is {tenant[:_MAX_TENANT_CHARS]!r}; give at most {_MAX_TENANT_CHARS} printable characters")
     return tenant
 
