@@ -61,7 +61,7 @@ def system(arguments: argparse.Namespace, directory: Path, out: Path) -> Iterato
     redis_dir.mkdir(mode=0o700)
     redis = subprocess.Popen(server_argv(server_binary(), redis_dir), stdout=subprocess.DEVNULL)
     port = free_ports(1)[0]
-    flags = ["--decode", str(arguments.decode), "--port", str(port), "--redis-url", server_url(redis_dir), "--verbose"]
+    flags = ["--decode", str(arguments.decode), "--port", str(port), "--http-port", "0", "--redis-url", server_url(redis_dir), "--verbose"]
     flags += ["--aggregated"] if arguments.aggregated else ["--prefill", str(arguments.prefill)]
     flags += ["--model", str(make_model(directory / "model", TINY if arguments.tiny else LLAMA_8B)), *arguments.up]
     env = os.environ | {"TWOSTEP_LOAD_FORMAT": "dummy", "TWOSTEP_MAX_MODEL_LEN": "8192", "TWOSTEP_LOG_LEVEL": "info"}

@@ -12,6 +12,7 @@ from router.quota import tenant_weights
 from twostep.flags import FlagParser
 from twostep.rpc.channel import COMPRESSIONS, PLAINTEXT, TlsFiles
 
+DEFAULT_HTTP_PORT = 8000
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 
 
@@ -26,6 +27,8 @@ class RouterConfig:
     port: int = 50051
     health_port: int | None = None
     metrics_port: int | None = None
+    http_port: int | None = None
+    max_body_bytes: int = 16 << 20
     served_model_name: str = ""
     secret_file: Path | None = None
     router_id: str = ""
@@ -74,6 +77,13 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     parser.flag(
         "--metrics-port", type=_between(-1, 65535), default=None, help="plaintext HTTP, GET /metrics; --port + 2 if not given, -1 for none"
     )
+    parser.flag(
+        "--http-port",
+        type=_between(-1, 65535),
+        default=None,
+        help=f"OpenAI's API and the page; {DEFAULT_HTTP_PORT} if not given, any free one if --port is 0, -1 for none",
+    )
+    parser.flag("--max-body-bytes", type=_between(1024, 1 << 40), default=default.max_body_bytes, help="largest HTTP request taken")
     parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")
     parser.flag("--secret-file", type=Path, default=None, help="deployment secret, the same file on every process")
     parser.flag("--router-id", default="", help="unique name of this replica; drawn at start if not given")

@@ -14,8 +14,10 @@ from redis.exceptions import RedisError
 
 from router.admission import Admission
 from router.cleanup import Cleanup
-from router.config import RouterConfig
+from router.config import DEFAULT_HTTP_PORT, RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
+from router.http.front import Front
+from router.http.server import HttpServer
 from router.inference import Inference, InferenceConfig
 from router.placement import Demand, Placement, place
 from router.placement_log import PlacementLog
@@ -91,7 +93,8 @@ class Router:
             ageing_s=config.ageing,
             on_charge=self._quota_share.charge,
         )
-        self._prompts = PromptReader(tokenizer, card, ChatTemplate.of(card), default_max_tokens=config.default_max_tokens)
+        template = ChatTemplate.of(card)
+        self._prompts = PromptReader(tokenizer, card, template, default_max_tokens=config.default_max_tokens)
         self._placement_log = None if config.placement_log is None else PlacementLog(config.placement_log)
         dispatcher = Dispatcher(
             self.pool,
@@ -127,7 +130,7 @@ class Router:
             metrics=RouterMetrics(registry, self._state),
         )
         self._last_tick = time.monotonic()
-        self._draining = False
+        self._draining = self._able = False
         self._server = GrpcServer(
             ServerConfig(
                 host=config.host,
@@ -138,9 +141,24 @@ class Router:
                 max_concurrent_rpcs=config.max_inflight + config.max_waiting + 256,
                 compression=compression,
             ),
-            alive=lambda: time.monotonic() - self._last_tick < _STUCK_S,
+            alive=self._alive,
         )
         self._server.add(InferenceService(self._inference), inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
+        self._http: HttpServer | None = None
+        if config.http_port != -1:
+            front = Front(
+                inference=self._inference,
+                tokenizer=tokenizer,
+                card=card,
+                template=template,
+                metrics=registry,
+                alive=self._alive,
+                ready=lambda: self._able and not self._draining,
+                started_unix_s=int(time.time()),
+                max_body_bytes=config.max_body_bytes,
+            )
+            port = config.http_port if config.http_port is not None else DEFAULT_HTTP_PORT if config.port else 0
+            self._http = HttpServer(front, host=config.host, port=port, tls=config.tls)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -150,6 +168,11 @@ class Router:
     @property
     def health_port(self) -> int:
         return self._server.health_port
+
+    @property
+    def http_port(self) -> int:
+        """0: no HTTP is served."""
+        return 0 if self._http is None else self._http.port
 
     @property
     def metrics_port(self) -> int:
@@ -165,6 +188,8 @@ class Router:
             await self.registry.poll()
             await self._index.open()
             await self._server.start()
+            if self._http is not None:
+                await self._http.start()
         except BaseException:
             await self._close()
             raise
@@ -172,14 +197,22 @@ class Router:
         collecting = collect_in_quiet_moments(lambda: time.monotonic_ns() if self.admission.num_inflight else 0)
         for work in (self.registry.run(), self._quota_share.run(), self._tick(), self._inference.cut_stuck_clients(), collecting):
             self._keep(work)
-        log.info("router %s serves %s on %s:%d", self.router_id, self._inference.model_name, self.config.host, self.port)
+        log.info(
+            "router %s serves %s on %s:%d, HTTP on %d",
+            self.router_id,
+            self._inference.model_name,
+            self.config.host,
+            self.port,
+            self.http_port,
+        )
 
     async def drain(self, grace_s: float) -> None:
         """Takes nothing new, lets what runs end for `grace_s`, then frees all of it everywhere."""
         self._draining = True
         self._server.health.set(READINESS, False)
         self.admission.close()
-        await self._server.drain(grace_s)
+        http = self._http.drain(grace_s) if self._http is not None else asyncio.sleep(0)
+        await asyncio.gather(self._server.drain(grace_s), http)
         await self.cleanup.drain(2.0)
         await self._close()
 
@@ -196,6 +229,9 @@ class Router:
             await asyncio.to_thread(self._metrics_server.close)
         if self._placement_log is not None:
             await asyncio.to_thread(self._placement_log.close)
+
+    def _alive(self) -> bool:
+        return time.monotonic() - self._last_tick < _STUCK_S
 
     def _on_usage_elsewhere(self, tokens: Mapping[tuple[RequestClass, str], int]) -> None:
         self.admission.elsewhere(tokens)
@@ -231,8 +267,8 @@ class Router:
             if self._last_tick > float("-inf"):
                 self._last_tick = time.monotonic()
             if not self._draining:
-                able = isinstance(place(self.pool.snapshot(NO_HINTS, frozenset()), probe), Placement)
-                self._server.health.set(READINESS, able)
+                self._able = isinstance(place(self.pool.snapshot(NO_HINTS, frozenset()), probe), Placement)
+                self._server.health.set(READINESS, self._able)
             await asyncio.sleep(_TICK_S)
 
 

@@ -39,7 +39,22 @@ class DoomedRouter:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        flags = map(str, [*self._flags, "--port", self.port, "--health-port", -1, "--served-model-name", "m", "--prefix-lookup-timeout", 5])
+        flags = map(
+            str,
+            [
+                *self._flags,
+                "--port",
+                self.port,
+                "--health-port",
+                -1,
+                "--http-port",
+                -1,
+                "--served-model-name",
+                "m",
+                "--prefix-lookup-timeout",
+                5,
+            ],
+        )
         argv = [sys.executable, "-P", "-m", "router", "--host", "127.0.0.1", *flags]
         self._process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.DEVNULL)
         async with AsyncClient(self.target, max_retries=1000, timeout=30) as client:

@@ -159,7 +159,9 @@ def running(
     words += ["--prefill", str(prefill)] if prefill else ["--aggregated"]
     words += ["--no-local-prefill"] if prefill and not local_prefill else []
     with log.open("wb") as out:
-        process = subprocess.Popen([*words, "--port", str(port), "--verbose", *extra], stdout=out, stderr=subprocess.STDOUT, cwd=tmp)
+        process = subprocess.Popen(
+            [*words, "--port", str(port), "--http-port", "0", "--verbose", *extra], stdout=out, stderr=subprocess.STDOUT, cwd=tmp
+        )
     system = System(process, port, log)
     family: list[psutil.Process] = []
     try:

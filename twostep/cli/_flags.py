@@ -78,6 +78,7 @@ def parser() -> FlagParser:
     )
     up.flag("--host", default="127.0.0.1", help="address the router listens on")
     up.flag("--port", type=int, default=50051, help="the router's port; 0 for any free one")
+    up.flag("--http-port", type=int, default=None, help="OpenAI's API and the page; 8000 if not given, any free one if --port is 0")
 
     demo = commands.add_parser(
         "demo",

@@ -34,6 +34,7 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
         local_prefill=getattr(args, "local_prefill", args.aggregated),
         host=getattr(args, "host", "127.0.0.1"),
         port=getattr(args, "port", 0),
+        http_port=getattr(args, "http_port", None),
         redis_url=args.redis_url,
         ray_address=args.ray_address,
         kv_transfer=args.kv_transfer,
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         target = "" if system.plan.port == 50051 else f" --target {system.target}"
         say(f"  {command} chat{target}")
         say(f'  {command} generate "Once upon a time"{target}')
+        say(f"OpenAI's API: {system.http_url}/v1")
         say(f"Workers: {', '.join(f'{worker.worker_id} {worker.address}' for worker in system.plan.workers)}")
         if options.num_prefill:
             say(f"  {command} role HOST:PORT prefill|decode --secret-file {system.plan.run_dir / 'secret'}")

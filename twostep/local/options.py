@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from twostep.errors import SetupError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_HTTP_PORT = 8000
 _LEAST_STORE_BYTES = 512 << 20
 _MAX_WORKERS = 128
 
@@ -26,6 +27,7 @@ class LocalOptions:
     local_prefill: bool = True
     host: str = "127.0.0.1"
     port: int = 50051
+    http_port: int | None = None
     redis_url: str = ""
     ray_address: str = ""
     kv_transfer: str = ""
@@ -62,6 +64,14 @@ class LocalOptions:
             raise SetupError(f"--tensor-parallel-size {self.tensor_parallel_size} is no number of GPUs; give 1 or more")
         if not 0 <= self.port <= 65534:
             raise SetupError(f"--port {self.port} is not a port; give one from 1 to 65534, or 0 for any free one")
+
+        if not 0 <= self.wanted_http_port <= 65535:
+            raise SetupError(f"--http-port {self.http_port} is not a port; give one from 1 to 65535, or 0 for any free one")
+
+    @property
+    def wanted_http_port(self) -> int:
+        """0: any free one."""
+        return self.http_port if self.http_port is not None else DEFAULT_HTTP_PORT if self.port else 0
 
     def _check_aggregated(self) -> None:
         if self.num_prefill:

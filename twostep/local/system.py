@@ -68,6 +68,7 @@ class Plan:
     port: int
     router_health_port: int
     router_metrics_port: int
+    http_port: int
     redis_url: str
     own_redis: bool
     ray_address: str
@@ -83,10 +84,12 @@ def plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callabl
     _check_model(model_dir)
     if options.port:
         check_free(options.host, options.port, "--port")
+    if options.wanted_http_port:
+        check_free(options.host, options.wanted_http_port, "--http-port")
     if not options.redis_url:
         redis_server.server_binary()
     num_workers = options.num_prefill + options.num_decode
-    ports = iter(free_ports(5 + 3 * num_workers))
+    ports = iter(free_ports(6 + 3 * num_workers))
     port = options.port or next(ports)
     roles = [("prefill", i) for i in range(options.num_prefill)] + [("decode", i) for i in range(options.num_decode)]
     names = [f"{role}-{index}" for role, index in roles]
@@ -104,6 +107,7 @@ def plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callabl
         port=port,
         router_health_port=next(ports),
         router_metrics_port=next(ports),
+        http_port=options.wanted_http_port or next(ports),
         redis_url=options.redis_url or redis_server.server_url(run_dir / "redis"),
         own_redis=not options.redis_url,
         ray_address=options.ray_address or (f"{_RAY_HOST}:{ray_port}" if options.uses_ray else ""),
@@ -180,6 +184,11 @@ class LocalSystem:
         """Where a client on this machine finds the router."""
         host = self._options.host
         return f"{'localhost' if host in ('', '0.0.0.0', '::', _LOOPBACK) else host}:{self.plan.port}"
+
+    @property
+    def http_url(self) -> str:
+        """Where OpenAI's clients find the router."""
+        return f"http://{self.target.rpartition(':')[0]}:{self.plan.http_port}"
 
     @property
     def metrics_urls(self) -> dict[str, str]:
@@ -279,7 +288,7 @@ class LocalSystem:
         shared += ("--served-model-name", plan.model_name)
         drain = ("--drain-timeout", f"{options.drain_timeout_s:g}")
         router_ports = [f"--host={options.host}", f"--port={plan.port}", f"--health-port={plan.router_health_port}"]
-        router_ports.append(f"--metrics-port={plan.router_metrics_port}")
+        router_ports += [f"--metrics-port={plan.router_metrics_port}", f"--http-port={plan.http_port}"]
         health_host = options.host if options.host not in ("", "0.0.0.0", "::") else _LOOPBACK
         components.append(
             Component(

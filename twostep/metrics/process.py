@@ -25,10 +25,10 @@ class ProcessMetrics:
     def serve(self, role: str) -> None:
         """The process has this role from now on."""
         self._info.clear()
-        self._info.labels(role, _version()).set(1)
+        self._info.labels(role, package_version()).set(1)
 
 
-def _version() -> str:
+def package_version() -> str:
     try:
         return version("twostep")
     except PackageNotFoundError:  # out of a checkout that is not installed

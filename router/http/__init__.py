@@ -1,0 +1,1 @@
+"""The HTTP front: OpenAI's API over the same requests that gRPC clients make (router/inference.py)."""

@@ -1,0 +1,90 @@
+"""Every failure as OpenAI's clients expect it: {"error": {"message", "type", "param", "code"}}, and never a stack trace."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from twostep.errors import ContextExceeded, ResourceExhausted, TwostepError, status_of
+
+log = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class HttpError(TwostepError):
+    """A failure with a status that no exception of twostep.errors has. `param`: the field that is to blame."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+def body_of(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, JSON body and headers. What is not ours is logged, and the client gets a reference to it."""
+    headers: dict[str, str] = {}
+    param = code = None
+    if isinstance(error, HttpError):
+        status, param, code = error.status, error.param, error.code
+    elif isinstance(error, web.HTTPException):
+        status = error.status
+        if "Allow" in error.headers:
+            headers["Allow"] = error.headers["Allow"]
+    else:
+        status = status_of(error).http
+    if isinstance(error, TwostepError):
+        message = error.message
+        if isinstance(error, ContextExceeded):
+            code = "context_length_exceeded"
+        if isinstance(error, ResourceExhausted):
+            code = "rate_limit_exceeded"
+            # Whole seconds, as the header is defined (RFC 9110, 10.2.3).
+            headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
+    elif isinstance(error, web.HTTPException):
+        message = _MESSAGES.get(status, f"{error.reason}; see the API's description at /openapi.json")
+    else:
+        reference = secrets.token_hex(4)
+        log.error("unexpected error %s", reference, exc_info=error)
+        message = f"internal error {reference}; look for this reference in the router's log"
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
+
+
+_MESSAGES = {
+    404: "there is nothing at this path; see the API's description at /openapi.json",
+    405: "this path does not take that method; see the API's description at /openapi.json",
+    413: "the request's body is too large; send less, or raise the router's --max-body-bytes",
+}
+
+
+def error_response(error: BaseException) -> web.Response:
+    status, body, headers = body_of(error)
+    return web.json_response(body, status=status, headers=headers)
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return error_response(error)
+    except Exception as error:  # noqa: BLE001  # body_of logs whatever is not ours
+        return error_response(error)

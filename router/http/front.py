@@ -1,0 +1,44 @@
+"""What the handlers of the HTTP front are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from router.access import Identity
+from router.inference import Inference
+from router.job import Metadata
+from twostep.metrics.registry import MetricsRegistry
+from twostep.text.chat_template import ChatTemplate
+from twostep.text.model_card import ModelCard
+from twostep.text.tokenizer import Tokenizer
+
+# The caller's trace context goes on to the workers.
+_FORWARDED = ("traceparent", "tracestate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Front:
+    """Shared by all requests. `alive` and `ready` are what the health service says; `started_unix_s` is the router's start."""
+
+    inference: Inference
+    tokenizer: Tokenizer
+    card: ModelCard
+    template: ChatTemplate
+    metrics: MetricsRegistry
+    alive: Callable[[], bool]
+    ready: Callable[[], bool]
+    started_unix_s: int
+    max_body_bytes: int
+
+
+FRONT: web.AppKey[Front] = web.AppKey("front", Front)
+# Of a request: its name, also where the client gave none.
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+IDENTITY: web.RequestKey[Identity] = web.RequestKey("identity", Identity)
+
+
+def forwarded(request: web.Request) -> Metadata:
+    return tuple((name, request.headers[name]) for name in _FORWARDED if name in request.headers)

@@ -1,0 +1,95 @@
+"""The HTTP server of a router: limits, TLS, request ids, graceful drain. What it serves stands in the other modules of this package."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+import uuid
+
+from aiohttp import web
+
+from router.access import Identity
+from router.http import system
+from router.http.errors import Handler, errors
+from router.http.front import FRONT, IDENTITY, REQUEST_ID, Front
+from router.targets import TENANT_HEADER
+from twostep.errors import SetupError
+from twostep.rpc.channel import TlsFiles
+
+_GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_KEEPALIVE_S = 75.0
+
+
+class HttpServer:
+    """start(), drain(). `port` is the real one once it is started."""
+
+    def __init__(self, front: Front, *, host: str, port: int, tls: TlsFiles) -> None:
+        """Raises SetupError for unreadable TLS files."""
+        self.host, self.port = host, port
+        self._ssl = _ssl_context(tls)
+        self._runner = web.AppRunner(make_app(front), keepalive_timeout=_KEEPALIVE_S, access_log=None, handler_cancellation=True)
+
+    async def start(self) -> int:
+        """Returns the real port. Raises SetupError if it is taken."""
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host, self.port, ssl_context=self._ssl, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise SetupError(
+                f"cannot serve HTTP on {self.host}:{self.port} ({error.strerror or error}); "
+                "choose another port with --http-port, -1 for none"
+            ) from error
+        self.port = int(self._runner.addresses[0][1])
+        return self.port
+
+    async def drain(self, grace_s: float) -> None:
+        """No new connections; what runs may end within `grace_s`."""
+        server = self._runner.server
+        for site in list(self._runner.sites):
+            await site.stop()
+        if server is not None:
+            try:
+                await server.shutdown(grace_s)
+            except asyncio.CancelledError:
+                raise
+        await self._runner.cleanup()
+
+
+def make_app(front: Front) -> web.Application:
+    app = web.Application(middlewares=[_named, errors, _identified], client_max_size=front.max_body_bytes)
+    app[FRONT] = front
+    for module in (system,):
+        app.add_routes(module.routes)
+    return app
+
+
+@web.middleware
+async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every request has a name, and every answer says it: the client's own `x-request-id`, or a new one."""
+    given = request.headers.get("x-request-id", "")
+    request[REQUEST_ID] = given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+    response = await handler(request)
+    if not response.prepared:
+        response.headers["x-request-id"] = request[REQUEST_ID]
+    return response
+
+
+@web.middleware
+async def _identified(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request[IDENTITY] = Identity(tenant=request.headers.get(TENANT_HEADER))
+    return await handler(request)
+
+
+def _ssl_context(tls: TlsFiles) -> ssl.SSLContext | None:
+    if not tls.enabled or tls.cert is None or tls.key is None:
+        return None
+    tls.read()  # says which flag is wrong
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+    except (ssl.SSLError, OSError) as error:
+        raise SetupError(f"--tls-cert {tls.cert} and --tls-key {tls.key} do not go together ({error}); give a matching pair") from error
+    return context

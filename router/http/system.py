@@ -1,0 +1,61 @@
+"""What operators and clients ask of the router itself: health, version, metrics, models."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from router.http.front import FRONT
+from twostep.errors import NotFound, Unavailable
+from twostep.metrics.process import package_version
+
+routes = web.RouteTableDef()
+
+
+@routes.get("/health")
+async def health(request: web.Request) -> web.Response:
+    """200 while the event loop makes progress: whether the process should be restarted."""
+    if not request.app[FRONT].alive():
+        raise Unavailable("the router makes no progress; restart it")
+    return web.json_response({"status": "ok"})
+
+
+@routes.get("/ready")
+async def ready(request: web.Request) -> web.Response:
+    """200 while a request could be placed on workers."""
+    if not request.app[FRONT].ready():
+        raise Unavailable("no workers that could take a request, or the router is draining; `twostep status` shows who is there")
+    return web.json_response({"status": "ready"})
+
+
+@routes.get("/version")
+async def version(request: web.Request) -> web.Response:
+    return web.json_response({"version": package_version()})
+
+
+@routes.get("/metrics")
+async def metrics(request: web.Request) -> web.Response:
+    """The same as on --metrics-port, for whoever can reach this port only."""
+    return web.Response(body=generate_latest(request.app[FRONT].metrics.collectors), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+@routes.get("/v1/models")
+async def models(request: web.Request) -> web.Response:
+    return web.json_response({"object": "list", "data": _models(request)})
+
+
+@routes.get("/v1/models/{model:.+}")
+async def model(request: web.Request) -> web.Response:
+    name = request.match_info["model"]
+    for found in _models(request):
+        if found["id"] == name:
+            return web.json_response(found)
+    raise NotFound(f"model {name!r} is not served here; GET /v1/models lists what is")
+
+
+def _models(request: web.Request) -> list[dict[str, object]]:
+    front = request.app[FRONT]
+    return [
+        {"id": each.name, "object": "model", "created": front.started_unix_s, "owned_by": "twostep", "max_model_len": each.max_model_len}
+        for each in front.inference.models().models
+    ]
