@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -39,3 +40,12 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2_dir() -> Path:
     """The default model, converted (30 layers, bfloat16, 270 MB): out of the user's cache, or fetched into it once."""
     return store.resolve(store.DEFAULT_MODEL, cache_dir=store.default_cache_dir(os.environ))
+
+
+@pytest.fixture(scope="module")
+def no_full_collections() -> Iterator[None]:
+    """Routers in the tests' own process start without collecting all garbage: of a process that has PyTorch and a thousand tests in its
+    memory that takes half a second for each router, in which the workers beside it stand still. Real processes do it all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("twostep.rpc.collector._collect", lambda *_, **__: None)
+        yield

@@ -29,3 +29,8 @@ async def cluster(bare_model_dir: Path, redis_server: RedisServer, tmp_path: Pat
     built = Cluster(bare_model_dir, redis_server, tmp_path)
     yield built
     await built.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_starts(no_full_collections: None) -> None:
+    """Of routers; see there."""

@@ -29,3 +29,8 @@ def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]
 def patient_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that has to wait for the first probe fails after 2 s, which on a busy machine is no more than a probe may take."""
     monkeypatch.setattr("decode_worker.paths._WAIT_S", WAIT_S)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_starts(no_full_collections: None) -> None:
+    """Of routers; see there."""
