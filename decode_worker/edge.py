@@ -85,6 +85,10 @@ class DecodeEdge:
     def ready_transports(self) -> Sequence[str]:
         return tuple(transport.name for transport in self._transports.ready)
 
+    @property
+    def num_fetched_bytes(self) -> int:
+        return self._sequences.bytes_fetched
+
     def on_step(self, output: StepOutput) -> None:
         self._sequences.on_step(output)
 

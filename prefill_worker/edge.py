@@ -58,6 +58,10 @@ class PrefillEdge:
     def ready_transports(self) -> Sequence[str]:
         return tuple(transport.name for transport in self._hand_overs.outlets.transports.ready)
 
+    @property
+    def num_fetched_bytes(self) -> int:
+        return 0
+
     def on_step(self, output: StepOutput) -> None:
         self._hand_overs.on_step(output)
 

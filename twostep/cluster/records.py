@@ -65,6 +65,12 @@ class WorkerLoad:
     num_queued_batch_tokens: int = 0  # those of batch requests among them
     num_context_tokens: int = 0  # tokens of the running sequences, whose KV a decode step reads
     max_step_s: float = 0.0  # longest that a step which computes prompts may take now, for the sake of those that decode; 0: any time
+    # A second, over the last ten: prompt tokens looked up in the prefix cache and those found there, KV bytes taken from prefill workers,
+    # tokens computed.
+    queried_tokens_per_s: float = 0.0
+    hit_tokens_per_s: float = 0.0
+    fetched_bytes_per_s: float = 0.0
+    tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +102,24 @@ class WorkerRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WorkerRecord:
-        """Raises InvalidRequest for anything that is not a record of this version."""
+        """What a newer worker says beyond what is known here is left out, so that workers can be upgraded before routers; but of a layout,
+        where it may change what the bytes mean. Raises InvalidRequest for anything that is not a worker record."""
         try:
             raw: dict[str, Any] = json.loads(text)
             raw["layout"] = LayoutRecord(**raw["layout"])
-            raw["load"] = WorkerLoad(**raw["load"])
-            raw["curve"] = StepCurve(**raw["curve"]) if raw.get("curve") else None
+            raw["load"] = WorkerLoad(**_known(WorkerLoad, raw["load"]))
+            raw["curve"] = StepCurve(**_known(StepCurve, raw["curve"])) if raw.get("curve") else None
             raw["transports"] = tuple(raw["transports"])
-            record = cls(**raw)
+            record = cls(**_known(cls, raw))
             _check(record)
             return record
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"not a worker record of this version: {error}; upgrade the worker or the router") from error
+
+
+def _known(kind: type[WorkerRecord | WorkerLoad | StepCurve], raw: dict[str, Any]) -> dict[str, Any]:
+    names = {its.name for its in dataclasses.fields(kind)}
+    return {name: value for name, value in raw.items() if name in names}
 
 
 # Below these placement would divide by nothing.

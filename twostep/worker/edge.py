@@ -56,6 +56,11 @@ class Edge(Protocol):
         """Names of the KV transports that work now."""
         ...
 
+    @property
+    def num_fetched_bytes(self) -> int:
+        """KV that this edge has taken from other workers since it was made."""
+        ...
+
     def on_step(self, output: StepOutput) -> None: ...
 
     def on_layers(self, progress: Sequence[LayerProgress]) -> None:

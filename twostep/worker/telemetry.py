@@ -1,13 +1,15 @@
-"""What a worker counts and who may read it: the registry, the engine's and the edge's figures, `/metrics`."""
+"""What a worker counts and who may read it: the registry, the engine's and the edge's figures, `/metrics`; the load in its heartbeats."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
+from twostep.cluster.records import WorkerLoad
 from twostep.engine.engine import Engine
-from twostep.engine.types import StepOutput
+from twostep.engine.types import EngineStats, StepOutput
 from twostep.metrics.engine import EngineMetrics
 from twostep.metrics.process import register_process
 from twostep.metrics.registry import MetricsRegistry
@@ -15,6 +17,7 @@ from twostep.metrics.server import MetricsServer
 from twostep.metrics.worker import WorkerMetrics
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.config import WorkerConfig
+from twostep.worker.rates import Counts, RateMeter
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,8 @@ class Telemetry:
         self.registry = MetricsRegistry()
         self._process = register_process(self.registry, config.role)
         self._engine = EngineMetrics(self.registry, role=config.role, stats=engine.stats)
-        self.on_step: Callable[[StepOutput], None] = self._engine.on_step
+        self._num_computed_tokens = 0
+        self._rates = RateMeter()
         self._worker = WorkerMetrics(self.registry, role=config.role)
         self._server = MetricsServer.beside(self.registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
         self._sampling: asyncio.Task[None] | None = None
@@ -38,6 +42,36 @@ class Telemetry:
     def port(self) -> int:
         """0: no metrics are served."""
         return 0 if self._server is None else self._server.port
+
+    def on_step(self, output: StepOutput) -> None:
+        self._num_computed_tokens += output.num_prefill_tokens + output.num_decode_tokens
+        self._engine.on_step(output)
+
+    def load(self, stats: EngineStats, num_fetched_bytes: int) -> WorkerLoad:
+        """With every heartbeat: what routers place by, and rates over the heartbeats of the last seconds. `num_fetched_bytes`: KV taken
+        from other workers so far."""
+        counts = Counts(
+            queried_tokens=stats.num_queried_tokens,
+            hit_tokens=stats.num_hit_tokens,
+            fetched_bytes=num_fetched_bytes,
+            tokens=self._num_computed_tokens,
+        )
+        rates = self._rates.observe(counts, time.monotonic())
+        return WorkerLoad(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_reserved=stats.num_reserved,
+            num_held=stats.num_held,
+            num_free_blocks=stats.num_available_blocks,
+            num_queued_tokens=stats.num_queued_tokens,
+            num_queued_batch_tokens=stats.num_queued_batch_tokens,
+            max_step_s=stats.max_step_s,
+            num_context_tokens=stats.num_context_tokens,
+            queried_tokens_per_s=rates.queried_tokens,
+            hit_tokens_per_s=rates.hit_tokens,
+            fetched_bytes_per_s=rates.fetched_bytes,
+            tokens_per_s=rates.tokens,
+        )
 
     def start(self, describe: Callable[[], worker_pb2.WorkerStats], fill: Callable[[worker_pb2.WorkerStats], Awaitable[None]]) -> None:
         """`describe` and `fill` as in WorkerService. Raises SetupError if the port is taken."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from twostep.cluster.records import WorkerLoad, WorkerRecord
+from twostep.cluster.records import WorkerRecord
 from twostep.cluster.registration import Registration
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.preemption import PreemptionMode
@@ -146,17 +146,7 @@ class Worker:
             step_tokens=self.engine.max_num_batched_tokens,
             local_prefill=config.role == "decode" and config.local_prefill,
             curve=curve,
-            load=WorkerLoad(
-                num_running=stats.num_running,
-                num_waiting=stats.num_waiting,
-                num_reserved=stats.num_reserved,
-                num_held=stats.num_held,
-                num_free_blocks=stats.num_available_blocks,
-                num_queued_tokens=stats.num_queued_tokens,
-                num_queued_batch_tokens=stats.num_queued_batch_tokens,
-                max_step_s=stats.max_step_s,
-                num_context_tokens=stats.num_context_tokens,
-            ),
+            load=self.telemetry.load(stats, self.edge.num_fetched_bytes),
         )
 
     async def start(self) -> None:

@@ -1,0 +1,126 @@
+"""What heartbeats tell of rates, and records of workers that are older or newer than who reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
+from twostep.errors import InvalidRequest
+from twostep.step_curve import StepCurve
+from twostep.worker.rates import Counts, RateMeter
+
+_LAYOUT = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8)
+_RECORD = WorkerRecord(
+    worker_id="d0",
+    role="decode",
+    address="127.0.0.1:1",
+    epoch=7,
+    model="m",
+    layout=_LAYOUT,
+    hash_unit=64,
+    secret_check="x",
+    num_blocks=16,
+    max_num_seqs=4,
+    max_model_len=256,
+    load=WorkerLoad(num_running=3, tokens_per_s=12.5, fetched_bytes_per_s=1e9, queried_tokens_per_s=100.0, hit_tokens_per_s=75.0),
+    curve=StepCurve(fixed_s=0.01, per_row_s=1e-5),
+)
+
+# ---- rates ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_steady_rate_is_told_whatever_the_heartbeats() -> None:
+    meter = RateMeter(window_s=10.0)
+    for now in (100.0, 101.0, 101.1, 103.0, 117.5, 118.0):
+        rates = meter.observe(Counts(tokens=50 * now, fetched_bytes=1000 * now), now)
+        if now > 100.0:
+            assert rates.tokens == pytest.approx(50)
+            assert rates.fetched_bytes == pytest.approx(1000)
+
+
+def test_what_was_longer_ago_than_the_window_is_forgotten() -> None:
+    meter = RateMeter(window_s=10.0)
+    meter.observe(Counts(), 0.0)
+    assert meter.observe(Counts(tokens=1000), 1.0).tokens == 1000
+    assert meter.observe(Counts(tokens=1000), 5.0).tokens == 200
+    for second in range(6, 12):
+        rates = meter.observe(Counts(tokens=1000), float(second))
+    assert rates.tokens == 0
+
+
+def test_a_new_edge_that_counts_from_zero_takes_nothing_away() -> None:
+    """A change of roles makes a new edge; the engine goes on counting."""
+    meter = RateMeter(window_s=10.0)
+    meter.observe(Counts(fetched_bytes=10_000, tokens=5), 0.0)
+    meter.observe(Counts(fetched_bytes=10_400, tokens=6), 1.0)
+    rates = meter.observe(Counts(fetched_bytes=100, tokens=7), 2.0)
+    assert (rates.fetched_bytes, rates.tokens) == (250, 1)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 10**6)), min_size=2, max_size=200))
+def test_rates_are_what_was_counted_since_some_heartbeat(steps: list[tuple[float, int]]) -> None:
+    """Against the definition, from all that was ever observed; and what is kept is bounded."""
+    meter, now, total = RateMeter(window_s=10.0), 0.0, 0
+    seen: list[tuple[float, int]] = []
+    for gap, more in steps:
+        now, total = now + gap, total + more
+        rate = meter.observe(Counts(tokens=total), now).tokens
+        possible = [(total - before) / (now - then) for then, before in seen if now > then]
+        seen.append((now, total))
+        assert rate == 0 or any(rate == pytest.approx(p) for p in possible)
+        assert len(meter._seen) <= 10.0 / 0.25 + 3
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_goes_there_and_back() -> None:
+    assert WorkerRecord.from_json(_RECORD.to_json()) == _RECORD
+
+
+def test_records_of_older_workers_have_no_rates() -> None:
+    raw = json.loads(_RECORD.to_json())
+    for name in ("tokens_per_s", "fetched_bytes_per_s", "queried_tokens_per_s", "hit_tokens_per_s"):
+        del raw["load"][name]
+    read = WorkerRecord.from_json(json.dumps(raw))
+    assert read == dataclasses.replace(_RECORD, load=WorkerLoad(num_running=3))
+
+
+@pytest.mark.parametrize("where", [(), ("load",), ("curve",)])
+@pytest.mark.parametrize("value", [1, "text", None, {"nested": [1, 2]}, [3]])
+def test_what_newer_workers_say_beyond_is_left_out(where: tuple[str, ...], value: Any) -> None:
+    raw = json.loads(_RECORD.to_json())
+    part = raw
+    for name in where:
+        part = part[name]
+    part["said_since_a_later_version"] = value
+    assert WorkerRecord.from_json(json.dumps(raw)) == _RECORD
+
+
+def test_a_layout_that_says_more_is_refused() -> None:
+    """It may change what the bytes of the KV mean."""
+    raw = json.loads(_RECORD.to_json())
+    raw["layout"]["interleaved"] = True
+    with pytest.raises(InvalidRequest, match="interleaved"):
+        WorkerRecord.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize("part", ["load", "curve"])
+@pytest.mark.parametrize("value", [3, "text", [1]])
+def test_parts_that_are_none_are_refused(part: str, value: Any) -> None:
+    raw = json.loads(_RECORD.to_json())
+    raw[part] = value
+    with pytest.raises(InvalidRequest):
+        WorkerRecord.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize("text", ["3", "[]", "null", '"d0"', "{}"])
+def test_what_is_no_object_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        WorkerRecord.from_json(text)
