@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 from twostep.errors import InvalidRequest
 
@@ -11,6 +12,39 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+
+
+class GrammarKind(Enum):
+    """How a grammar is written, by the names of the wire. JSON_OBJECT: any JSON object, there is no text."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+# Characters: far more than OpenAI takes of a schema's names and values, and little enough to be looked at while others wait.
+MAX_GRAMMAR_CHARS = {
+    GrammarKind.JSON_SCHEMA: 256 << 10,
+    GrammarKind.JSON_OBJECT: 0,
+    GrammarKind.REGEX: 16 << 10,
+    GrammarKind.LARK: 64 << 10,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must be a sentence of. Whether `text` is a grammar at all, only who compiles it says (twostep/text/grammar.py)."""
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        most = MAX_GRAMMAR_CHARS[self.kind]
+        if len(self.text) > most:
+            raise InvalidRequest(f"grammar: the {self.kind.value} has {len(self.text)} characters; give at most {most}")
+        if not self.text and self.kind is not GrammarKind.JSON_OBJECT:
+            raise InvalidRequest(f"grammar: the {self.kind.value} is empty; give one, or no grammar at all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +69,8 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    # None: the answer is any text. What a grammar means for the other parameters: docs/structured-output.md.
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _within("max_tokens", self.max_tokens, 1, (1 << 31) - 1)

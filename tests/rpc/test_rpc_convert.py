@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from twostep.errors import InvalidRequest
 from twostep.rpc.convert import sampling_from_proto, sampling_to_proto
 from twostep.rpc.v1 import inference_pb2
-from twostep.sampling_params import SamplingParams
+from twostep.sampling_params import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, SamplingParams
 
 
 def single(low: float, high: float) -> st.SearchStrategy[float]:
@@ -35,6 +35,13 @@ params = st.builds(
     ignore_eos=st.booleans(),
     min_tokens=st.integers(0, 10),
     logprobs=st.none() | st.integers(0, 20),
+    grammar=st.none()
+    | st.just(Grammar(GrammarKind.JSON_OBJECT))
+    | st.builds(
+        Grammar,
+        st.sampled_from([GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK]),
+        st.text(st.characters(codec="utf-8"), min_size=1),
+    ),
 )
 
 
@@ -74,3 +81,18 @@ def test_values_out_of_range_are_refused(field: str, value: float) -> None:
     setattr(wire, field, value)
     with pytest.raises(InvalidRequest, match=field):
         sampling_from_proto(wire)
+
+
+@pytest.mark.parametrize("wire", [inference_pb2.Grammar(), inference_pb2.Grammar(json_object=False), inference_pb2.Grammar(regex="")])
+def test_a_grammar_that_says_nothing_is_refused(wire: inference_pb2.Grammar) -> None:
+    sampling = sampling_to_proto(SamplingParams(max_tokens=1))
+    sampling.grammar.CopyFrom(wire)
+    with pytest.raises(InvalidRequest, match="grammar"):
+        sampling_from_proto(sampling)
+
+
+@pytest.mark.parametrize("kind", [GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK])
+def test_a_grammar_has_a_largest_size(kind: GrammarKind) -> None:
+    Grammar(kind, "a" * MAX_GRAMMAR_CHARS[kind])
+    with pytest.raises(InvalidRequest, match="at most"):
+        Grammar(kind, "a" * (MAX_GRAMMAR_CHARS[kind] + 1))

@@ -7,10 +7,11 @@ import dataclasses
 from twostep.errors import InvalidRequest
 from twostep.request_class import RequestClass
 from twostep.rpc.v1 import inference_pb2
-from twostep.sampling_params import SamplingParams
+from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 
-# Every field between router and workers is set, but stop strings never leave the router.
-_REQUIRED = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("stop", "stop_token_ids", "logprobs"))
+# Every other field between router and workers is set, but stop strings never leave the router.
+_OPTIONAL = ("stop", "stop_token_ids", "logprobs", "grammar")
+_REQUIRED = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _OPTIONAL)
 
 
 _CLASSES = {
@@ -35,6 +36,8 @@ def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
     proto = inference_pb2.SamplingParams(stop_token_ids=params.stop_token_ids, **{name: getattr(params, name) for name in _REQUIRED})
     if params.logprobs is not None:
         proto.logprobs = params.logprobs
+    if params.grammar is not None:
+        proto.grammar.CopyFrom(grammar_to_proto(params.grammar))
     return proto
 
 
@@ -48,5 +51,26 @@ def sampling_from_proto(proto: inference_pb2.SamplingParams) -> SamplingParams:
     return SamplingParams(
         stop_token_ids=tuple(proto.stop_token_ids),
         logprobs=proto.logprobs if proto.HasField("logprobs") else None,
+        grammar=grammar_from_proto(proto.grammar) if proto.HasField("grammar") else None,
         **{name: getattr(proto, name) for name in _REQUIRED},
     )
+
+
+def grammar_to_proto(grammar: Grammar) -> inference_pb2.Grammar:
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return inference_pb2.Grammar(json_schema=grammar.text)
+        case GrammarKind.JSON_OBJECT:
+            return inference_pb2.Grammar(json_object=True)
+        case GrammarKind.REGEX:
+            return inference_pb2.Grammar(regex=grammar.text)
+        case GrammarKind.LARK:
+            return inference_pb2.Grammar(lark=grammar.text)
+
+
+def grammar_from_proto(proto: inference_pb2.Grammar) -> Grammar:
+    """Raises InvalidRequest if none is given, or it is empty or too long."""
+    kind = proto.WhichOneof("kind")
+    if kind is None or (kind == "json_object" and not proto.json_object):
+        raise InvalidRequest("grammar is empty; set json_schema, json_object (true), regex or lark, or leave the grammar out")
+    return Grammar(GrammarKind(kind), "" if kind == "json_object" else getattr(proto, kind))
