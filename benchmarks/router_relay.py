@@ -12,39 +12,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from router_rig import Pace, Rig, RouterProcess, Stream, busy, encode_request, fresh_prompt, open_client, rig, tokens_in, until
+from router_place import encode_request, fresh_prompt
+from router_rig import Pace, Rig, RouterProcess, busy, open_client, rig, tokens_for
 
 from twostep.rpc import event_loop
 
 
-async def relay(rig_: Rig, router: RouterProcess, *, streams: int, num_tokens: int, connections: int) -> None:
-    answer, tokenizer = rig_.place.answer(), rig_.place.tokenizer()
-    request = encode_request(answer[:16], num_tokens=num_tokens)
-    async with contextlib.AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(open_client(router.port)) for _ in range(connections)]
-        all_of_them = [Stream() for _ in range(streams)]
-        calls = [asyncio.create_task(clients[i % connections].ask(request, stream)) for i, stream in enumerate(all_of_them)]
-        # A window in which every stream runs: neither the first tokens nor the last ones.
-        await until(lambda: all(len(stream.messages) > num_tokens // 10 for stream in all_of_them))
-        begins = [len(stream.messages) for stream in all_of_them]
+async def relay(rig_: Rig, router: RouterProcess, *, streams: int, seconds: float, step_s: float, connections: int) -> None:
+    num_tokens = tokens_for(seconds, step_s)
+    async with rig_.streams(1, streams=streams, connections=connections, num_tokens=num_tokens) as replies:
         cpu, wall = router.cpu_s(), time.monotonic()
-        await until(lambda: any(len(stream.messages) >= num_tokens * 9 // 10 for stream in all_of_them))
+        await asyncio.sleep(seconds)
         cpu, wall = router.cpu_s() - cpu, time.monotonic() - wall
-        ends = [len(stream.messages) for stream in all_of_them]
-        await asyncio.gather(*calls)
-    for stream in all_of_them:
-        stream.check(answer, num_tokens, tokenizer)
-    pieces = sum(ends) - sum(begins)
-    tokens = sum(tokens_in(stream.messages[begin:end]) for stream, begin, end in zip(all_of_them, begins, ends, strict=True))
+    (reply,) = replies
+    rate, pieces = reply["tokens"] / reply["wall_s"], reply["pieces"] / reply["wall_s"]
     print(
-        f"relay: {streams} streams on {connections} connections: {tokens / wall:,.0f} tokens/s with {cpu / wall:.0%} of a core, "
-        f"{tokens / cpu:,.0f} tokens per CPU second ({1e6 * cpu / tokens:.1f} us a token, {tokens / pieces:.2f} tokens a piece), {busy()}"
+        f"relay: {streams} streams on {connections} connections: {rate:,.0f} of {streams / step_s:,.0f} tokens/s with {cpu / wall:.0%} of "
+        f"a core, {rate * wall / cpu:,.0f} tokens per CPU second ({1e6 * cpu / wall / rate:.1f} us a token, {rate / pieces:.2f} tokens a "
+        f"piece), {busy()}"
     )
 
 
@@ -83,19 +73,26 @@ async def main(arguments: argparse.Namespace) -> None:
     async with rig(Pace(num_decode=arguments.decode, step_s=arguments.step_ms / 1e3), tokenizer=arguments.tokenizer) as rig_:
         router = await rig_.add_router()
         if arguments.pid:
-            print(f"router: pid {router.process.pid}", flush=True)
+            print(f"router: pid {router.pid}", flush=True)
         if not arguments.no_ttft:
             for length in arguments.lengths:
                 await ttft(rig_, router, length=length, rounds=arguments.rounds)
         if not arguments.no_relay:
             for _ in range(arguments.repeat):
-                await relay(rig_, router, streams=arguments.streams, num_tokens=arguments.tokens, connections=arguments.connections)
+                await relay(
+                    rig_,
+                    router,
+                    streams=arguments.streams,
+                    seconds=arguments.seconds,
+                    step_s=arguments.step_ms / 1e3,
+                    connections=arguments.connections,
+                )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=500)
-    parser.add_argument("--tokens", type=int, default=300, help="of each answer")
+    parser.add_argument("--seconds", type=float, default=6.0, help="to measure, once all streams run")
     parser.add_argument("--step-ms", type=float, default=40.0)
     parser.add_argument("--decode", type=int, default=2, help="decode workers")
     parser.add_argument("--connections", type=int, default=8, help="that the client spreads its streams over")

@@ -1,22 +1,20 @@
-"""What the benchmarks of the router share: real router processes, each on a core of its choice, between fake workers and a load client.
+"""What the benchmarks of the router share: real router processes, each on a core of its choice, between fake workers and load clients.
 
-    workers     one process: a prefill worker whose first token takes a set time, decode workers that send all tokens of a step in one
-                message, as real ones do, at a set pace; Redis beside it
+    workers     processes of router_workers.py, with Redis beside them
     routers     `python -P -m router`, as deployed
-    client      this process; it keeps the bytes it is sent and looks at them after the measurement: every token of every answer must be
-                the right one, once, in order, and the text that of all of them
+    clients     processes of router_load.py, which keep the bytes they are sent and look at them after the measurement: every token of every
+                answer must be the right one, once, in order, and the text that of all of them; or, for one request at a time, this process
 
-Everything but the routers runs on the last core there is, the first router on the first one.
+Where nothing else is said, everything but the routers runs on the last core there is, the first router on the first one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import os
 import secrets
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -25,30 +23,23 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
-import psutil
 from redis.asyncio import Redis
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from router_cores import CorePlan, cpu_s
+from router_helper import ROOT, Helper, Reply
+from router_place import Place, Stream, encode_request
 
-from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, worker_key
-from twostep.fingerprint import dummy_fingerprint
-from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
-from twostep.prefix import secret_check
-from twostep.rpc import event_loop
+from twostep.cluster.records import WorkerRecord, worker_key
+from twostep.local.redis_server import server_argv, server_binary, socket_path
 from twostep.rpc.channel import channel_options
-from twostep.rpc.server import GrpcServer, ServerConfig
-from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
+from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
-ROOT = Path(__file__).resolve().parent.parent
 CORES = sorted(os.sched_getaffinity(0))
 FIRST_CORE, LAST_CORE = CORES[0], CORES[-1]
-HASH_UNIT = 64
-_SECRET = b"a secret of this benchmark, long enough"
-_VOCAB = 4096
-_TTL_S = 4.0
+# From when workers send to when it counts, and what it may take until everybody has been told to begin and to end.
+_SETTLE_S, _SLACK_S = 0.5, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,217 +52,13 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where everything lies."""
-
-    directory: Path
-
-    @property
-    def model(self) -> Path:
-        return self.directory / "model"
-
-    @property
-    def secret(self) -> Path:
-        return self.directory / "secret"
-
-    @property
-    def redis_url(self) -> str:
-        return server_url(self.directory)
-
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self.model / "tokenizer.json"))
-
-    def answer(self) -> list[int]:
-        """Token ids of a text, which every answer repeats."""
-        text = (ROOT / "docs" / "architecture.md").read_text()
-        ids: list[int] = self.tokenizer().encode(text).ids
-        return ids
-
-
-def make_model(path: Path, tokenizer: Path | None) -> None:
-    """What a router reads. Without `tokenizer`: one of 4,096 tokens, trained on this project's documentation."""
-    path.mkdir()
-    if tokenizer is None:
-        inner = Tokenizer(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=_VOCAB, initial_alphabet=alphabet, show_progress=False)
-        inner.train([str(page) for page in sorted((ROOT / "docs").glob("*.md"))], trainer)
-    else:
-        inner = Tokenizer.from_file(str(tokenizer))
-    inner.save(str(path / "tokenizer.json"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": inner.get_vocab_size(),
-        "max_position_embeddings": 32768,
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
-
-
-# ---- workers ------------------------------------------------------------------------------------------------------------------------
-
-AttemptId = tuple[str, int]
-
-
-def token_at(answer: Sequence[int], position: int, max_tokens: int) -> prefill_pb2.Token:
-    token = prefill_pb2.Token(token_id=answer[position % len(answer)], position=position)
-    if position + 1 >= max_tokens:
-        token.finish_reason = inference_pb2.FINISH_REASON_LENGTH
-    return token
-
-
-class FakePrefill(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, answer: Sequence[int], prefill_s: float, committed: dict[AttemptId, asyncio.Event]) -> None:
-        self._answer, self._prefill_s, self._committed = answer, prefill_s, committed
-
-    async def Run(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        began = time.monotonic()
-        attempt = (request.request_id, request.attempt)
-        committed = self._committed[attempt] = asyncio.Event()
-        try:
-            ticket = kv_pb2.Ticket(worker_id="p0", request_id=request.request_id, attempt=request.attempt)
-            yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.PrefillAccepted(ticket=ticket))
-            if self._prefill_s:
-                await asyncio.sleep(self._prefill_s)
-            token = token_at(self._answer, 0, request.sampling.max_tokens)
-            took = time.monotonic() - began
-            yield prefill_pb2.PrefillEvent(first_token=prefill_pb2.FirstToken(token=token, prefill_s=took))
-            if not token.finish_reason:
-                await committed.wait()
-            yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(state=kv_pb2.LEASE_STATE_RELEASED, transport="local"))
-        finally:
-            del self._committed[attempt]
-
-
-@dataclass(slots=True)
-class _Running:
-    next_position: int
-    max_tokens: int
-
-
-class FakeDecode(decode_pb2_grpc.DecodeServicer):
-    """Steps of `step_s`, each one message to every router that has sequences here."""
-
-    def __init__(self, answer: Sequence[int], step_s: float, epoch: int, committed: dict[AttemptId, asyncio.Event]) -> None:
-        self._answer, self._step_s, self._epoch, self._committed = answer, step_s, epoch, committed
-        self._reserved: dict[AttemptId, decode_pb2.ReserveRequest] = {}
-        self._running: dict[str, dict[AttemptId, _Running]] = {}
-        self._outboxes: dict[str, asyncio.Queue[decode_pb2.StepEvents]] = {}
-
-    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
-        self._reserved[request.request_id, request.attempt] = request
-        return decode_pb2.ReserveResponse(lease_s=5.0, epoch=self._epoch)
-
-    async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:
-        attempt = (request.request_id, request.attempt)
-        reserved = self._reserved.pop(attempt)
-        committed = decode_pb2.DecodeEvent(
-            request_id=attempt[0], attempt=attempt[1], committed=decode_pb2.Committed(transport="local", bytes=4096, chunks=1)
-        )
-        self._outboxes[reserved.router_id].put_nowait(decode_pb2.StepEvents(events=[committed]))
-        self._committed[attempt].set()
-        self._running.setdefault(reserved.router_id, {})[attempt] = _Running(1, reserved.sampling.max_tokens)
-        return decode_pb2.AttachResponse()
-
-    async def Cancel(self, request: decode_pb2.CancelRequest, context: Any) -> decode_pb2.CancelResponse:
-        attempt = (request.request_id, request.attempt)
-        found = [running.pop(attempt, None) for running in self._running.values()]
-        return decode_pb2.CancelResponse(found=self._reserved.pop(attempt, None) is not None or any(found))
-
-    async def Stream(self, request: decode_pb2.StreamRequest, context: Any) -> AsyncIterator[decode_pb2.StepEvents]:
-        outbox = self._outboxes[request.router_id] = asyncio.Queue()
-        await context.send_initial_metadata(())
-        while True:
-            yield await outbox.get()
-
-    async def steps(self) -> None:
-        due = time.monotonic()
-        while True:
-            for router_id, running in self._running.items():
-                events = []
-                for attempt, state in list(running.items()):
-                    token = token_at(self._answer, state.next_position, state.max_tokens)
-                    state.next_position += 1
-                    events.append(decode_pb2.DecodeEvent(request_id=attempt[0], attempt=attempt[1], token=token))
-                    if token.finish_reason:
-                        del running[attempt]
-                if events:
-                    self._outboxes[router_id].put_nowait(decode_pb2.StepEvents(events=events))
-            due = max(due + self._step_s, time.monotonic())
-            await asyncio.sleep(due - time.monotonic())
-
-
-async def _serve_workers(place: Place, pace: Pace) -> None:
-    answer, epoch = place.answer(), time.time_ns() // 1000
-    committed: dict[AttemptId, asyncio.Event] = {}
-    records: list[WorkerRecord] = []
-    tasks: list[asyncio.Task[None]] = []
-    servers: list[GrpcServer] = []
-    layout = LayoutRecord(
-        model_fingerprint=dummy_fingerprint(place.model), dtype="float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8
-    )
-    for name in ("p0", *(f"d{i}" for i in range(pace.num_decode))):
-        server = GrpcServer(ServerConfig(max_concurrent_rpcs=8192, health_port=-1))
-        if name == "p0":
-            server.add(FakePrefill(answer, pace.prefill_s, committed), prefill_pb2_grpc.add_PrefillServicer_to_server, "twostep.v1.Prefill")
-        else:
-            decode = FakeDecode(answer, pace.step_s, epoch, committed)
-            server.add(decode, decode_pb2_grpc.add_DecodeServicer_to_server, "twostep.v1.Decode")
-            tasks.append(asyncio.create_task(decode.steps()))
-        port = await server.start()
-        servers.append(server)
-        records.append(
-            WorkerRecord(
-                worker_id=name,
-                role="prefill" if name == "p0" else "decode",
-                address=f"127.0.0.1:{port}",
-                epoch=epoch,
-                model="m",
-                layout=layout,
-                hash_unit=HASH_UNIT,
-                secret_check=secret_check(_SECRET),
-                num_blocks=1 << 20,
-                max_num_seqs=8192,
-                max_model_len=32768,
-                step_tokens=1 << 20,
-                transports=("local",),
-            )
-        )
-    redis = Redis.from_url(place.redis_url)
-    while True:
-        async with redis.pipeline(transaction=False) as pipe:
-            for record in records:
-                pipe.set(worker_key(record.worker_id), record.to_json(), px=int(1e3 * _TTL_S))
-                pipe.sadd(WORKERS_KEY, record.worker_id)
-            await pipe.execute()
-        for task in tasks:
-            if task.done():
-                task.result()
-        await asyncio.sleep(_TTL_S / 4)
-
-
-# ---- processes ----------------------------------------------------------------------------------------------------------------------
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@dataclass(eq=False)
 class RouterProcess:
     port: int
-    process: psutil.Process
+    pid: int
 
     def cpu_s(self) -> float:
         """User and system time of all its threads so far."""
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+        return cpu_s(self.pid)
 
 
 class Workers:
@@ -288,7 +75,7 @@ class Workers:
         reserve = decode_pb2.ReserveRequest(request_id=name, attempt=1, token_ids=token_ids, sampling=sampling)
         await self._decode.Reserve(reserve, timeout=10)
         call = self._prefill.Run(prefill_pb2.PrefillRequest(request_id=name, attempt=1, token_ids=token_ids, sampling=sampling), timeout=10)
-        while not (await call.read()).HasField("first_token"):
+        while isinstance(event := await call.read(), prefill_pb2.PrefillEvent) and not event.HasField("first_token"):
             pass
         took = time.monotonic() - began
         call.cancel()
@@ -298,24 +85,42 @@ class Workers:
 
 @dataclass(eq=False)
 class Rig:
+    """`clients[i]` is that of router i; several routers may have the same one."""
+
     place: Place
+    plan: CorePlan
     routers: list[RouterProcess] = field(default_factory=list)
+    workers: list[Helper] = field(default_factory=list)
+    clients: list[Helper] = field(default_factory=list)
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def spawn(self, argv: Sequence[str], core: int) -> int:
-        child = subprocess.Popen(argv, cwd=ROOT, preexec_fn=lambda: os.sched_setaffinity(0, {core}))
+        child = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=lambda: os.sched_setaffinity(0, {core}))
         self._children.append(child)
         return child.pid
 
-    async def add_router(self, *flags: str, core: int = FIRST_CORE) -> RouterProcess:
-        port = _free_port()
-        place = self.place
+    async def add_router(self, *flags: str) -> RouterProcess:
+        """On the next core of the plan; returns once it answers. Raises AioRpcError: not within 30 s."""
+        port, place = _free_port(), self.place
+        core = self.plan.routers[len(self.routers) % len(self.plan.routers)]
         argv = (
             *(sys.executable, "-P", "-m", "router", "--host", "127.0.0.1", "--port", str(port), "--health-port", "-1"),
             *("--model", str(place.model), "--served-model-name", "m", "--load-format", "dummy", "--secret-file", str(place.secret)),
-            *("--redis-url", place.redis_url, "--metrics-port", "-1", "--log-level", "warning", "--max-inflight", "4096", *flags),
+            *(
+                "--redis-url",
+                place.redis_url,
+                "--metrics-port",
+                "-1",
+                "--http-port",
+                "-1",
+                "--log-level",
+                "warning",
+                "--max-inflight",
+                "4096",
+                *flags,
+            ),
         )
-        router = RouterProcess(port, psutil.Process(self.spawn(argv, core)))
+        router = RouterProcess(port, self.spawn(argv, core))
         self.routers.append(router)
         request = encode_request([1, 2, 3], num_tokens=2)
         give_up = time.monotonic() + 30
@@ -329,6 +134,33 @@ class Rig:
                     raise
                 await asyncio.sleep(0.2)
 
+    def redis_cpu_s(self) -> float:
+        return cpu_s(self._children[0].pid)
+
+    @asynccontextmanager
+    async def streams(self, num_routers: int, *, streams: int, connections: int, num_tokens: int) -> AsyncIterator[list[Reply]]:
+        """Decode workers hold their tokens until `streams` of each of the first routers have begun, so that all of them run together
+        while the body is executed. What comes within it is counted; the list has it afterwards, one reply of Load.finish for each client."""
+        ports: dict[Helper, list[int]] = {}
+        for client, router in zip(self.clients, self.routers[:num_routers], strict=False):
+            ports.setdefault(client, []).append(router.port)
+        replies: list[Reply] = []
+        await self.tell(self.workers, "hold", held=True)
+        await asyncio.gather(
+            *(client.ask("start", ports=p, streams=streams, connections=connections, num_tokens=num_tokens) for client, p in ports.items())
+        )
+        await self.tell(self.workers, "hold", held=False)
+        await asyncio.sleep(_SETTLE_S)
+        await self.tell(ports, "mark")
+        yield replies
+        marks = await self.tell(ports, "mark")
+        assert not any(mark["ended"] for mark in marks), "answers ended while they were measured; more tokens for each"
+        replies += await self.tell(ports, "finish")
+
+    @staticmethod
+    async def tell(helpers: Sequence[Helper] | dict[Helper, list[int]], command: str, **arguments: object) -> list[Reply]:
+        return await asyncio.gather(*(helper.ask(command, **arguments) for helper in helpers))
+
     @asynccontextmanager
     async def open_workers(self) -> AsyncIterator[Workers]:
         """The first pair of them, called directly."""
@@ -341,91 +173,74 @@ class Rig:
         ):
             yield Workers(to_prefill, to_decode)
 
-    def close(self) -> None:
-        for child in reversed(self._children):
-            child.terminate()
-            try:
-                child.wait(5)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+    async def open(self, pace: Pace) -> None:
+        """Redis, workers and clients."""
+        self.spawn(server_argv(server_binary(), self.place.directory), self.plan.rest)
+        await until(socket_path(self.place.directory).exists)
+        words = (str(self.place.directory), str(pace.step_s), str(pace.prefill_s))
+        for i, core in enumerate(self.plan.workers):
+            names = [f"p{i}", *(f"d{j}" for j in range(i, pace.num_decode, len(self.plan.workers)))]
+            self.workers.append(await Helper.start(f"workers {','.join(names)}", "router_workers.py", *words, *names, core=core))
+        by_core: dict[int, Helper] = {}
+        for core in self.plan.clients:
+            if core not in by_core:
+                by_core[core] = await Helper.start(f"client on core {core}", "router_load.py", words[0], core=core)
+            self.clients.append(by_core[core])
+        await self.tell(self.workers, "hold", held=False)
+
+    async def close(self) -> None:
+        # Routers first, so that nothing is said of workers that go.
+        for child in reversed(self._children[1:]):
+            _end(child)
+        await asyncio.gather(*(helper.close() for helper in (*dict.fromkeys(self.clients), *self.workers)))
+        for child in self._children[:1]:
+            _end(child)
 
 
 @asynccontextmanager
-async def rig(pace: Pace, *, tokenizer: Path | None = None) -> AsyncIterator[Rig]:
-    """Workers and Redis, without a router yet. This process moves to the last core."""
-    os.sched_setaffinity(0, {LAST_CORE})
+async def rig(pace: Pace, *, tokenizer: Path | None = None, plan: CorePlan | None = None) -> AsyncIterator[Rig]:
+    """Workers, clients and Redis, without a router yet. This process moves to the plan's `rest`."""
+    plan = plan or CorePlan(routers=(FIRST_CORE,), workers=(LAST_CORE,), clients=(LAST_CORE,), rest=LAST_CORE, alone=1)
+    os.sched_setaffinity(0, {plan.rest})
     with tempfile.TemporaryDirectory() as directory:
         place = Place(Path(directory))
-        make_model(place.model, tokenizer)
-        place.secret.write_bytes(_SECRET)
-        all_of_it = Rig(place)
+        place.fill(tokenizer)
+        all_of_it = Rig(place, plan)
         try:
-            all_of_it.spawn(server_argv(server_binary(), place.directory), LAST_CORE)
-            await until(socket_path(place.directory).exists)
-            workers = [sys.executable, "-P", __file__, directory, str(pace.num_decode), str(pace.step_s), str(pace.prefill_s)]
-            all_of_it.spawn(workers, LAST_CORE)
+            await all_of_it.open(pace)
             yield all_of_it
         finally:
-            all_of_it.close()
+            await all_of_it.close()
 
 
-# ---- the client ---------------------------------------------------------------------------------------------------------------------
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    try:
+        child.wait(5)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
-def encode_request(token_ids: Sequence[int], *, num_tokens: int) -> bytes:
-    return inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=token_ids), sampling=inference_pb2.SamplingParams(max_tokens=num_tokens, temperature=0.0)
-    ).SerializeToString()
-
-
-def fresh_prompt(vocab_size: int, length: int) -> list[int]:
-    return [secrets.randbelow(vocab_size) for _ in range(length)]
-
-
-@dataclass(eq=False)
-class Stream:
-    """One answer as it came: messages undecoded. Instants in time.monotonic() seconds."""
-
-    sent_at: float = 0.0
-    first_at: float = 0.0
-    messages: list[bytes] = field(default_factory=list)
-
-    def responses(self) -> list[inference_pb2.GenerateResponse]:
-        return [inference_pb2.GenerateResponse.FromString(data) for data in self.messages]
-
-    def check(self, answer: Sequence[int], num_tokens: int, tokenizer: Tokenizer) -> inference_pb2.End:
-        """The whole of it, each token once and in order."""
-        *pieces, last = self.responses()
-        assert last.HasField("end"), "an answer ends with its End"
-        ids: list[int] = []
-        for response in pieces:
-            assert response.piece.position == len(ids), "each position once, in order"
-            ids += response.piece.token_ids
-        assert ids == [answer[i % len(answer)] for i in range(num_tokens)], "the right tokens"
-        assert "".join(r.piece.text for r in pieces) == tokenizer.decode(ids), "the text of all of them"
-        return last.end
-
-
-def tokens_in(messages: Sequence[bytes]) -> int:
-    return sum(len(inference_pb2.GenerateResponse.FromString(data).piece.token_ids) for data in messages)
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Client:
-    """Calls without decoding what comes, so that the client leaves the core to the others."""
+    """One request at a time, as an application would send it."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._generate = channel.unary_stream("/twostep.v1.Inference/Generate")
+        self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/twostep.v1.Inference/Generate")
 
-    async def ask(self, request: bytes, stream: Stream | None = None) -> Stream:
-        stream = Stream() if stream is None else stream
-        messages = stream.messages
-        stream.sent_at = time.monotonic()
+    async def ask(self, request: bytes) -> Stream:
+        stream = Stream(sent_at=time.monotonic())
         call = self._generate(request, timeout=600)
         async for message in call:
-            if not messages:
+            if not stream.messages:
                 stream.first_at = time.monotonic()
-            messages.append(message)
+            stream.messages.append(message)
         return stream
 
 
@@ -444,12 +259,10 @@ async def until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None
         await asyncio.sleep(0.01)
 
 
+def tokens_for(seconds: float, step_s: float) -> int:
+    """How many an answer must have at least so that it does not end within so many seconds of Rig.streams."""
+    return math.ceil((seconds + _SETTLE_S + _SLACK_S) / step_s)
+
+
 def busy() -> str:
     return f"load average {os.getloadavg()[0]:.1f}"
-
-
-if __name__ == "__main__":
-    _directory, _num_decode, _step_s, _prefill_s = sys.argv[1:]
-    event_loop.run(
-        _serve_workers(Place(Path(_directory)), Pace(num_decode=int(_num_decode), step_s=float(_step_s), prefill_s=float(_prefill_s)))
-    )

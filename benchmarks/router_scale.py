@@ -1,8 +1,11 @@
-"""Whether router replicas cost each other anything: CPU time of a token with 1, 2 and 4 router processes, below saturation.
+"""Whether router replicas cost each other anything.
 
-    python benchmarks/router_scale.py                                  100 streams for each of 1, 2, 4 routers, a token each every 40 ms
-    python benchmarks/router_scale.py --streams 400 --total            400 streams, over 1, 2, 4 routers
-    python benchmarks/router_scale.py --routers 1 2 4 8 --decode 16    on a machine with many cores
+    python benchmarks/router_scale.py                           CPU time of a token: 100 streams for each of 1, 2, 4 routers, a token
+                                                                each every 40 ms
+    python benchmarks/router_scale.py --streams 400 --total     400 streams, over 1, 2, 4 routers
+    python benchmarks/router_scale.py --many --routers 1 2 4 8 --decode 16
+                                                                on a machine with many cores: tokens/s of saturated routers, each on a
+                                                                core of its own (router_many.py)
 
 What routers share (Redis, heartbeats, usage of tenants) and repeat (polls, a stream from every decode worker) shows as CPU seconds for each
 1,000 tokens. With --total a decode worker's step also comes to n routers in n messages, each with an n-th of the tokens. Routers are spread
@@ -13,49 +16,38 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import statistics
-import time
-from collections.abc import Sequence
 
-from router_rig import CORES, Pace, Rig, RouterProcess, Stream, busy, encode_request, open_client, rig, tokens_in, until
+import router_many
+from router_cores import CorePlan
+from router_rig import CORES, LAST_CORE, Pace, Rig, busy, rig, tokens_for
 
 from twostep.rpc import event_loop
 
 
-async def measure(rig_: Rig, routers: Sequence[RouterProcess], *, streams: int, num_tokens: int) -> tuple[float, float]:
-    """CPU seconds of these routers for 1,000 tokens, and tokens a second."""
-    answer, tokenizer = rig_.place.answer(), rig_.place.tokenizer()
-    request = encode_request(answer[:16], num_tokens=num_tokens)
-    all_of_them = [Stream() for _ in range(streams)]
-    async with contextlib.AsyncExitStack() as stack:
-        clients = [[await stack.enter_async_context(open_client(router.port)) for _ in range(8 // len(routers) or 1)] for router in routers]
-        calls = []
-        for i, stream in enumerate(all_of_them):
-            of_router = clients[i % len(routers)]
-            calls.append(asyncio.create_task(of_router[i // len(routers) % len(of_router)].ask(request, stream)))
-        await until(lambda: all(len(stream.messages) > num_tokens // 10 for stream in all_of_them))
-        begins, wall = [len(stream.messages) for stream in all_of_them], time.monotonic()
+async def measure(rig_: Rig, num: int, *, streams: int, seconds: float, step_s: float) -> tuple[float, float]:
+    """CPU seconds of these routers for 1,000 tokens, and tokens a second. `streams`: of each."""
+    routers = rig_.routers[:num]
+    async with rig_.streams(num, streams=streams, connections=8 // num or 1, num_tokens=tokens_for(seconds, step_s)) as replies:
         cpu = sum(router.cpu_s() for router in routers)
-        await until(lambda: any(len(stream.messages) >= num_tokens * 9 // 10 for stream in all_of_them))
-        cpu, wall = sum(router.cpu_s() for router in routers) - cpu, time.monotonic() - wall
-        ends = [len(stream.messages) for stream in all_of_them]
-        await asyncio.gather(*calls)
-    for stream in all_of_them:
-        stream.check(answer, num_tokens, tokenizer)
-    tokens = sum(tokens_in(stream.messages[begin:end]) for stream, begin, end in zip(all_of_them, begins, ends, strict=True))
-    return 1e3 * cpu / tokens, tokens / wall
+        await asyncio.sleep(seconds)
+        cpu = sum(router.cpu_s() for router in routers) - cpu
+    tokens = sum(reply["tokens"] for reply in replies)
+    return 1e3 * cpu / tokens, sum(reply["tokens"] / reply["wall_s"] for reply in replies)
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    async with rig(Pace(num_decode=arguments.decode, step_s=arguments.step_ms / 1e3)) as rig_:
-        for i in range(max(arguments.routers)):
-            await rig_.add_router(core=CORES[i % max(1, len(CORES) - 1)])
+    most, step_s = max(arguments.routers), arguments.step_ms / 1e3
+    cores = tuple(CORES[i % max(1, len(CORES) - 1)] for i in range(most))
+    plan = CorePlan(routers=cores, workers=(LAST_CORE,), clients=(LAST_CORE,) * most, rest=LAST_CORE, alone=len(set(cores)))
+    async with rig(Pace(num_decode=arguments.decode, step_s=step_s), plan=plan) as rig_:
+        for _ in range(most):
+            await rig_.add_router()
         results: dict[int, list[float]] = {num: [] for num in arguments.routers}
         for _ in range(arguments.rounds):
             for num, costs in results.items():
-                streams = arguments.streams * (1 if arguments.total else num)
-                cost, rate = await measure(rig_, rig_.routers[:num], streams=streams, num_tokens=arguments.tokens)
+                streams = arguments.streams // (num if arguments.total else 1)
+                cost, rate = await measure(rig_, num, streams=streams, seconds=arguments.seconds, step_s=step_s)
                 costs.append(cost)
                 print(f"{num} routers: {cost:.4f} CPU s for 1,000 tokens, at {rate:,.0f} tokens/s, {busy()}", flush=True)
     base = statistics.median(results[arguments.routers[0]])
@@ -71,9 +63,20 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--routers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--decode", type=int, default=2, help="decode workers")
-    parser.add_argument("--streams", type=int, default=100, help="of each router")
+    parser.add_argument("--streams", type=int, help="of each router; without: 100, with --many 500")
     parser.add_argument("--total", action="store_true", help="--streams are those of all routers together")
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
-    parser.add_argument("--step-ms", type=float, default=40.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    event_loop.run(main(parser.parse_args()))
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--step-ms", type=float, help="without: 40, with --many 16")
+    parser.add_argument("--rounds", type=int, help="without: 3, with --many 2")
+    parser.add_argument("--many", action="store_true", help="saturated routers, each on a core of its own")
+    parser.add_argument("--connections", type=int, default=8, help="with --many: those of a router's streams")
+    parser.add_argument("--no-control", action="store_true", help="with --many: do not measure the machine itself")
+    arguments = parser.parse_args()
+    defaults = {"streams": 500, "step_ms": 16.0, "rounds": 2} if arguments.many else {"streams": 100, "step_ms": 40.0, "rounds": 3}
+    for name, value in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if arguments.many:
+        router_many.main(arguments)
+    else:
+        event_loop.run(main(arguments))
