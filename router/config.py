@@ -9,7 +9,7 @@ from pathlib import Path
 
 from router.fair_queue import AGEING_S
 from router.quota import tenant_weights
-from twostep.flags import FlagParser
+from twostep.flags import FlagParser, tracing_flag
 from twostep.rpc.channel import COMPRESSIONS, PLAINTEXT, TlsFiles
 
 DEFAULT_HTTP_PORT = 8000
@@ -53,6 +53,7 @@ class RouterConfig:
     redis_start_timeout: float = 10.0
     grpc_compression: str = "none"
     tls: TlsFiles = PLAINTEXT
+    otlp_endpoint: str = ""
     placement_log: Path | None = None
     log_level: str = "info"
     log_json: bool = False
@@ -197,6 +198,7 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         metavar="FILE",
         help="write down who was chosen for each request and why, for `python -P -m router.replay FILE`; two files of 256 MiB at most",
     )
+    tracing_flag(parser)
     parser.flag(
         "--log-level", default=default.log_level, choices=["debug", "info", "warning", "error"], help="least severe level that is logged"
     )

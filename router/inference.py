@@ -43,9 +43,9 @@ from router.targets import Targets, class_of, tenant_of
 from router.workers import WorkerPool
 from twostep.errors import InternalError, InvalidRequest, NotFound
 from twostep.metrics.router import RouterMetrics
-from twostep.rpc.convert import class_from_proto
 from twostep.rpc.v1 import inference_pb2
 from twostep.text.tokenizer import Tokenizer
+from twostep.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +99,10 @@ class Inference:
         dispatcher: Dispatcher,
         pool: WorkerPool,
         metrics: RouterMetrics,
+        tracer: Tracer | None = None,
     ) -> None:
         self._config = config
+        self._tracer = tracer
         self._metrics = metrics
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -114,7 +116,7 @@ class Inference:
 
     async def generate(self, request: inference_pb2.GenerateRequest, caller: Caller) -> inference_pb2.End:
         """Pieces go to `caller`; the end is returned once everything that the request held is free. Raises TwostepError."""
-        with recorded(self._metrics, class_from_proto(request.request_class)) as record:
+        with recorded(self._metrics, request, caller.metadata, self._tracer, model=self.model_name) as record:
             record.end = await self._generate(request, caller, record)
             return record.end
 
@@ -146,12 +148,14 @@ class Inference:
     async def _generate(self, request: inference_pb2.GenerateRequest, caller: Caller, record: Record) -> inference_pb2.End:
         started = time.monotonic()
         request_id = _request_id(request.request_id)
+        name = _unique(request_id) if request.request_id else request_id
+        record.named(name)
         if not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(63)
         # While the request is read and placed. Whoever wants to go on elsewhere needs the seed, however early this call breaks.
         told = asyncio.create_task(caller.begin(request_id, request.sampling.seed))
         try:
-            job = record.job = await self._job(request, request_id, caller, started)
+            job = record.job = await self._job(request, name, caller, started, record.metadata)
             report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
             answer = record.answer = Answer(self._tokenizer, job.sampling)
             await self._prompts.resume(answer, job.resumed, job.sampling)
@@ -164,7 +168,9 @@ class Inference:
             if not told.cancelled():
                 told.exception()  # of a client that is gone: whoever writes next learns it too
 
-    async def _job(self, request: inference_pb2.GenerateRequest, request_id: str, caller: Caller, started: float) -> Job:
+    async def _job(
+        self, request: inference_pb2.GenerateRequest, request_id: str, caller: Caller, started: float, metadata: Metadata
+    ) -> Job:
         self._check_model(request.model)
         if len(request.cache_salt) > _MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters; use at most {_MAX_SALT_CHARS}")
@@ -172,14 +178,14 @@ class Inference:
         prompt = await self._prompts.prompt_ids(request)
         sampling = self._prompts.sampling(request.sampling, len(prompt), self._max_model_len())
         return Job(
-            request_id=_unique(request_id) if request.request_id else request_id,
+            request_id=request_id,
             prompt=prompt,
             sampling=sampling,
             deadline=started + min(self._config.request_timeout_s, caller.remaining_s()),
             cache_salt=request.cache_salt,
             resumed=list(request.resume_token_ids),
             migrate=not request.no_migration,
-            metadata=caller.metadata,
+            metadata=metadata,
             tenant=tenant,
             request_class=request_class,
             ttft_s=targets.ttft_s,

@@ -1,38 +1,74 @@
-"""What one request leaves in the metrics, however it ends."""
+"""What one request leaves behind, however it ends: metrics, its span if it is traced, and its id in every line of the log meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from router import tracing
 from router.answer import Answer
-from router.job import Job
+from router.job import Job, Metadata
 from router.report import Report
 from router.targets import Expired, Refused, Targets
 from twostep.errors import status_of
+from twostep.log import concerning
 from twostep.metrics.router import RouterMetrics
-from twostep.request_class import RequestClass
+from twostep.rpc.convert import class_from_proto
 from twostep.rpc.v1 import inference_pb2
+from twostep.tracing import Span, Tracer, trace_id_of
 
 _FINISH = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 class Record:
-    """`job`, `report` and `answer` as soon as there are any, `end` if the request ended well."""
+    """`job`, `report` and `answer` as soon as there are any, `end` if the request ended well. `metadata` goes along with every call to a
+    worker: the caller's trace context, or the one of this request's own span."""
 
-    def __init__(self, request_class: RequestClass) -> None:
-        self.request_class = request_class.name.lower()
+    def __init__(self, request: inference_pb2.GenerateRequest, metadata: Metadata, span: Span | None) -> None:
+        self.request_class = class_from_proto(request.request_class).name.lower()
+        self.metadata = metadata if span is None else span.metadata
+        self.span = span
         self.job: Job | None = None
         self.report: Report | None = None
         self.answer: Answer | None = None
         self.end: inference_pb2.End | None = None
 
+    def named(self, request_id: str) -> None:
+        """What this router and the workers call it. In the task that serves it, before that starts others."""
+        concerning(request_id, trace_id_of(self.metadata))
+        if self.span is not None:
+            self.span.set({"gen_ai.response.id": request_id})
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds for each token after the first that this router gave; None: there was none."""
+        report, answer = self.report, self.answer
+        if report is None or answer is None or report.first_token_at is None or report.last_token_at is None:
+            return None
+        more = answer.num_tokens - (0 if self.job is None else len(self.job.resumed)) - 1
+        return (report.last_token_at - report.first_token_at) / more if more > 0 else None
+
 
 @contextmanager
-def recorded(metrics: RouterMetrics, request_class: RequestClass) -> Iterator[Record]:
-    """Around all of a request."""
-    record = Record(request_class)
+def recorded(
+    metrics: RouterMetrics, request: inference_pb2.GenerateRequest, metadata: Metadata, tracer: Tracer | None = None, *, model: str = ""
+) -> Iterator[Record]:
+    """Around all of a request; `metadata` is its caller's trace context."""
+    span = None
+    if tracer is not None:
+        operation = tracing.operation_of(request)
+        span = tracer.start(f"{operation} {model}", metadata)
+        span.set(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": tracing.PROVIDER,
+                "gen_ai.request.model": request.model or model,
+                "gen_ai.response.model": model,
+            }
+        )
+    record = Record(request, metadata, span)
     status = "INTERNAL"
     try:
         yield record
@@ -46,11 +82,13 @@ def recorded(metrics: RouterMetrics, request_class: RequestClass) -> Iterator[Re
             metrics.refused.labels(error.reason.value, record.request_class).inc()
         raise
     finally:
-        _observe(metrics, record, status)
+        finish = "" if record.end is None else _FINISH.get(record.end.finish_reason, "other")
+        _observe(metrics, record, status, finish)
+        if span is not None:
+            _trace(span, record, status, finish)
 
 
-def _observe(metrics: RouterMetrics, record: Record, status: str) -> None:
-    finish = "" if record.end is None else _FINISH.get(record.end.finish_reason, "other")
+def _observe(metrics: RouterMetrics, record: Record, status: str, finish: str) -> None:
     metrics.requests.labels(status, finish, record.request_class).inc()
     _observe_targets(metrics, record, status)
     if record.report is not None and record.answer is not None:
@@ -63,6 +101,10 @@ def _observe(metrics: RouterMetrics, record: Record, status: str) -> None:
             metrics.prompt_tokens.inc(report.num_prompt_tokens)
             metrics.cached_tokens.inc(report.cached_tokens)
             metrics.queue.labels(record.request_class).observe(report.route_s + report.queue_s)
+        if report.visible_at is not None:
+            metrics.visible_ttft.observe(report.visible_at - report.started)
+        if (tpot_s := record.tpot_s) is not None:
+            metrics.tpot.observe(tpot_s)
     if record.end is not None:
         phases = record.end.phases
         metrics.e2e.observe(phases.total_s)
@@ -80,13 +122,26 @@ def _observe_targets(metrics: RouterMetrics, record: Record, status: str) -> Non
     if not targets:
         return
     metrics.slo.labels(record.request_class).inc()
-    ttft_s = tpot_s = None
-    if report is not None and record.answer is not None and report.first_token_at is not None and report.last_token_at is not None:
-        ttft_s = report.first_token_at - report.started
-        more = record.answer.num_tokens - 1
-        tpot_s = (report.last_token_at - report.first_token_at) / more if more > 0 else None
-    missed = targets.missed(ttft_s, tpot_s)
+    ttft_s = None if report is None or report.first_token_at is None else report.first_token_at - report.started
+    missed = targets.missed(ttft_s, record.tpot_s)
     for reason in missed:
         metrics.slo_missed.labels(reason.value, record.request_class).inc()
     if status == "OK" and not missed:
         metrics.slo_attained.labels(record.request_class).inc()
+
+
+def _trace(span: Span, record: Record, status: str, finish: str) -> None:
+    job, report, answer = record.job, record.report, record.answer
+    if span.recording and job is not None:
+        span.set(tracing.asked(job))
+        if report is not None and answer is not None:
+            usage = record.end.usage if record.end is not None else inference_pb2.Usage()
+            tracing.told(
+                span,
+                report,
+                num_tokens=answer.num_tokens,
+                num_reasoning_tokens=usage.reasoning_tokens,
+                tpot_s=record.tpot_s,
+                ended_at=time.monotonic(),
+            )
+    tracing.ended(span, status, finish)

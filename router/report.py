@@ -9,6 +9,10 @@ from twostep.metrics.router import RouterMetrics
 from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
 
 
+# Refused ones are many where nobody has room.
+_MAX_BEGUN = 32
+
+
 @dataclass(slots=True, kw_only=True)
 class Report:
     """Filled in by whoever learns something; all instants are time.monotonic() seconds. What a later attempt learns replaces
@@ -26,6 +30,7 @@ class Report:
     publish_s: float = 0.0
     fetch_s: float = 0.0
     first_token_at: float | None = None
+    visible_at: float | None = None  # the first text that is no reasoning
     committed_at: float | None = None
     first_decode_at: float | None = None
     last_decode_at: float | None = None
@@ -33,11 +38,15 @@ class Report:
     last_token_at: float | None = None
     has_second_token: bool = False
     transfer: inference_pb2.Transfer = field(default_factory=inference_pb2.Transfer)
+    # Of each attempt, refused ones included: when it began, and its workers (prefill "": the decode worker alone).
+    begun: list[tuple[float, str, str]] = field(default_factory=list)
 
     def begin_attempt(self, prefill_worker: str, decode_worker: str) -> None:
         self.committed_at = self.first_decode_at = self.last_decode_at = None
         self.publish_s = self.fetch_s = 0.0
         self.transfer = inference_pb2.Transfer(prefill_worker=prefill_worker, decode_worker=decode_worker)
+        if len(self.begun) < _MAX_BEGUN:
+            self.begun.append((time.monotonic(), prefill_worker, decode_worker))
 
     def on_first_token(self, first: prefill_pb2.FirstToken, accepted_at: float) -> None:
         if self.first_token_at is not None:

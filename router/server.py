@@ -33,7 +33,7 @@ from router.workers import WorkerPool
 from twostep.cluster.registration import connect
 from twostep.errors import SetupError
 from twostep.fingerprint import dummy_fingerprint, model_fingerprint
-from twostep.metrics.process import register_process
+from twostep.metrics.process import package_version, register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.metrics.server import MetricsServer
@@ -48,6 +48,7 @@ from twostep.secret import load_secret
 from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
 from twostep.text.tokenizer import Tokenizer
+from twostep.tracing import TRACES_FLUSH_S, start_tracer
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ class Router:
             place if self._placement_log is None else self._placement_log.place,
         )
         registry = MetricsRegistry()
-        register_process(registry, "router")
+        self._tracer = start_tracer(config.otlp_endpoint, role="router", instance=self.router_id, version=package_version())
+        register_process(registry, "router", self._tracer)
         self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
         self._inference = Inference(
             InferenceConfig(
@@ -128,6 +130,7 @@ class Router:
             dispatcher=dispatcher,
             pool=self.pool,
             metrics=RouterMetrics(registry, self._state),
+            tracer=self._tracer,
         )
         self._last_tick = time.monotonic()
         self._draining = self._able = False
@@ -229,6 +232,8 @@ class Router:
             await asyncio.to_thread(self._metrics_server.close)
         if self._placement_log is not None:
             await asyncio.to_thread(self._placement_log.close)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close, TRACES_FLUSH_S)
 
     def _alive(self) -> bool:
         return time.monotonic() - self._last_tick < _STUCK_S
@@ -246,6 +251,8 @@ class Router:
             num_waiting=self.admission.num_waiting + num_queued,
             num_streams=sum(link.stream.open for link in list(self.pool.decode.values())),
             workers={role: roles.count(role) for role in ("prefill", "decode")},
+            registry_connected=self.registry.connected,
+            stalled_s=max(0.0, time.monotonic() - self._last_tick),
         )
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from typing import Any
 
 KV_TRANSPORTS = ("cuda_ipc", "nixl", "ray", "local")
@@ -22,6 +23,25 @@ def kv_transports(text: str) -> str:
     if not set(names) <= set(KV_TRANSPORTS) or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor none nor a list of some of {', '.join(KV_TRANSPORTS)}, each once")
     return ",".join(names)
+
+
+def traces_endpoint(environ: Mapping[str, str]) -> str:
+    """Where OpenTelemetry's own variables send traces; empty: nowhere."""
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or environ.get("OTEL_TRACES_EXPORTER", "") == "none":
+        return ""
+    return environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+
+
+def tracing_flag(parser: FlagParser) -> None:
+    """--otlp-endpoint of every process."""
+    parser.flag(
+        "--otlp-endpoint",
+        "--otlp-traces-endpoint",
+        default=traces_endpoint(os.environ),
+        metavar="URL",
+        help="send traces to this OpenTelemetry collector's gRPC port, http://HOST:4317 (docs/tracing.md); OTEL_EXPORTER_OTLP_ENDPOINT says "
+        "so too, and without either nothing is traced",
+    )
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -27,6 +27,8 @@ Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 _NONE: Attributes = {}
+# How long the end of a process may take for its last spans.
+TRACES_FLUSH_S = 3.0
 
 # Version, trace id, parent id, flags. Version ff is invalid, and so are ids of zeros.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
@@ -70,6 +72,14 @@ class Span(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanCounts:
+    """Since the start: spans that the collector took, and those that it did not or that there was no room for."""
+
+    exported: int
+    lost: int
+
+
 class Tracer(Protocol):
     """One process's. Spans are exported by a thread of its own, out of a bounded queue; what does not fit is lost and counted."""
 
@@ -81,17 +91,13 @@ class Tracer(Protocol):
         """Spans from now on are those of this role: "router", "prefill" or "decode"."""
         ...
 
+    def counts(self) -> SpanCounts:
+        """From any thread."""
+        ...
+
     def close(self, timeout_s: float) -> None:
         """Sends what is left, for so long at most. Blocks; spans that end later are lost."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanCounts:
-    """Since the start: spans that the collector took, and those that it did not or that there was no room for."""
-
-    exported: int
-    lost: int
 
 
 def start_tracer(endpoint: str, *, role: str, instance: str, version: str) -> Tracer | None:

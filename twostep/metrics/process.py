@@ -1,26 +1,41 @@
-"""Who a process is."""
+"""Who a process is, and what becomes of its spans."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
-from twostep.metrics.family import gauge
-from twostep.metrics.registry import MetricsRegistry
+from twostep.metrics.family import counter, gauge
+from twostep.metrics.registry import MetricsRegistry, Reading
+from twostep.tracing import Tracer
 
 INFO = gauge("twostep_process_info", "1, with the process's role and the version it runs.", ["role", "version"])
+SPANS = counter(
+    "twostep_trace_spans_total",
+    "Spans by status: exported (the collector took them), lost (it did not, or there was no room). Only where something is traced.",
+    ["status"],
+)
 
-FAMILIES = (INFO,)
+FAMILIES = (INFO, SPANS)
 
 
-def register_process(registry: MetricsRegistry, role: str) -> ProcessMetrics:
+def register_process(registry: MetricsRegistry, role: str, tracer: Tracer | None = None) -> ProcessMetrics:
     """`role`: "router", "prefill" or "decode"."""
-    return ProcessMetrics(registry, role)
+    return ProcessMetrics(registry, role, tracer)
 
 
 class ProcessMetrics:
-    def __init__(self, registry: MetricsRegistry, role: str) -> None:
+    def __init__(self, registry: MetricsRegistry, role: str, tracer: Tracer | None) -> None:
         self._info = registry.gauge(INFO)
+        self._tracer = tracer
+        registry.on_scrape([SPANS], self._read)
         self.serve(role)
+
+    def _read(self) -> Iterable[Reading]:
+        if self._tracer is not None:
+            counts = self._tracer.counts()
+            yield Reading(SPANS, counts.exported, ("exported",))
+            yield Reading(SPANS, counts.lost, ("lost",))
 
     def serve(self, role: str) -> None:
         """The process has this role from now on."""

@@ -33,6 +33,17 @@ SLO_MISSED = counter(
     ["reason", "request_class"],
 )
 TTFT = histogram("twostep_time_to_first_token_seconds", "From a request's arrival to its first token.", REQUEST_SECONDS)
+VISIBLE_TTFT = histogram(
+    "twostep_time_to_first_visible_token_seconds",
+    "From a request's arrival to the first text of its answer; of models that mark what they think first, that comes later than the first "
+    "token.",
+    REQUEST_SECONDS,
+)
+TPOT = histogram(
+    "twostep_request_time_per_output_token_seconds",
+    "Of an answer of two tokens or more, complete or not: the mean time of those after the first.",
+    STEP_SECONDS,
+)
 ITL = histogram(
     "twostep_inter_token_latency_seconds",
     "Between two tokens of a request, each gap one observation; the gap after the first token and those of migrations included.",
@@ -76,7 +87,15 @@ MIGRATIONS = counter("twostep_request_migrations_total", "How often a request we
 STREAMS = gauge("twostep_router_streams", "Token streams open to decode workers.")
 WORKERS = gauge("twostep_router_workers", "Workers that may get new work, by role.", ["worker_role"])
 
-_READ = (RUNNING, WAITING, GENERATION_TOKENS, STREAMS, WORKERS)
+LOAD_RATIO = gauge(
+    "twostep_prefill_decode_load_ratio",
+    "Seconds of work that wait on a prefill worker for each second that waits on a decode worker, by the workers' measured curves: above 1 "
+    "prefill workers are short, below 1 decode workers are. Missing while neither have any work.",
+)
+REGISTRY_CONNECTED = gauge("twostep_router_registry_connected", "1: Redis answers. 0: requests go to the workers known last.")
+STALLED = gauge("twostep_router_stalled_seconds", "Since the router's event loop last came round; a quarter of a second as a rule.")
+
+_READ = (RUNNING, WAITING, GENERATION_TOKENS, STREAMS, WORKERS, LOAD_RATIO, REGISTRY_CONNECTED, STALLED)
 FAMILIES = (
     *(
         REQUESTS,
@@ -85,6 +104,8 @@ FAMILIES = (
         SLO_ATTAINED,
         SLO_MISSED,
         TTFT,
+        VISIBLE_TTFT,
+        TPOT,
         ITL,
         SECOND_TOKEN,
         E2E,
@@ -94,18 +115,21 @@ FAMILIES = (
         CACHED_TOKENS,
         GENERATION_TOKENS,
     ),
-    *(PROMPT_SIZES, GENERATION_SIZES, ATTEMPTS, PLACEMENTS, MIGRATIONS, STREAMS, WORKERS),
+    *(PROMPT_SIZES, GENERATION_SIZES, ATTEMPTS, PLACEMENTS, MIGRATIONS, STREAMS, WORKERS, LOAD_RATIO, REGISTRY_CONNECTED, STALLED),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterState:
-    """A moment of a router. `workers` by role."""
+    """A moment of a router. `workers` by role; `load_ratio` as router/load_ratio.py says."""
 
     num_running: int
     num_waiting: int
     num_streams: int
     workers: Mapping[str, int]
+    load_ratio: float | None = None
+    registry_connected: bool = True
+    stalled_s: float = 0.0
 
 
 class RouterMetrics:
@@ -121,6 +145,8 @@ class RouterMetrics:
         self.slo_attained = registry.counter(SLO_ATTAINED)
         self.slo_missed = registry.counter(SLO_MISSED)
         self.ttft = registry.histogram(TTFT)
+        self.visible_ttft = registry.histogram(VISIBLE_TTFT)
+        self.tpot = registry.histogram(TPOT)
         self.itl = registry.tally(ITL)
         self.second_token = registry.histogram(SECOND_TOKEN)
         self.e2e = registry.histogram(E2E)
@@ -144,4 +170,8 @@ class RouterMetrics:
         yield Reading(WAITING, state.num_waiting, ("router",))
         yield Reading(GENERATION_TOKENS, self.num_generation_tokens)
         yield Reading(STREAMS, state.num_streams)
+        if state.load_ratio is not None:
+            yield Reading(LOAD_RATIO, state.load_ratio)
+        yield Reading(REGISTRY_CONNECTED, state.registry_connected)
+        yield Reading(STALLED, state.stalled_s)
         yield from (Reading(WORKERS, count, (role,)) for role, count in state.workers.items())

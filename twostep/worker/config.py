@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.engine.preemption import PreemptionMode
-from twostep.flags import KV_TRANSPORTS, KV_WIRES, FlagParser, kv_transports
+from twostep.flags import KV_TRANSPORTS, KV_WIRES, FlagParser, kv_transports, tracing_flag
 from twostep.models.store import default_cache_dir
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
 
@@ -87,6 +87,7 @@ class WorkerConfig:
     drain_timeout: float = 30.0
     max_concurrent_rpcs: int = 2048
     tls: TlsFiles = PLAINTEXT
+    otlp_endpoint: str = ""
     log_level: str = "info"
     log_json: bool = False
 
@@ -98,6 +99,7 @@ def parse_config(role: str, argv: Sequence[str] | None = None) -> WorkerConfig:
     _model_flags(parser, default)
     _network_flags(parser, default, role)
     _transfer_flags(parser, default)
+    tracing_flag(parser)
     parser.flag(
         "--log-level", default=default.log_level, choices=["debug", "info", "warning", "error"], help="least severe level that is logged"
     )
