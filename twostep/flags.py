@@ -39,7 +39,7 @@ def tracing_flag(parser: FlagParser) -> None:
         "--otlp-traces-endpoint",
         default=traces_endpoint(os.environ),
         metavar="URL",
-        help="send traces to this OpenTelemetry collector's gRPC port, http://HOST:4317 (docs/tracing.md); OTEL_EXPORTER_OTLP_ENDPOINT says "
+        help="send traces to this OpenTelemetry collector's gRPC port, http://HOST:4317; OTEL_EXPORTER_OTLP_ENDPOINT says "
         "so too, and without either nothing is traced",
     )
 
