@@ -16,7 +16,7 @@ from kv_transfer import transfer_metrics
 from kv_transfer.observer import Direction, ProbeResult, Transfer, TransferLedger, reason_of
 from kv_transfer.transfer_metrics import TransferLog, TransferMetrics, worker_observers
 from twostep.errors import DataLoss, ResourceExhausted, Unavailable
-from twostep.log import _JsonLines
+from twostep.log import JsonLines
 from twostep.metrics.registry import MetricsRegistry
 
 MOVED = Transfer(
@@ -151,7 +151,7 @@ def test_the_log_line_names_the_request_and_is_json_for_machines(caplog: pytest.
     assert record.levelno == logging.DEBUG
     for part in ("request=r-1/2", "transport=ray", "peer=prefill-0", "bytes=2000000", "retries=1", "exposed_s=0.0015", "gb_per_s=0.5"):
         assert part in record.getMessage().split()
-    line = json.loads(_JsonLines("decode-1").format(record))
+    line = json.loads(JsonLines("decode-1").format(record))
     assert line["data"] == {
         "request": "r-1/2",
         "direction": "fetch",
