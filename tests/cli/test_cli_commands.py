@@ -46,7 +46,7 @@ def test_generate_from_standard_input_as_json(server: tuple[ScriptedInference, s
     done = run("generate", "--json", stdin="ok", TWOSTEP_TARGET=server[1])
     answer = json.loads(done.stdout)
     assert answer["text"] == "one two three"
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 2}
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 2, "reasoning_tokens": 0}
     assert answer["transfer"]["transport"] == "ray"
 
 

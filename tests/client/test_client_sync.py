@@ -196,7 +196,7 @@ def test_only_breaks_without_progress_between_them_count(server: tuple[ScriptedI
 def test_cancel_does_not_wait_for_the_next_try(server: tuple[ScriptedInference, str], monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = threading.Event()
 
-    def long_delay(attempts: object, error: object) -> float:
+    def long_delay(attempts: object, error: object, *, elsewhere: bool) -> float:
         waiting.set()
         return 60.0
 

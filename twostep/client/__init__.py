@@ -1,8 +1,10 @@
 """The client SDK: blocking and asyncio. Needs grpcio and protobuf only."""
 
 from twostep.client._async import AsyncClient, AsyncGeneration
+from twostep.client._status import ClusterStatus, Percentiles, RouterLoad, WorkerStatus
 from twostep.client._sync import Client, Generation
 from twostep.client._types import (
+    ChatOptions,
     Completion,
     FinishReason,
     Message,
@@ -10,9 +12,12 @@ from twostep.client._types import (
     Phases,
     Piece,
     RequestClass,
+    RequestOptions,
+    RouterState,
     SamplingOptions,
     TokenLogprobs,
     Tokens,
+    ToolCall,
     TopLogprob,
     Transfer,
     Usage,
@@ -21,19 +26,27 @@ from twostep.client._types import (
 __all__ = [
     "AsyncClient",
     "AsyncGeneration",
+    "ChatOptions",
     "Client",
+    "ClusterStatus",
     "Completion",
     "FinishReason",
     "Generation",
     "Message",
     "Model",
+    "Percentiles",
     "Phases",
     "Piece",
     "RequestClass",
+    "RequestOptions",
+    "RouterLoad",
+    "RouterState",
     "SamplingOptions",
     "TokenLogprobs",
     "Tokens",
+    "ToolCall",
     "TopLogprob",
     "Transfer",
     "Usage",
+    "WorkerStatus",
 ]

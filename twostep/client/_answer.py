@@ -23,6 +23,7 @@ class Answer:
         # The call under way has brought something.
         self._heard_of_call = False
         self._texts: list[str] = []
+        self._reasonings: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._end: pb.End | None = None
@@ -31,6 +32,11 @@ class Answer:
     def text(self) -> str:
         """Text received so far; the whole answer after the end."""
         return "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought so far, if it marks that; no part of `text`."""
+        return "".join(self._reasonings)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -76,7 +82,7 @@ class Answer:
 
     def _begun(self) -> bool:
         """From here on the request must not be repeated as it is: something of the answer was handed out."""
-        return bool(self._token_ids or self._texts)
+        return bool(self._token_ids or self._texts or self._reasonings)
 
     def _heard(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
         """What the first call's first word tells."""
@@ -115,7 +121,10 @@ class Answer:
         expected = len(self._request.resume_token_ids) + len(self._token_ids)
         if piece.token_ids and piece.position != expected:
             raise self._broken(f"tokens from position {piece.position} arrived where {expected} was next")
-        self._texts.append(piece.text)
+        if piece.text:
+            self._texts.append(piece.text)
+        if piece.reasoning:
+            self._reasonings.append(piece.reasoning)
         self._token_ids.extend(piece.token_ids)
         self._logprobs.extend(piece.logprobs)
         return piece
@@ -148,4 +157,5 @@ class Answer:
             attempts=end.attempts,
             request_id=self._request_id,
             resumes=self._num_resumes,
+            reasoning=self.reasoning,
         )

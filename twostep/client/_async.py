@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeVar, Unpack
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
-from twostep.client import _channel, _wire
+from twostep.client import _channel, _status, _wire
 from twostep.client._answer import Answer
-from twostep.client._types import Completion, Compression, Model, Piece, RequestClass, SamplingOptions, Tokens
-from twostep.errors import Cancelled, InvalidRequest, TwostepError
+from twostep.client._base import ClientBase
+from twostep.client._messages import Messages
+from twostep.client._pool import Lease, Pool, Probe
+from twostep.client._types import ChatOptions, Completion, Compression, Model, Piece, RequestOptions, Tokens
+from twostep.errors import Cancelled, DeadlineExceeded, TwostepError
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.rpc.v1 import inference_pb2_grpc as pb_grpc
+from twostep.rpc.v1 import status_pb2, status_pb2_grpc
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One connection."""
+
+    channel: grpc.aio.Channel
+    inference: pb_grpc.InferenceAsyncStub
+    status: status_pb2_grpc.StatusAsyncStub
+    check: Any
 
 
 class _Call(Protocol):
@@ -31,8 +46,14 @@ class _Call(Protocol):
     async def initial_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
 
 
-# Sends a request to a router, to be answered within so many seconds.
-_Start = Callable[[pb.GenerateRequest, str, float], _Call]
+@dataclass(frozen=True, slots=True)
+class _Started:
+    call: _Call
+    lease: Lease[Wire]
+
+
+# Sends a request to a router, one not among the targets if there is another, to be answered within so many seconds.
+_Start = Callable[[pb.GenerateRequest, Collection[str], float], _Started]
 
 
 class AsyncGeneration(Answer):
@@ -42,14 +63,16 @@ class AsyncGeneration(Answer):
     dropping the object. Raises while iterating: any twostep.errors.TwostepError; StreamBroken if the answer broke off half-way.
     """
 
-    def __init__(
-        self, request: pb.GenerateRequest, start: _Start, routers: _channel.Routers, attempts: _channel.Attempts, *, resume: bool
-    ) -> None:
+    def __init__(self, request: pb.GenerateRequest, start: _Start, pool: Pool[Wire], attempts: _channel.Attempts, *, resume: bool) -> None:
         super().__init__(request, resume=resume)
-        self._start, self._routers, self._attempts = start, routers, attempts
+        self._start, self._pool, self._attempts = start, pool, attempts
         self._cancelled = False
-        self._target = routers.current
-        self._call = start(request, self._target, attempts.remaining_s())
+        self._tried: set[str] = set()
+        self._begin(request)
+
+    def _begin(self, request: pb.GenerateRequest) -> None:
+        started = self._start(request, self._tried, self._attempts.remaining_s())
+        self._call, self._lease = started.call, started.lease
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
@@ -106,30 +129,42 @@ class AsyncGeneration(Answer):
                     raise
                 continue
             except grpc.RpcError as failure:
-                error = _channel.error_of(self._target, failure)
-                request = None if self._cancelled else self._next_request(error)
-                delay = None if request is None else self._attempts.delay_s(error)
-                if request is None or delay is None:
-                    raise self._failed(error) from failure
-                await asyncio.sleep(delay)
-                if not self._cancelled:
-                    self._repeats(request)
-                    self._routers.skip(self._target)
-                    self._target = self._routers.current
-                    self._call = self._start(request, self._target, self._attempts.remaining_s())
+                await self._again_after(failure)
                 continue
             if not isinstance(response, pb.GenerateResponse):
                 raise self._broken("the server closed the stream without an end")
             if not self._begun():
                 self._heard(await self._call.initial_metadata())
+            self._lease.answered()
             piece = self._take(response)
             if piece is not None and piece.token_ids:
                 self._attempts.progressed()
+                self._tried.clear()
             return piece
 
+    async def _again_after(self, failure: grpc.RpcError) -> None:
+        """Sends what is to be sent next, once it is time. Raises if nothing is."""
+        target = self._lease.target
+        error = _channel.error_of(target, failure)
+        # Of a call that is over: what there is of metadata is there.
+        heard = self._heard_of_call or (
+            isinstance(error, DeadlineExceeded) and bool(_channel.request_id_of(await self._call.initial_metadata()))
+        )
+        if not self._was_cancelled():
+            _channel.judge(self._lease, error, heard=heard)
+        self._tried.add(target)
+        request = None if self._was_cancelled() else self._next_request(error)
+        delay = None if request is None else self._attempts.delay_s(error, elsewhere=self._pool.elsewhere(self._tried))
+        if request is None or delay is None:
+            raise self._failed(error) from failure
+        await asyncio.sleep(delay)
+        if not self._was_cancelled():
+            self._repeats(request)
+            self._begin(request)
 
-class AsyncClient:
-    """A connection to a router for one event loop and any number of concurrent requests. Close it, or use it with `async with`.
+
+class AsyncClient(ClientBase[Wire]):
+    """The routers of a deployment, for one event loop and any number of concurrent requests. Close it, or use it with `async with`.
 
         async with AsyncClient("localhost:50051") as client:
             async for piece in client.generate("Once upon a time", max_tokens=64, temperature=0.0):
@@ -142,30 +177,28 @@ class AsyncClient:
         self,
         target: str | Sequence[str] = _channel.DEFAULT_TARGET,
         *,
+        api_key: str | None = None,
         timeout: float = _channel.DEFAULT_TIMEOUT_S,
         max_retries: int = 3,
+        max_connections: int = 4,
         compression: Compression = "none",
         tls: bool = False,
         tls_ca: str | Path | None = None,
         tls_cert: str | Path | None = None,
         tls_key: str | Path | None = None,
     ) -> None:
-        self._routers = _channel.Routers(target)
-        self._compression = _channel.checked_compression(compression)
-        self._timeout = _channel.checked_timeout(timeout, _channel.DEFAULT_TIMEOUT_S)
-        self._max_retries = max_retries
-        credentials = _channel.credentials_of(tls, tls_ca, tls_cert, tls_key)
-        self._tls = credentials is not None
-        self._channels: list[grpc.aio.Channel] = []
-        self._stubs: dict[str, pb_grpc.InferenceAsyncStub] = {}
-        for address in self._routers.targets:
-            channel = _open(address, credentials)
-            self._channels.append(channel)
-            self._stubs[address] = pb_grpc.InferenceStub(channel)
-        self._closed = False
-
-    def __repr__(self) -> str:
-        return f"AsyncClient({self._routers!r}, timeout={self._timeout:g}, max_retries={self._max_retries}, tls={self._tls})"
+        super().__init__(
+            target,
+            _open,
+            api_key=api_key,
+            timeout=timeout,
+            max_retries=max_retries,
+            max_connections=max_connections,
+            compression=compression,
+            credentials=_channel.credentials_of(tls, tls_ca, tls_cert, tls_key),
+        )
+        # What goes on beside the calls: health checks, each with its own deadline, and connections that close.
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -174,135 +207,134 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels whatever is still running and closes the connection."""
+        """Cancels whatever is still running and closes the connections."""
         self._closed = True
-        for channel in self._channels:
-            await channel.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for wire in self._pool.wires():
+            await wire.channel.close()
 
     def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        token_ids: Sequence[int] | None = None,
-        model: str = "",
-        timeout: float | None = None,
-        request_id: str = "",
-        cache_salt: str = "",
-        migrate: bool = True,
-        resume: bool = True,
-        resume_token_ids: Sequence[int] = (),
-        request_class: RequestClass = "standard",
-        ttft_ms: float | None = None,
-        tpot_ms: float | None = None,
-        tenant: str = "",
-        **sampling: Unpack[SamplingOptions],
+        self, prompt: str | None = None, *, token_ids: Sequence[int] | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGeneration:
-        """Continues a text, or token ids as they are. Requests share cached prefixes only with requests of the same `cache_salt`.
+        """Continues a text, or token ids as they are. Every option is described in RequestOptions and SamplingOptions.
 
         A lost worker or router costs the answer nothing but time: servers begin it again elsewhere after its last token (`migrate`), and
         so does this client when the router itself is lost (`resume`, which needs `migrate`). Without, the answer breaks off with
-        StreamBroken, and `resume_token_ids=broken.token_ids, seed=broken.seed` goes on with it: text and pieces are those after them.
+        StreamBroken, and `resume_token_ids=broken.token_ids, seed=broken.seed` goes on with it: text and pieces are those after them."""
+        return self._generate(_wire.generate_request(prompt, token_ids, options), options)
 
-        `request_class` says how urgent it is: interactive requests go first, batch ones fill the gaps. `ttft_ms` and `tpot_ms` are what the
-        answer is needed within, to its first token and for each one after it: if that cannot be kept, the request is refused at once with
-        ResourceExhausted, whose `retry_after_s` says when to come again; retries do (batch requests wait instead). `tenant` is whose
-        share of the system it uses; where a front names the tenants, its word counts."""
-        request = _wire.generate_request(
-            prompt,
-            token_ids,
-            None,
-            model=model,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            sampling=sampling,
-            migrate=migrate,
-            resume_token_ids=resume_token_ids,
-            request_class=request_class,
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            tenant=tenant,
-        )
-        return self._generate(request, timeout, resume)
-
-    def chat(
-        self,
-        messages: _wire.Messages,
-        *,
-        model: str = "",
-        timeout: float | None = None,
-        request_id: str = "",
-        cache_salt: str = "",
-        migrate: bool = True,
-        resume: bool = True,
-        resume_token_ids: Sequence[int] = (),
-        request_class: RequestClass = "standard",
-        ttft_ms: float | None = None,
-        tpot_ms: float | None = None,
-        tenant: str = "",
-        **sampling: Unpack[SamplingOptions],
-    ) -> AsyncGeneration:
-        """The next turn of a conversation, in the model's own chat template. The other options are those of `generate`."""
-        request = _wire.generate_request(
-            None,
-            None,
-            messages,
-            model=model,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            sampling=sampling,
-            migrate=migrate,
-            resume_token_ids=resume_token_ids,
-            request_class=request_class,
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            tenant=tenant,
-        )
-        return self._generate(request, timeout, resume)
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> AsyncGeneration:
+        """The next turn of a conversation, in the model's own chat template. The options are those of `generate`, and ChatOptions."""
+        return self._generate(_wire.chat_request(messages, options), options)
 
     async def tokenize(
-        self, text: str | None = None, *, messages: _wire.Messages | None = None, model: str = "", timeout: float | None = None
+        self,
+        text: str | None = None,
+        *,
+        messages: Messages | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        model: str = "",
+        timeout: float | None = None,
     ) -> Tokens:
         """The token ids that `generate(text)` or `chat(messages)` would send to the model."""
-        request = _wire.tokenize_request(text, messages, model=model)
+        request = _wire.tokenize_request(text, messages, model=model, tools=tools)
         how = _channel.compression_for(request.ByteSize(), self._compression)
-        return _wire.tokens(await self._unary(lambda stub, seconds: stub.Tokenize(request, timeout=seconds, compression=how), timeout))
+        about = self._metadata()
+        return _wire.tokens(
+            await self._unary(
+                lambda wire, seconds: wire.inference.Tokenize(request, timeout=seconds, compression=how, metadata=about), timeout
+            )
+        )
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
         """What is served here."""
-        return _wire.models(await self._unary(lambda stub, seconds: stub.ListModels(pb.ListModelsRequest(), timeout=seconds), timeout))
+        about = self._metadata()
+        return _wire.models(
+            await self._unary(
+                lambda wire, seconds: wire.inference.ListModels(pb.ListModelsRequest(), timeout=seconds, metadata=about), timeout
+            )
+        )
 
-    def _generate(self, request: pb.GenerateRequest, timeout: float | None, resume: bool) -> AsyncGeneration:
-        def start(request: pb.GenerateRequest, target: str, seconds: float) -> _Call:
-            self._check_open()
-            how = _channel.compression_for(request.ByteSize(), self._compression)
-            call: _Call = self._stubs[target].Generate(request, timeout=seconds, compression=how)
-            return call
+    async def status(self, *, timeout: float | None = None) -> _status.ClusterStatus:
+        """All workers and their load, as one of the routers sees them, and what that router did in the last seconds."""
+        about = self._metadata()
+        return _status.cluster_status(
+            await self._unary(
+                lambda wire, seconds: wire.status.GetStatus(status_pb2.StatusRequest(), timeout=seconds, metadata=about), timeout
+            )
+        )
 
-        attempts = _channel.Attempts(_channel.checked_timeout(timeout, self._timeout), self._max_retries)
-        return AsyncGeneration(request, start, self._routers, attempts, resume=resume)
+    def _generate(self, request: pb.GenerateRequest, options: RequestOptions) -> AsyncGeneration:
+        how = _channel.compression_for(request.ByteSize(), self._compression)
+        about = self._metadata(options.get("traceparent"))
 
-    async def _unary(self, call: Callable[[pb_grpc.InferenceAsyncStub, float], Awaitable[T]], timeout: float | None) -> T:
-        attempts = _channel.Attempts(_channel.checked_timeout(timeout, min(self._timeout, _channel.UNARY_TIMEOUT_S)), self._max_retries)
-        while True:
-            self._check_open()
-            target = self._routers.current
+        def start(request: pb.GenerateRequest, tried: Collection[str], seconds: float) -> _Started:
+            lease = self._lease(tried)
             try:
-                return await call(self._stubs[target], attempts.remaining_s())
+                call: Any = lease.wire.inference.Generate(request, timeout=seconds, compression=how, metadata=about)
+            except BaseException:
+                lease.release()
+                raise
+            call.add_done_callback(lambda _: lease.release())
+            return _Started(call, lease)
+
+        resume = options.get("resume")
+        return AsyncGeneration(request, start, self._pool, self._attempts(options.get("timeout")), resume=resume is None or resume)
+
+    async def _unary(self, call: Callable[[Wire, float], Awaitable[T]], timeout: float | None) -> T:
+        attempts, tried = self._attempts(timeout, _channel.UNARY_TIMEOUT_S), set[str]()
+        while True:
+            lease = self._lease(tried)
+            try:
+                result = await call(lease.wire, attempts.remaining_s())
+                lease.answered()
+                return result
             except grpc.RpcError as failure:
-                problem: TwostepError = _channel.error_of(target, failure)
-                delay = attempts.delay_s(problem)
+                problem: TwostepError = _channel.error_of(lease.target, failure)
+                _channel.judge(lease, problem, heard=False)
+                tried.add(lease.target)
+                delay = attempts.delay_s(problem, elsewhere=self._pool.elsewhere(tried))
                 if delay is None:
                     raise problem from failure
-                await asyncio.sleep(delay)
-                self._routers.skip(target)
+            finally:
+                lease.release()
+            await asyncio.sleep(delay)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidRequest("this client is closed; make a new one")
+    def _lease(self, tried: Collection[str]) -> Lease[Wire]:
+        """Where the next call goes. Whatever the pool has to have done is begun now."""
+        self._check_open()
+        for wire in self._pool.worn():
+            self._spawn(wire.channel.close())
+        for probe in self._pool.due():
+            self._spawn(self._ask(probe))
+        return self._pool.take(tried)
+
+    async def _ask(self, probe: Probe[Wire]) -> None:
+        well = False
+        try:
+            response = await probe.wire.check(_channel.HEALTH_REQUEST, timeout=_channel.HEALTH_TIMEOUT_S, metadata=self._key)
+            well = _channel.is_well(response, None)
+        except grpc.RpcError as error:
+            well = _channel.is_well(None, error)
+        finally:
+            self._pool.probed(probe, well=well)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
-def _open(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+def _open(address: str, credentials: grpc.ChannelCredentials | None) -> Wire:
     options = _channel.options_for(address)
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options)
-    return grpc.aio.secure_channel(address, credentials, options)
+    channel = grpc.aio.insecure_channel(address, options) if credentials is None else grpc.aio.secure_channel(address, credentials, options)
+    stub: pb_grpc.InferenceAsyncStub = pb_grpc.InferenceStub(channel)
+    status: status_pb2_grpc.StatusAsyncStub = status_pb2_grpc.StatusStub(channel)
+    return Wire(
+        channel=channel,
+        inference=stub,
+        status=status,
+        check=channel.unary_unary(_channel.HEALTH_CHECK, request_serializer=_channel.same_bytes, response_deserializer=_channel.same_bytes),
+    )

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import random
+import re
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import grpc
 
+from twostep.client._pool import Lease, Router
+from twostep.client._trace import trace_metadata
 from twostep.client._types import Compression
-from twostep.errors import DeadlineExceeded, InvalidRequest, ResourceExhausted, TwostepError, Unavailable, error_from_grpc
+from twostep.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    ResourceExhausted,
+    TwostepError,
+    Unavailable,
+    error_from_grpc,
+)
 from twostep.rpc.channel import TlsFiles, channel_options, client_credentials
 
 DEFAULT_TARGET = "localhost:50051"
@@ -26,7 +41,19 @@ _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _MAX_RETRY_AFTER_S = 30.0
 _RETRY_AFTER_SPREAD = 0.25
-_LOOPBACK = ("localhost:", "127.", "[::1]:", "unix:")
+_LOOPBACK = ("localhost:", "127.", "[::1]:", "unix:", "ipv4:127.", "ipv6:[::1]:")
+# gRPC's own notations. A list of addresses has commas in it.
+SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "xds:")
+# A connection needs three round trips with TLS; the other end of the world is 0.3 s away.
+_CONNECT_TIMEOUT_MS = 3_000
+# Calls go to all addresses behind a name in turn, not to one of them until it fails.
+_ROUND_ROBIN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
+_NOBODY = ("failed to connect", "DNS resolution failed", "connections to all backends failing")
+_API_KEY = re.compile(r"[\x21-\x7e]{1,512}")
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?")
+
+W = TypeVar("W")
+Metadata = tuple[tuple[str, str], ...]
 
 
 def credentials_of(tls: bool, ca: str | Path | None, cert: str | Path | None, key: str | Path | None) -> grpc.ChannelCredentials | None:
@@ -40,7 +67,7 @@ def credentials_of(tls: bool, ca: str | Path | None, cert: str | Path | None, ke
 def checked_target(target: str) -> str:
     if not isinstance(target, str) or not target or "://" in target.replace("unix://", ""):
         raise InvalidRequest(f"target is {target!r}; give host:port, for example {DEFAULT_TARGET}")
-    if not target.startswith(("unix:", "dns:", "ipv4:", "ipv6:", "xds:")) and not target.rpartition(":")[2].isdecimal():
+    if not target.startswith(SCHEMES) and not target.rpartition(":")[2].isdecimal():
         raise InvalidRequest(f"target {target!r} has no port; give host:port, for example {DEFAULT_TARGET}")
     port = target.rpartition(":")[2]
     if port.isdecimal() and int(port) > 65535:
@@ -48,28 +75,57 @@ def checked_target(target: str) -> str:
     return target
 
 
-class Routers:
-    """Addresses of routers, any of which answers any request. The one in use stays in use until it fails."""
+def routers_of(target: str | Sequence[str], kind: type[Router[W]] = Router) -> list[Router[W]]:
+    """One for each address that was given, any of which answers any request. Raises InvalidRequest."""
+    targets = (target,) if isinstance(target, str) else tuple(target)
+    if not targets:
+        raise InvalidRequest("there is no target; give at least one host:port")
+    return [kind(checked, is_name=_is_name(checked)) for checked in dict.fromkeys(checked_target(t) for t in targets)]
 
-    def __init__(self, target: str | Sequence[str]) -> None:
-        """Raises InvalidRequest."""
-        targets = (target,) if isinstance(target, str) else tuple(target)
-        if not targets:
-            raise InvalidRequest("there is no target; give at least one host:port")
-        self.targets: tuple[str, ...] = tuple(dict.fromkeys(checked_target(t) for t in targets))
-        self._at = 0
 
-    @property
-    def current(self) -> str:
-        return self.targets[self._at]
+def _is_name(target: str) -> bool:
+    """What it stands for may change, and be several addresses."""
+    if target.startswith("dns:"):
+        return True
+    if target.startswith((*SCHEMES, "localhost:")):
+        return False
+    try:
+        ipaddress.ip_address(target.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return True
+    return False
 
-    def skip(self, failed: str) -> None:
-        """The next one is in use now, unless somebody else has said so already."""
-        if self.current == failed:
-            self._at = (self._at + 1) % len(self.targets)
 
-    def __repr__(self) -> str:
-        return repr(self.targets[0] if len(self.targets) == 1 else list(self.targets))
+def targets_repr(targets: Sequence[str]) -> str:
+    return repr(targets[0] if len(targets) == 1 else list(targets))
+
+
+def checked_connections(max_connections: int) -> int:
+    if isinstance(max_connections, bool) or not isinstance(max_connections, int) or not 1 <= max_connections <= 64:
+        raise InvalidRequest(f"max_connections is {max_connections!r:.100}; give the connections to each router, from 1 to 64")
+    return max_connections
+
+
+def key_metadata(api_key: str | None, targets: Sequence[str], *, tls: bool) -> Metadata:
+    """The header that shows the key. Over a network without TLS it can be read by whoever is on the way, and that is worth a warning; not
+    a refusal, because inside a cluster something else often encrypts what goes between machines."""
+    if not api_key:
+        return ()
+    if not isinstance(api_key, str) or not _API_KEY.fullmatch(api_key):
+        raise InvalidRequest("api_key has characters that no header can carry, a line's end perhaps; give the key as it was issued")
+    far = [target for target in targets if not target.startswith(_LOOPBACK)]
+    if far and not tls:
+        warnings.warn(f"the API key goes to {far[0]} unencrypted; give tls=True or tls_ca if the router has TLS", stacklevel=3)
+    return (("authorization", f"Bearer {api_key}"),)
+
+
+def trace_of(traceparent: str | None) -> Metadata:
+    """The trace that a call belongs to: the given one, else that of OpenTelemetry's current span, if the program uses it."""
+    if not traceparent:
+        return trace_metadata()
+    if not isinstance(traceparent, str) or not _TRACEPARENT.fullmatch(traceparent):
+        raise InvalidRequest(f"traceparent is {traceparent!r:.100}; give version-trace-span-flags as W3C's trace context has it")
+    return (("traceparent", traceparent),)
 
 
 def checked_compression(compression: Compression) -> grpc.Compression | None:
@@ -83,12 +139,51 @@ def compression_for(num_bytes: int, compression: grpc.Compression | None) -> grp
     return compression if num_bytes >= _MIN_COMPRESSED_BYTES else None
 
 
-def options_for(target: str) -> list[tuple[str, int]]:
-    options = channel_options(MAX_MESSAGE_BYTES)
+def options_for(target: str) -> list[tuple[str, int | str]]:
+    options: dict[str, int | str] = dict(channel_options(MAX_MESSAGE_BYTES))
+    # Two channels to one address would share its connection otherwise, and more connections are what the second one is for.
+    options["grpc.use_local_subchannel_pool"] = 1
+    # In gRPC's core this is how long a connection may take to come about.
+    options["grpc.min_reconnect_backoff_ms"] = _CONNECT_TIMEOUT_MS
     if target.startswith(_LOOPBACK):
         # A proxy set for the internet knows nothing of this machine.
-        options.append(("grpc.enable_http_proxy", 0))
-    return options
+        options["grpc.enable_http_proxy"] = 0
+    # A local name's two addresses are the same router, or one of them is nobody's.
+    if not target.startswith(("unix:", "xds:", "localhost:")):
+        options["grpc.service_config"] = _ROUND_ROBIN
+    return list(options.items())
+
+
+# grpc.health.v1, whose generated code the base install has not: HealthCheckRequest{service: "readiness"}, and the status of its response.
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+HEALTH_REQUEST = b"\x0a\x09readiness"
+HEALTH_TIMEOUT_S = 2.0
+_SERVING = b"\x08\x01"
+
+
+def same_bytes(message: bytes) -> bytes:
+    return message
+
+
+def is_well(response: bytes | None, error: grpc.RpcError | None) -> bool:
+    """What a router's health check says. One that has none, or tells only whom it knows, is there all the same."""
+    if error is None:
+        return response == _SERVING
+    return error.code() in (
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    )
+
+
+def judge(lease: Lease[W], error: TwostepError, *, heard: bool) -> None:
+    """What a call's failure says of the router it went to: UNAVAILABLE, or a deadline that passed without a word, casts doubt on it; any
+    other status is its own word. `heard`: it had said something before."""
+    if isinstance(error, Unavailable) or (isinstance(error, DeadlineExceeded) and not heard):
+        lease.failed()
+    elif heard or not isinstance(error, DeadlineExceeded | Cancelled | InternalError):
+        lease.answered()
 
 
 def error_of(target: str, error: grpc.RpcError) -> TwostepError:
@@ -99,8 +194,10 @@ def error_of(target: str, error: grpc.RpcError) -> TwostepError:
         return InvalidRequest(f"the request or its answer is too large for one message ({details}); send less")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"the answer was not complete within the timeout; allow more, or ask for fewer tokens ({details})")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return InvalidRequest(f"the server at {target} does not know this call ({details}); is it a router, and as new as this client?")
     # Where it begins so: a router that tells of a worker's failure has words in front.
-    if code is grpc.StatusCode.UNAVAILABLE and details.startswith(("failed to connect", "DNS resolution failed")):
+    if code is grpc.StatusCode.UNAVAILABLE and details.startswith(_NOBODY):
         return Unavailable(
             f"no server answers at {target}; start one with `twostep up`, give the address of another, or align the TLS options of both "
             f"({details})"
@@ -126,8 +223,11 @@ class Attempts:
     def remaining_s(self) -> float:
         return max(0.0, self.started + self.timeout_s - time.monotonic())
 
-    def delay_s(self, error: TwostepError) -> float | None:
-        """Seconds to wait before the next try; None: raise the error."""
+    def delay_s(self, error: TwostepError, *, elsewhere: bool = False) -> float | None:
+        """Seconds to wait before the next try; None: raise the error. `elsewhere`: it can go to another router, one that is well and has
+        not been tried, for which there is nothing to wait; such tries are bounded by the number of routers and not counted."""
+        if elsewhere and isinstance(error, Unavailable) and self.max_retries and self.remaining_s() > 0:
+            return 0.0
         if not isinstance(error, Unavailable | ResourceExhausted) or self.num_retries >= self.max_retries:
             return None
         span = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**self.num_retries)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 FinishReason = Literal["stop", "length"]
 Compression = Literal["none", "gzip"]
@@ -34,14 +34,83 @@ class SamplingOptions(TypedDict, total=False):
     min_tokens: int
     logprobs: int
     """0: of each token; n: also of the n likeliest at each position."""
+    json_schema: str | Mapping[str, Any] | type[Any]
+    """The answer is JSON that this schema allows: a mapping, JSON text, or a class with pydantic's `model_json_schema`. One at most of
+    this one and the next three."""
+    json_object: bool
+    """The answer is some JSON object."""
+    regex: str
+    """The whole answer matches this."""
+    lark: str
+    """The answer is a sentence of this grammar, in llguidance's dialect of Lark."""
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """What may be asked of a request beside its prompt. All of it may be left out, and None is as good as left out."""
+
+    model: str
+    """Name of a served model; not needed if there is one only."""
+    timeout: float | None
+    """Seconds for the whole request, retries and what a lost router costs included. It goes along as the call's deadline."""
+    request_id: str
+    """Its name in the servers' logs and traces: up to 128 letters, digits and `._:-`. The router makes one if it is not given."""
+    cache_salt: str
+    """Requests share cached prefixes only with requests of the same salt."""
+    migrate: bool
+    """Servers begin the answer again elsewhere, after its last token, when a worker is lost. True if left out."""
+    resume: bool
+    """This client does so through another router when the router is lost; needs `migrate`. True if left out."""
+    resume_token_ids: Sequence[int]
+    """Tokens that an earlier stream of the same request brought (StreamBroken.token_ids; give its `seed` too)."""
+    request_class: RequestClass
+    """How urgent it is: interactive requests go first, batch ones fill the gaps. "standard" if left out."""
+    ttft_ms: float | None
+    """What the first token is needed within. If that cannot be kept, the request is refused at once with ResourceExhausted, whose
+    `retry_after_s` says when to come again; retries do (batch requests wait instead)."""
+    tpot_ms: float | None
+    """And each token after it."""
+    tenant: str
+    """Whose share of the system it uses; where API keys or a front name the tenants, their word counts."""
+    keep_special_tokens: bool
+    """The text shows special tokens too, but the stop token that ends it."""
+    traceparent: str
+    """W3C trace context to go on with. Left out: OpenTelemetry's current span, if the program has loaded opentelemetry."""
+
+
+class ChatOptions(RequestOptions, total=False):
+    """What may be asked of a chat beside its messages."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """Functions that the model may call, each as an entry of OpenAI's `tools`. Calls come back in the answer's text, in the model's own
+    notation; the HTTP API takes them apart."""
+    template_kwargs: Mapping[str, Any]
+    """Further variables of the model's chat template, such as `enable_thinking`."""
+    continue_final_message: bool
+    """The last message is the beginning of the answer, and the model goes on with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model made earlier in the conversation. `arguments` is a JSON object, as the model wrote it."""
+
+    name: str
+    arguments: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation; a mapping with the same two keys does as well."""
+    """One turn of a conversation; a mapping with the same keys, as OpenAI's API has it, does as well."""
 
     role: str
-    content: str
+    content: str = ""
+    name: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+    """Of an assistant: the calls that it made."""
+    tool_call_id: str = ""
+    """Of a tool: the call that this answers."""
+    reasoning: str = ""
+    """Of an assistant: what it thought before it answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +137,8 @@ class Piece:
     """As long as token_ids if logprobs were asked for, else empty."""
     position: int = 0
     """Index of the first of token_ids in the answer, from 0."""
+    reasoning: str = ""
+    """Of a chat with a model that marks what it thinks before it answers: that, which is no part of `text`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +147,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens whose KV the prefill worker took from its prefix cache."""
+    reasoning_tokens: int = 0
+    """Completion tokens that were reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +164,8 @@ class Phases:
     decode_s: float
     ttft_s: float
     total_s: float
+    visible_ttft_s: float = 0.0
+    """To the first token whose text is part of the answer and not of the reasoning. 0: there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +200,8 @@ class Completion:
     request_id: str
     resumes: int = 0
     """How often the stream broke and went on; phases, transfer and attempts are those of its last part."""
+    reasoning: str = ""
+    """What the model thought before it answered, if it marks that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,3 +224,14 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterState:
+    """What a client thinks of a router. One that is not well gets no new request while another is."""
+
+    target: str
+    well: bool
+    num_open: int
+    """Calls of this client that are under way there."""
+    num_connections: int

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+from twostep.client import _messages
+from twostep.client._messages import Messages, text
 from twostep.client._types import (
+    ChatOptions,
     FinishReason,
-    Message,
     Model,
     Phases,
     Piece,
     RequestClass,
+    RequestOptions,
     SamplingOptions,
     TokenLogprobs,
     Tokens,
@@ -23,9 +26,6 @@ from twostep.errors import InternalError, InvalidRequest
 from twostep.request_class import MAX_TARGET_MS
 from twostep.rpc.v1 import inference_pb2 as pb
 
-Prompt = str | None
-Messages = Iterable[Message | Mapping[str, str]]
-
 _MAX_TOKEN_ID = (1 << 32) - 1
 _CLASSES: dict[RequestClass, pb.RequestClass.ValueType] = {
     "interactive": pb.REQUEST_CLASS_INTERACTIVE,
@@ -35,62 +35,73 @@ _CLASSES: dict[RequestClass, pb.RequestClass.ValueType] = {
 _FINISH: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
-def generate_request(
-    prompt: Prompt,
-    token_ids: Sequence[int] | None,
-    messages: Messages | None,
-    *,
-    model: str,
-    request_id: str,
-    cache_salt: str,
-    sampling: SamplingOptions,
-    migrate: bool = True,
-    resume_token_ids: Sequence[int] = (),
-    request_class: RequestClass = "standard",
-    ttft_ms: float | None = None,
-    tpot_ms: float | None = None,
-    tenant: str = "",
-) -> pb.GenerateRequest:
-    """Exactly one of prompt, token_ids and messages is not None. Raises InvalidRequest for what no server could take."""
-    if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
+def generate_request(prompt: str | None, token_ids: Sequence[int] | None, options: RequestOptions) -> pb.GenerateRequest:
+    """Exactly one of prompt and token_ids is not None. Raises InvalidRequest for what no server could take, TypeError for an option that
+    there is not."""
+    if (prompt is None) == (token_ids is None):
         raise InvalidRequest("give either a prompt or token_ids")
-    request = pb.GenerateRequest(
-        model=_text("model", model),
-        request_id=_text("request_id", request_id),
-        cache_salt=_text("cache_salt", cache_salt),
-        sampling=_sampling(sampling),
-        no_migration=not migrate,
-        resume_token_ids=_token_ids("resume_token_ids", resume_token_ids),
-        request_class=_request_class(request_class),
-        ttft_ms=_milliseconds("ttft_ms", ttft_ms),
-        tpot_ms=_milliseconds("tpot_ms", tpot_ms),
-        tenant=_text("tenant", tenant),
-    )
-    drawn = not (request.sampling.HasField("temperature") and request.sampling.temperature == 0.0)
-    if request.resume_token_ids and drawn and not request.sampling.HasField("seed"):
-        raise InvalidRequest("resume_token_ids needs the seed that these tokens were drawn with: give StreamBroken.seed as seed")
+    request = _request(options, RequestOptions)
     if prompt is not None:
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one character")
-        request.text = _text("prompt", prompt)
+        request.text = text("prompt", prompt)
     elif token_ids is not None:
         ids = _token_ids("token_ids", token_ids)
         if not ids:
             raise InvalidRequest("token_ids is empty; give at least one token")
         request.token_ids.ids.extend(ids)
-    elif messages is not None:
-        request.chat.CopyFrom(_chat(messages))
     return request
 
 
-def tokenize_request(text: Prompt, messages: Messages | None, *, model: str) -> pb.TokenizeRequest:
-    if (text is None) == (messages is None):
+def chat_request(messages: Messages, options: ChatOptions) -> pb.GenerateRequest:
+    """Raises as generate_request does."""
+    request = _request(options, ChatOptions)
+    request.chat.CopyFrom(
+        _messages.chat(
+            messages,
+            tools=options.get("tools"),
+            template_kwargs=options.get("template_kwargs"),
+            continue_final_message=options.get("continue_final_message"),
+        )
+    )
+    return request
+
+
+def tokenize_request(
+    given: str | None, messages: Messages | None, *, model: str, tools: Sequence[Mapping[str, Any]] | None
+) -> pb.TokenizeRequest:
+    if (given is None) == (messages is None):
         raise InvalidRequest("give either a text or messages")
-    request = pb.TokenizeRequest(model=_text("model", model))
-    if text is not None:
-        request.text = _text("text", text)
+    request = pb.TokenizeRequest(model=text("model", model))
+    if given is not None:
+        request.text = text("text", given)
     elif messages is not None:
-        request.chat.CopyFrom(_chat(messages))
+        request.chat.CopyFrom(_messages.chat(messages, tools=tools))
+    return request
+
+
+def _request(options: RequestOptions, kind: type[RequestOptions]) -> pb.GenerateRequest:
+    """All of a request but its prompt. An option that is None is one left out."""
+    unknown = set(options) - set(kind.__annotations__)
+    if unknown:
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {', '.join(kind.__annotations__)}")
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    request = pb.GenerateRequest(
+        model=text("model", given.get("model", "")),
+        request_id=text("request_id", given.get("request_id", "")),
+        cache_salt=text("cache_salt", given.get("cache_salt", "")),
+        sampling=_sampling({name: value for name, value in given.items() if name in SamplingOptions.__annotations__}),
+        no_migration=not given.get("migrate", True),
+        resume_token_ids=_token_ids("resume_token_ids", given.get("resume_token_ids", ())),
+        request_class=_request_class(given.get("request_class", "standard")),
+        ttft_ms=_milliseconds("ttft_ms", given.get("ttft_ms")),
+        tpot_ms=_milliseconds("tpot_ms", given.get("tpot_ms")),
+        tenant=text("tenant", given.get("tenant", "")),
+        keep_special_tokens=bool(given.get("keep_special_tokens", False)),
+    )
+    drawn = not (request.sampling.HasField("temperature") and request.sampling.temperature == 0.0)
+    if request.resume_token_ids and drawn and not request.sampling.HasField("seed"):
+        raise InvalidRequest("resume_token_ids needs the seed that these tokens were drawn with: give StreamBroken.seed as seed")
     return request
 
 
@@ -117,56 +128,56 @@ def _milliseconds(field: str, value: float | None) -> float | None:
     return float(value)
 
 
-def _text(field: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{field} is of type {type(value).__name__}; give a str")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(
-            f"{field} is not valid Unicode: lone surrogate {value[error.start]!r} at character {error.start}; "
-            "decode the bytes it came from with errors='replace'"
-        ) from error
-    return value
+_GRAMMARS = ("json_schema", "json_object", "regex", "lark")
 
 
-def _chat(messages: Messages) -> pb.Chat:
-    if isinstance(messages, str | bytes | Mapping | Message):
-        raise InvalidRequest("messages is one value; give a list of messages, each with role and content")
-    chat = pb.Chat()
-    for index, message in enumerate(messages):
-        if isinstance(message, Message):
-            role, content = message.role, message.content
-        elif isinstance(message, Mapping) and set(message) == {"role", "content"}:
-            role, content = message["role"], message["content"]
-        else:
-            raise InvalidRequest(f"messages[{index}] is {message!r:.100}; give a Message or a mapping with exactly role and content")
-        chat.messages.add(role=_text(f"messages[{index}].role", role), content=_text(f"messages[{index}].content", content))
-    if not chat.messages:
-        raise InvalidRequest("messages is empty; give at least one")
-    return chat
-
-
-def _sampling(options: SamplingOptions) -> pb.SamplingParams:
+def _sampling(options: Mapping[str, Any]) -> pb.SamplingParams:
     """Ranges are the router's to judge; here only what cannot be written into the message at all."""
-    unknown = set(options) - set(SamplingOptions.__annotations__)
-    if unknown:
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {', '.join(SamplingOptions.__annotations__)}")
     params = pb.SamplingParams()
-    values: Mapping[str, Any] = dict(options)
-    for name, value in values.items():
-        if value is None:
+    for name, value in options.items():
+        if name in _GRAMMARS:
             continue
         try:
             if name == "stop":
-                params.stop.extend(_text("stop", s) for s in ((value,) if isinstance(value, str) else value))
+                params.stop.extend(text("stop", s) for s in ((value,) if isinstance(value, str) else value))
             elif name == "stop_token_ids":
                 params.stop_token_ids.extend(value)
             else:
                 setattr(params, name, value)
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"{name} is {value!r:.100}: {error}") from error
+    grammar = _grammar({name: options[name] for name in _GRAMMARS if options.get(name, False) is not False})
+    if grammar is not None:
+        params.grammar.CopyFrom(grammar)
     return params
+
+
+def _grammar(given: Mapping[str, Any]) -> pb.Grammar | None:
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InvalidRequest(f"{' and '.join(given)} are given; an answer keeps to one of them at most")
+    ((name, value),) = given.items()
+    if name == "json_schema":
+        return pb.Grammar(json_schema=_schema(value))
+    if name == "json_object":
+        if value is not True:
+            raise InvalidRequest(f"json_object is {value!r:.100}; give True, or a schema as json_schema")
+        return pb.Grammar(json_object=True)
+    written = text(name, value)
+    return pb.Grammar(regex=written) if name == "regex" else pb.Grammar(lark=written)
+
+
+def _schema(schema: Any) -> str:
+    """A schema's JSON text; of a class as pydantic makes them, that of its instances."""
+    if isinstance(schema, str):
+        return text("json_schema", schema)
+    made = getattr(schema, "model_json_schema", None)
+    if isinstance(schema, type) and callable(made):
+        schema = made()
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(f"json_schema is {schema!r:.100}; give a mapping, JSON text, or a class that has model_json_schema")
+    return _messages.as_json("json_schema", dict(schema))
 
 
 def piece(message: pb.Piece) -> Piece:
@@ -177,6 +188,7 @@ def piece(message: pb.Piece) -> Piece:
             TokenLogprobs(entry.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in entry.top)) for entry in message.logprobs
         ),
         position=message.position,
+        reasoning=message.reasoning,
     )
 
 
@@ -188,7 +200,7 @@ def finish_reason(end: pb.End) -> FinishReason:
 
 
 def usage(message: pb.Usage) -> Usage:
-    return Usage(prompt_tokens=message.prompt_tokens, completion_tokens=message.completion_tokens, cached_tokens=message.cached_tokens)
+    return Usage(**{field: getattr(message, field) for field in Usage.__dataclass_fields__})
 
 
 def phases(message: pb.Phases) -> Phases:

@@ -1,0 +1,123 @@
+"""What `status()` returns: the whole deployment as one router sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from twostep.errors import InternalError
+from twostep.rpc.v1 import status_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """A worker as of its last heartbeat. Rates are those of the last ten seconds or so."""
+
+    worker_id: str
+    role: Literal["prefill", "decode"]
+    address: str
+    epoch: int
+    ready: bool
+    draining: bool
+    local_prefill: bool
+    """A decode worker that computes prompts too."""
+    transports: tuple[str, ...]
+    num_running: int
+    num_waiting: int
+    num_reserved: int
+    """Requests with blocks whose KV has not come yet."""
+    num_held: int
+    """Requests whose KV waits to be fetched."""
+    num_blocks: int
+    num_free_blocks: int
+    num_queued_tokens: int
+    """Prompt tokens that are there and not yet computed."""
+    num_context_tokens: int
+    """Tokens of running sequences."""
+    max_num_seqs: int
+    queried_tokens_per_s: float
+    """Prompt tokens looked up in the prefix cache."""
+    hit_tokens_per_s: float
+    """Those of them found there."""
+    fetched_bytes_per_s: float
+    """KV taken from prefill workers."""
+    tokens_per_s: float
+    """Computed: prompt tokens by a prefill worker, answers' by a decode worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """Seconds; 0 if nothing was observed."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLoad:
+    """What the router did over the last `window_s` seconds."""
+
+    window_s: float
+    num_running: int
+    num_waiting: int
+    num_streams: int
+    requests_per_s: float
+    failures_per_s: float
+    prompt_tokens_per_s: float
+    cached_tokens_per_s: float
+    """Of prompt_tokens_per_s, those that were cached."""
+    generation_tokens_per_s: float
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    itl_s: Percentiles
+    queue_s: Percentiles
+    slo_attainment: float | None
+    """Of requests with targets, the share that kept them; None: there were none."""
+    handed_over_per_s: float
+    """Requests whose KV a prefill worker handed over."""
+    local_per_s: float
+    """Requests that a decode worker computed itself."""
+    prefill_decode_load_ratio: float | None
+    """Seconds of work that wait on the prefill workers for each second that waits on the decode workers; None: neither has any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    router_id: str
+    version: str
+    model: str
+    uptime_s: float
+    ready: bool
+    """A request could be placed now."""
+    draining: bool
+    workers: tuple[WorkerStatus, ...]
+    load: RouterLoad
+
+
+def cluster_status(message: pb.ClusterStatus) -> ClusterStatus:
+    return ClusterStatus(
+        **_plain(message, ClusterStatus, ("workers", "load")),
+        workers=tuple(_worker(worker) for worker in message.workers),
+        load=_load(message.load),
+    )
+
+
+def _worker(message: pb.WorkerStatus) -> WorkerStatus:
+    if message.role not in ("prefill", "decode"):
+        raise InternalError(f"worker {message.worker_id} has the role {message.role!r}, unknown to this client; upgrade it")
+    return WorkerStatus(**_plain(message, WorkerStatus, ("transports",)), transports=tuple(message.transports))
+
+
+def _load(message: pb.RouterLoad) -> RouterLoad:
+    percentiles, optional = ("ttft_s", "tpot_s", "itl_s", "queue_s"), ("slo_attainment", "prefill_decode_load_ratio")
+    values = _plain(message, RouterLoad, (*percentiles, *optional))
+    values |= {field: Percentiles(**_plain(getattr(message, field), Percentiles)) for field in percentiles}
+    has: Callable[[Any], bool] = message.HasField
+    values |= {field: getattr(message, field) if has(field) else None for field in optional}
+    return RouterLoad(**values)
+
+
+def _plain(message: object, kind: type[Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {field: getattr(message, field) for field in kind.__dataclass_fields__ if field not in without}
