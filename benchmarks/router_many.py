@@ -112,8 +112,7 @@ async def _rounds(arguments: argparse.Namespace, machine: Mapping[int, float]) -
     plan = plan_cores(groups, max(arguments.routers))
     print(f"{len(CORES)} cores ({len(groups)} physical): {plan}", flush=True)
     async with rig(Pace(num_decode=arguments.decode, step_s=arguments.step_ms / 1e3), plan=plan) as rig_:
-        for _ in range(max(arguments.routers)):
-            await rig_.add_router()
+        await asyncio.gather(*(rig_.add_router() for _ in range(max(arguments.routers))))
         results: dict[int, list[Round]] = {num: [] for num in arguments.routers}
         for _ in range(arguments.rounds):
             for num, rounds in results.items():

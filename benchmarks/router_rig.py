@@ -94,13 +94,13 @@ class Rig:
     clients: list[Helper] = field(default_factory=list)
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def spawn(self, argv: Sequence[str], core: int) -> int:
+    def spawn(self, argv: Sequence[str], core: int) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=lambda: os.sched_setaffinity(0, {core}))
         self._children.append(child)
-        return child.pid
+        return child
 
     async def add_router(self, *flags: str) -> RouterProcess:
-        """On the next core of the plan; returns once it answers. Raises AioRpcError: not within 30 s."""
+        """On the next core of the plan; returns once it answers. Raises AioRpcError: it has ended, or does not answer within 30 s."""
         port, place = _free_port(), self.place
         core = self.plan.routers[len(self.routers) % len(self.plan.routers)]
         argv = (
@@ -120,7 +120,8 @@ class Rig:
                 *flags,
             ),
         )
-        router = RouterProcess(port, self.spawn(argv, core))
+        child = self.spawn(argv, core)
+        router = RouterProcess(port, child.pid)
         self.routers.append(router)
         request = encode_request([1, 2, 3], num_tokens=2)
         give_up = time.monotonic() + 30
@@ -130,7 +131,7 @@ class Rig:
                     await client.ask(request)
                 return router
             except grpc.aio.AioRpcError:
-                if time.monotonic() > give_up:
+                if time.monotonic() > give_up or child.poll() is not None:
                     raise
                 await asyncio.sleep(0.2)
 
@@ -140,7 +141,7 @@ class Rig:
     @asynccontextmanager
     async def streams(self, num_routers: int, *, streams: int, connections: int, num_tokens: int) -> AsyncIterator[list[Reply]]:
         """Decode workers hold their tokens until `streams` of each of the first routers have begun, so that all of them run together
-        while the body is executed. What comes within it is counted; the list has it afterwards, one reply of Load.finish for each client."""
+        while the body is executed. What comes within it is counted; the list has it afterwards, a reply of Load.finish from each client."""
         ports: dict[Helper, list[int]] = {}
         for client, router in zip(self.clients, self.routers[:num_routers], strict=False):
             ports.setdefault(client, []).append(router.port)

@@ -48,7 +48,8 @@ class UsageBook:
     def __init__(self, router_id: str) -> None:
         self._router_id = router_id
         self._own: dict[int, Counter[str]] = {}
-        self._heard: dict[int, dict[bytes, int]] = {}
+        # By window and field: as it was read, and what that says. None: nothing that is heard.
+        self._heard: dict[int, dict[bytes, tuple[bytes, Share, int] | None]] = {}
 
     def charge(self, share: Share, num_tokens: int, window: int) -> None:
         own = self._own.setdefault(window, Counter())
@@ -68,18 +69,34 @@ class UsageBook:
         return self._own.get(window, Counter())
 
     def hear(self, window: int, fields: Mapping[bytes, bytes]) -> Counter[Share]:
-        """What others have charged since the last time. Fields that make no sense are passed over."""
+        """What others have charged since the last time. Fields that make no sense are passed over.
+
+        Every router reads every other's fields twice a second, most of them as they were: those cost a comparison, and a name is parsed
+        once."""
         heard, news = self._heard.setdefault(window, {}), Counter[Share]()
         for field, value in fields.items():
-            try:
-                router_id, number, tenant = json.loads(field)
-                total, share = int(value), (RequestClass(number), str(tenant))
-            except (ValueError, TypeError, RecursionError):
+            if field not in heard:
+                share = self._share(field)
+                heard[field] = None if share is None else (b"", share, 0)
+            before = heard[field]
+            if before is None or before[0] == value:
                 continue
-            if router_id != self._router_id and abs(total) <= _MAX_TOTAL:
-                news[share] += total - heard.get(field, 0)
-                heard[field] = total
+            try:
+                total = int(value)
+            except ValueError:
+                continue
+            if abs(total) <= _MAX_TOTAL:
+                news[before[1]] += total - before[2]
+                heard[field] = (value, before[1], total)
         return news
+
+    def _share(self, field: bytes) -> Share | None:
+        """Whose tokens another router counts there. None: it is this router's own, or makes no sense."""
+        try:
+            router_id, number, tenant = json.loads(field)
+            return None if router_id == self._router_id else (RequestClass(number), str(tenant))
+        except (ValueError, TypeError, RecursionError):
+            return None
 
 
 class QuotaShare:
