@@ -23,7 +23,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,7 +67,11 @@ class InferenceConfig:
 
 
 class Caller(Protocol):
-    """One client's call. `metadata` goes along with every call to a worker: the caller's trace context."""
+    """One client's call, which came at `received` (time.monotonic()). `metadata` goes along with every call to a worker: the caller's trace
+    context."""
+
+    @property
+    def received(self) -> float: ...
 
     @property
     def identity(self) -> Identity: ...
@@ -83,8 +87,13 @@ class Caller(Protocol):
         """What the request is called, and what it is sampled with: known before anything else is."""
         ...
 
-    async def write(self, response: inference_pb2.GenerateResponse) -> None:
-        """The next piece. Waits while the client has enough to read."""
+    def accepted(self, prompt: Sequence[int]) -> None:
+        """The prompt's token ids, before the first piece."""
+        ...
+
+    @property
+    def write(self) -> Callable[[inference_pb2.GenerateResponse], Awaitable[None]]:
+        """Sends the next piece. Waits while the client has enough to read."""
         ...
 
 
@@ -128,6 +137,10 @@ class Inference:
         ids = await (self._prompts.text_ids(request.text) if kind == "text" else self._prompts.chat_ids(request.chat.messages))
         return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._max_model_len())
 
+    async def text_ids(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Raises InvalidRequest for an empty text or one too long, ResourceExhausted if too many long ones are being tokenized."""
+        return await self._prompts.text_ids(text, add_special_tokens=add_special_tokens)
+
     def models(self) -> inference_pb2.ListModelsResponse:
         roles = [record.role for record in self._pool.records() if record.ready and not record.draining]
         model = inference_pb2.Model(
@@ -143,10 +156,15 @@ class Inference:
     def model_name(self) -> str:
         return self._config.model_name
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the model, its configuration and its tokenizer."""
+        return self._config.fingerprint
+
     # ---- a Generate request -------------------------------------------------------------------------------------------
 
     async def _generate(self, request: inference_pb2.GenerateRequest, caller: Caller, record: Record) -> inference_pb2.End:
-        started = time.monotonic()
+        started = caller.received
         request_id = _request_id(request.request_id)
         name = _unique(request_id) if request.request_id else request_id
         record.named(name)
@@ -156,6 +174,7 @@ class Inference:
         told = asyncio.create_task(caller.begin(request_id, request.sampling.seed))
         try:
             job = record.job = await self._job(request, name, caller, started, record.metadata)
+            caller.accepted(job.prompt)
             report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
             answer = record.answer = Answer(self._tokenizer, job.sampling)
             await self._prompts.resume(answer, job.resumed, job.sampling)
@@ -181,7 +200,7 @@ class Inference:
             request_id=request_id,
             prompt=prompt,
             sampling=sampling,
-            deadline=started + min(self._config.request_timeout_s, caller.remaining_s()),
+            deadline=min(started + self._config.request_timeout_s, time.monotonic() + caller.remaining_s()),
             cache_salt=request.cache_salt,
             resumed=list(request.resume_token_ids),
             migrate=not request.no_migration,

@@ -58,12 +58,12 @@ class PromptReader:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def text_ids(self, text: str) -> Sequence[int]:
+    async def text_ids(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         """Raises InvalidRequest for an empty text, ResourceExhausted if too many long ones are being tokenized."""
         if not text:
             raise InvalidRequest("text is empty; send at least one character")
         self._check_length(len(text))
-        return await self._in_thread_if_long(lambda: self._tokenizer.encode(text), len(text))
+        return await self._in_thread_if_long(lambda: self._tokenizer.encode(text, add_special_tokens), len(text))
 
     async def chat_ids(self, messages: Sequence[inference_pb2.ChatMessage]) -> Sequence[int]:
         """Which roles there are is the template's business; a message without any is refused here."""

@@ -47,6 +47,7 @@ from twostep.rpc.v1 import inference_pb2_grpc
 from twostep.secret import load_secret
 from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
+from twostep.text.token_bytes import TokenBytes
 from twostep.text.tokenizer import Tokenizer
 from twostep.tracing import TRACES_FLUSH_S, start_tracer
 
@@ -152,6 +153,7 @@ class Router:
             front = Front(
                 inference=self._inference,
                 tokenizer=tokenizer,
+                token_bytes=TokenBytes(tokenizer),
                 card=card,
                 template=template,
                 metrics=registry,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -40,6 +41,7 @@ class GrpcCaller:
 
     def __init__(self, context: _Context) -> None:
         self._context = context
+        self.received = time.monotonic()
         given = [
             (key, value if isinstance(value, str) else value.decode("utf-8", "replace"))
             for key, value in context.invocation_metadata() or ()
@@ -51,6 +53,9 @@ class GrpcCaller:
 
     def remaining_s(self) -> float:
         return self._context.time_remaining() or float("inf")
+
+    def accepted(self, prompt: Sequence[int]) -> None:
+        """The end's usage says how many there are."""
 
     async def begin(self, request_id: str, seed: int) -> None:
         await self._context.send_initial_metadata((("x-request-id", request_id), ("x-twostep-seed", str(seed))))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
 
-from twostep.errors import ContextExceeded, ResourceExhausted, TwostepError, status_of
+from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted, TwostepError, status_of
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +27,29 @@ _TYPES = {
 }
 
 
+# Of a message: "chat.messages[0].role is empty; ..."
+_FIELD = re.compile(r"(?:chat\.)?(?P<path>(?P<name>[a-z_]+)(?:[\[.][\w\].\[]*)?)\b")
+
+
 class HttpError(TwostepError):
     """A failure with a status that no exception of twostep.errors has. `param`: the field that is to blame."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
+
+
+@contextmanager
+def blaming(fields: Container[str]) -> Iterator[None]:
+    """Around what knows nothing of HTTP: messages that begin with a field's name are about it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        field = _FIELD.match(error.message)
+        if field is None or field["name"] not in fields:
+            raise
+        code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
+        raise HttpError(400, error.message.removeprefix("chat."), param=field["path"], code=code) from error
 
 
 def body_of(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:

@@ -13,6 +13,7 @@ from router.job import Metadata
 from twostep.metrics.registry import MetricsRegistry
 from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
+from twostep.text.token_bytes import TokenBytes
 from twostep.text.tokenizer import Tokenizer
 
 # The caller's trace context goes on to the workers.
@@ -25,6 +26,7 @@ class Front:
 
     inference: Inference
     tokenizer: Tokenizer
+    token_bytes: TokenBytes
     card: ModelCard
     template: ChatTemplate
     metrics: MetricsRegistry

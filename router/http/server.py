@@ -6,13 +6,15 @@ import asyncio
 import re
 import ssl
 import uuid
+from collections.abc import AsyncIterator
 
 from aiohttp import web
 
 from router.access import Identity
-from router.http import system
+from router.http import chat, completions, system
 from router.http.errors import Handler, errors
 from router.http.front import FRONT, IDENTITY, REQUEST_ID, Front
+from router.http.sse import STREAMS, OpenStreams
 from router.targets import TENANT_HEADER
 from twostep.errors import SetupError
 from twostep.rpc.channel import TlsFiles
@@ -61,9 +63,18 @@ class HttpServer:
 def make_app(front: Front) -> web.Application:
     app = web.Application(middlewares=[_named, errors, _identified], client_max_size=front.max_body_bytes)
     app[FRONT] = front
-    for module in (system,):
+    app[STREAMS] = OpenStreams()
+    app.cleanup_ctx.append(_keeping_alive)
+    for module in (chat, completions, system):
         app.add_routes(module.routes)
     return app
+
+
+async def _keeping_alive(app: web.Application) -> AsyncIterator[None]:
+    task = asyncio.create_task(app[STREAMS].keep_alive())
+    yield
+    task.cancel()
+    await asyncio.wait((task,))
 
 
 @web.middleware

@@ -24,7 +24,9 @@ class Tokenizer:
         self._size: int = inner.get_vocab_size(with_added_tokens=True)
         # Without a normalizer nothing of a text is lost before it is cut into tokens.
         self._longest = max((len(token) for token in inner.get_vocab()), default=1) if inner.normalizer is None else None
-        self._special = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+        added = inner.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self._special = frozenset(i for i, token in added.items() if token.special)
         # Such a decoder joins the tokens' bytes, so that whole characters read the same wherever they stand. Others look at neighbours.
         self._joins_bytes = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
         self._whole: dict[int, str | None] = {}
@@ -50,6 +52,16 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids that decode leaves out: end of sequence, chat markers and the like."""
         return self._special
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids that the vocabulary writes as they are read, special or not."""
+        return self._added
+
+    @property
+    def joins_bytes(self) -> bool:
+        """The vocabulary writes tokens in the printable alphabet of byte-level ones."""
+        return self._joins_bytes
 
     def least_tokens(self, num_chars: int) -> int:
         """A text of so many characters has at least so many tokens: tells what can never fit without tokenizing megabytes."""

@@ -1,0 +1,107 @@
+"""One HTTP request as a caller of router.inference: who asks, until when, and what each of its answers is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from aiohttp import web
+
+from router.access import Identity
+from router.http.errors import HttpError
+from router.http.front import IDENTITY, REQUEST_ID, forwarded
+from router.inference import Inference
+from router.job import Metadata
+from twostep.errors import TwostepError
+from twostep.rpc.v1 import inference_pb2 as pb
+
+# Of one HTTP request; the others wait for these.
+MAX_AT_ONCE = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What is known of a request besides its body. `received` is in time.monotonic() seconds."""
+
+    request_id: str
+    identity: Identity
+    metadata: Metadata = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
+    received: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, request: web.Request) -> Call:
+        return cls(request_id=request[REQUEST_ID], identity=request[IDENTITY], metadata=forwarded(request), headers=request.headers)
+
+
+class Reader(Protocol):
+    """Takes one answer."""
+
+    @property
+    def prompt(self) -> Sequence[int]: ...
+
+    @prompt.setter
+    def prompt(self, token_ids: Sequence[int]) -> None: ...
+
+    async def write(self, response: pb.GenerateResponse) -> None: ...
+
+    async def end(self, end: pb.End) -> None:
+        """After the last piece; everything that the answer held is free."""
+        ...
+
+
+class HttpCaller:
+    """See router.inference.Caller."""
+
+    def __init__(self, call: Call, reader: Reader, timeout_s: float) -> None:
+        self.identity, self.metadata, self.received = call.identity, call.metadata, call.received
+        self._until = call.received + timeout_s
+        self._reader = reader
+        self.write: Callable[[pb.GenerateResponse], Awaitable[None]] = reader.write  # of every token: no step between
+
+    def remaining_s(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+    def accepted(self, prompt: Sequence[int]) -> None:
+        self._reader.prompt = prompt
+
+    async def begin(self, request_id: str, seed: int) -> None:
+        """The headers of the answer say both, and go with its first piece."""
+
+
+async def ask_all(inference: Inference, call: Call, asked: Sequence[tuple[pb.GenerateRequest, Reader]], *, timeout_s: float) -> None:
+    """Every answer to its reader. The first that fails ends all of them, and its error is raised."""
+
+    async def ask(request: pb.GenerateRequest, reader: Reader) -> None:
+        await reader.end(await inference.generate(request, HttpCaller(call, reader, timeout_s)))
+
+    if len(asked) == 1:
+        await ask(*asked[0])
+        return
+    gate = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def ask_in_turn(request: pb.GenerateRequest, reader: Reader) -> None:
+        async with gate:
+            await ask(request, reader)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for request, reader in asked:
+                group.create_task(ask_in_turn(request, reader))
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What the client is told: an error of ours rather than one that nobody expected."""
+    return next((error for error in errors.exceptions if isinstance(error, TwostepError)), errors.exceptions[0])
+
+
+async def json_body(request: web.Request) -> bytes:
+    """Raises HttpError 415: what a browser sends from anywhere without asking first is not taken."""
+    if request.content_type != "application/json":
+        raise HttpError(415, f"the body is {request.content_type}; send JSON, with the header content-type: application/json")
+    return await request.read()

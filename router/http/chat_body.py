@@ -1,0 +1,181 @@
+"""The body of POST /v1/chat/completions, and what it comes to as a request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, JsonValue
+
+from router.http.errors import HttpError
+from router.http.fields import MAX_TOKENS, Body, CommonBody
+from twostep.rpc.v1 import inference_pb2 as pb
+from twostep.sampling_params import MAX_LOGPROBS
+
+_MAX_TOOLS = 1024
+
+
+class ContentPart(Body):
+    type: str
+    """`text`; others are refused: models here read text."""
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(Body):
+    name: str = Field(min_length=1)
+    arguments: str = ""
+    """A JSON object."""
+
+
+class ToolCall(Body):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    """Of an assistant."""
+    tool_call_id: str | None = None
+    """Of a tool."""
+    reasoning_content: str | None = None
+    """Of an assistant: what it thought before."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
+
+
+class FunctionSpec(Body):
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    """A JSON Schema."""
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class NamedFunction(Body):
+    name: str = Field(min_length=1)
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatPrompt(Body):
+    """The part of a chat that becomes the prompt; /tokenize takes it too."""
+
+    model: str = ""
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    tools: list[Tool] | None = Field(default=None, max_length=_MAX_TOOLS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The last message is the beginning of the answer; `add_generation_prompt` must be false then."""
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Further variables of the model's chat template."""
+
+    def chat(self, extra: dict[str, Any] | None = None) -> pb.Chat:
+        """`extra`: further variables of the template. Raises HttpError 400."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise HttpError(
+                400, "continue_final_message and add_generation_prompt exclude each other; set one of them", param="continue_final_message"
+            )
+        variables = {**(extra or {}), **(self.chat_template_kwargs or {})}
+        if self.add_generation_prompt is not None and not self.continue_final_message:
+            variables["add_generation_prompt"] = self.add_generation_prompt
+        return pb.Chat(
+            messages=[_message(i, message) for i, message in enumerate(self.messages)],
+            tools=[json.dumps(tool.model_dump(exclude_unset=True)) for tool in self.tools or ()],
+            template_kwargs=json.dumps(variables) if variables else "",
+            continue_final_message=bool(self.continue_final_message),
+        )
+
+
+class ChatBody(CommonBody, ChatPrompt):
+    refused: ClassVar[dict[str, tuple[Any, str]]] = CommonBody.refused | {
+        "functions": ([], "use `tools`"),
+        "function_call": ("none", "use `tool_choice`"),
+        "audio": ({}, "models here write text"),
+        "modalities": (["text"], "models here write text"),
+        "prediction": ({}, "leave it out"),
+        "web_search_options": ({}, "the router looks nothing up; leave it out"),
+        "chat_template": ("", "templates are not taken from clients; the model's own is used"),
+        "add_special_tokens": (False, "the chat template writes them"),
+        "echo": (False, "use continue_final_message"),
+        "best_of": (1, "use `n`"),
+        "mm_processor_kwargs": ({}, "models here read text"),
+    }
+
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=32)
+    """Goes to the chat template, for models that know it."""
+    include_reasoning: bool | None = None
+    """false: what the model thought is left out of the answer."""
+    documents: list[dict[str, JsonValue]] | None = None
+    """Go to the chat template."""
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Raises HttpError 400: top_logprobs without logprobs."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise HttpError(400, "top_logprobs needs logprobs to be true; set it", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
+    def prompt(self) -> pb.Chat:
+        """Raises HttpError 400."""
+        extra: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            extra["reasoning_effort"] = self.reasoning_effort
+        if self.documents is not None:
+            extra["documents"] = self.documents
+        return self.chat(extra)
+
+
+def _message(index: int, message: Message) -> pb.ChatMessage:
+    if message.role == "function":
+        raise HttpError(400, 'the role "function" is not supported; use "tool", and `tools`', param=f"messages[{index}].role")
+    calls = [pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in message.tool_calls or ()]
+    return pb.ChatMessage(
+        role=message.role,
+        content=_text(index, message.content),
+        name=message.name or "",
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id or "",
+        reasoning=message.reasoning_content or message.reasoning or "",
+    )
+
+
+def _text(index: int, content: str | list[ContentPart] | None) -> str:
+    """Parts are lines, as vLLM has them for templates that take strings."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for i, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("text", "refusal") or text is None:
+            raise HttpError(
+                400,
+                f'messages[{index}].content[{i}] is of type "{part.type[:40]}"; send {{"type": "text", "text": ...}}',
+                param=f"messages[{index}].content[{i}].type",
+            )
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,0 +1,154 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from router.http.asked import Asked, Finale, Send, respond
+from router.http.calls import Call, json_body
+from router.http.chunks import TEXT_WRAP, ChunkWriter
+from router.http.completion_body import CompletionBody
+from router.http.fields import parse_body
+from router.http.front import FRONT, Front
+from router.http.logprobs import TextLogprobs
+from router.http.usage import finish_of, stop_reason_of, usage_of
+from twostep.rpc.v1 import inference_pb2 as pb
+
+routes = web.RouteTableDef()
+
+
+@routes.post("/v1/completions")
+async def completions(request: web.Request) -> web.StreamResponse:
+    body = parse_body(CompletionBody, await json_body(request))
+    return await respond(request, Completion(request.app[FRONT], body, Call.of(request)), stream=bool(body.stream))
+
+
+class Completion(Asked[CompletionBody]):
+    """Constructing it refuses what cannot be done; then either `whole` or `stream`."""
+
+    def __init__(self, front: Front, body: CompletionBody, call: Call) -> None:
+        super().__init__(front, body, call, prefix="cmpl")
+        self._prompts = body.prompts()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._prompts) * self.n
+
+    async def _requests(self) -> list[pb.GenerateRequest]:
+        requests = []
+        for index in range(self.num_choices):
+            request, prompt = self.request(index), self._prompts[index // self.n]
+            if isinstance(prompt, str) and self.body.add_special_tokens is False:
+                prompt = list(await self.front.inference.text_ids(prompt, add_special_tokens=False))
+            if isinstance(prompt, str):
+                request.text = prompt
+            else:
+                request.token_ids.ids.extend(prompt)
+            requests.append(request)
+        return requests
+
+    def echoed(self, index: int) -> str:
+        """What the text of a choice begins with."""
+        if not self.body.echo:
+            return ""
+        prompt = self._prompts[index // self.n]
+        return prompt if isinstance(prompt, str) else self.front.tokenizer.decode(prompt)
+
+    async def whole(self) -> dict[str, Any]:
+        readers = [WholeChoice(self, index) for index in range(self.num_choices)]
+        await self.ask(list(zip(await self._requests(), readers, strict=True)))
+        ends = [reader.finished for reader in readers]
+        answer = {"id": self.id, "object": "text_completion", **self.common}
+        return answer | {"choices": [reader.choice() for reader in readers], "usage": self.usage(ends), **self.phases(ends)}
+
+    async def stream(self, send: Send) -> None:
+        head = {"id": self.id, "object": "text_completion", **self.common}
+        finale = Finale(self, head, self.num_choices)
+        readers = [StreamedChoice(self, index, head, finale, send) for index in range(self.num_choices)]
+        await self.ask(list(zip(await self._requests(), readers, strict=True)))
+
+
+class WholeChoice:
+    """Keeps its answer until it is whole."""
+
+    def __init__(self, completion: Completion, index: int) -> None:
+        self._completion, self._index = completion, index
+        self._text = [completion.echoed(index)]
+        self._pieces: list[pb.Piece] = []
+        self.prompt: Sequence[int] = ()
+        self.finished = pb.End()
+
+    async def write(self, response: pb.GenerateResponse) -> None:
+        self._text.append(response.piece.text)
+        self._pieces.append(response.piece)
+
+    async def end(self, end: pb.End) -> None:
+        self.finished = end
+
+    def choice(self) -> dict[str, Any]:
+        body = self._completion.body
+        token_ids = [token_id for piece in self._pieces for token_id in piece.token_ids]
+        logprobs = None
+        if body.logprobs is not None:
+            logprobs = TextLogprobs(self._completion.names).of(token_ids, [each for piece in self._pieces for each in piece.logprobs])
+        choice = {
+            "index": self._index,
+            "text": "".join(self._text),
+            "logprobs": logprobs,
+            "finish_reason": finish_of(self.finished),
+            "stop_reason": stop_reason_of(self.finished, body.stop_strings),
+        }
+        if body.return_token_ids:
+            choice |= {"prompt_token_ids": list(self.prompt), "token_ids": token_ids}
+        return choice
+
+
+class StreamedChoice:
+    """Sends its answer as it comes: one event a piece."""
+
+    def __init__(self, completion: Completion, index: int, head: dict[str, Any], finale: Finale, send: Send) -> None:
+        self._completion, self._index, self._finale, self._send = completion, index, finale, send
+        body = completion.body
+        self._chunks = ChunkWriter(head, index, wrap=TEXT_WRAP, with_usage=completion.include_usage)
+        self._logprobs = None if body.logprobs is None else TextLogprobs(completion.names)
+        # Pieces have text and nothing else to tell.
+        self._plain = body.logprobs is None and not body.return_token_ids and not completion.continuous_usage
+        self._echoed = completion.echoed(index)
+        self._num_tokens = 0
+        self.prompt: Sequence[int] = ()
+
+    async def write(self, response: pb.GenerateResponse) -> None:
+        piece = response.piece
+        text = piece.text
+        if self._echoed:
+            text, self._echoed = self._echoed + text, ""
+        if not self._plain:
+            await self._send(self._detailed(text, piece))
+        elif text:
+            await self._send(self._chunks.text(text))
+
+    async def end(self, end: pb.End) -> None:
+        fields = {
+            "text": self._echoed,
+            "logprobs": None,
+            "finish_reason": finish_of(end),
+            "stop_reason": stop_reason_of(end, self._completion.body.stop_strings),
+        }
+        await self._send(self._chunks.choice(fields, **self._finale.beside(end)) + self._finale.after(self._index, end))
+
+    def _detailed(self, text: str, piece: pb.Piece) -> bytes:
+        fields: dict[str, Any] = {"text": text, "logprobs": None, "finish_reason": None}
+        if self._logprobs is not None:
+            fields["logprobs"] = self._logprobs.of(piece.token_ids, piece.logprobs)
+        if self._completion.body.return_token_ids:
+            fields["token_ids"] = list(piece.token_ids)
+            if self._num_tokens == 0:
+                fields["prompt_token_ids"] = list(self.prompt)
+        self._num_tokens += len(piece.token_ids)
+        others: dict[str, Any] = {}
+        if self._completion.continuous_usage:
+            others["usage"] = usage_of(len(self.prompt), self._num_tokens)
+        return self._chunks.choice(fields, **others)

@@ -1,0 +1,232 @@
+"""What bodies of requests have in common: sampling, structured output, and this system's own fields. Their names are OpenAI's, then vLLM's.
+
+Unknown fields are ignored, as vLLM does, so that clients of newer APIs keep working. What is known, changes the answer, and is not done
+here is refused with its name in `param`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError
+
+from router.http.errors import HttpError
+from twostep.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+
+MAX_CHOICES = 128
+MAX_TOKENS = (1 << 31) - 1
+_MAX_TIMEOUT_S = 86_400.0
+# Of a message about a value: enough to recognize it by.
+_MAX_SHOWN = 80
+
+TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+
+
+class Body(BaseModel):
+    """Types are taken at their word: "5" is no number."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+
+class JsonSchemaFormat(Body):
+    name: str = Field(default="schema", max_length=64)
+    description: str | None = None
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+    """A JSON Schema; the answer is a document that it describes."""
+    strict: bool | None = None
+    """Output is always held to the schema."""
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class JsonFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaFormat
+
+
+class RegexFormat(Body):
+    type: Literal["regex"]
+    pattern: str = Field(min_length=1)
+    """The whole answer matches it."""
+
+
+class LarkFormat(Body):
+    type: Literal["grammar"]
+    grammar: str = Field(min_length=1)
+    """A context-free grammar in llguidance's dialect of Lark."""
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonFormat | RegexFormat | LarkFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to say it; exactly one of them."""
+
+    json_: dict[str, JsonValue] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
+    grammar: str | None = None
+    structural_tag: Any | None = None
+    """Refused."""
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    """One more chunk at the end, with the usage and no choices."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
+    include_obfuscation: bool | None = None
+    """Ignored: nothing is added to chunks."""
+
+
+class CommonBody(Body):
+    """Whatever generates text."""
+
+    # Fields that would change the answer, and what to do instead. A value in the second place is harmless, as is null.
+    refused: ClassVar[dict[str, tuple[Any, str]]] = {
+        "logit_bias": ({}, "leave it out"),
+        "use_beam_search": (False, "beam search is not done here; sample with `n`"),
+        "length_penalty": (1.0, "it is of beam search, which is not done here; leave it out"),
+        "prompt_logprobs": (0, "log probabilities are of the answer's tokens only; leave it out"),
+        "allowed_token_ids": ([], "use response_format or structured_outputs to hold the answer to a form"),
+        "bad_words": ([], "leave it out"),
+        "include_stop_str_in_output": (False, "the text ends before the stop string, which `stop_reason` tells"),
+        "truncate_prompt_tokens": (-1, "shorten the prompt before sending it"),
+        "logits_processors": ([], "code is not taken from clients; leave it out"),
+        "kv_transfer_params": ({}, "the router pairs workers itself; leave it out"),
+    }
+
+    model: str = ""
+    """Empty: the only model that is served."""
+    stream: bool | None = None
+    """Server-sent events, one for each piece, then `[DONE]`."""
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    """Answers to each prompt. The i-th is the same for the same seed, whatever n."""
+    seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)
+    """Without one the router draws it, and tells it in the header `x-twostep-seed`."""
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    """The text ends before the first of these."""
+    temperature: float | None = Field(default=None, ge=0.0, le=100.0)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    user: str | None = None
+    """Ignored."""
+    logit_bias: dict[str, JsonValue] | None = None
+    """Refused unless empty."""
+
+    top_k: int | None = Field(default=None, ge=-1, le=1 << 31)
+    """0 and -1 switch it off."""
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100.0)
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    """No stop token comes before so many tokens."""
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS)
+    skip_special_tokens: bool | None = None
+    """false: the text shows special tokens too."""
+    return_tokens_as_token_ids: bool | None = None
+    """Log probabilities name tokens as `token_id:17`."""
+    return_token_ids: bool | None = None
+    """`token_ids` of each choice, and `prompt_token_ids`."""
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
+    """Before the header `x-request-id`."""
+    cache_salt: str | None = Field(default=None, max_length=256)
+    """Cached prefixes are shared only among requests of the same salt."""
+    priority: int | None = Field(default=None, ge=-(1 << 31), le=(1 << 31) - 1)
+    """As vLLM's: below 0 is the class `interactive`, above 0 `batch`."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, JsonValue] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
+    guided_grammar: str | None = None
+
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    """`flex` is the class `batch`, `priority` is `interactive`."""
+    request_class: Literal["interactive", "standard", "batch"] | None = None
+    """How urgent it is; the header `x-twostep-class` says the same. Before `service_tier` and `priority`."""
+    ttft_ms: float | None = Field(default=None, gt=0, le=3_600_000)
+    """The first token is promised within so many milliseconds, or the request refused at once; header `x-twostep-ttft-ms`."""
+    tpot_ms: float | None = Field(default=None, gt=0, le=3_600_000)
+    """Each further token, on average; header `x-twostep-tpot-ms`."""
+    timeout: float | None = Field(default=None, gt=0, le=_MAX_TIMEOUT_S)
+    """Seconds after which the request ends with 504; header `x-twostep-timeout-ms`."""
+    return_phases: bool | None = None
+    """How long each phase took, as `twostep` in the body or the last chunk; header `x-twostep-phases: 1`."""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """Raises HttpError 400 that names the first field that is wrong."""
+    try:
+        body = kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise _said(error) from None
+    refused: dict[str, tuple[Any, str]] = getattr(kind, "refused", {})
+    if refused:
+        _refuse(raw, refused)
+    return body
+
+
+def _refuse(raw: bytes, refused: dict[str, tuple[Any, str]]) -> None:
+    # Only bodies that name one are read once more.
+    named = [name for name in refused if f'"{name}"'.encode() in raw]
+    if not named:
+        return
+    given = json.loads(raw)
+    for name in named:
+        harmless, instead = refused[name]
+        if given.get(name) not in (None, harmless):
+            raise HttpError(400, f"{name} is not supported here; {instead}", param=name, code="unsupported_parameter")
+
+
+def _said(error: ValidationError) -> HttpError:
+    """A union's message of each of its members is one too many: the one that got furthest says what is wrong."""
+    errors = error.errors(include_url=False, include_context=False)
+    first = max(errors, key=lambda each: len(each["loc"]))
+    if first["type"] == "json_invalid":
+        return HttpError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
+    top = errors[0]["loc"][0] if errors[0]["loc"] else None
+    if first["loc"][:1] != (top,):
+        first = errors[0]
+    param = path_of(first["loc"])
+    shown = json.dumps(first["input"], default=str)
+    shown = shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "…"
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    about = f" (it is {shown})" if first["type"] != "missing" else ""
+    return HttpError(400, f"{param or 'the body'}: {message}{about}; see /openapi.json", param=param)
+
+
+def path_of(location: tuple[int | str, ...]) -> str | None:
+    """`messages[0].content`; what pydantic adds of its own (names of types, of members of unions) is left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in _TYPE_NAMES:
+            path += f".{part}" if path else part
+    return path or None
+
+
+_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "list", "dict", "none", "TextPart", "RefusalPart", "OtherPart"})

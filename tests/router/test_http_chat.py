@@ -1,0 +1,72 @@
+"""Chats over HTTP, by OpenAI's own client and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+from http_fakes import MESSAGES, RENDERED, blocking_client, open_client
+from router_fakes import Cluster
+
+
+async def test_an_answer_whole(cluster: Cluster) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    prefill.cached_tokens = 3
+    async with cluster.serving(), open_client(cluster) as client:
+        answer = await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=90, seed=7)
+        await cluster.all_free()
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", cluster.text_of(cluster.expected(90)))
+    assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
+    assert (answer.object, answer.model) == ("chat.completion", "m")
+    assert answer.id.startswith("chatcmpl-")
+    num_prompt = len(cluster.tokenizer.encode(RENDERED).ids)
+    assert list(prefill.requests[0].token_ids) == cluster.tokenizer.encode(RENDERED).ids
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (num_prompt, 90, num_prompt + 90)
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 3
+    assert usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.reasoning_tokens == 0
+
+
+async def test_an_answer_streamed(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(), open_client(cluster) as client:
+        stream = await client.chat.completions.create(
+            model="m", messages=MESSAGES, max_tokens=40, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        await cluster.all_free()
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    *pieces, end, usage = chunks
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in pieces) == cluster.text_of(cluster.expected(40))
+    assert all(chunk.usage is None and chunk.choices[0].finish_reason is None for chunk in pieces)
+    assert len(pieces) > 10
+    assert (end.choices[0].finish_reason, end.choices[0].delta.content, end.usage) == ("length", None, None)
+    assert usage.choices == []
+    assert usage.usage is not None
+    assert usage.usage.completion_tokens == 40
+
+
+async def test_the_synchronous_client_too(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+
+    def ask() -> None:
+        with blocking_client(cluster) as client:
+            answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=12)
+            assert answer.choices[0].message.content == cluster.text_of(cluster.expected(12))
+            with client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=12, stream=True) as stream:
+                text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+            assert text == cluster.text_of(cluster.expected(12))
+            with pytest.raises(openai.NotFoundError, match="not served here"):
+                client.chat.completions.create(model="other", messages=MESSAGES)
+
+    async with cluster.serving():
+        await asyncio.to_thread(ask)
