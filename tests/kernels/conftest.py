@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 assert torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", "there is no GPU: set TRITON_INTERPRET=1"
@@ -28,3 +29,16 @@ def _one_number_as_an_index(patch_tensor):
 
 
 interpreter._patch_lang_tensor = _one_number_as_an_index(interpreter._patch_lang_tensor)
+
+
+def _only_once(patch_lang):
+    """Triton 3.6 prepares its language, which takes milliseconds, for each call of one kernel's function by another as well."""
+
+    def patch(fn):
+        seen = [module for module in (tl, tl.core) if any(value is module for value in fn.__globals__.values())]
+        return patch_lang(fn) if any(tl.core.is_builtin(module.load) for module in seen) else interpreter._LangPatchScope()
+
+    return patch
+
+
+interpreter._patch_lang = _only_once(interpreter._patch_lang)
