@@ -102,7 +102,7 @@ def verdict(num: int, rounds: Sequence[Round], base: float, machine: float | Non
     limits = sorted({limit.partition(" (")[0]: limit for seen in rounds for limit in seen.limits(alone)}.values())
     if limits:
         said += "; not (only) the routers' limit: " + ", ".join(limits)
-    elif linear < _NEAR_LINEAR:
+    elif linear < _NEAR_LINEAR and num <= alone:
         said += "; nothing else was saturated: it is the routers or the machine"
     return said
 
@@ -128,6 +128,8 @@ def main(arguments: argparse.Namespace) -> None:
     """`arguments`: those of router_scale.py."""
     machine: Mapping[int, float] = {}
     if not arguments.no_control:
-        machine = machine_alone(plan_cores(core_groups(CORES), max(arguments.routers)).routers, arguments.routers)
+        plan = plan_cores(core_groups(CORES), max(arguments.routers))
+        # Beyond that it would say what sharing a core costs.
+        machine = machine_alone(plan.routers, [num for num in arguments.routers if num <= plan.alone])
         print("the machine itself: " + ", ".join(f"{n} processes {times:.2f} times one" for n, times in machine.items()), flush=True)
     event_loop.run(_rounds(arguments, machine))

@@ -123,6 +123,8 @@ class Rig:
         child = self.spawn(argv, core)
         router = RouterProcess(port, child.pid)
         self.routers.append(router)
+        # Others that are added at the same time are forked now, before gRPC has threads here.
+        await asyncio.sleep(0)
         request = encode_request([1, 2, 3], num_tokens=2)
         give_up = time.monotonic() + 30
         while True:
