@@ -12,6 +12,7 @@ from decode_worker.paths import Paths
 from decode_worker.peers import Peers
 from decode_worker.sequences import Sequences, SequencesConfig
 from decode_worker.service import DecodeService
+from decode_worker.tracing import SequenceSpans
 from kv_transfer.observer import Direction, TransferLedger
 from kv_transfer.reporting import transport_stats
 from kv_transfer.transfer_metrics import worker_observers
@@ -46,7 +47,8 @@ class DecodeEdge:
         """`floors`: least rates of transports, see decode_worker.paths."""
         self._transports = transports
         self._ledger = TransferLedger()
-        observers = worker_observers(parts.metrics, self._ledger)
+        spans = None if parts.tracer is None else SequenceSpans(parts.tracer)
+        observers = worker_observers(parts.metrics, self._ledger, None if spans is None else spans.transfers)
         self._peers = Peers(parts.config.tls)
         self._paths = Paths(transports, self._peers, parts.secret, observers, floors=floors)
         self._discovery = Discovery(parts.config.redis_url, self._paths, secret=parts.secret)
@@ -70,7 +72,7 @@ class DecodeEdge:
             secret=parts.secret,
             block_size=parts.model.layout.block_size,
         )
-        self._service = DecodeService(self._sequences, parts.reader, epoch=parts.epoch)
+        self._service = DecodeService(self._sequences, parts.reader, spans, epoch=parts.epoch)
 
     @property
     def services(self) -> Mapping[str, object]:

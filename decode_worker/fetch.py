@@ -20,6 +20,7 @@ from kv_transfer.transport import BlockStore
 from kv_transfer.transports import Transports
 from twostep.cluster.records import LayoutRecord
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
+from twostep.tracing import Metadata
 
 __all__ = ["Fetched", "Fetcher", "Target"]
 
@@ -57,16 +58,16 @@ class Fetcher:
             wires=tuple(wires),
         )
 
-    async def fetch(self, ticket: Ticket, target: Target, *, ahead: Callable[[Sequence[int]], None]) -> Fetched:
+    async def fetch(self, ticket: Ticket, target: Target, *, ahead: Callable[[Sequence[int]], None], metadata: Metadata = ()) -> Fetched:
         """Returns when every block of the target holds verified KV that the source still held when it was read. Raises Incompatible,
         InvalidRequest (never worth repeating) and Unavailable, DataLoss, ... (another attempt may succeed). When it returns, raises or
         has been cancelled, nothing writes into the blocks any more. `ahead` is called with the output ids when all of it is here and
-        verified and only the source's word is awaited."""
+        verified and only the source's word is awaited. `metadata`, its trace context, goes along with what the source is asked."""
         source = Source(worker_id=ticket.worker_id, epoch=ticket.epoch, address=ticket.address)
         offered = await self._paths.offered(source, host_only=ticket.layout != self._layout)
         async with self._peers.channel(ticket.address) as channel:
             stub: kv_pb2_grpc.KvAsyncStub = kv_pb2_grpc.KvStub(channel)
-            return await Fetching(self._parts, stub, ticket, source, target, offered, ahead=ahead).run()
+            return await Fetching(self._parts, stub, ticket, source, target, offered, ahead=ahead, metadata=metadata).run()
 
     async def acknowledge(self, ticket: Ticket, outcome: kv_pb2.AcknowledgeRequest.Outcome.ValueType, reason: str = "") -> None:
         """Tells the prefill worker, three times at most. If it cannot be told, the lease expires there by itself."""

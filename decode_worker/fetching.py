@@ -34,7 +34,8 @@ from kv_transfer.wire_encoding import RAW
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Cancelled, Incompatible, InternalError, TwostepError, Unavailable
 from twostep.rpc.channel import error_from_rpc
-from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
+from twostep.rpc.v1 import decode_pb2, kv_pb2, kv_pb2_grpc
+from twostep.tracing import Metadata
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,17 @@ class Fetched:
     fetch_s: float
     acknowledged: bool
     exact: bool
+
+    def to_proto(self, *, num_reused: int) -> decode_pb2.Committed:
+        """`num_reused`: blocks that were here already."""
+        return decode_pb2.Committed(
+            transport=self.transport,
+            bytes=self.num_bytes,
+            chunks=self.num_chunks,
+            blocks_moved=self.num_blocks,
+            blocks_reused=num_reused,
+            fetch_s=self.fetch_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +98,7 @@ class Fetching:
         offered: Sequence[str],
         *,
         ahead: Callable[[Sequence[int]], None],
+        metadata: Metadata = (),
     ) -> None:
         """`ahead` is called with the output ids once every block is here and verified, where the source has still to be asked. What it
         raises ends the hand-over."""
@@ -96,6 +109,7 @@ class Fetching:
         self._target = target
         self._offered = offered
         self._ahead = ahead
+        self._metadata = metadata
         life_s = ticket.expires_unix_ms / 1000 - time.time()
         self._reader = rd.Reader(reader_id=secrets.randbits(63), deadline=time.monotonic() + life_s)
         self._transport: KvTransport | None = None
@@ -190,7 +204,7 @@ class Fetching:
     async def _watch(self) -> None:
         """Until Complete, or what went wrong."""
         request = kv_pb2.WatchRequest(ticket=self._ticket.to_proto(), transports=self._offered, wire=self._parts.wires)
-        call = self._stub.Watch(request, timeout=max(0.001, self._reader.deadline - time.monotonic()))
+        call = self._stub.Watch(request, timeout=max(0.001, self._reader.deadline - time.monotonic()), metadata=self._metadata)
         try:
             async for event in call:
                 match event.WhichOneof("event"):
@@ -289,6 +303,7 @@ class Fetching:
             await self._stub.Acknowledge(
                 kv_pb2.AcknowledgeRequest(ticket=self._ticket.to_proto(), outcome=kv_pb2.AcknowledgeRequest.OUTCOME_PROGRESS),
                 timeout=ACKNOWLEDGE_S,
+                metadata=self._metadata,
             )
         except grpc.aio.AioRpcError as error:
             # The next fetch tells whether the source is really gone.
@@ -303,7 +318,7 @@ class Fetching:
             generations=ask.generations,
         )
         try:
-            answer = await self._stub.Acknowledge(request, timeout=ACKNOWLEDGE_S)
+            answer = await self._stub.Acknowledge(request, timeout=ACKNOWLEDGE_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 await asyncio.sleep(_ASK_AGAIN_S)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from enum import Enum
 
 from decode_worker.history import AttemptId, History
 from decode_worker.target import Target
+from decode_worker.tracing import SequenceSpan
 from kv_transfer.ticket import Ticket
 from twostep.engine.types import PrefillProgress, TokenOutput
 from twostep.errors import InvalidRequest, Unauthenticated
+from twostep.rpc.v1 import decode_pb2
+from twostep.tracing import Metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +99,22 @@ class DecodeSequence:
     source: HandedOver | ComputedHere
     # Tokens decoded while it is still FETCHING, from KV that is verified, but not yet confirmed by its source.
     withheld: list[TokenOutput] = field(default_factory=list)
+    # None: it is not traced. `metadata`: of calls made for it, its trace context.
+    span: SequenceSpan | None = None
+    metadata: Metadata = ()
+    # Of the call that brought it: what is done for it elsewhere logs as its own.
+    context: Context = field(default_factory=copy_context)
+
+    def event(self, token: TokenOutput) -> decode_pb2.DecodeEvent:
+        """What its router is told of its next token, for every token of every sequence. It decodes from now on."""
+        source, history = self.source, self.history
+        if self.state is State.PREFILLING and isinstance(source, ComputedHere):
+            self.state = State.DECODING
+            if self.span is not None:
+                self.span.computed(source)
+            event = history.begin(token, cached_tokens=source.num_cached_tokens, queue_s=source.queue_s, prefill_s=source.prefill_s)
+        else:
+            event = history.add(token)
+        if self.span is not None:
+            self.span.token(last=token.finish_reason is not None)
+        return event

@@ -22,6 +22,7 @@ from decode_worker.fetch import Fetched, Fetcher, Target
 from decode_worker.history import AttemptId, History, not_here
 from decode_worker.outbox import Connection, Outbox
 from decode_worker.sequence import ComputedHere, DecodeSequence, HandedOver, SequencesConfig, State
+from decode_worker.tracing import CANCELLED, SequenceSpan
 from kv_transfer.ticket import Ticket
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, Reservation, StepOutput, TokenOutput
@@ -37,6 +38,7 @@ from twostep.errors import (
     status_of,
 )
 from twostep.rpc.v1 import decode_pb2, kv_pb2
+from twostep.tracing import Metadata
 from twostep.worker.requests import attempt_id
 
 __all__ = ["Sequences", "SequencesConfig"]
@@ -143,7 +145,7 @@ class Sequences:
         for attempt in unwanted:
             outbox.forget(attempt)
         for sequence in [s for s in self._sequences.values() if s.router_id == outbox.router_id and s.history.attempt in unwanted]:
-            log.info("%s: its router does not want it any more", sequence.seq_id)
+            sequence.context.run(log.info, "%s: its router does not want it any more", sequence.seq_id)
             self._end(sequence, "its router does not want it any more")
 
     def _fail_behind(self, history: History) -> list[decode_pb2.DecodeEvent]:
@@ -190,6 +192,11 @@ class Sequences:
             source=source,
         )
 
+    def trace(self, request_id: str, attempt: int, span: SequenceSpan | None, metadata: Metadata) -> None:
+        """Of one just taken. `span` None: only what came with the call goes on with the calls made for it."""
+        sequence = self._sequences[attempt_id(request_id, attempt)]
+        sequence.span, sequence.metadata = span, metadata if span is None else span.metadata
+
     def attach(self, request_id: str, attempt: int, ticket: Ticket) -> None:
         """Begins to pull in the background; what comes of it is an event. Repeating it changes nothing. Raises NotFound (no such
         reservation, or its lease is over), Unauthenticated, Incompatible, InvalidRequest, Unavailable (the ticket expired)."""
@@ -203,6 +210,8 @@ class Sequences:
         if not source.take(ticket, attempt=(request_id, attempt), tenant=sequence.tenant):
             return
         sequence.state = State.FETCHING
+        if sequence.span is not None:
+            sequence.span.attached()
         source.fetching = asyncio.create_task(self._pull(sequence, source.target, ticket), name=f"fetch {sequence.seq_id}")
 
     async def cancel(self, request_id: str, attempt: int) -> bool:
@@ -213,7 +222,7 @@ class Sequences:
         if (outbox := self._outboxes.get(sequence.router_id)) is not None:
             outbox.forget(sequence.history.attempt)
         # Shielded: freeing goes on even if the router does not wait for it.
-        await asyncio.shield(self._end(sequence, "cancelled"))
+        await asyncio.shield(self._end(sequence, CANCELLED))
         return True
 
     # ---- the hand-over ------------------------------------------------------------------------------------------------------
@@ -228,7 +237,7 @@ class Sequences:
                 begun = True
 
         try:
-            fetched = await self._fetcher.fetch(ticket, target, ahead=ahead)
+            fetched = await self._fetcher.fetch(ticket, target, ahead=ahead, metadata=sequence.metadata)
             if self._sequences.get(sequence.seq_id) is not sequence:
                 return
             # No await from here to the commit: whatever ends the sequence comes before it, or finds it decoding.
@@ -254,14 +263,9 @@ class Sequences:
         self.bytes_fetched += fetched.num_bytes
         self.blocks_fetched += fetched.num_blocks
         self.blocks_reused += target.num_cached_blocks
-        sequence.history.committed = decode_pb2.Committed(
-            transport=fetched.transport,
-            bytes=fetched.num_bytes,
-            chunks=fetched.num_chunks,
-            blocks_moved=fetched.num_blocks,
-            blocks_reused=target.num_cached_blocks,
-            fetch_s=fetched.fetch_s,
-        )
+        if sequence.span is not None:
+            sequence.span.committed()
+        sequence.history.committed = fetched.to_proto(num_reused=target.num_cached_blocks)
         self._send(sequence.router_id, decode_pb2.StepEvents(step=self._step, events=[sequence.history.committed_event()]))
 
     # ---- the engine's steps -------------------------------------------------------------------------------------------------
@@ -291,17 +295,11 @@ class Sequences:
                 # Of KV that its source has not confirmed yet.
                 sequence.withheld.append(token)
                 continue
-            history, source = sequence.history, sequence.source
-            if sequence.state is State.PREFILLING and isinstance(source, ComputedHere):
-                sequence.state = State.DECODING
-                event = history.begin(token, cached_tokens=source.num_cached_tokens, queue_s=source.queue_s, prefill_s=source.prefill_s)
-            else:
-                event = history.add(token)
-            messages.setdefault(sequence.router_id, decode_pb2.StepEvents(step=self._step)).events.append(event)
+            messages.setdefault(sequence.router_id, decode_pb2.StepEvents(step=self._step)).events.append(sequence.event(token))
             if token.finish_reason is not None:
                 del self._sequences[token.seq_id]
                 if (outbox := self._outboxes.get(sequence.router_id)) is not None:
-                    outbox.end(history)
+                    outbox.end(sequence.history)
         for router_id, message in messages.items():
             self._send(router_id, message)
 
@@ -329,7 +327,7 @@ class Sequences:
         """Ends a sequence; its router is told once it holds nothing here any more."""
         if self._sequences.get(sequence.seq_id) is not sequence:
             return
-        log.info("%s failed: %s", sequence.seq_id, error.message)
+        sequence.context.run(log.info, "%s failed: %s", sequence.seq_id, error.message)
         ending = self._end(sequence, error.message)
 
         def tell(_: asyncio.Task[None]) -> None:
@@ -358,6 +356,8 @@ class Sequences:
             self._engine.cancel(sequence.seq_id)
         finally:
             self._num_ending -= 1
+            if sequence.span is not None:
+                sequence.span.end(reason)
         if source is not None and source.ticket is not None and sequence.state is State.FETCHING:
             self._spawn(self._fetcher.acknowledge(source.ticket, kv_pb2.AcknowledgeRequest.OUTCOME_ABORTED, reason))
 

@@ -29,10 +29,13 @@ from typing import Any
 import grpc.aio
 
 from decode_worker.sequences import Sequences
+from decode_worker.tracing import SequenceSpans
 from kv_transfer.ticket import Ticket
 from twostep.engine.types import EngineRequest, Reservation
 from twostep.errors import ResourceExhausted, Unavailable
+from twostep.log import concerning
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc
+from twostep.tracing import metadata_of, trace_id_of
 from twostep.worker.requests import RequestReader
 
 # How long a reservation waits for batch sequences that give way to it.
@@ -42,8 +45,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    def __init__(self, sequences: Sequences, reader: RequestReader, *, epoch: int) -> None:
+    def __init__(self, sequences: Sequences, reader: RequestReader, spans: SequenceSpans | None = None, *, epoch: int) -> None:
+        """`spans` None: nothing is traced."""
         self._sequences = sequences
+        self._spans = spans
         self._reader = reader
         self._epoch = epoch
         # Set when no new work is taken: what callers are told.
@@ -52,7 +57,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: _Context) -> decode_pb2.ReserveResponse:
         if self.refusal is not None:
             raise Unavailable(self.refusal)
+        metadata = metadata_of(context)
+        concerning(request.request_id, trace_id_of(metadata))
         reservation = await self._take(request, self._reader.read(request))
+        span = None if self._spans is None else self._spans.begin(request.request_id, request.attempt, metadata)
+        self._sequences.trace(request.request_id, request.attempt, span, metadata)
         return decode_pb2.ReserveResponse(
             # What a prompt that waits will find of its prefix is known when it is begun.
             num_cached_tokens=0 if reservation is None else reservation.num_cached_tokens,
@@ -81,10 +90,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 raise Unavailable(self.refusal)
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: _Context) -> decode_pb2.AttachResponse:
+        concerning(request.request_id, trace_id_of(metadata_of(context)))
         self._sequences.attach(request.request_id, request.attempt, Ticket.from_proto(request.ticket))
         return decode_pb2.AttachResponse()
 
     async def Cancel(self, request: decode_pb2.CancelRequest, context: _Context) -> decode_pb2.CancelResponse:
+        concerning(request.request_id, trace_id_of(metadata_of(context)))
         return decode_pb2.CancelResponse(found=await self._sequences.cancel(request.request_id, request.attempt))
 
     async def Stream(self, request: decode_pb2.StreamRequest, context: _Context) -> AsyncIterator[decode_pb2.StepEvents]:

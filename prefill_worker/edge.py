@@ -11,6 +11,7 @@ from kv_transfer.transfer_metrics import worker_observers
 from kv_transfer.transports import Transports, make_transports
 from prefill_worker.hand_over import HandOverConfig, HandOvers
 from prefill_worker.service import KvService, PrefillService
+from prefill_worker.tracing import JobSpans
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.v1 import worker_pb2
@@ -28,6 +29,7 @@ class PrefillEdge:
     def __init__(self, parts: EdgeParts, transports: Transports) -> None:
         config = parts.config
         self._ledger = TransferLedger()
+        spans = None if parts.tracer is None else JobSpans(parts.tracer)
         self._hand_overs = HandOvers(
             parts.engine,
             transports,
@@ -42,9 +44,9 @@ class PrefillEdge:
             ),
             secret=parts.secret,
             address=parts.address,
-            observer=worker_observers(parts.metrics, self._ledger),
+            observer=worker_observers(parts.metrics, self._ledger, None if spans is None else spans.transfers),
         )
-        self._prefill = PrefillService(self._hand_overs, parts.reader)
+        self._prefill = PrefillService(self._hand_overs, parts.reader, spans)
         self._kv = KvService(self._hand_overs)
 
     @property

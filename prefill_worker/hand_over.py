@@ -270,7 +270,7 @@ class HandOvers:
             return
         self._apply(job, PublisherStarted(job.outlet.transport.copies_out))
         if job.lease.publishing:
-            job.publisher = asyncio.create_task(self._publish(job), name=f"publish {job.seq_id}")
+            job.publisher = asyncio.create_task(self._publish(job), name=f"publish {job.seq_id}", context=job.context)
 
     async def _publish(self, job: Job) -> None:
         """Publishes all of it and says so to the lease. Cancelling leaves that to the canceller."""
@@ -347,8 +347,8 @@ class HandOvers:
             await asyncio.sleep(_SWEEP_S)
             for transition in self._table.sweep(time.monotonic()):
                 lease: Lease = transition.lease
-                log.warning("lease %s expired: %s", lease.lease_id, lease.reason)
                 job = self._jobs[lease.lease_id]
+                job.context.run(log.warning, "lease %s expired: %s", lease.lease_id, lease.reason)
                 job.error = job.error or Unavailable(f"the hand-over ended ({lease.reason}); try again")
                 self._settle(job, transition)
 

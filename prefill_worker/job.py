@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 
 from kv_transfer.chunking import ChunkPlan
@@ -57,6 +58,8 @@ class Job:
     room_s: float = 0.0
     copying: CopyClock = field(default_factory=CopyClock)
     publisher_started_at: float = 0.0
+    # Of the call that brought it: what is done for it elsewhere logs as its own.
+    context: Context = field(default_factory=copy_context)
     _started_at: float = 0.0
     _first_token_at: float = 0.0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)

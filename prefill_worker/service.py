@@ -29,17 +29,22 @@ from kv_transfer.probing import ProbePass
 from kv_transfer.ticket import Ticket
 from prefill_worker.hand_over import HandOvers
 from prefill_worker.job import Job
+from prefill_worker.tracing import JobSpans
 from twostep.errors import InvalidRequest, Unavailable
+from twostep.log import concerning
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from twostep.tracing import metadata_of, trace_id_of
 from twostep.worker.requests import RequestReader, token_to_proto
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, hand_overs: HandOvers, reader: RequestReader) -> None:
+    def __init__(self, hand_overs: HandOvers, reader: RequestReader, spans: JobSpans | None = None) -> None:
+        """`spans` None: nothing is traced."""
         self._hand_overs = hand_overs
         self._reader = reader
+        self._spans = spans
         # Set when no new work is taken: what callers are told.
         self.refusal: str | None = None
         self.num_running = 0
@@ -47,6 +52,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Run(self, request: prefill_pb2.PrefillRequest, context: _Context) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         if self.refusal is not None:
             raise Unavailable(self.refusal)
+        metadata = metadata_of(context)
+        concerning(request.request_id, trace_id_of(metadata))
         life_s = context.time_remaining()
         job = self._hand_overs.open(
             self._reader.read(request),
@@ -55,6 +62,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             tenant=request.tenant,
         )
         self.num_running += 1
+        span = None if self._spans is None else self._spans.begin(job, metadata)
         try:
             yield prefill_pb2.PrefillEvent(accepted=prefill_pb2.PrefillAccepted(ticket=job.ticket.to_proto()))
             while job.first_token is None and not job.lease.state.ended:
@@ -68,6 +76,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         finally:
             self.num_running -= 1
             self._hand_overs.abort(job, "the router ended the call")
+            if self._spans is not None and span is not None:
+                self._spans.end(job, span)
 
     def _done(self, job: Job) -> prefill_pb2.PrefillDone:
         return prefill_pb2.PrefillDone(
@@ -92,6 +102,7 @@ class KvService(kv_pb2_grpc.KvServicer):
         self._hand_overs = hand_overs
 
     async def Watch(self, request: kv_pb2.WatchRequest, context: _Context) -> AsyncIterator[kv_pb2.WatchEvent]:
+        concerning(request.ticket.request_id, trace_id_of(metadata_of(context)))
         job = self._hand_overs.find(Ticket.from_proto(request.ticket))
         config = self._hand_overs.config
         transport = self._hand_overs.watched(job, request.transports, request.wire)
@@ -142,6 +153,7 @@ class KvService(kv_pb2_grpc.KvServicer):
         )
 
     async def Acknowledge(self, request: kv_pb2.AcknowledgeRequest, context: _Context) -> kv_pb2.AcknowledgeResponse:
+        concerning(request.ticket.request_id, trace_id_of(metadata_of(context)))
         event: FetchProgress | Commit | Abort
         match request.outcome:
             case kv_pb2.AcknowledgeRequest.OUTCOME_PROGRESS:

@@ -155,7 +155,7 @@ async def test_figures_that_cannot_be_had_once_are_asked_for_again(
 ) -> None:
     monkeypatch.setattr("twostep.worker.telemetry._SAMPLE_EVERY_S", 0.01)
     config = WorkerConfig(role="prefill", host="127.0.0.1", metrics_port=0)
-    telemetry = Telemetry(config, cast("Engine", SimpleNamespace(stats=lambda: None)))
+    telemetry = Telemetry(config, cast("Engine", SimpleNamespace(stats=lambda: None)), "worker")
     calls, filled = 0, asyncio.Event()
 
     def describe() -> worker_pb2.WorkerStats:

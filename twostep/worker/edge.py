@@ -11,6 +11,7 @@ from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.metrics.registry import MetricsRegistry
 from twostep.rpc.v1 import worker_pb2
+from twostep.tracing import Tracer
 from twostep.worker.config import WorkerConfig
 from twostep.worker.model import ServedModel
 from twostep.worker.requests import RequestReader
@@ -36,6 +37,7 @@ class EdgeParts:
     reader: RequestReader
     address: Callable[[], str]
     metrics: MetricsRegistry
+    tracer: Tracer | None = None
     carried: Carried | None = None
 
 

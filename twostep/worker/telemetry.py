@@ -11,11 +11,12 @@ from twostep.cluster.records import WorkerLoad
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineStats, StepOutput
 from twostep.metrics.engine import EngineMetrics
-from twostep.metrics.process import register_process
+from twostep.metrics.process import package_version, register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.server import MetricsServer
 from twostep.metrics.worker import WorkerMetrics
 from twostep.rpc.v1 import worker_pb2
+from twostep.tracing import TRACES_FLUSH_S, start_tracer
 from twostep.worker.config import WorkerConfig
 from twostep.worker.rates import Counts, RateMeter
 
@@ -28,9 +29,12 @@ _SAMPLE_TIMEOUT_S = 5.0
 class Telemetry:
     """start(), on_step() after every step, close()."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine) -> None:
+    def __init__(self, config: WorkerConfig, engine: Engine, worker_id: str) -> None:
+        """Raises SetupError for an --otlp-endpoint that is none."""
         self.registry = MetricsRegistry()
-        self._process = register_process(self.registry, config.role)
+        # None: nothing is traced.
+        self.tracer = start_tracer(config.otlp_endpoint, role=config.role, instance=worker_id, version=package_version())
+        self._process = register_process(self.registry, config.role, self.tracer)
         self._engine = EngineMetrics(self.registry, role=config.role, stats=engine.stats)
         self._num_computed_tokens = 0
         self._rates = RateMeter()
@@ -83,6 +87,8 @@ class Telemetry:
         """The worker has this role now: gauges are told of it, and what was counted stays counted for the role in which it happened."""
         for metrics in (self._process, self._engine, self._worker):
             metrics.serve(role)
+        if self.tracer is not None:
+            self.tracer.serve(role)
 
     async def close(self) -> None:
         """Idempotent."""
@@ -92,6 +98,8 @@ class Telemetry:
             self._sampling = None
         if self._server is not None:
             await asyncio.to_thread(self._server.close)
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close, TRACES_FLUSH_S)
 
     async def _sample(
         self, describe: Callable[[], worker_pb2.WorkerStats], fill: Callable[[worker_pb2.WorkerStats], Awaitable[None]]

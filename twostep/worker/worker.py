@@ -84,7 +84,7 @@ class Worker:
         )
         self._curve = CurveTracker(model.curve)
         self.engine.set_curve(model.curve)
-        self.telemetry = Telemetry(config, self.engine)
+        self.telemetry = Telemetry(config, self.engine, self.worker_id)
         # Nothing can be served any more, by whatever fault: the process is to end.
         self.engine_failed = asyncio.Event()
         self._draining = False
@@ -307,6 +307,7 @@ class Worker:
                 reader=RequestReader(secret=self._secret, layout=self._model.layout, eos_token_ids=self._model.eos_token_ids),
                 address=lambda: self.address,
                 metrics=self.telemetry.registry,
+                tracer=self.telemetry.tracer,
                 carried=carried,
             )
         )

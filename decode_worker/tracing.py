@@ -1,0 +1,87 @@
+"""The decode worker's span of an attempt: from its reservation until nothing of it is left, with the times of the engine's steps.
+
+reserved   blocks are set aside, and no ticket has come yet
+fetch      from the manifest to the last block in place (kv_transfer/tracing.py)
+queue      of a prompt computed here: until a step begins with it
+prefill    and until its first token
+decode     until the last token
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from kv_transfer.tracing import TransferSpans
+from twostep.tracing import Metadata, Span, Tracer
+from twostep.worker.requests import attempt_id
+
+CANCELLED = "cancelled"
+
+
+class Computed(Protocol):
+    """A prompt that was computed here; instants in monotonic seconds, `started_at` 0: not known (decode_worker.sequence.ComputedHere)."""
+
+    submitted_at: float
+    started_at: float
+    num_cached_tokens: int
+
+
+class SequenceSpans:
+    """Of one edge."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self.transfers = TransferSpans()
+
+    def begin(self, request_id: str, attempt: int, metadata: Metadata) -> SequenceSpan:
+        """`metadata`: of the call that brought it."""
+        span = self._tracer.start("decode_worker", metadata)
+        if span.recording:
+            span.set({"twostep.request_id": request_id, "twostep.attempt": attempt})
+        return SequenceSpan(span, self.transfers, attempt_id(request_id, attempt))
+
+
+class SequenceSpan:
+    """One sequence's. A token costs two additions."""
+
+    __slots__ = ("_begun_at", "_decoding_at", "_num_tokens", "_seq_id", "_span", "_transfers", "metadata")
+
+    def __init__(self, span: Span, transfers: TransferSpans, seq_id: str) -> None:
+        self._span, self._transfers, self._seq_id = span, transfers, seq_id
+        # Of calls made for it.
+        self.metadata = span.metadata
+        self._begun_at = time.monotonic()
+        self._decoding_at: float | None = None
+        self._num_tokens = 0
+        transfers.open(seq_id, span)
+
+    def attached(self) -> None:
+        """The ticket is here."""
+        self._span.child("reserved", self._begun_at, time.monotonic())
+
+    def committed(self) -> None:
+        """The KV is, and it decodes."""
+        self._decoding_at = time.monotonic()
+
+    def computed(self, prompt: Computed) -> None:
+        """The prompt was, here; its first token is counted by `token`."""
+        self._decoding_at = now = time.monotonic()
+        started_at = prompt.started_at or prompt.submitted_at
+        self._span.child("queue", prompt.submitted_at, started_at)
+        self._span.child("prefill", started_at, now, {"twostep.cached_tokens": prompt.num_cached_tokens})
+
+    def token(self, *, last: bool) -> None:
+        self._num_tokens += 1
+        if last:
+            self.end()
+
+    def end(self, reason: str = "") -> None:
+        """Nothing of it is left. `reason`: why, but for its last token; routers cancel what a stop string has ended."""
+        now = time.monotonic()
+        if self._decoding_at is not None:
+            self._span.child("decode", self._decoding_at, now, {"gen_ai.usage.output_tokens": self._num_tokens})
+        if reason:
+            self._span.set({"twostep.ended": reason})
+        self._span.end(at=now, failure="" if reason == CANCELLED else reason)
+        self._transfers.close(self._seq_id)
