@@ -11,10 +11,13 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
 
+from twostep.rpc.health import READINESS, HealthBoard, HealthServicer
 from twostep.rpc.server import server_options
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.rpc.v1 import inference_pb2_grpc as pb_grpc
+from twostep.rpc.v1 import status_pb2, status_pb2_grpc
 
 END = pb.End(
     finish_reason=pb.FINISH_REASON_STOP,
@@ -29,10 +32,19 @@ WORDS = ("one ", "two ", "three")
 class ScriptedInference(pb_grpc.InferenceServicer):
     """Prompts: "ok" answers WORDS; "refuse-N" is refused N times first; "later-MS" is refused once, with a retry delay of MS milliseconds;
     "break" breaks after two words; "crash" does so too, tells its seed and can go on; "stumble" does so after each word;
-    "endless" never stops; "silent" says nothing; "noend" ends without an End; "skip" leaves a position out; anything
-    else answers WORDS."""
+    "endless" never stops; "silent" says nothing; "noend" ends without an End; "skip" leaves a position out; "think" reasons before it
+    answers; "down-N" is UNAVAILABLE N times first; "bare" shows escape sequences; anything else answers WORDS.
+
+    `health` is what the server says of itself; `away`: every Generate is UNAVAILABLE."""
 
     def __init__(self) -> None:
+        self.health = HealthBoard()
+        self.health.set(READINESS, True)
+        self.away = False
+        self.checks = 0
+        self.cluster = some_cluster()
+        self.metadata: list[dict[str, str | bytes]] = []
+        self.remaining_s: list[float] = []
         self.calls: Counter[str] = Counter()
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled: Counter[str] = Counter()
@@ -42,6 +54,10 @@ class ScriptedInference(pb_grpc.InferenceServicer):
         prompt = request.text or (request.chat.messages[-1].content if request.HasField("chat") else "ids")
         self.calls[prompt] += 1
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.remaining_s.append(context.time_remaining())
+        if self.away or (prompt.startswith("down-") and self.calls[prompt] <= int(prompt[5:])):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this router drains; ask another")
         told = (("x-twostep-seed", "1234"),) if prompt in ("crash", "stumble") else ()
         await context.send_initial_metadata((("x-request-id", request.request_id or "made-by-router"), *told))
         try:
@@ -57,7 +73,14 @@ class ScriptedInference(pb_grpc.InferenceServicer):
             if prompt == "silent":
                 await asyncio.sleep(60)
             position = len(request.resume_token_ids)
-            while prompt == "endless" or position < len(WORDS):
+            if prompt == "think":
+                for word in ("let me ", "see"):
+                    yield pb.GenerateResponse(piece=pb.Piece(reasoning=word, token_ids=[200 + position], position=position))
+                    position += 1
+                yield pb.GenerateResponse(piece=pb.Piece(text="42", token_ids=[300], position=position))
+            if prompt == "bare":
+                yield pb.GenerateResponse(piece=pb.Piece(text="a\x1b[31mb\x07c\x9b2Jd", token_ids=[1], position=0))
+            while prompt == "endless" or (position < len(WORDS) and prompt not in ("think", "bare")):
                 if prompt == "stumble" and position == len(request.resume_token_ids) + 1:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the router was lost")
                 if (prompt == "break" and position == 2) or (prompt == "crash" and position == len(request.resume_token_ids) + 2):
@@ -94,12 +117,103 @@ class ScriptedInference(pb_grpc.InferenceServicer):
         )
 
 
+class ScriptedStatus(status_pb2_grpc.StatusServicer):
+    def __init__(self, servicer: ScriptedInference) -> None:
+        self._servicer = servicer
+
+    async def GetStatus(self, request: status_pb2.StatusRequest, context: Any) -> status_pb2.ClusterStatus:
+        self._servicer.metadata.append(dict(context.invocation_metadata()))
+        if self._servicer.away:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this router drains; ask another")
+        return self._servicer.cluster
+
+
+class CountingHealth(HealthServicer):
+    def __init__(self, servicer: ScriptedInference) -> None:
+        super().__init__(servicer.health)
+        self._servicer = servicer
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        assert request.service == READINESS
+        self._servicer.checks += 1
+        return await super().Check(request, context)
+
+
+def some_cluster() -> status_pb2.ClusterStatus:
+    """A prefill worker and two decode workers, one of which drains, under load."""
+    gib = 1 << 30
+    return status_pb2.ClusterStatus(
+        router_id="router-0",
+        version="0.1.0",
+        model="scripted",
+        uptime_s=4000.0,
+        ready=True,
+        workers=[
+            status_pb2.WorkerStatus(
+                worker_id="prefill-0",
+                role="prefill",
+                address="10.0.0.1:50061",
+                epoch=1,
+                ready=True,
+                transports=["cuda_ipc", "ray"],
+                num_running=3,
+                num_waiting=2,
+                num_held=1,
+                num_blocks=1000,
+                num_free_blocks=750,
+                num_queued_tokens=4096,
+                queried_tokens_per_s=2000.0,
+                hit_tokens_per_s=500.0,
+                tokens_per_s=1500.0,
+            ),
+            status_pb2.WorkerStatus(
+                worker_id="decode-0",
+                role="decode",
+                address="10.0.0.2:50071",
+                epoch=1,
+                ready=True,
+                local_prefill=True,
+                num_running=12,
+                max_num_seqs=64,
+                num_blocks=1000,
+                num_free_blocks=400,
+                num_context_tokens=9000,
+                fetched_bytes_per_s=1.5 * gib,
+                tokens_per_s=640.0,
+            ),
+            status_pb2.WorkerStatus(
+                worker_id="decode-1", role="decode", address="10.0.0.3:50071", epoch=2, ready=True, draining=True, num_blocks=1000
+            ),
+        ],
+        load=status_pb2.RouterLoad(
+            window_s=10.0,
+            num_running=15,
+            num_waiting=2,
+            num_streams=17,
+            requests_per_s=4.5,
+            prompt_tokens_per_s=2000.0,
+            cached_tokens_per_s=500.0,
+            generation_tokens_per_s=640.0,
+            ttft_s=status_pb2.Percentiles(p50=0.12, p95=0.31, p99=0.45),
+            tpot_s=status_pb2.Percentiles(p50=0.016, p95=0.02, p99=0.022),
+            itl_s=status_pb2.Percentiles(p50=0.015, p95=0.021, p99=0.055),
+            queue_s=status_pb2.Percentiles(p50=0.001, p95=0.05, p99=0.1),
+            slo_attainment=0.985,
+            handed_over_per_s=4.0,
+            local_per_s=0.5,
+            prefill_decode_load_ratio=1.25,
+        ),
+    )
+
+
 @asynccontextmanager
-async def serving(servicer: ScriptedInference) -> AsyncIterator[str]:
+async def serving(servicer: ScriptedInference, port: int = 0) -> AsyncIterator[str]:
     """The server's address, on this event loop."""
     server = grpc.aio.server(options=server_options(4 << 20))
     pb_grpc.add_InferenceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    status_pb2_grpc.add_StatusServicer_to_server(ScriptedStatus(servicer), server)
+    health_pb2_grpc.add_HealthServicer_to_server(CountingHealth(servicer), server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
         yield f"127.0.0.1:{port}"

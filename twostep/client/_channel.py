@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 
@@ -65,7 +65,7 @@ def credentials_of(tls: bool, ca: str | Path | None, cert: str | Path | None, ke
 
 
 def checked_target(target: str) -> str:
-    if not isinstance(target, str) or not target or "://" in target.replace("unix://", ""):
+    if not isinstance(target, str) or not target or ("://" in target and not target.startswith(SCHEMES)):
         raise InvalidRequest(f"target is {target!r}; give host:port, for example {DEFAULT_TARGET}")
     if not target.startswith(SCHEMES) and not target.rpartition(":")[2].isdecimal():
         raise InvalidRequest(f"target {target!r} has no port; give host:port, for example {DEFAULT_TARGET}")
@@ -75,12 +75,12 @@ def checked_target(target: str) -> str:
     return target
 
 
-def routers_of(target: str | Sequence[str], kind: type[Router[W]] = Router) -> list[Router[W]]:
+def routers_of(target: str | Sequence[str]) -> list[Router[Any]]:
     """One for each address that was given, any of which answers any request. Raises InvalidRequest."""
     targets = (target,) if isinstance(target, str) else tuple(target)
     if not targets:
         raise InvalidRequest("there is no target; give at least one host:port")
-    return [kind(checked, is_name=_is_name(checked)) for checked in dict.fromkeys(checked_target(t) for t in targets)]
+    return [Router(checked, is_name=_is_name(checked)) for checked in dict.fromkeys(checked_target(t) for t in targets)]
 
 
 def _is_name(target: str) -> bool:
