@@ -283,4 +283,11 @@ def _system(command: FlagParser) -> None:
     command.flag("--ray-address", default="", metavar="HOST:PORT", help="join this Ray instead of starting one")
     command.flag("--start-timeout", type=float, default=180.0, metavar="S", help="how long the start may take")
     command.flag("--drain-timeout", type=float, default=30.0, metavar="S", help="how long running requests have to end at the stop")
+    command.flag(
+        "--otlp-endpoint",
+        "--otlp-traces-endpoint",
+        default="",
+        metavar="URL",
+        help="send all processes' traces to this OpenTelemetry collector's gRPC port, http://HOST:4317 (docs/tracing.md)",
+    )
     command.flag("--verbose", action="store_true", default=False, help="show the processes' logs")

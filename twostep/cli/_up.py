@@ -53,6 +53,7 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
         object_store_bytes=args.object_store_bytes,
         start_timeout_s=args.start_timeout,
         drain_timeout_s=args.drain_timeout,
+        otlp_endpoint=args.otlp_endpoint,
         verbose=args.verbose,
     )
 

@@ -46,6 +46,8 @@ class LocalOptions:
     object_store_bytes: int = 0
     start_timeout_s: float = 180.0
     drain_timeout_s: float = 30.0
+    # Where traces go; empty: where OpenTelemetry's own variables say, if they do.
+    otlp_endpoint: str = ""
     verbose: bool = False
 
     def __post_init__(self) -> None:

@@ -286,6 +286,8 @@ class LocalSystem:
         needs = ("redis",) if plan.own_redis else ()
         shared: tuple[str, ...] = ("--model", str(plan.model_dir), "--redis-url", plan.redis_url, "--secret-file", str(self._secret))
         shared += ("--served-model-name", plan.model_name)
+        if options.otlp_endpoint:
+            shared += ("--otlp-endpoint", options.otlp_endpoint)
         drain = ("--drain-timeout", f"{options.drain_timeout_s:g}")
         router_ports = [f"--host={options.host}", f"--port={plan.port}", f"--health-port={plan.router_health_port}"]
         router_ports += [f"--metrics-port={plan.router_metrics_port}", f"--http-port={plan.http_port}"]
