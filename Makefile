@@ -1,7 +1,7 @@
 # demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
-#   make test PYTEST_FLAGS="-k client"
+#   make test PYTEST_FLAGS="-k client"                            TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
 #   make up UP_FLAGS="--prefill 2"
 #   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; all of it takes about 12 minutes
 #   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die, for 3 minutes
@@ -16,6 +16,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PROMPT ?= What is the capital of France?
 PYTEST_FLAGS ?= -q
+TEST_PROCESSES ?= 2
 UP_FLAGS ?=
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
@@ -45,8 +46,9 @@ demo: $(VENV)/.worker
 up: $(VENV)/.worker
 	@$(BIN)/twostep up $(UP_FLAGS)
 
+# Each test process computes on one thread: more would only wait for each other.
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	@scripts/check

@@ -27,6 +27,11 @@ hypothesis.settings.load_profile("twostep")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(importlib.import_module("distribution").Distribution())
+
+
 @pytest.fixture(scope="session")
 def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random llama as transformers saves it: 3 layers, hidden 64, 4 heads on 2 KV heads, vocabulary of a byte-level BPE with
