@@ -29,6 +29,8 @@ from router.quota_share import QuotaShare
 from router.registry import Deployment, Registry
 from router.room import Room
 from router.service import InferenceService
+from router.status_board import RouterView, StatusBoard
+from router.status_service import StatusService
 from router.workers import WorkerPool
 from twostep.cluster.registration import connect
 from twostep.errors import SetupError
@@ -43,7 +45,7 @@ from twostep.rpc.channel import compression_of
 from twostep.rpc.collector import collect_in_quiet_moments
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
-from twostep.rpc.v1 import inference_pb2_grpc
+from twostep.rpc.v1 import inference_pb2_grpc, status_pb2_grpc
 from twostep.secret import load_secret
 from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
@@ -115,6 +117,7 @@ class Router:
         self._tracer = start_tracer(config.otlp_endpoint, role="router", instance=self.router_id, version=package_version())
         register_process(registry, "router", self._tracer)
         self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
+        metrics = RouterMetrics(registry, self._state)
         self._inference = Inference(
             InferenceConfig(
                 model_name=config.served_model_name or config.model.resolve().name,
@@ -130,11 +133,19 @@ class Router:
             admission=self.admission,
             dispatcher=dispatcher,
             pool=self.pool,
-            metrics=RouterMetrics(registry, self._state),
+            metrics=metrics,
             tracer=self._tracer,
         )
         self._last_tick = time.monotonic()
         self._draining = self._able = False
+        view = RouterView(
+            router_id=self.router_id,
+            model=self._inference.model_name,
+            state=self._state,
+            ready=self._ready,
+            draining=lambda: self._draining,
+        )
+        self.board = StatusBoard(view, metrics, self.pool)
         self._server = GrpcServer(
             ServerConfig(
                 host=config.host,
@@ -148,6 +159,7 @@ class Router:
             alive=self._alive,
         )
         self._server.add(InferenceService(self._inference), inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
+        self._server.add(StatusService(self.board), status_pb2_grpc.add_StatusServicer_to_server, "twostep.v1.Status")
         self._http: HttpServer | None = None
         if config.http_port != -1:
             front = Front(
@@ -157,8 +169,9 @@ class Router:
                 card=card,
                 template=template,
                 metrics=registry,
+                board=self.board,
                 alive=self._alive,
-                ready=lambda: self._able and not self._draining,
+                ready=self._ready,
                 started_unix_s=int(time.time()),
                 max_body_bytes=config.max_body_bytes,
             )
@@ -200,7 +213,8 @@ class Router:
             raise
         # While any request is there, something goes on.
         collecting = collect_in_quiet_moments(lambda: time.monotonic_ns() if self.admission.num_inflight else 0)
-        for work in (self.registry.run(), self._quota_share.run(), self._tick(), self._inference.cut_stuck_clients(), collecting):
+        running = (self.registry.run(), self._quota_share.run(), self._inference.cut_stuck_clients())
+        for work in (*running, self._tick(), self.board.run(), collecting):
             self._keep(work)
         log.info(
             "router %s serves %s on %s:%d, HTTP on %d",
@@ -216,6 +230,7 @@ class Router:
         self._draining = True
         self._server.health.set(READINESS, False)
         self.admission.close()
+        self.board.close()
         http = self._http.drain(grace_s) if self._http is not None else asyncio.sleep(0)
         await asyncio.gather(self._server.drain(grace_s), http)
         await self.cleanup.drain(2.0)
@@ -237,6 +252,9 @@ class Router:
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close, TRACES_FLUSH_S)
 
+    def _ready(self) -> bool:
+        return self._able and not self._draining
+
     def _alive(self) -> bool:
         return time.monotonic() - self._last_tick < _STUCK_S
 
@@ -253,6 +271,7 @@ class Router:
             num_waiting=self.admission.num_waiting + num_queued,
             num_streams=sum(link.stream.open for link in list(self.pool.decode.values())),
             workers={role: roles.count(role) for role in ("prefill", "decode")},
+            load_ratio=self.board.prefill_decode_load_ratio,
             registry_connected=self.registry.connected,
             stalled_s=max(0.0, time.monotonic() - self._last_tick),
         )

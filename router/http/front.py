@@ -10,6 +10,7 @@ from aiohttp import web
 from router.access import Identity
 from router.inference import Inference
 from router.job import Metadata
+from router.status_board import StatusBoard
 from twostep.metrics.registry import MetricsRegistry
 from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
@@ -30,6 +31,7 @@ class Front:
     card: ModelCard
     template: ChatTemplate
     metrics: MetricsRegistry
+    board: StatusBoard
     alive: Callable[[], bool]
     ready: Callable[[], bool]
     started_unix_s: int

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from router.access import Identity
-from router.http import chat, completions, system
+from router.http import chat, completions, system, ui
 from router.http.errors import Handler, errors
 from router.http.front import FRONT, IDENTITY, REQUEST_ID, Front
 from router.http.sse import STREAMS, OpenStreams
@@ -53,6 +53,8 @@ class HttpServer:
         for site in list(self._runner.sites):
             await site.stop()
         if server is not None:
+            # Connections that nobody uses now are closed, and the others when their request is over.
+            server.pre_shutdown()
             try:
                 await server.shutdown(grace_s)
             except asyncio.CancelledError:
@@ -65,7 +67,8 @@ def make_app(front: Front) -> web.Application:
     app[FRONT] = front
     app[STREAMS] = OpenStreams()
     app.cleanup_ctx.append(_keeping_alive)
-    for module in (chat, completions, system):
+    app[ui.PAGE] = ui.load_page()
+    for module in (chat, completions, system, ui):
         app.add_routes(module.routes)
     return app
 

@@ -45,6 +45,7 @@ class ClusterStatus(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    REGISTRY_CONNECTED_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     version: _builtins.str
     model: _builtins.str
@@ -52,6 +53,8 @@ class ClusterStatus(_message.Message):
     ready: _builtins.bool
     """A request could be placed now."""
     draining: _builtins.bool
+    registry_connected: _builtins.bool
+    """False: Redis does not answer, and workers are those known last."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -67,10 +70,11 @@ class ClusterStatus(_message.Message):
         draining: _builtins.bool = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         load: Global___RouterLoad | None = ...,
+        registry_connected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "load", b"load", "model", b"model", "ready", b"ready", "router_id", b"router_id", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "load", b"load", "model", b"model", "ready", b"ready", "registry_connected", b"registry_connected", "router_id", b"router_id", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -185,6 +189,7 @@ class RouterLoad(_message.Message):
     HANDED_OVER_PER_S_FIELD_NUMBER: _builtins.int
     LOCAL_PER_S_FIELD_NUMBER: _builtins.int
     PREFILL_DECODE_LOAD_RATIO_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
     window_s: _builtins.float
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -207,6 +212,10 @@ class RouterLoad(_message.Message):
     def itl_s(self) -> Global___Percentiles: ...
     @_builtins.property
     def queue_s(self) -> Global___Percentiles: ...
+    @_builtins.property
+    def tpot_s(self) -> Global___Percentiles:
+        """Of an answer's tokens after the first, the mean; over the answers that ended."""
+
     def __init__(
         self,
         *,
@@ -226,10 +235,11 @@ class RouterLoad(_message.Message):
         handed_over_per_s: _builtins.float = ...,
         local_per_s: _builtins.float = ...,
         prefill_decode_load_ratio: _builtins.float | None = ...,
+        tpot_s: Global___Percentiles | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_decode_load_ratio", b"_prefill_decode_load_ratio", "_slo_attainment", b"_slo_attainment", "itl_s", b"itl_s", "prefill_decode_load_ratio", b"prefill_decode_load_ratio", "queue_s", b"queue_s", "slo_attainment", b"slo_attainment", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_decode_load_ratio", b"_prefill_decode_load_ratio", "_slo_attainment", b"_slo_attainment", "itl_s", b"itl_s", "prefill_decode_load_ratio", b"prefill_decode_load_ratio", "queue_s", b"queue_s", "slo_attainment", b"slo_attainment", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_decode_load_ratio", b"_prefill_decode_load_ratio", "_slo_attainment", b"_slo_attainment", "cached_tokens_per_s", b"cached_tokens_per_s", "failures_per_s", b"failures_per_s", "generation_tokens_per_s", b"generation_tokens_per_s", "handed_over_per_s", b"handed_over_per_s", "itl_s", b"itl_s", "local_per_s", b"local_per_s", "num_running", b"num_running", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "prefill_decode_load_ratio", b"prefill_decode_load_ratio", "prompt_tokens_per_s", b"prompt_tokens_per_s", "queue_s", b"queue_s", "requests_per_s", b"requests_per_s", "slo_attainment", b"slo_attainment", "ttft_s", b"ttft_s", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_decode_load_ratio", b"_prefill_decode_load_ratio", "_slo_attainment", b"_slo_attainment", "cached_tokens_per_s", b"cached_tokens_per_s", "failures_per_s", b"failures_per_s", "generation_tokens_per_s", b"generation_tokens_per_s", "handed_over_per_s", b"handed_over_per_s", "itl_s", b"itl_s", "local_per_s", b"local_per_s", "num_running", b"num_running", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "prefill_decode_load_ratio", b"prefill_decode_load_ratio", "prompt_tokens_per_s", b"prompt_tokens_per_s", "queue_s", b"queue_s", "requests_per_s", b"requests_per_s", "slo_attainment", b"slo_attainment", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill_decode_load_ratio: _TypeAlias = _typing.Literal["prefill_decode_load_ratio"]  # noqa: Y015
     _WhichOneofArgType__prefill_decode_load_ratio: _TypeAlias = _typing.Literal["_prefill_decode_load_ratio", b"_prefill_decode_load_ratio"]  # noqa: Y015

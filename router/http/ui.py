@@ -1,0 +1,133 @@
+"""The page: its files, and what it asks once it is there.
+
+    /ui, /ui/app.js, ...   files of router/ui, for anybody: they say nothing of this deployment
+    /ui/api/status         the deployment as this router sees it: twostep.v1.ClusterStatus as JSON
+    /ui/api/history        the last ten minutes, a value for each second
+    /ui/api/events         server-sent events: both, for the second that was, every second
+
+What it asks beyond that is the same API that everybody has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from router.http.front import FRONT
+
+# Nothing but what this router serves runs in the page or is asked by it, and nobody else's page may frame it.
+PAGE_HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # Asked again every time, answered with 304 unless the router was upgraded.
+    "Cache-Control": "no-cache",
+}
+_NEVER_STORED = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_INDEX = "index.html"
+_FOLDER = Path(__file__).resolve().parent.parent / "ui"
+# A page that takes nothing for so long is gone.
+_WRITE_TIMEOUT_S = 10.0
+
+routes = web.RouteTableDef()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageFile:
+    body: bytes
+    content_type: str
+    etag: str
+
+
+def load_page(folder: Path = _FOLDER) -> Mapping[str, PageFile]:
+    """Its files by name. Read once: the router has them even when it is upgraded under its feet."""
+    files: dict[str, PageFile] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _TYPES:
+            body = path.read_bytes()
+            files[path.name] = PageFile(body=body, content_type=_TYPES[path.suffix], etag=hashlib.sha256(body).hexdigest()[:32])
+    return files
+
+
+PAGE: web.AppKey[Mapping[str, PageFile]] = web.AppKey("page", Mapping)
+
+
+@routes.get("/ui")
+@routes.get("/ui/")
+async def index(request: web.Request) -> web.Response:
+    return _serve(request, _INDEX)
+
+
+@routes.get("/ui/{name:[a-z_-]+[.][a-z]+}")
+async def file(request: web.Request) -> web.Response:
+    name = request.match_info["name"]
+    if name == _INDEX:
+        raise web.HTTPNotFound
+    return _serve(request, name)
+
+
+def _serve(request: web.Request, name: str) -> web.Response:
+    found = request.app[PAGE].get(name)
+    if found is None:
+        raise web.HTTPNotFound
+    response: web.Response
+    asked = request.if_none_match or ()
+    if any(tag.value in ("*", found.etag) for tag in asked):
+        response = web.Response(status=304, headers=PAGE_HEADERS)
+    else:
+        response = web.Response(body=found.body, content_type=found.content_type, charset="utf-8", headers=PAGE_HEADERS)
+        response.enable_compression()
+    response.etag = found.etag
+    return response
+
+
+# ---- what it asks --------------------------------------------------------------------------------------------------------
+
+
+@routes.get("/ui/api/status")
+async def status(request: web.Request) -> web.Response:
+    return web.json_response(request.app[FRONT].board.status_json(), headers=_NEVER_STORED)
+
+
+@routes.get("/ui/api/history")
+async def history(request: web.Request) -> web.Response:
+    response = web.json_response(request.app[FRONT].board.history_json(), headers=_NEVER_STORED)
+    response.enable_compression()
+    return response
+
+
+@routes.get("/ui/api/events")
+async def events(request: web.Request) -> web.StreamResponse:
+    async with aclosing(request.app[FRONT].board.events()) as told:
+        # Whoever is one too many is told before anything is sent.
+        first = await anext(told)
+        response = web.StreamResponse(headers={**_NEVER_STORED, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+        await response.prepare(request)
+        try:
+            await _send(response, first)
+            async for event in told:
+                await _send(response, event)
+            await response.write_eof()
+        except (TimeoutError, ConnectionError):
+            # Nothing more can be said to it, and nothing is lost.
+            if request.transport is not None:
+                request.transport.abort()
+    return response
+
+
+async def _send(response: web.StreamResponse, event: bytes) -> None:
+    async with asyncio.timeout(_WRITE_TIMEOUT_S):
+        await response.write(b"data: " + event + b"\n\n")
