@@ -1,4 +1,9 @@
-"""Tokens to what the client reads: text without half characters, cut before a stop string."""
+"""Tokens to what the client reads: text without half characters, cut before a stop string, reasoning apart from it.
+
+    token ids -> Detokenizer -> text -> StopStrings -> the answer -> ReasoningSplitter -> piece.reasoning | piece.text
+
+Stop strings end the reasoning as well as what follows it (as vLLM has it): they are looked for in all that the model writes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from dataclasses import dataclass
 from twostep.rpc.v1 import inference_pb2, prefill_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.text.detokenizer import Detokenizer
+from twostep.text.reasoning import Part, ReasoningSplitter
 from twostep.text.stop_strings import StopStrings
 from twostep.text.tokenizer import Tokenizer
 
@@ -23,13 +29,20 @@ class Finish:
 class Answer:
     """One answer's text. `finish` is set by the token or the stop string that ends it; tokens after it are dropped."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, splitter: ReasoningSplitter | None = None) -> None:
+        """`splitter`: of a model that marks its reasoning; it must be new, and belongs to this answer."""
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(sampling.stop)
+        self._splitter = splitter  # None as soon as the reasoning is over
+        # What a token adds has to be known by itself.
+        self._careful = bool(sampling.stop) or splitter is not None
         self._has_stops = bool(sampling.stop)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._with_logprobs = sampling.logprobs is not None
         self.num_tokens = 0
+        # Up to and with the closing marker.
+        self.num_reasoning_tokens = 0
+        self._counted = False
         self.finish: Finish | None = None
         # The workers know nothing of it: whoever reads the answer ends the request.
         self.stopped_by_text = False
@@ -41,18 +54,18 @@ class Answer:
     def response(self, tokens: Sequence[prefill_pb2.Token]) -> inference_pb2.GenerateResponse | None:
         """One piece for all of `tokens`, text held back included if they end the answer. None: nothing to send."""
         endings = [token.finish_reason for token in tokens]
-        if self._has_stops or self.finish is not None or any(endings):
+        if self._careful or self.finish is not None or any(endings):
             return self._careful_response(tokens)
         if not tokens:
             return None
         # Nearly every token comes this way.
         token_ids = [token.token_id for token in tokens]
-        return self._response(self._detokenizer.push(token_ids), token_ids, tokens)
+        return self._response("", self._detokenizer.push(token_ids), token_ids, tokens)
 
     def _careful_response(self, tokens: Sequence[prefill_pb2.Token]) -> inference_pb2.GenerateResponse | None:
-        """Token by token, wherever one may end the answer."""
+        """Token by token, wherever one may end the answer or its reasoning."""
         taken: list[prefill_pb2.Token] = []
-        text = ""
+        parts: list[Part] = []
         unread: list[int] = []
         for token in tokens:
             if self.finish is not None:
@@ -62,22 +75,28 @@ class Answer:
             # A stop token ends the answer and is no part of its text.
             if ended != inference_pb2.FINISH_REASON_STOP:
                 unread.append(token.token_id)
-            if self._has_stops or ended:
-                text += self._read(unread)
+            if self._careful or ended:
+                num_read = self.num_tokens + len(taken) - (not unread)
+                parts.append(self._read(unread, num_read))
                 unread = []
-            if ended and self.finish is None:
-                text += self._end(token)
+                if ended and self.finish is None:
+                    parts.append(self._end(token, num_read))
         if unread:
-            text += self._read(unread)
-        if not taken and not text:
+            parts.append(Part("", self._watch(self._detokenizer.push(unread))))
+        reasoning, text = "".join(part.reasoning for part in parts), "".join(part.text for part in parts)
+        if not taken and not text and not reasoning:
             return None
-        return self._response(text, [t.token_id for t in taken], taken)
+        return self._response(reasoning, text, [t.token_id for t in taken], taken)
 
-    def _response(self, text: str, token_ids: list[int], tokens: Sequence[prefill_pb2.Token]) -> inference_pb2.GenerateResponse:
+    def _response(
+        self, reasoning: str, text: str, token_ids: list[int], tokens: Sequence[prefill_pb2.Token]
+    ) -> inference_pb2.GenerateResponse:
         # Filled in place: a piece made by itself would be copied into the response.
         response = inference_pb2.GenerateResponse()
         piece = response.piece
         piece.text = text
+        if reasoning:
+            piece.reasoning = reasoning
         piece.token_ids.extend(token_ids)
         piece.position = self.num_tokens
         if self._with_logprobs:
@@ -85,8 +104,25 @@ class Answer:
         self.num_tokens += len(token_ids)
         return response
 
-    def _read(self, token_ids: list[int]) -> str:
-        return self._watch(self._detokenizer.push(token_ids))
+    def _read(self, token_ids: list[int], num_read: int) -> Part:
+        """`num_read`: tokens of the answer that have been read, these included."""
+        text = self._watch(self._detokenizer.push(token_ids))
+        return self._split(text, num_read)
+
+    def _split(self, text: str, num_read: int) -> Part:
+        splitter = self._splitter
+        if splitter is None:
+            return Part("", text)
+        part = splitter.push(text)
+        if self.finish is not None:
+            last = splitter.finish()
+            part = Part(part.reasoning + last.reasoning, part.text + last.text)
+        if splitter.opened and not self._counted:
+            self.num_reasoning_tokens = num_read
+            self._counted = not splitter.thinking
+        if splitter.settled:
+            self._splitter, self._careful = None, self._has_stops
+        return part
 
     def _watch(self, text: str) -> str:
         result = self._stops.push(text)
@@ -95,11 +131,11 @@ class Answer:
             self.stopped_by_text = True
         return result.text
 
-    def _end(self, token: prefill_pb2.Token) -> str:
+    def _end(self, token: prefill_pb2.Token, num_read: int) -> Part:
         """Text still held back; it may complete a stop string, which then is what ended the answer."""
         text = self._watch(self._detokenizer.finish())
         if self.finish is None:
             text += self._stops.finish().text
             named = token.finish_reason == inference_pb2.FINISH_REASON_STOP and token.token_id in self._stop_token_ids
             self.finish = Finish(token.finish_reason, str(token.token_id) if named else "")
-        return text
+        return self._split(text, num_read)

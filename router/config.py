@@ -11,6 +11,8 @@ from router.fair_queue import AGEING_S
 from router.quota import tenant_weights
 from twostep.flags import FlagParser, tracing_flag
 from twostep.rpc.channel import COMPRESSIONS, PLAINTEXT, TlsFiles
+from twostep.text.reasoning import REASONING_PARSERS
+from twostep.text.tool_calls import TOOL_CALL_PARSERS
 
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
@@ -34,6 +36,8 @@ class RouterConfig:
     router_id: str = ""
     hash_unit: int = 64
     default_max_tokens: int = 256
+    reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"
     max_inflight: int = 512
     max_waiting: int = 512
     max_inflight_prompt_tokens: int = 4 << 20
@@ -93,6 +97,18 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     )
     parser.flag(
         "--default-max-tokens", type=_between(1, 1 << 30), default=default.default_max_tokens, help="max_tokens of requests that give none"
+    )
+    parser.flag(
+        "--reasoning-parser",
+        default=default.reasoning_parser,
+        choices=REASONING_PARSERS,
+        help="how the model marks what it thinks before it answers; auto: by its chat template",
+    )
+    parser.flag(
+        "--tool-call-parser",
+        default=default.tool_call_parser,
+        choices=TOOL_CALL_PARSERS,
+        help="how the model writes tool calls; auto: by its chat template",
     )
     parser.flag("--max-inflight", type=_between(1, 1 << 20), default=default.max_inflight, help="requests served at once")
     parser.flag(

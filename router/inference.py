@@ -44,7 +44,6 @@ from router.workers import WorkerPool
 from twostep.errors import InternalError, InvalidRequest, NotFound
 from twostep.metrics.router import RouterMetrics
 from twostep.rpc.v1 import inference_pb2
-from twostep.text.tokenizer import Tokenizer
 from twostep.tracing import Tracer
 
 log = logging.getLogger(__name__)
@@ -102,7 +101,6 @@ class Inference:
         self,
         config: InferenceConfig,
         *,
-        tokenizer: Tokenizer,
         prompts: PromptReader,
         admission: Admission,
         dispatcher: Dispatcher,
@@ -113,7 +111,6 @@ class Inference:
         self._config = config
         self._tracer = tracer
         self._metrics = metrics
-        self._tokenizer = tokenizer
         self._prompts = prompts
         self._admission = admission
         self._dispatcher = dispatcher
@@ -130,12 +127,12 @@ class Inference:
             return record.end
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
-        self._check_model(request.model)
+        self.check_model(request.model)
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("the input is missing; set text or chat")
-        ids = await (self._prompts.text_ids(request.text) if kind == "text" else self._prompts.chat_ids(request.chat.messages))
-        return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._max_model_len())
+        ids = await (self._prompts.text_ids(request.text) if kind == "text" else self._prompts.chat_ids(request.chat))
+        return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self.max_model_len)
 
     async def text_ids(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         """Raises InvalidRequest for an empty text or one too long, ResourceExhausted if too many long ones are being tokenized."""
@@ -145,7 +142,7 @@ class Inference:
         roles = [record.role for record in self._pool.records() if record.ready and not record.draining]
         model = inference_pb2.Model(
             name=self._config.model_name,
-            max_model_len=self._max_model_len(),
+            max_model_len=self.max_model_len,
             fingerprint=self._config.fingerprint,
             prefill_workers=roles.count("prefill"),
             decode_workers=roles.count("decode"),
@@ -173,29 +170,38 @@ class Inference:
         # While the request is read and placed. Whoever wants to go on elsewhere needs the seed, however early this call breaks.
         told = asyncio.create_task(caller.begin(request_id, request.sampling.seed))
         try:
-            job = record.job = await self._job(request, name, caller, started, record.metadata)
+            self._check(request)
+            prompt = await self._prompts.prompt(request)
+            job = record.job = self._job(request, prompt.ids, name, caller, started, record.metadata)
             caller.accepted(job.prompt)
             report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
-            answer = record.answer = Answer(self._tokenizer, job.sampling)
+            answer = record.answer = prompt.answer(job.sampling)
             await self._prompts.resume(answer, job.resumed, job.sampling)
             # What the client has may be all of it but the end.
             finish = answer.finish or await self._stream(job, report, answer, caller, told)
-            return report.end(finish.reason, finish.stop_reason, answer.num_tokens)
+            return report.end(finish.reason, finish.stop_reason, answer.num_tokens, answer.num_reasoning_tokens)
         finally:
             # grpc cannot end a call that is still being told its metadata.
             await asyncio.wait((told,))
             if not told.cancelled():
                 told.exception()  # of a client that is gone: whoever writes next learns it too
 
-    async def _job(
-        self, request: inference_pb2.GenerateRequest, request_id: str, caller: Caller, started: float, metadata: Metadata
-    ) -> Job:
-        self._check_model(request.model)
+    def _check(self, request: inference_pb2.GenerateRequest) -> None:
+        self.check_model(request.model)
         if len(request.cache_salt) > _MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters; use at most {_MAX_SALT_CHARS}")
+
+    def _job(
+        self,
+        request: inference_pb2.GenerateRequest,
+        prompt: Sequence[int],
+        request_id: str,
+        caller: Caller,
+        started: float,
+        metadata: Metadata,
+    ) -> Job:
         request_class, targets, tenant = class_of(request), Targets.of(request), tenant_of(request, caller.identity.tenant)
-        prompt = await self._prompts.prompt_ids(request)
-        sampling = self._prompts.sampling(request.sampling, len(prompt), self._max_model_len())
+        sampling = self._prompts.sampling(request.sampling, len(prompt), self.max_model_len)
         return Job(
             request_id=request_id,
             prompt=prompt,
@@ -228,6 +234,8 @@ class Inference:
                     batch = await output.take()
                     response = answer.response(batch.tokens)
                     if response is not None:
+                        if response.piece.text:
+                            report.on_visible()
                         self._metrics.num_generation_tokens += len(response.piece.token_ids)
                         await caller.write(response)
                     if answer.finish is not None and (batch.last or answer.stopped_by_text):
@@ -268,11 +276,12 @@ class Inference:
 
     # ---- small things ---------------------------------------------------------------------------------------------------
 
-    def _check_model(self, name: str) -> None:
+    def check_model(self, name: str) -> None:
         if name and name != self._config.model_name:
             raise NotFound(f"model {name!r} is not served here; ask for {self._config.model_name!r}, or leave the name empty")
 
-    def _max_model_len(self) -> int:
+    @property
+    def max_model_len(self) -> int:
         """The model's context, or less if no pair of live workers has so much, nor a decode worker that computes prompts."""
         records = self._pool.records()
         longest_prefill = max((r.max_model_len for r in records if r.role == "prefill"), default=self._config.max_model_len)

@@ -6,25 +6,26 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from router.answer import Answer
+from router.chat import check_chat, conversation_of, num_chars, num_content_chars
 from router.resume import resumed_tokens
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted
 from twostep.rpc.v1 import inference_pb2
 from twostep.sampling_params import SamplingParams
+from twostep.text.chat_format import ChatFormat
 from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
+from twostep.text.reasoning import ReasoningFormat, ReasoningSplitter
 from twostep.text.tokenizer import Tokenizer
 
 # Up to here tokenizing takes well under a millisecond and is done in the event loop.
 _MAX_INLINE_CHARS = 4096
 # Detokenizing goes token by token.
 _CHARS_FOR_TOKEN = 32
-# What a template may add to a message, about.
-_MESSAGE_CHARS = 32
 _MAX_THREADED = 64
-_MAX_MESSAGES = 4096
 
 _NUMBERS = (
     "temperature",
@@ -44,11 +45,40 @@ _MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and how the answer is to be read: `tokenizer` shows the special tokens that it is made of; `reasoning` is what the model
+    marks its reasoning with, None for prompts that are no chats; `thinking`: the answer begins inside it."""
+
+    ids: Sequence[int]
+    tokenizer: Tokenizer
+    reasoning: ReasoningFormat | None = None
+    thinking: bool = False
+
+    def answer(self, sampling: SamplingParams) -> Answer:
+        splitter = None if self.reasoning is None else ReasoningSplitter(self.reasoning, begun=self.thinking)
+        return Answer(self.tokenizer, sampling, splitter)
+
+
 class PromptReader:
     """Shared by all requests."""
 
-    def __init__(self, tokenizer: Tokenizer, card: ModelCard, template: ChatTemplate, *, default_max_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        card: ModelCard,
+        template: ChatTemplate,
+        *,
+        default_max_tokens: int,
+        chat_format: ChatFormat | None = None,
+    ) -> None:
+        """`chat_format`: of the answers to chats; None: they are nothing but text."""
         self._tokenizer = tokenizer
+        self._format = chat_format or ChatFormat()
+        # Parsers have to see the special tokens that a format is made of.
+        self._chat_tokenizer = tokenizer.showing(self._format.special_ids(tokenizer, with_tools=False))
+        self._tools_tokenizer = tokenizer.showing(self._format.special_ids(tokenizer, with_tools=True))
+        self._open_tokenizer = tokenizer.showing(tokenizer.special_ids)
         self._card = card
         self._template = template
         self._default_max_tokens = default_max_tokens
@@ -65,47 +95,59 @@ class PromptReader:
         self._check_length(len(text))
         return await self._in_thread_if_long(lambda: self._tokenizer.encode(text, add_special_tokens), len(text))
 
-    async def chat_ids(self, messages: Sequence[inference_pb2.ChatMessage]) -> Sequence[int]:
-        """Which roles there are is the template's business; a message without any is refused here."""
-        if not messages:
-            raise InvalidRequest("chat.messages is empty; send at least one message with role and content")
-        if len(messages) > _MAX_MESSAGES:
-            raise InvalidRequest(f"chat.messages has {len(messages)} entries; send at most {_MAX_MESSAGES}")
-        for i, message in enumerate(messages):
-            if not message.role:
-                raise InvalidRequest(f'chat.messages[{i}].role is empty; say "system", "user" or "assistant"')
-        plain = [{"role": message.role, "content": message.content} for message in messages]
+    async def chat_ids(self, chat: inference_pb2.Chat) -> Sequence[int]:
+        """Raises InvalidRequest, ResourceExhausted if too many long ones are being tokenized."""
+        return (await self._chat(chat)).ids
 
-        def encode() -> list[int]:
-            return self._tokenizer.encode(self._template.render(plain), add_special_tokens=False)
+    async def _chat(self, chat: inference_pb2.Chat) -> Prompt:
+        check_chat(chat)
+        self._check_length(num_content_chars(chat))
+        tokenizer = self._tools_tokenizer if chat.tools else self._chat_tokenizer
+        reasoning = self._format.reasoning
 
-        self._check_length(sum(len(message.content) for message in messages))
-        num_chars = sum(len(message.role) + len(message.content) + _MESSAGE_CHARS for message in messages)
-        return await self._in_thread_if_long(encode, num_chars)
+        def read() -> Prompt:
+            conversation = conversation_of(chat)
+            text = self._template.render(
+                conversation.messages,
+                tools=conversation.tools,
+                variables=conversation.variables,
+                continue_final_message=conversation.continue_final_message,
+            )
+            self._check_length(len(text))
+            thinking = reasoning is not None and reasoning.begun_in(text, conversation.continued)
+            return Prompt(self._tokenizer.encode(text, add_special_tokens=False), tokenizer, reasoning, thinking)
 
-    async def prompt_ids(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
-        """Token ids of a Generate request's prompt, at least one, all within the vocabulary. Raises InvalidRequest (ContextExceeded),
+        return await self._in_thread_if_long(read, num_chars(chat))
+
+    async def prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
+        """Of a Generate request: at least one token, all within the vocabulary. Raises InvalidRequest (ContextExceeded),
         ResourceExhausted."""
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
         if kind == "token_ids":
-            num_ids = len(request.token_ids.ids)
-            if not num_ids:
-                raise InvalidRequest("token_ids is empty; send at least one id")
-            if num_ids >= self._card.max_model_len:
-                # Looking at each of millions would hold up everybody else.
-                raise _no_room(num_ids, self._card.max_model_len)
-            ids: Sequence[int] = list(request.token_ids.ids)
-            if max(ids) >= self._card.vocab_size:
-                at = next(i for i, token_id in enumerate(ids) if token_id >= self._card.vocab_size)
-                raise InvalidRequest(
-                    f"token_ids[{at}] is {ids[at]}; the vocabulary of this model has ids from 0 to {self._card.vocab_size - 1}"
-                )
-            return ids
-        ids = await (self.text_ids(request.text) if kind == "text" else self.chat_ids(request.chat.messages))
-        if not ids:
+            prompt = Prompt(self._given_ids(request.token_ids.ids), self._tokenizer)
+        elif kind == "text":
+            prompt = Prompt(await self.text_ids(request.text), self._tokenizer)
+        else:
+            prompt = await self._chat(request.chat)
+        if not prompt.ids:
             raise InvalidRequest(f"{kind} gives no tokens; send some text")
+        return replace(prompt, tokenizer=self._open_tokenizer) if request.keep_special_tokens else prompt
+
+    def _given_ids(self, given: Sequence[int]) -> Sequence[int]:
+        num_ids = len(given)
+        if not num_ids:
+            raise InvalidRequest("token_ids is empty; send at least one id")
+        if num_ids >= self._card.max_model_len:
+            # Looking at each of millions would hold up everybody else.
+            raise _no_room(num_ids, self._card.max_model_len)
+        ids = list(given)
+        if max(ids) >= self._card.vocab_size:
+            at = next(i for i, token_id in enumerate(ids) if token_id >= self._card.vocab_size)
+            raise InvalidRequest(
+                f"token_ids[{at}] is {ids[at]}; the vocabulary of this model has ids from 0 to {self._card.vocab_size - 1}"
+            )
         return ids
 
     def sampling(self, proto: inference_pb2.SamplingParams, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:

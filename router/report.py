@@ -59,6 +59,11 @@ class Report:
         self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
         self.cached_tokens = min(first.cached_tokens, self.num_prompt_tokens)
 
+    def on_visible(self) -> None:
+        """The client is about to be sent text of the answer."""
+        if self.visible_at is None:
+            self.visible_at = time.monotonic()
+
     def on_computed_here(self) -> None:
         """The decode worker has computed the prompt: nothing is published, nothing fetched."""
         self.committed_at = time.monotonic()
@@ -86,7 +91,9 @@ class Report:
     def on_prefill_done(self, done: prefill_pb2.PrefillDone) -> None:
         self.publish_s = done.publish_s
 
-    def end(self, reason: inference_pb2.FinishReason.ValueType, stop_reason: str, num_tokens: int) -> inference_pb2.End:
+    def end(
+        self, reason: inference_pb2.FinishReason.ValueType, stop_reason: str, num_tokens: int, num_reasoning_tokens: int = 0
+    ) -> inference_pb2.End:
         phases = inference_pb2.Phases(
             route_s=self.route_s,
             queue_s=self.queue_s,
@@ -97,8 +104,14 @@ class Report:
             decode_s=_between(self.first_decode_at, self.last_decode_at),
             ttft_s=_between(self.started, self.first_token_at),
             total_s=time.monotonic() - self.started,
+            visible_ttft_s=_between(self.started, self.visible_at),
         )
-        usage = inference_pb2.Usage(prompt_tokens=self.num_prompt_tokens, completion_tokens=num_tokens, cached_tokens=self.cached_tokens)
+        usage = inference_pb2.Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=num_tokens,
+            cached_tokens=self.cached_tokens,
+            reasoning_tokens=num_reasoning_tokens,
+        )
         return inference_pb2.End(
             finish_reason=reason, stop_reason=stop_reason, usage=usage, phases=phases, transfer=self.transfer, attempts=self.attempts
         )

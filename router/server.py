@@ -47,6 +47,7 @@ from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import inference_pb2_grpc, status_pb2_grpc
 from twostep.secret import load_secret
+from twostep.text.chat_format import ChatFormat
 from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
 from twostep.text.token_bytes import TokenBytes
@@ -98,7 +99,8 @@ class Router:
             on_charge=self._quota_share.charge,
         )
         template = ChatTemplate.of(card)
-        self._prompts = PromptReader(tokenizer, card, template, default_max_tokens=config.default_max_tokens)
+        chat_format = ChatFormat.of(card.chat_template, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
+        self._prompts = PromptReader(tokenizer, card, template, default_max_tokens=config.default_max_tokens, chat_format=chat_format)
         self._placement_log = None if config.placement_log is None else PlacementLog(config.placement_log)
         dispatcher = Dispatcher(
             self.pool,
@@ -128,7 +130,6 @@ class Router:
                 client_write_timeout_s=config.client_write_timeout,
                 ageing_s=config.ageing,
             ),
-            tokenizer=tokenizer,
             prompts=self._prompts,
             admission=self.admission,
             dispatcher=dispatcher,
@@ -168,6 +169,7 @@ class Router:
                 token_bytes=TokenBytes(tokenizer),
                 card=card,
                 template=template,
+                chat_format=chat_format,
                 metrics=registry,
                 board=self.board,
                 alive=self._alive,

@@ -12,6 +12,7 @@ from router.inference import Inference
 from router.job import Metadata
 from router.status_board import StatusBoard
 from twostep.metrics.registry import MetricsRegistry
+from twostep.text.chat_format import ChatFormat
 from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
 from twostep.text.token_bytes import TokenBytes
@@ -30,6 +31,7 @@ class Front:
     token_bytes: TokenBytes
     card: ModelCard
     template: ChatTemplate
+    chat_format: ChatFormat
     metrics: MetricsRegistry
     board: StatusBoard
     alive: Callable[[], bool]

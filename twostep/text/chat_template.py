@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
 from twostep.errors import InvalidRequest, SetupError
 from twostep.text.model_card import ModelCard
+from twostep.text.template_sandbox import MAX_CHARS, MAX_STEPS, Sandbox
+
+# What a client's variables may not be called: arguments of the render itself, and of transformers' function that renders.
+_RESERVED = frozenset({"messages", "tools", "continue_final_message", "chat_template", "tokenize"})
+_MAX_VARIABLES = 256
+# Put behind the message that is continued, to find the place in what the template makes of it. The space at its end shows whether
+# the template strips messages.
+_TAG = "<<twostep: the answer goes on here>> "
 
 
 class ChatTemplate:
     """A compiled template in a sandbox, with the names that transformers gives to templates. May be used from any thread."""
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
-        """`source` None: a model without a template, every render is refused. Raises SetupError for a broken template."""
+    def __init__(
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        max_steps: int = MAX_STEPS,
+        max_chars: int = MAX_CHARS,
+    ) -> None:
+        """`source` None: a model without a template, every render is refused. `max_steps` bounds the work of one render, `max_chars` its
+        result. Raises SetupError for a broken template."""
         self._special_tokens = dict(special_tokens or {})
+        self._sandbox = Sandbox(max_steps=max_steps, max_chars=max_chars)
+        self.source = source
         try:
-            self._template = None if source is None else _environment().from_string(source)
+            self._template = None if source is None else self._sandbox.from_string(source)
         except jinja2.TemplateError as error:
             raise SetupError(f"the model's chat template does not compile ({error}); correct or remove it") from error
+        self._reserved = _RESERVED | self._special_tokens.keys() | self._sandbox.globals.keys()
 
     @classmethod
     def of(cls, card: ModelCard) -> ChatTemplate:
@@ -36,56 +49,71 @@ class ChatTemplate:
     def available(self) -> bool:
         return self._template is not None
 
-    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
         """The prompt's text, special tokens written out: tokenize it with `add_special_tokens=False`.
 
-        `messages` are {"role": ..., "content": ...}. Raises InvalidRequest if there are none, the model has no template, or the
-        template refuses them."""
+        `messages` are {"role": ..., "content": ...} and whatever else the template reads of them, `tools` the entries of OpenAI's `tools`,
+        all of it plain data. `variables` are the client's, for the template; `add_generation_prompt` may be one of them.
+        `continue_final_message`: the prompt ends where the last message's content does. Raises InvalidRequest if there are no messages,
+        the model has no template, a variable has a name that is taken, the template refuses what it is given or it is too much for it."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template; send a plain prompt (text or token ids) instead of messages")
         if not messages:
             raise InvalidRequest("messages is empty; send at least one message with role and content")
+        given = self._checked(variables or {})
+        plain = [dict(message) for message in messages]
+        continued = self._tagged(plain) if continue_final_message else None
+        everything = {
+            **self._special_tokens,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **given,
+            "messages": plain,
+            "tools": None if tools is None else list(tools),
+        }
+        if continued is not None:
+            everything["add_generation_prompt"] = False
         try:
-            return self._template.render(
-                **self._special_tokens,
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-            )
+            text = self._sandbox.render_bounded(self._template, everything)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {error}; change their roles, order or content"
             ) from error
+        return text if continued is None else _continued(text, continued)
+
+    def _checked(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        if len(variables) > _MAX_VARIABLES:
+            raise InvalidRequest(f"there are {len(variables)} variables for the chat template; send at most {_MAX_VARIABLES}")
+        taken = sorted(self._reserved & variables.keys())
+        if taken:
+            raise InvalidRequest(f"the chat template's variable {taken[0]!r} is not the client's to set; leave it out of the variables")
+        return variables
+
+    def _tagged(self, messages: list[dict[str, Any]]) -> str:
+        """Tags the last message, and returns its content."""
+        content = messages[-1].get("content")
+        if not isinstance(content, str):
+            raise InvalidRequest(
+                "continue_final_message needs a last message whose content is text; send the beginning of the answer as one"
+            )
+        messages[-1]["content"] = content + _TAG
+        return content
 
 
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's words for training; it renders what is inside."""
-
-    tags: set[str] = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Jinja's own escapes HTML; a prompt is not HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(fmt: str) -> str:
-    """Local time, as transformers has it."""
-    return datetime.now().strftime(fmt)
+def _continued(text: str, content: str) -> str:
+    """What comes before the tag; stripped, if the template strips messages: with the tag it could not."""
+    at = text.rfind(_TAG.strip())
+    if at < 0 or content.strip() not in text:
+        raise InvalidRequest(
+            "the model's chat template leaves out or changes the last message, so that it cannot be continued; "
+            "leave continue_final_message out"
+        )
+    return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import tokenizers
@@ -27,6 +29,8 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder()
         self._added = frozenset(added)
         self._special = frozenset(i for i, token in added.items() if token.special)
+        # Special ids that decode writes out all the same; they are not among `_special`.
+        self._shown: frozenset[int] = frozenset()
         # Such a decoder joins the tokens' bytes, so that whole characters read the same wherever they stand. Others look at neighbours.
         self._joins_bytes = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
         self._whole: dict[int, str | None] = {}
@@ -52,6 +56,14 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids that decode leaves out: end of sequence, chat markers and the like."""
         return self._special
+
+    def showing(self, special_ids: AbstractSet[int]) -> Tokenizer:
+        """The same tokenizer, but that `decode` writes these special ids out. What is not special is shown anyway."""
+        view = copy.copy(self)
+        view._shown = self._shown | (self._special & special_ids)
+        view._special = self._special - view._shown
+        view._whole = {}
+        return view
 
     @property
     def added_ids(self) -> frozenset[int]:
@@ -80,7 +92,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids outside the vocabulary decode to nothing; incomplete UTF-8 to U+FFFD."""
-        text: str = self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if self._shown and skip_special_tokens:
+            ids, skip_special_tokens = [i for i in ids if i not in self._special], False
+        text: str = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def whole_text(self, token_id: int) -> str | None:

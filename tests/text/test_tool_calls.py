@@ -1,0 +1,297 @@
+"""Tool calls in text: found however the text comes, streamed, and what is no call is content, every character of it, once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twostep.errors import SetupError
+from twostep.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, TOOL_CALL_FORMATS, ToolCallFormat, ToolCallParser, tool_call_format
+from twostep.text.tool_events import CallArguments, CallBegun, Content
+
+FORMATS = list(TOOL_CALL_FORMATS.values())
+
+
+@dataclass
+class Found:
+    content: str = ""
+    calls: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+def read(format: ToolCallFormat, pieces: list[str], *, names: tuple[str, ...] = (), parallel: bool = True) -> Found:
+    """Checks the order of events on the way."""
+    numbers = count()
+    parser = ToolCallParser(format, names=names, parallel=parallel, new_id=lambda: f"id{next(numbers)}")
+    found = Found()
+    for events in [*map(parser.push, pieces), parser.finish()]:
+        for event in events:
+            match event:
+                case Content(text):
+                    assert text
+                    found.content += text
+                case CallBegun(index, call_id, name):
+                    assert index == len(found.calls)
+                    found.calls.append((call_id, name, ""))
+                case CallArguments(index, text):
+                    assert text
+                    assert index == len(found.calls) - 1, "arguments are of the call that has begun last"
+                    call_id, name, arguments = found.calls[index]
+                    found.calls[index] = (call_id, name, arguments + text)
+    assert parser.num_calls == len(found.calls)
+    return found
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[a:b] for a, b in pairwise(edges)]
+
+
+_FRAGMENTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    '{"name": "f", "arguments": {"a": 1}}',
+    '{"name": "g", "parameters": {"b": "}"}}',
+    '{"arguments": {"x": [1, 2]}, "name": "h"}',
+    '{"name": "f", "arguments": "{\\"a\\": 1}"}',
+    '{"name": "f", "arguments": {"a": oops}}',
+    '{"name": "f"',
+    '"arguments": {"a": "\\"',
+    '{"answer": 42}',
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ";",
+    '"',
+    "\\",
+    ":",
+    " ",
+    "\n",
+    "f",
+    "<",
+    "<tool",
+    "null",
+    "text",
+    "🙂é",
+]
+texts = st.lists(st.one_of(st.sampled_from(_FRAGMENTS), st.text(max_size=4)), max_size=12).map("".join)
+# Calls as models write them, now and then with something missing.
+objects = st.sampled_from([fragment for fragment in _FRAGMENTS if fragment.startswith("{") and len(fragment) > 1])
+written = st.one_of(
+    st.lists(objects, min_size=1, max_size=3).map(lambda o: "".join(f"<tool_call>\n{each}\n</tool_call>\n" for each in o)),
+    st.lists(objects, min_size=1, max_size=3).map(lambda o: f"<tool_call>[{', '.join(o)}]</tool_call>"),
+    st.lists(objects, min_size=1, max_size=3).map(lambda o: f"[TOOL_CALLS] [{', '.join(o)}]"),
+    st.lists(st.sampled_from(['{"a": 1}', "{}", '{"b": {"c": "}"}}', "{"]), max_size=3).map(
+        lambda o: "".join(f"[TOOL_CALLS]f_1[ARGS]{each}" for each in o)
+    ),
+    st.lists(objects, min_size=1, max_size=3).map("; ".join),
+    objects.map(lambda o: f"<|python_tag|>{o}"),
+)
+anything = st.one_of(texts, st.tuples(st.one_of(st.just(""), texts), written, st.one_of(st.just(""), texts)).map("".join))
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from(FORMATS), anything, st.lists(st.integers(0, 1000), max_size=20), st.booleans())
+def test_however_the_text_is_cut(format: ToolCallFormat, text: str, places: list[int], parallel: bool) -> None:
+    whole = read(format, [text], parallel=parallel)
+    assert read(format, list(text), parallel=parallel) == read(format, cut(text, places), parallel=parallel) == whole
+
+
+# Without what could hide a word in a part of a call that nobody reads.
+_OPEN_FRAGMENTS = [fragment for fragment in _FRAGMENTS if fragment not in ('"', '"arguments": {"a": "\\"')]
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.sampled_from(FORMATS),
+    st.lists(st.one_of(st.sampled_from(_OPEN_FRAGMENTS), written, st.none()), max_size=12),
+)
+def test_nothing_is_lost_and_nothing_comes_twice(format: ToolCallFormat, fragments: list[str | None]) -> None:
+    """None: a word that stands in the text once, outside of what calls are made of."""
+    words = [f"#{i}#" for i in range(len(fragments))]
+    text = "".join(word if fragment is None else fragment for word, fragment in zip(words, fragments, strict=True))
+    found = read(format, list(text))
+    if not found.calls:
+        assert found.content == text
+    out = found.content + "".join(arguments for _, _, arguments in found.calls)
+    for word, fragment in zip(words, fragments, strict=True):
+        assert out.count(word) == (fragment is None), word
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "content", "calls"),
+    [
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [("f", '{"a": 1}')]),
+        (
+            HERMES,
+            'Let me look.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n'
+            '<tool_call>{"name":"g","arguments":{"s":"</tool_call>"}}</tool_call>\n',
+            "Let me look.\n",
+            [("f", "{}"), ("g", '{"s":"</tool_call>"}')],
+        ),
+        (HERMES, '<tool_call>{"arguments": {"a": [1, {}]}, "name": "f"}</tool_call>', "", [("f", '{"a": [1, {}]}')]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+        (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+        (
+            HERMES,
+            '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]</tool_call>',
+            "",
+            [("f", "{}"), ("g", "{}")],
+        ),
+        # The end is missing, or the closing tag.
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "un', "", [("f", '{"a": "un')]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
+        (HERMES, '<tool_call>{"name": "f", "arg', '<tool_call>{"name": "f", "arg', []),
+        # No call: content.
+        (HERMES, "<tool_call>f(x)</tool_call>", "<tool_call>f(x)</tool_call>", []),
+        (HERMES, "  <tool_call> is a tag\n", "  <tool_call> is a tag\n", []),
+        (HERMES, '<tool_call>{"name": 5, "arguments": {}}</tool_call>', '<tool_call>{"name": 5, "arguments": {}}</tool_call>', []),
+        (HERMES, '<tool_call>{"name": "f", "arguments": 5}</tool_call>', '<tool_call>{"name": "f", "arguments": 5}</tool_call>', []),
+        (HERMES, '<tool_call>oops<tool_call>{"name": "f", "arguments": {}}</tool_call>', "<tool_call>oops", [("f", "{}")]),
+        # What a call has beyond itself is said, not lost.
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}}</tool_call>done', "}done", [("f", "{}")]),
+        # Once it has begun, arguments are the model's: as it wrote them.
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>', "", [("f", '{"a": oops}')]),
+        (LLAMA3_JSON, '{"name": "f", "parameters": {"a": "é}"}}', "", [("f", '{"a": "é}"}')]),
+        (LLAMA3_JSON, '\n{"name": "f", "arguments": {}}', "", [("f", "{}")]),
+        (LLAMA3_JSON, '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+        (
+            LLAMA3_JSON,
+            '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": 2}}',
+            "",
+            [("f", "{}"), ("g", '{"b": 2}')],
+        ),
+        (LLAMA3_JSON, '{"name": "f", "parameters": {}} and so on', " and so on", [("f", "{}")]),
+        (LLAMA3_JSON, 'Look: <|python_tag|>{"name": "f", "parameters": {}}', "Look: ", [("f", "{}")]),
+        (LLAMA3_JSON, '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
+        (LLAMA3_JSON, '{"name": "Ada"}', '{"name": "Ada"}', []),
+        (LLAMA3_JSON, 'It is {"name": "f", "parameters": {}}', 'It is {"name": "f", "parameters": {}}', []),
+        (LLAMA3_JSON, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', "", [("f", '{"a": 1}')]),
+        (
+            MISTRAL,
+            '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"b": [2]}}]',
+            "",
+            [("f", "{}"), ("g", '{"b": [2]}')],
+        ),
+        (MISTRAL, '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{"b": 2}', "", [("f", '{"a": 1}'), ("g", '{"b": 2}')]),
+        (MISTRAL, '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
+        (MISTRAL, "[TOOL_CALLS] is a token", "[TOOL_CALLS] is a token", []),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {}}, oops', ", oops", [("f", "{}")]),
+    ],
+)
+def test_examples(format: ToolCallFormat, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    found = read(format, list(text))
+    assert (found.content, [(name, arguments) for _, name, arguments in found.calls]) == (content, calls)
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = ToolCallParser(HERMES, new_id=lambda: "i")
+    assert parser.push("Well.") == [Content("Well.")]
+    assert parser.push('<tool_call>{"name": "f", "argu') == []
+    assert parser.push('ments": {"a') == [CallBegun(0, "i", "f"), CallArguments(0, '{"a')]
+    assert parser.push('": "x') == [CallArguments(0, '": "x')]
+    assert parser.push('}\\"') == [CallArguments(0, '}\\"')]
+    assert parser.push('"}}</tool') == [CallArguments(0, '"}')]
+    assert parser.push("_call>") == []
+    assert parser.finish() == []
+
+
+def test_content_is_not_kept_waiting() -> None:
+    for format in FORMATS:
+        parser = ToolCallParser(format)
+        said = "".join(event.text for word in ("It ", "is ", "<5", " [T") for event in parser.push(word) if isinstance(event, Content))
+        assert len(said) >= len("It is <5 [") - 2
+
+
+@given(st.lists(st.integers(0, 300), max_size=10))
+def test_at_most_one_call(places: list[int]) -> None:
+    text = "".join(f'<tool_call>{{"name": "f{i}", "arguments": {{"i": {i}}}}}</tool_call>\n' for i in range(3))
+    found = read(HERMES, cut(text, places), parallel=False)
+    assert (found.content, found.calls) == ("", [("id0", "f0", '{"i": 0}')])
+
+
+def test_a_bare_object_is_a_call_only_of_a_known_function() -> None:
+    text = '{"name": "g", "parameters": {}}'
+    assert read(LLAMA3_JSON, [text], names=("f",)).content == text
+    assert read(LLAMA3_JSON, [text], names=("f", "g")).calls == [("id0", "g", "{}")]
+    # A mark leaves no doubt.
+    assert read(LLAMA3_JSON, ["<|python_tag|>" + text], names=("f",)).calls == [("id0", "g", "{}")]
+
+
+def test_ids() -> None:
+    def first(format: ToolCallFormat, text: str) -> str:
+        event = ToolCallParser(format).push(text)[0]
+        assert isinstance(event, CallBegun)
+        return event.id
+
+    ids = {first(HERMES, '<tool_call>{"name": "f", "arguments": {}}') for _ in range(10)}
+    assert len(ids) == 10
+    assert all(i.startswith("call_") for i in ids)
+    # Mistral's chat templates refuse other ones.
+    short = first(MISTRAL, '[TOOL_CALLS]f{"a": 1}')
+    assert len(short) == 9
+    assert short.isalnum()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "' + "x" * 70_000,
+        "<tool_call>" * 3000,
+        '<tool_call>{"name": "f", "arguments": {' + "[" * 100_000,
+        "[TOOL_CALLS]" + "a" * 100_000,
+        "<tool_call>[" + '{"name": "f", "arguments": {}},' * 5000,
+        "\n" * 50_000,
+        '{"name": ' * 5000,
+    ],
+)
+def test_work_is_bounded(text: str) -> None:
+    """A long answer, however odd, costs about the same for each of its characters."""
+    for format in FORMATS:
+        found = read(format, [text[i : i + 4] for i in range(0, len(text), 4)])
+        if not found.calls:
+            assert found.content == text
+        assert len(found.calls) <= 1024
+
+
+def test_what_the_arguments_decode_to_is_json_where_the_model_wrote_json() -> None:
+    arguments = {"text": 'a "quoted" \\ é🙂 }{][', "n": [1, {"deep": None}]}
+    for ascii_only in (True, False):
+        written = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_only)
+        [(_, _, found)] = read(HERMES, list(f"<tool_call>{written}</tool_call>")).calls
+        assert json.loads(found) == arguments
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ tools }} <tool_call>", HERMES),
+        ("{{ tools }} <tool_call><function=", None),
+        ("{{ tools }} [TOOL_CALLS]", MISTRAL),
+        ('{% if tools %}<|start_header_id|>{{ message.tool_calls }} "parameters"', LLAMA3_JSON),
+        ("{{ messages }}", None),
+        ("{{ tools }}", None),
+        (None, None),
+    ],
+)
+def test_told_by_the_chat_template(template: str | None, expected: ToolCallFormat | None) -> None:
+    assert tool_call_format("auto", template) is expected
+    assert tool_call_format("none", template) is None
+    assert tool_call_format("hermes", template) is HERMES
+
+
+def test_an_unknown_parser() -> None:
+    with pytest.raises(SetupError, match="give one of auto, none, hermes, llama3_json, mistral"):
+        tool_call_format("jamba", None)

@@ -1,0 +1,31 @@
+"""How a model writes what is not plain text in the answers to chats: reasoning, tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twostep.text.reasoning import ReasoningFormat, reasoning_format
+from twostep.text.tokenizer import Tokenizer
+from twostep.text.tool_calls import ToolCallFormat, tool_call_format
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """None: the model has no marks for it, or nobody is to look for them."""
+
+    reasoning: ReasoningFormat | None = None
+    tool_calls: ToolCallFormat | None = None
+
+    @classmethod
+    def of(cls, chat_template: str | None, *, reasoning_parser: str = "auto", tool_call_parser: str = "auto") -> ChatFormat:
+        """By the names of --reasoning-parser and --tool-call-parser. Raises SetupError for others."""
+        return cls(reasoning_format(reasoning_parser, chat_template), tool_call_format(tool_call_parser, chat_template))
+
+    def special_ids(self, tokenizer: Tokenizer, *, with_tools: bool) -> frozenset[int]:
+        """Special tokens that the answer's text has to show, so that its parts can be told apart."""
+        markers: list[str] = []
+        if self.reasoning is not None:
+            markers += [self.reasoning.opening, self.reasoning.closing]
+        if with_tools and self.tool_calls is not None:
+            markers += self.tool_calls.markers
+        return frozenset(i for marker in markers if (i := tokenizer.token_id(marker)) is not None) & tokenizer.special_ids

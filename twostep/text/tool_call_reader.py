@@ -1,0 +1,434 @@
+"""The formats of tool calls, as coroutines that read characters as they come.
+
+A coroutine yields where it needs more text and is resumed when there is some, or none will come. Before a call has begun it reads
+behind a mark: `_NoCall` takes it back there, and what it has read is content. After that nothing is taken back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Iterator
+
+from twostep.text.tool_events import CallArguments, CallBegun, Content, Event
+
+_Read = Generator[None, None, str]
+
+_SPACE = " \t\r\n"
+_IN_STRING = re.compile(r'["\\]')
+_OUTSIDE = re.compile(r'["{}\[\]]')
+_NAME_CHAR = re.compile(r"[\w.:/-]")
+_MAX_NAME = 256
+# Of what may precede a call's arguments; a longer beginning is no call's.
+_MAX_HELD = 1 << 16
+_MAX_CALLS = 1024
+_CALL_KEYS = frozenset({"name", "type", "id", "arguments", "parameters"})
+_ARGUMENTS = frozenset({"arguments", "parameters"})
+
+
+class _NoCall(Exception):
+    """What follows the mark is something else."""
+
+
+class Reader:
+    """Text on one side, events on the other."""
+
+    def __init__(self, *, names: frozenset[str], parallel: bool, new_id: Callable[[], str]) -> None:
+        self.names = names
+        self.num_calls = 0
+        self._parallel = parallel
+        self._new_id = new_id
+        self._text = ""
+        self._at = 0  # next character to read
+        self._marked = False  # keep the text from 0 on
+        self._ended = False
+        self._events: list[Event] = []
+        # White space that is dropped if it turns out to stand next to a call.
+        self._space: list[str] = []
+        self._says_something = False  # content since the beginning or the last call
+        self._num_found = 0
+
+    # ---- for the parser ----------------------------------------------------------------------------------------------
+
+    def feed(self, text: str) -> None:
+        if not self._marked:
+            self._text, self._at = self._text[self._at :], 0
+        self._text += text
+
+    def end(self) -> None:
+        self._ended = True
+
+    def taken(self) -> list[Event]:
+        """Events since the last time; deltas of one kind that follow each other are one."""
+        merged: list[Event] = []
+        for event in self._events:
+            last = merged[-1] if merged else None
+            if isinstance(event, Content) and isinstance(last, Content):
+                merged[-1] = Content(last.text + event.text)
+            elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+                merged[-1] = CallArguments(event.index, last.text + event.text)
+            else:
+                merged.append(event)
+        self._events = []
+        return merged
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def mark(self) -> None:
+        """The place to come back to."""
+        self._text, self._at, self._marked = self._text[self._at :], 0, True
+
+    def release(self) -> None:
+        self._marked = False
+
+    def rewind(self, num_chars: int) -> None:
+        """Back to the mark; so many characters from there are content, and what follows is read again."""
+        self._at, self._marked = num_chars, False
+        self.say(self._text[:num_chars])
+
+    def peek(self) -> _Read:
+        """The next character, empty at the end."""
+        while self._at >= len(self._text) and not self._ended:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def take(self) -> _Read:
+        char = yield from self.peek()
+        self._at += len(char)
+        return char
+
+    def skip_space(self) -> _Read:
+        """The character after it, not taken."""
+        while (char := (yield from self.peek())) and char in _SPACE:
+            self._at += 1
+        return char
+
+    def follows(self, marker: str) -> Generator[None, None, bool]:
+        """Takes `marker` if it comes next."""
+        while not self._text.startswith(marker, self._at):
+            rest = self._text[self._at :]
+            if self._ended or not marker.startswith(rest):
+                return False
+            yield
+        self._at += len(marker)
+        return True
+
+    def content_until(self, *markers: str) -> _Read:
+        """Says everything before the first of `markers`, which is not taken; empty at the end of the text."""
+        beginnings = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
+        longest = max(len(marker) for marker in markers) - 1
+        while True:
+            text = self._text[self._at :]
+            found = min(((at, marker) for marker in markers if (at := text.find(marker)) >= 0), default=None)
+            if found is not None:
+                self.say(text[: found[0]])
+                self._at += found[0]
+                return found[1]
+            keep = 0
+            if not self._ended:
+                keep = next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in beginnings), 0)
+            self.say(text[: len(text) - keep])
+            self._at += len(text) - keep
+            if self._ended:
+                return ""
+            yield
+
+    def string(self) -> _Read:
+        """A JSON string, decoded. Raises _NoCall for anything else."""
+        start = self._at
+        if (yield from self.take()) != '"':
+            raise _NoCall
+        while True:
+            char = yield from self.take()
+            if not char or self._at - start > _MAX_HELD:
+                raise _NoCall
+            if char == "\\":
+                yield from self.take()
+            elif char == '"':
+                break
+        try:
+            value = json.loads(self._text[start : self._at])
+        except ValueError:
+            raise _NoCall from None
+        assert isinstance(value, str), "what begins and ends with a quote is a string"
+        return value
+
+    def value(self) -> _Read:
+        """Any JSON value, as it is written. Raises _NoCall if there is none."""
+        start = self._at
+        char = yield from self.peek()
+        if char == '"':
+            yield from self.string()
+        elif char and char in "{[":
+            brackets = Brackets()
+            while not brackets.closed:
+                if not (yield from self.peek()) or self._at - start > _MAX_HELD:
+                    raise _NoCall
+                self._at = brackets.scan(self._text, self._at)
+        else:
+            while (char := (yield from self.peek())) and (char.isalnum() or char in "+-."):
+                self._at += 1
+                if self._at - start > 64:
+                    raise _NoCall
+        if self._at == start:
+            raise _NoCall
+        return self._text[start : self._at]
+
+    # ---- what is found -----------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        if not self._says_something:
+            self._space.append(text)
+            if not text.strip(_SPACE):
+                return
+            self._says_something = True
+            text, self._space = "".join(self._space), []
+        if text:
+            self._events.append(Content(text))
+
+    def begin_call(self, name: str) -> None:
+        self._space, self._says_something = [], False
+        self._num_found += 1
+        if self._wanted:
+            self._events.append(CallBegun(self.num_calls, self._new_id(), name))
+            self.num_calls += 1
+
+    def argue(self, text: str) -> None:
+        """More of the arguments of the call that has begun."""
+        if text and self._wanted:
+            self._events.append(CallArguments(self.num_calls - 1, text))
+
+    @property
+    def _wanted(self) -> bool:
+        return self._num_found <= (_MAX_CALLS if self._parallel else 1)
+
+    def last_words(self) -> None:
+        """The text is over. White space around calls is nobody's; without any, it is content like everything else."""
+        space, self._space = "".join(self._space), []
+        if space and not self._num_found:
+            self._events.append(Content(space))
+
+    # ---- a call ------------------------------------------------------------------------------------------------------
+
+    def arguments(self, name: str) -> Generator[None, None, None]:
+        """At the value of the call's arguments, which are passed on while they come. The call begins with it. Raises _NoCall if there is
+        neither an object nor a string with one inside."""
+        char = yield from self.peek()
+        if char == "{":
+            self.begin_call(name)
+            self.release()
+            brackets = Brackets()
+            while not brackets.closed and (yield from self.peek()):
+                at = brackets.scan(self._text, self._at)
+                self.argue(self._text[self._at : at])
+                self._at = at
+            return
+        if char == '"':
+            text = yield from self.string()
+        elif (yield from self.value()) == "null":
+            text = "{}"
+        else:
+            raise _NoCall
+        self.begin_call(name)
+        self.release()
+        self.argue(text or "{}")
+
+    def call_object(self, *, bare: bool) -> Generator[None, None, None]:
+        """{"name": "f", "arguments": {...}}, in any order and with other keys. `bare`: nothing but what is in it tells that it is a call.
+        Raises _NoCall, only before the call has begun."""
+        if (yield from self.take()) != "{":
+            raise _NoCall
+        name: str | None = None
+        held: str | None = None
+        begun = False
+        try:
+            while (yield from self.skip_space()) == '"':
+                key = yield from self.string()
+                if bare and key not in _CALL_KEYS:
+                    raise _NoCall
+                if (yield from self.skip_space()) != ":":
+                    raise _NoCall
+                self._at += 1
+                yield from self.skip_space()
+                if key == "name" and not begun:
+                    name = yield from self.string()
+                    if not 0 < len(name) <= _MAX_NAME or (bare and self.names and name not in self.names):
+                        raise _NoCall
+                elif key in _ARGUMENTS and not begun and name is not None:
+                    yield from self.arguments(name)
+                    begun = True
+                elif key in _ARGUMENTS and not begun:
+                    held = yield from self.value()
+                else:
+                    yield from self.value()
+                if begun:
+                    self._text, self._at = self._text[self._at :], 0
+                if (yield from self.skip_space()) == ",":
+                    self._at += 1
+            if (yield from self.take()) != "}":
+                raise _NoCall
+        except _NoCall:
+            if begun:
+                self._at = 0  # behind the arguments: the call stands, the rest is content
+                return
+            raise
+        if not begun:
+            if name is None or (held is None and bare) or (held is not None and not held.startswith("{")):
+                raise _NoCall
+            self.begin_call(name)
+            self.release()
+            self.argue(held or "{}")
+
+    def call_list(self) -> Generator[None, None, None]:
+        """[{...}, {...}]. Raises _NoCall, only before the first call has begun."""
+        if (yield from self.take()) != "[":
+            raise _NoCall
+        num_before = self._num_found
+        while True:
+            yield from self.skip_space()
+            try:
+                yield from self.call_object(bare=False)
+            except _NoCall:
+                if self._num_found == num_before:
+                    raise
+                self.rewind(0)
+                return
+            self.mark()
+            if (yield from self.skip_space()) == ",":
+                self._at += 1
+                continue
+            if (yield from self.peek()) == "]":
+                self._at += 1
+                self.release()
+            else:
+                self.rewind(0)
+            return
+
+
+class Brackets:
+    """Where a JSON object or list ends. It looks at brackets and strings only, so that mistakes inside it go by."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    @property
+    def closed(self) -> bool:
+        return self._depth < 0
+
+    def scan(self, text: str, at: int) -> int:
+        """Goes on at `at`; returns where the text, or the value, ends."""
+        while at < len(text):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
+            if found is None:
+                return len(text)
+            at = found.end()
+            char = found.group()
+            if char == '"':
+                self._in_string = not self._in_string
+            elif char == "\\":
+                self._escaped = True
+            elif char in "{[":
+                self._depth += 1
+            else:
+                self._depth -= 1
+                if self._depth <= 0:
+                    self._depth = -1
+                    return at
+        return at
+
+
+# ---- the formats -----------------------------------------------------------------------------------------------------------
+
+
+def hermes_calls(reader: Reader) -> Iterator[None]:
+    opening, closing = "<tool_call>", "</tool_call>"
+    while (yield from reader.content_until(opening)):
+        reader.mark()
+        yield from reader.follows(opening)
+        try:
+            if (yield from reader.skip_space()) == "[":
+                yield from reader.call_list()
+            else:
+                yield from reader.call_object(bare=False)
+        except _NoCall:
+            reader.rewind(len(opening))
+            continue
+        # What else is inside is content, and the tag goes with the call.
+        if (yield from reader.content_until(closing, opening)) == closing:
+            yield from reader.follows(closing)
+    reader.last_words()
+
+
+def llama3_json_calls(reader: Reader) -> Iterator[None]:
+    tag = "<|python_tag|>"
+    reader.mark()
+    first = yield from reader.skip_space()
+    tagged = first == tag[0]
+    reader.rewind(0)
+    if not tagged and first != "{":
+        tagged = True  # a call may still come, but only with a tag
+    while True:
+        if tagged and not (yield from reader.content_until(tag)):
+            break
+        reader.mark()
+        if tagged:
+            yield from reader.follows(tag)
+        yield from reader.skip_space()
+        try:
+            yield from reader.call_object(bare=not tagged)
+            while True:
+                reader.mark()
+                if (yield from reader.skip_space()) in (";", ","):
+                    yield from reader.take()
+                if (yield from reader.skip_space()) != "{":
+                    reader.rewind(0)
+                    break
+                yield from reader.call_object(bare=True)
+        except _NoCall:
+            reader.rewind(1 if tagged else 0)
+        tagged = True
+    reader.last_words()
+
+
+def mistral_calls(reader: Reader) -> Iterator[None]:
+    opening = "[TOOL_CALLS]"
+    while (yield from reader.content_until(opening)):
+        reader.mark()
+        yield from reader.follows(opening)
+        try:
+            char = yield from reader.skip_space()
+            if char == "[":
+                yield from reader.call_list()
+            elif char == "{":
+                yield from reader.call_object(bare=False)
+            else:
+                yield from _named_call(reader)
+        except _NoCall:
+            reader.rewind(len(opening))
+    reader.last_words()
+
+
+def _named_call(reader: Reader) -> Generator[None, None, None]:
+    """f[CALL_ID]xyz[ARGS]{...}, the two marks optional."""
+    name = yield from _word(reader)
+    if (yield from reader.follows("[CALL_ID]")):
+        yield from _word(reader)
+    yield from reader.follows("[ARGS]")
+    yield from reader.skip_space()
+    yield from reader.arguments(name)
+
+
+def _word(reader: Reader) -> _Read:
+    word = ""
+    while (char := (yield from reader.peek())) and _NAME_CHAR.fullmatch(char):
+        word += yield from reader.take()
+        if len(word) > _MAX_NAME:
+            raise _NoCall
+    if not word:
+        raise _NoCall
+    return word
