@@ -197,6 +197,7 @@ async def whole_system(
                 transport_timeout=5.0,
                 chunk_bytes=4096,
                 local_prefill=aggregated,
+                otlp_endpoint=router_options.get("otlp_endpoint", ""),
             )
             bounds = replace(limits or SequencesConfig(), local_prefill=aggregated)
             worker = Worker(config, model, SECRET, _prefill_edge(hub) if role == "prefill" else _decode_edge(hub, bounds))

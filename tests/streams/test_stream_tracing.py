@@ -1,0 +1,181 @@
+"""One trace over client, router, prefill worker, hand-over and decode worker, as a collector gets it over OTLP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from otlp_receiver import Collector, Received, collecting
+from whole_system import WholeSystem, whole_system
+
+from twostep.errors import Unavailable
+from twostep.rpc.channel import open_channel
+from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
+
+CLIENT_TRACE, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"
+ROUTER, PREFILL, DECODE = "twostep-router", "twostep-prefill", "twostep-decode"
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as made:
+        yield made
+
+
+PROMPT = "rivers run to the sea " * 20
+
+
+async def generate(system: WholeSystem, traceparent: str | None = TRACEPARENT, **fields: Any) -> inference_pb2.End:
+    """An answer of twelve tokens."""
+    sampling = inference_pb2.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, seed=7)
+    request = inference_pb2.GenerateRequest(text=PROMPT, request_id="asked", sampling=sampling, **fields)
+    metadata = () if traceparent is None else (("traceparent", traceparent), ("tracestate", "vendor=1"))
+    end = None
+    async with open_channel(system.target()) as channel:
+        async for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=20, metadata=metadata):
+            end = response.end if response.HasField("end") else end
+    assert end is not None
+    return end
+
+
+def check_times(parent: Received, children: dict[str, Received], order: list[str]) -> None:
+    """Each begins where the one before ends, or later, and all are within their parent."""
+    slack = 1_000_000  # instants of one request are told by several reads of two clocks
+    at = parent.start
+    for name in order:
+        child = children[name]
+        assert at - slack <= child.start <= child.end <= parent.end + slack, name
+        at = child.end
+
+
+async def test_one_trace_over_all_processes(fake_model_dir: Path, tmp_path: Path, collector: Collector) -> None:
+    async with whole_system(fake_model_dir, tmp_path, otlp_endpoint=collector.endpoint) as system:
+        end = await generate(system)
+        await system.settled()
+    assert {span.trace_id for span in collector.spans} == {CLIENT_TRACE}
+    assert {(span.service, span.instance) for span in collector.spans} >= {(PREFILL, "prefill-0"), (DECODE, "decode-0")}
+
+    request = collector.one("text_completion m")
+    assert (request.service, request.parent_id) == (ROUTER, CLIENT_SPAN)
+    assert request.proto.trace_state == "vendor=1"
+    assert request.proto.kind == request.proto.SPAN_KIND_SERVER
+    told = request.attributes
+    assert told["gen_ai.operation.name"] == "text_completion"
+    assert told["gen_ai.request.model"] == told["gen_ai.response.model"] == "m"
+    assert told["gen_ai.request.max_tokens"] == 12
+    assert told["gen_ai.request.seed"] == 7
+    assert told["gen_ai.usage.input_tokens"] == end.usage.prompt_tokens
+    assert told["gen_ai.usage.output_tokens"] == 12
+    assert told["gen_ai.response.finish_reasons"] == ["length"]
+    assert told["gen_ai.server.time_to_first_token"] == pytest.approx(end.phases.ttft_s)
+    assert told["gen_ai.server.time_per_output_token"] > 0
+    assert told["gen_ai.response.id"].startswith("asked~")
+    assert told["rpc.response.status_code"] == "OK"
+    assert not request.failed
+    assert [event.name for event in request.proto.events] == ["attempt"]
+
+    parts = collector.children(request)
+    assert set(parts) == {"route", "queue", "prefill", "hand_over", "decode", "prefill_worker", "decode_worker"}
+    check_times(request, parts, ["route", "queue", "prefill", "hand_over", "decode"])
+    assert parts["hand_over"].attributes["twostep.transport"] == "local"
+    assert parts["hand_over"].attributes["twostep.bytes"] == end.transfer.bytes > 0
+
+    prefill = parts["prefill_worker"]
+    assert prefill.service == PREFILL
+    assert prefill.attributes["twostep.request_id"] == told["gen_ai.response.id"]
+    assert prefill.attributes["twostep.lease"] == "released"
+    computed = collector.children(prefill)
+    assert set(computed) == {"queue", "compute", "publish"}
+    check_times(prefill, computed, ["queue", "compute"])
+    assert computed["publish"].attributes["twostep.bytes"] == end.transfer.bytes
+
+    decode = parts["decode_worker"]
+    assert decode.service == DECODE
+    assert decode.attributes["twostep.request_id"] == told["gen_ai.response.id"]
+    decoded = collector.children(decode)
+    assert set(decoded) == {"reserved", "fetch", "decode"}
+    check_times(decode, decoded, ["reserved", "fetch", "decode"])
+    assert decoded["fetch"].attributes["twostep.peer"] == "prefill-0"
+    assert decoded["decode"].attributes["gen_ai.usage.output_tokens"] == 11
+    # Nothing that a client sent or got.
+    everything = b"".join(span.proto.SerializeToString() for span in collector.spans)
+    assert b"rivers" not in everything
+
+
+async def test_a_prompt_that_the_decode_worker_computes(fake_model_dir: Path, tmp_path: Path, collector: Collector) -> None:
+    async with whole_system(fake_model_dir, tmp_path, aggregated=True, otlp_endpoint=collector.endpoint) as system:
+        await generate(system, traceparent=None)
+        await system.settled()
+    request = collector.one("text_completion m")
+    assert request.parent_id == "", "without a client's trace it is the root of one"
+    assert {span.trace_id for span in collector.spans} == {request.trace_id}
+    parts = collector.children(request)
+    assert set(parts) == {"route", "queue", "prefill", "decode", "decode_worker"}
+    decoded = collector.children(parts["decode_worker"])
+    assert set(decoded) == {"queue", "prefill", "decode"}
+    check_times(parts["decode_worker"], decoded, ["queue", "prefill", "decode"])
+    assert decoded["decode"].attributes["gen_ai.usage.output_tokens"] == 12
+
+
+async def test_what_its_client_does_not_sample_nobody_does(fake_model_dir: Path, tmp_path: Path, collector: Collector) -> None:
+    async with whole_system(fake_model_dir, tmp_path, otlp_endpoint=collector.endpoint) as system:
+        await generate(system, f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-00")
+        await generate(system, "00-not-a-context-01")
+        await system.settled()
+    # The second one begins a trace of its own.
+    request = collector.one("text_completion m")
+    assert request.trace_id != CLIENT_TRACE
+    assert request.parent_id == ""
+    assert {span.trace_id for span in collector.spans} == {request.trace_id}
+
+
+async def test_an_attempt_that_was_lost_is_in_the_trace(fake_model_dir: Path, tmp_path: Path, collector: Collector) -> None:
+    async with whole_system(fake_model_dir, tmp_path, num_decode=2, otlp_endpoint=collector.endpoint, stream_lease=0.2) as system:
+        first = True
+
+        def lose_one() -> None:
+            nonlocal first
+            for worker in system.decodes:
+                if first and worker.engine.stats().num_running:
+                    first = False
+                    worker.edge.fail_all(Unavailable("lost on purpose"))
+
+        runner = asyncio.create_task(generate(system))
+        while first and not runner.done():
+            lose_one()
+            await asyncio.sleep(0)
+        end = await runner
+        await system.settled()
+    if first:
+        pytest.fail("the answer was over before its worker could be lost")
+    assert end.attempts == 2
+    request = collector.one("text_completion m")
+    assert request.attributes["twostep.attempts"] == 2
+    assert [event.name for event in request.proto.events] == ["attempt", "attempt"]
+    workers = [span for span in collector.spans if span.name == "decode_worker"]
+    assert {span.parent_id for span in workers} == {request.span_id}
+    assert sorted(span.attributes["twostep.attempt"] for span in workers) == [1, 2]
+    assert [span.failed for span in sorted(workers, key=lambda span: span.start)] == [True, False]
+
+
+async def test_a_collector_that_is_away_costs_a_line_and_nothing_else(
+    fake_model_dir: Path, tmp_path: Path, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector.refusal = grpc.StatusCode.PERMISSION_DENIED
+    async with whole_system(fake_model_dir, tmp_path, aggregated=True, otlp_endpoint=collector.endpoint) as system:
+        for _ in range(3):
+            await generate(system)
+        await system.settled()
+        tracer = system.routers[0]._tracer
+        assert tracer is not None
+    assert collector.num_calls > 0
+    assert collector.spans == []
+    lost = [record for record in caplog.records if "spans for the collector" in record.message]
+    assert len(lost) == 2, "each process says it once"
+    assert tracer.counts().lost == 3 * 5
+    assert tracer.counts().exported == 0
