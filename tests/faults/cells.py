@@ -26,6 +26,7 @@ from twostep import AsyncClient
 STATES = ("reserved", "publishing", "ready", "fetching", "decoding")
 # Every state needs something of the worker that the next one holds up: `reserved` stops all of its prefill steps.
 _STAGING = ("fetching", "ready", "publishing", "decoding", "reserved")
+_BUSIER = 100
 _STAGE_S = 20.0
 _PROMPT_TOKENS = 600
 # Decoding goes on for seconds after the last state is staged.
@@ -139,6 +140,9 @@ async def inject(system: FaultSystem, target: Target, fault: Fault, timing: Timi
     injection = Injection(fault=fault.value, target=target.title(fault))
     await system.hide_spare()
     async with AsyncClient([system.target(0), system.target(1)]) as client:
+        # All that is struck runs through the first router: the second one looks busier for as long as the first is there.
+        for _ in range(_BUSIER):
+            client._pool.take(avoid=[system.target(0)])
         running: dict[Ask, asyncio.Task[None]] = {}
         try:
             await _stage(system, client, asker, timing.duration_s(fault) + timing.client_s, running)

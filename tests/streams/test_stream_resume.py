@@ -102,10 +102,17 @@ class Seen:
         assert (self.text, self.token_ids, self.logprobs) == (answer.text, list(answer.token_ids), list(answer.logprobs))
 
 
+def send_to(client: AsyncClient | Client, target: str) -> None:
+    """The next request goes there: another router, if there is one, looks busier."""
+    client._pool.take(avoid=[target])
+
+
 async def ask_and_kill(doomed: DoomedRouter, targets: Sequence[str], *, after: int, **options: Any) -> tuple[Completion, int | None]:
     """The router is killed once `after` tokens are there. The answer, checked against its pieces, and the seed."""
     seen = Seen()
     async with AsyncClient(targets, timeout=40) as client:
+        if len(targets) > 1:
+            send_to(client, doomed.target)
         answer = client.generate(token_ids=PROMPT, **options)
         alive = True
         async for piece in answer:
@@ -177,6 +184,7 @@ async def test_the_blocking_client_resumes_too_and_only_if_it_may(fake_model_dir
 
         def ask(**how: Any) -> Completion:
             with Client([doomed.target, system.target()], timeout=40) as client:
+                send_to(client, doomed.target)
                 answer = client.generate(token_ids=PROMPT, max_tokens=200, ignore_eos=True, **how)
                 seen, alive = Seen(), True
                 for piece in answer:
@@ -214,6 +222,7 @@ async def test_a_router_that_drains_hands_its_answers_over(fake_model_dir: Path,
     """An orderly end whose time is too short for what runs looks the same to the user as a sudden one."""
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
     async with two_routers(fake_model_dir, tmp_path) as (system, doomed), AsyncClient([system.target(), doomed.target]) as client:
+        send_to(client, system.target())
         answer = client.generate(token_ids=PROMPT, max_tokens=300, ignore_eos=True)
         draining: asyncio.Task[None] | None = None
         async for _ in answer:
