@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from twostep.engine.batch import Batch, Runner, SamplingRow
 from twostep.engine.fake import FakeRunner
@@ -33,7 +34,9 @@ _REPEATS = 2
 # A runner that overlaps steps is timed over so many of them, one behind the other, as it is served; long ones need not be repeated.
 _PIPELINED, _LONG_STEP_S = 4, 0.02
 _LONG_CONTEXTS = (512, 4096)
-_MIXED_SEQS = (1, 3, 16, 17, 64, 65, 256)
+_MIXED_SEQS = (1, 2, 3, 5, 16, 17, 64, 65, 256)
+# Ends of prompts: chunks so short are attended by kernels of their own, one for each power of two of rows.
+_SHORT_CHUNKS = (2, 6, 12, 24)
 _SHORT_CONTEXT = 64
 # Without a small and a larger step of either kind there is no curve.
 _NEEDED_PROMPTS, _NEEDED_SEQS = (16, 128), (1, 8)
@@ -80,8 +83,11 @@ def calibrate(
         return StepCurve(fixed_s=max(runner.step_s, _FAKE_STEP_S), per_row_s=max(runner.per_token_s, _FAKE_ROW_S))
     begun = clock()
     if runner.overlaps:
-        for probe in mixed_probes(runner, step_tokens, max_num_seqs):
-            runner.launch(_batch(runner, probe)).result()
+        for probe in (*short_probes(runner, step_tokens), *mixed_probes(runner, step_tokens, max_num_seqs)):
+            batch = _batch(runner, probe)
+            runner.launch(batch).result()
+            # As it is served: what the step before sampled is this one's input.
+            runner.launch(replace(batch, carried=_all_carried(batch))).result()
     spent = 0.0
     samples: list[StepSample] = []
     for probe in probes(runner, step_tokens, max_num_seqs):
@@ -136,13 +142,27 @@ def mixed_probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterato
     """A prompt's chunk beside decodes: few and many, and the numbers that Triton compiles for apart (1, multiples of 16). Their kernels are
     others than those of either alone, and building one takes seconds, which the first such step would hold everybody up for."""
     for count in sorted({min(count, max_num_seqs - 1, step_tokens - 2) for count in _MIXED_SEQS}):
-        probe = Probe((_SHORT_CONTEXT - 1,) * count + (0,), (1,) * count + (min(_SHORT_CONTEXT, max(2, step_tokens - count)),))
-        if (
-            count > 0
-            and runner.max_model_len > _SHORT_CONTEXT
-            and probe.num_blocks(runner.kv_shape.block_size) <= runner.kv_shape.num_blocks
-        ):
-            yield probe
+        chunks = {min(chunk, max(2, step_tokens - count)) for chunk in (*_SHORT_CHUNKS, _SHORT_CONTEXT)} if count > 0 else ()
+        for chunk in sorted(chunks):
+            probe = Probe((_SHORT_CONTEXT - 1,) * count + (0,), (1,) * count + (chunk,))
+            if runner.max_model_len > _SHORT_CONTEXT and probe.num_blocks(runner.kv_shape.block_size) <= runner.kv_shape.num_blocks:
+                yield probe
+
+
+def short_probes(runner: Runner, step_tokens: int) -> Iterator[Probe]:
+    """A short chunk alone, at the beginning of a prompt and behind others."""
+    for count in sorted({min(count, step_tokens) for count in _SHORT_CHUNKS}):
+        for start in (0, _SHORT_CONTEXT):
+            probe = Probe((start,), (count,))
+            if start + count < runner.max_model_len and probe.num_blocks(runner.kv_shape.block_size) <= runner.kv_shape.num_blocks:
+                yield probe
+
+
+def _all_carried(batch: Batch) -> npt.NDArray[np.int32]:
+    """Each sequence's first token is what the same sequence sampled in the step before."""
+    carried = np.full(len(batch.token_ids), -1, np.int32)
+    carried[batch.query_start[:-1]] = np.arange(len(batch.seq_lens), dtype=np.int32)
+    return carried
 
 
 def _decodes(num_seqs: int, context: int) -> Probe:
