@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from twostep.engine.token_masks import TokenMasks
 from twostep.engine.types import TopLogprob
 from twostep.sampling_params import SamplingParams
 
@@ -42,6 +43,7 @@ class Batch:
     sampling       R SamplingRows, aligned with sample_rows
     carried        int32 [T]      r >= 0: the token is what row r of the step launched just before samples, and token_ids says nothing;
                                   -1: token_ids has it. None: none is carried
+    masks          which tokens the rows of constrained sequences may become; None: there are none. Nothing is carried to such a row
     mark_layers    after how many layers the step is to be marked (see InFlight.layer_marks), ascending
     """
 
@@ -54,6 +56,7 @@ class Batch:
     sample_rows: npt.NDArray[np.int64]
     sampling: Sequence[SamplingRow]
     carried: npt.NDArray[np.int32] | None = None
+    masks: TokenMasks | None = None
     mark_layers: Sequence[int] = ()
 
     def with_carried(self, token_ids: Sequence[int]) -> Batch:
@@ -72,7 +75,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """R sampled tokens, aligned with Batch.sample_rows. Logprobs are the model's own, before penalties and temperature;
+    """R sampled tokens, aligned with Batch.sample_rows. Logprobs are the model's own, before penalties, grammars and temperature;
     None where the row did not ask."""
 
     token_ids: Sequence[int]

@@ -163,7 +163,7 @@ class ModelRunner:
             batch = batch.with_carried(self._last_token_ids)
             logits = self._logits(batch)
             # Rank 0 of several picks the tokens; the others' batches have nothing to sample.
-            sampled = sample(logits, batch.sampling)
+            sampled = sample(logits, batch.sampling, batch.masks)
             self._last_token_ids = sampled.token_ids
             return FinishedStep(sampled)
 

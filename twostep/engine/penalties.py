@@ -1,4 +1,4 @@
-"""What changes logits before a token is picked: penalties on tokens seen, and stop tokens that may not come yet."""
+"""What changes logits before a token is picked: penalties on tokens seen, stop tokens that may not come yet, and grammars."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ import numpy as np
 import torch
 
 from twostep.engine.batch import SamplingRow
+from twostep.engine.token_masks import TokenMasks
 
 
-def adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Logits [R, V] after penalties and min_tokens: a float32 copy, or `logits` itself if no row asks for any.
+def adjust(logits: torch.Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> torch.Tensor:
+    """Logits [R, V] after penalties, min_tokens and masks: a float32 copy, or `logits` itself if no row asks for any. Where a row has a
+    mask, that says which stop tokens may come.
 
     In this order, as vLLM does: repetition over prompt and output (positive logits divided, others multiplied), then
     frequency and presence over the output. Only the entries of tokens seen are touched.
     """
     penalized = [r for r, row in enumerate(rows) if row.params.has_penalties and row.history]
     held_back = [r for r, row in enumerate(rows) if row.position < row.params.min_tokens and row.stop_ids]
-    if not penalized and not held_back:
+    if masks is not None:
+        masked = frozenset(masks.rows.tolist())
+        held_back = [r for r in held_back if r not in masked]
+    if not penalized and not held_back and masks is None:
         return logits
     adjusted = logits.to(torch.float32, copy=True)
     flat = adjusted.view(-1)
@@ -28,7 +33,16 @@ def adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     stops = [r * vocab_size + token for r in held_back for token in rows[r].stop_ids if 0 <= token < vocab_size]
     if stops:
         flat[torch.tensor(stops, device=flat.device)] = -torch.inf
+    if masks is not None:
+        apply_masks(adjusted, masks)
     return adjusted
+
+
+def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
+    """Sets what is not allowed to -infinity in logits [R, V], in place."""
+    forbidden = torch.from_numpy(~masks.allowed(logits.shape[1])).to(logits.device)
+    index = torch.from_numpy(masks.rows).to(logits.device)
+    logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))
 
 
 def _penalize(flat: torch.Tensor, rows: Sequence[SamplingRow], penalized: Sequence[int], vocab_size: int) -> None:

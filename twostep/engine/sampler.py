@@ -1,7 +1,7 @@
 """Picking tokens from logits, all rows of a step at once.
 
-    logits ─ penalties, min_tokens ─┬─ argmax                                                  temperature 0
-                                    └─ / temperature ─ min_p ─ top-k ─ top-p ─ inverse CDF     otherwise
+    logits ─ penalties, min_tokens, grammars ─┬─ argmax                                                  temperature 0
+                                              └─ / temperature ─ min_p ─ top-k ─ top-p ─ inverse CDF     otherwise
 
 The order is vLLM's. Each filter keeps the logits above a floor, so equal logits are kept or dropped together and the result
 does not depend on how a sort breaks ties. One uniform number per row (see noise.py) picks from the kept probabilities,
@@ -17,6 +17,7 @@ import torch
 from twostep.engine.batch import Sampled, SamplingRow
 from twostep.engine.noise import uniform
 from twostep.engine.penalties import adjust
+from twostep.engine.token_masks import TokenMasks
 from twostep.engine.types import TopLogprob
 from twostep.errors import InternalError
 
@@ -28,12 +29,12 @@ _TOP_P_CANDIDATES = 1024
 _MAX_DRAW_ENTRIES = 1 << 22
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> Sampled:
     """Samples one token per row. logits [R, V] in any float dtype, aligned with rows; left as they are.
     Raises InternalError if a row has no finite maximum (broken weights)."""
     if not rows:
         return Sampled(token_ids=(), logprobs=(), top_logprobs=())
-    adjusted = adjust(logits, rows)
+    adjusted = adjust(logits, rows, masks)
     best, tokens = adjusted.max(-1)
     drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
     at_once = max(1, _MAX_DRAW_ENTRIES // logits.shape[-1])
@@ -51,14 +52,14 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     return Sampled(token_ids=token_ids, logprobs=logprobs, top_logprobs=top_logprobs)
 
 
-def sampling_margin(logits: torch.Tensor, row: SamplingRow) -> float:
+def sampling_margin(logits: torch.Tensor, row: SamplingRow, masks: TokenMasks | None = None) -> float:
     """How far the choice from one row's logits [V] is from being another: for tests that compare up to near-ties.
 
     Greedy: the gap between the two best logits. Otherwise: the distance (in probability) of the row's uniform number from the
     ends of the interval it fell into; and where a filter's cut is closer than that to letting one token more or less in, by
     as much as that token could shift the interval, the distance of that cut.
     """
-    adjusted = adjust(logits[None], [row]).to(torch.float64)
+    adjusted = adjust(logits[None], [row], masks).to(torch.float64)
     if row.params.greedy:
         best = adjusted[0].topk(2).values
         return float(best[0] - best[1])
@@ -153,7 +154,7 @@ def _top_p_floor(scaled: torch.Tensor, best: torch.Tensor, floor: torch.Tensor, 
 def _logprobs(
     logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]
 ) -> tuple[list[float | None], list[tuple[TopLogprob, ...]]]:
-    """The model's own log-probabilities (before penalties and temperature) of the rows that ask."""
+    """The model's own log-probabilities (before penalties, grammars and temperature) of the rows that ask."""
     chosen: list[float | None] = [None] * len(rows)
     top: list[tuple[TopLogprob, ...]] = [()] * len(rows)
     asked = [(r, n) for r, row in enumerate(rows) if (n := row.params.logprobs) is not None]
