@@ -17,15 +17,19 @@ from typing import Any
 
 import grpc
 import psutil
+import redis
 
 from kv_transfer.ray_head import ray_env
 from kv_transfer.testing import store_usage
 from twostep import Client
+from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
 from twostep.errors import TwostepError
 from twostep.local.ports import free_ports
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 START_TIMEOUT_S = 120.0
+# A router looks at the workers' records twice a second.
+_ROUTER_LOOKS_S = 0.7
 
 
 def free_port() -> int:
@@ -111,6 +115,27 @@ class System:
         except TwostepError:
             return False
         return bool(models) and (models[0].prefill_workers, models[0].decode_workers) == (num_prefill, num_decode)
+
+    def wait_until_told(self, *, timeout_s: float = 60.0) -> None:
+        """Until every worker has told twice that it is idle, what it holds being told as well, and routers have seen it: on a busy machine
+        heartbeats come late."""
+        _, words = next(self._children("router"))
+        with redis.Redis.from_url(words[words.index("--redis-url") + 1]) as store:
+            names = [name.decode() for name in store.smembers(WORKERS_KEY)]
+            left, told = {name: store.pttl(worker_key(name)) for name in names}, dict.fromkeys(names, 0)
+
+            def twice() -> bool:
+                for name in names:
+                    # Each heartbeat lets the record live on.
+                    before, left[name] = left[name], store.pttl(worker_key(name))
+                    raw = store.get(worker_key(name))
+                    if raw is not None and left[name] > before:
+                        load = WorkerRecord.from_json(raw).load
+                        told[name] = 0 if load.num_running or load.num_waiting or load.num_queued_tokens else told[name] + 1
+                return bool(told) and min(told.values()) >= 2
+
+            wait_until(twice, timeout_s=timeout_s, what="all workers say that they are idle")
+        time.sleep(_ROUTER_LOOKS_S)
 
     def check_empty(self, *, timeout_s: float = 20.0) -> None:
         """Every worker comes to hold nothing: no sequence, no lease, no object; and its pool adds up."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -32,16 +31,16 @@ def test_prefix_is_neither_computed_nor_moved_again(tiny_llama_dir: Path, tmp_pa
         system.client() as client,
     ):
         # Announcements and loads are a heartbeat old at best, and later where the machine is busy: then another prefix is tried.
-        rounds = [_round(client, rng)]
+        rounds = [_round(system, client, rng)]
         while not rounds[-1] and len(rounds) < 3:
-            rounds.append(_round(client, rng))
+            rounds.append(_round(system, client, rng))
         assert rounds[-1], f"in {len(rounds)} rounds, prompts were sent past the workers that hold their prefix"
         # What the request before has done to a worker's load is a heartbeat old, so that another one may seem better.
         assert any(_found_by_a_new_router(system, client, rng) for _ in range(3)), "a new router knew nothing of the prefix"
         system.check_empty()
 
 
-def _round(client: Client, rng: random.Random) -> bool:
+def _round(system: System, client: Client, rng: random.Random) -> bool:
     """Four prompts after a first one with the same prefix: whether all went where it is. Those that did are checked. By chance alone,
     one round in 256 would pass."""
     shared = [rng.randrange(2, 200) for _ in range(640)]
@@ -55,7 +54,7 @@ def _round(client: Client, rng: random.Random) -> bool:
     assert (cached, cold.blocks_reused) == (0, 0)
     block_bytes = cold.bytes // (num_blocks + 1)
     for n in range(4):
-        time.sleep(2.5)  # a heartbeat tells what the workers hold now, and that they are idle
+        system.wait_until_told()
         cached, move = ask([rng.randrange(2, 200) for _ in range(5 + n)])
         if (move.prefill_worker, move.decode_worker) != (cold.prefill_worker, cold.decode_worker):
             return False
@@ -71,7 +70,7 @@ def _found_by_a_new_router(system: System, client: Client, rng: random.Random) -
     """Whether the first request of a new router goes where the prefix is, of which nothing was announced since the one before it died."""
     shared = [rng.randrange(2, 200) for _ in range(640)]
     cold = client.generate(token_ids=[*shared, 7], max_tokens=3, ignore_eos=True).result()
-    time.sleep(2.5)
+    system.wait_until_told()
     (router,) = system.pids("router")
     os.kill(router, signal.SIGKILL)
     wait_until(lambda: system.pids("router") not in ([], [router]) and system.serves(2, 2), timeout_s=60, what="another router serves")
