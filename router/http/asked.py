@@ -22,6 +22,19 @@ from router.http.usage import phases_of, total_usage, usage_of
 from twostep.rpc.v1 import inference_pb2 as pb
 
 AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody)
+# Request headers that say what a body may say too, or concern the connection.
+HEADERS = (
+    ("x-request-id", "the request's name; one is made if it is missing or has other than 1 to 128 of A-Z a-z 0-9 . _ : -"),
+    ("x-twostep-class", "interactive, standard or batch"),
+    ("x-twostep-ttft-ms", "the first token is promised within so many milliseconds"),
+    ("x-twostep-tpot-ms", "each further token is promised within so many milliseconds"),
+    ("x-twostep-timeout-ms", "the request ends after so many milliseconds"),
+    ("x-twostep-phases", "1: the answer says how long each phase took"),
+    (
+        "x-twostep-keep-alive-s",
+        "of streams: comments after so many silent seconds, also before the first token, whose failures then are events",
+    ),
+)
 Send = Callable[[bytes], Awaitable[None]]
 
 

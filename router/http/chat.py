@@ -7,13 +7,15 @@ from typing import Any
 
 from aiohttp import web
 
-from router.http.asked import Asked, Finale, Send, respond
+from router.http.asked import HEADERS, Asked, Finale, Send, respond
 from router.http.calls import Call, json_body
 from router.http.chat_body import ChatBody
 from router.http.chunks import CHAT_WRAP, ChunkWriter
+from router.http.described import described
 from router.http.fields import parse_body
 from router.http.front import FRONT, Front
 from router.http.logprobs import chat_logprobs
+from router.http.replies import ChatChunk, ChatCompletion
 from router.http.usage import finish_of, stop_reason_of, usage_of
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -21,6 +23,13 @@ routes = web.RouteTableDef()
 
 
 @routes.post("/v1/chat/completions")
+@described(
+    "Answers to a chat.",
+    bodies=(ChatBody,),
+    reply=ChatCompletion,
+    events=ChatChunk,
+    headers=HEADERS,
+)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = parse_body(ChatBody, await json_body(request))
     return await respond(request, Chat(request.app[FRONT], body, Call.of(request)), stream=bool(body.stream))

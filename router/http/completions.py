@@ -7,13 +7,15 @@ from typing import Any
 
 from aiohttp import web
 
-from router.http.asked import Asked, Finale, Send, respond
+from router.http.asked import HEADERS, Asked, Finale, Send, respond
 from router.http.calls import Call, json_body
 from router.http.chunks import TEXT_WRAP, ChunkWriter
 from router.http.completion_body import CompletionBody
+from router.http.described import described
 from router.http.fields import parse_body
 from router.http.front import FRONT, Front
 from router.http.logprobs import TextLogprobs
+from router.http.replies import TextChunk, TextCompletion
 from router.http.usage import finish_of, stop_reason_of, usage_of
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -21,6 +23,13 @@ routes = web.RouteTableDef()
 
 
 @routes.post("/v1/completions")
+@described(
+    "Texts that go on with prompts.",
+    bodies=(CompletionBody,),
+    reply=TextCompletion,
+    events=TextChunk,
+    headers=HEADERS,
+)
 async def completions(request: web.Request) -> web.StreamResponse:
     body = parse_body(CompletionBody, await json_body(request))
     return await respond(request, Completion(request.app[FRONT], body, Call.of(request)), stream=bool(body.stream))

@@ -28,7 +28,9 @@ _TYPES = {
 
 
 # Of a message: "chat.messages[0].role is empty; ..."
-_FIELD = re.compile(r"(?:chat\.)?(?P<path>(?P<name>[a-z_]+)(?:[\[.][\w\].\[]*)?)\b")
+_FIELD = re.compile(r"(?:chat\.)?(?P<name>[a-z_]+)(?P<rest>(?:\[\d+\]|\.\w+)*)(?!\w)")
+# What the body calls otherwise.
+_NAMES = {"token_ids": "prompt", "text": "prompt"}
 
 
 class HttpError(TwostepError):
@@ -46,10 +48,12 @@ def blaming(fields: Container[str]) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         field = _FIELD.match(error.message)
-        if field is None or field["name"] not in fields:
+        name = None if field is None else field["name"] if field["name"] in fields else _NAMES.get(field["name"])
+        if field is None or name not in fields:
             raise
+        param = f"{name}{field['rest']}"
         code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
-        raise HttpError(400, error.message.removeprefix("chat."), param=field["path"], code=code) from error
+        raise HttpError(400, param + error.message[field.end() :], param=param, code=code) from error
 
 
 def body_of(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:

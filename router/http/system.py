@@ -5,7 +5,9 @@ from __future__ import annotations
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from router.http.described import described
 from router.http.front import FRONT
+from router.http.replies import Model, ModelList, Status, Version
 from twostep.errors import NotFound, Unavailable
 from twostep.metrics.process import package_version
 
@@ -13,6 +15,7 @@ routes = web.RouteTableDef()
 
 
 @routes.get("/health")
+@described("Whether the process should go on living.", reply=Status)
 async def health(request: web.Request) -> web.Response:
     """200 while the event loop makes progress: whether the process should be restarted."""
     if not request.app[FRONT].alive():
@@ -21,6 +24,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 @routes.get("/ready")
+@described("Whether a request could be placed.", reply=Status)
 async def ready(request: web.Request) -> web.Response:
     """200 while a request could be placed on workers."""
     if not request.app[FRONT].ready():
@@ -29,22 +33,26 @@ async def ready(request: web.Request) -> web.Response:
 
 
 @routes.get("/version")
+@described("The version that runs.", reply=Version)
 async def version(request: web.Request) -> web.Response:
     return web.json_response({"version": package_version()})
 
 
 @routes.get("/metrics")
+@described("Prometheus' metrics.", media="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """The same as on --metrics-port, for whoever can reach this port only."""
     return web.Response(body=generate_latest(request.app[FRONT].metrics.collectors), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 @routes.get("/v1/models")
+@described("The models served here.", reply=ModelList)
 async def models(request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": _models(request)})
 
 
 @routes.get("/v1/models/{model:.+}")
+@described("One of them.", reply=Model)
 async def model(request: web.Request) -> web.Response:
     name = request.match_info["model"]
     for found in _models(request):

@@ -1,0 +1,211 @@
+"""What answers consist of, beyond text: usage, log probabilities, several choices, phases, stops; by hand, so that nothing is hidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+from http_fakes import CHAT, MESSAGES, TEXT, chat, open_client, open_http, raw_events
+from router_fakes import ANSWER_TEXT, Cluster
+
+from router.http.replies import ChatChunk, ChatCompletion, TextChunk, TextCompletion
+from router.http.translate import choice_seed
+
+
+async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+    async with http.post(path, json=body, headers=headers) as answer:
+        told: dict[str, Any] = await answer.json()
+        assert answer.status == 200, told
+        (ChatCompletion if path == CHAT else TextCompletion).model_validate(told)
+        return told
+
+
+async def stream(http: aiohttp.ClientSession, path: str, body: dict[str, Any], **headers: str) -> list[dict[str, Any]]:
+    async with http.post(path, json=body | {"stream": True}, headers=headers) as answer:
+        assert answer.status == 200
+        assert answer.content_type == "text/event-stream"
+        *events, done = await raw_events(answer)
+        assert done == "[DONE]"
+        for event in events:
+            (ChatChunk if path == CHAT else TextChunk).model_validate(event)
+        return events
+
+
+async def test_completions_of_every_kind_of_prompt(cluster: Cluster) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    ids = cluster.tokenizer.encode("the capital").ids
+    async with cluster.serving(), open_client(cluster) as client, open_http(cluster) as http:
+        for prompt, wanted in (
+            ("the capital", [ids]),
+            (["the capital", "and so on"], [ids, cluster.tokenizer.encode("and so on").ids]),
+            (ids, [ids]),
+            ([ids, [5, 6]], [ids, [5, 6]]),
+        ):
+            prefill.requests.clear()
+            answer = await client.completions.create(model="m", prompt=prompt, max_tokens=7)
+            assert sorted(list(request.token_ids) for request in prefill.requests) == sorted(wanted)
+            assert [choice.index for choice in answer.choices] == list(range(len(wanted)))
+            assert {choice.text for choice in answer.choices} == {cluster.text_of(cluster.expected(7))}
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens == sum(map(len, wanted))
+            assert answer.usage.completion_tokens == 7 * len(wanted)
+        # As OpenAI's: 16 tokens where nothing is said.
+        assert (await post(http, TEXT, {"prompt": "x"}))["usage"]["completion_tokens"] == 16
+        for body in ({"prompt": "the capital", "echo": True, "max_tokens": 3}, {"prompt": ids, "echo": True, "max_tokens": 3}):
+            assert (await post(http, TEXT, body))["choices"][0]["text"] == "the capital" + cluster.text_of(cluster.expected(3))
+            events = await stream(http, TEXT, body)
+            assert "".join(event["choices"][0]["text"] for event in events) == "the capital" + cluster.text_of(cluster.expected(3))
+
+
+async def test_several_choices_are_repeatable_and_count_the_prompt_once(cluster: Cluster) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http:
+        one = await post(http, CHAT, chat(seed=5, max_tokens=4))
+        three = await post(http, CHAT, chat(seed=5, max_tokens=4, n=3))
+        seeds = [request.sampling.seed for request in prefill.requests]
+        assert seeds[0] == 5
+        assert sorted(seeds[1:]) == sorted(choice_seed(5, i) for i in range(3))
+        assert len(set(seeds[1:])) == 3
+        assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
+        assert three["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+        assert three["usage"]["completion_tokens"] == 12
+        events = await stream(http, CHAT, chat(n=3, max_tokens=30, stream_options={"include_usage": True}))
+        assert events[-1]["choices"] == []
+        assert events[-1]["usage"]["completion_tokens"] == 90
+        for index in range(3):
+            choices = [event["choices"][0] for event in events[:-1] if event["choices"][0]["index"] == index]
+            assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+            assert "".join(choice["delta"].get("content", "") for choice in choices) == cluster.text_of(cluster.expected(30))
+            assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+        both = await stream(http, TEXT, {"prompt": ["a", "b"], "n": 2, "max_tokens": 3, "seed": 9})
+        assert {event["choices"][0]["index"] for event in both} == {0, 1, 2, 3}
+        assert sorted(r.sampling.seed for r in prefill.requests[-4:]) == sorted([9, 9, choice_seed(9, 1), choice_seed(9, 1)])
+
+
+async def test_the_drawn_seed_is_told_and_repeats_the_answer(cluster: Cluster) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http:
+        for body in (chat(max_tokens=2), chat(max_tokens=2, stream=True)):
+            async with http.post(CHAT, json=body) as answer:
+                await answer.read()
+                assert int(answer.headers["x-twostep-seed"]) == prefill.requests[-1].sampling.seed
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_logprobs_of_chats(cluster: Cluster, streamed: bool) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    num = len(cluster.answer)
+    async with cluster.serving(), open_http(cluster) as http:
+        body = chat(max_tokens=num, logprobs=True, top_logprobs=2)
+        if streamed:
+            events = await stream(http, CHAT, body)
+            content = [each for event in events for each in (event["choices"][0]["logprobs"] or {"content": []})["content"]]
+        else:
+            content = (await post(http, CHAT, body))["choices"][0]["logprobs"]["content"]
+    assert [each["logprob"] for each in content] == [-0.5 - position for position in range(num)]
+    # Characters may be split over tokens: bytes are right all the same.
+    assert bytes(byte for each in content for byte in each["bytes"]).decode() == ANSWER_TEXT
+    assert all(each["token"].startswith("bytes:") or each["token"].encode() == bytes(each["bytes"]) for each in content)
+    assert any(each["token"].startswith("bytes:\\x") for each in content)
+    assert [top["token"] for top in content[0]["top_logprobs"]] == ["<|endoftext|>", "<|im_start|>"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_logprobs_of_completions(cluster: Cluster, streamed: bool) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http:
+        body = {"prompt": "x", "max_tokens": 12, "logprobs": 1}
+        if streamed:
+            parts = [event["choices"][0]["logprobs"] for event in await stream(http, TEXT, body)]
+            told: dict[str, list[Any]] = {}
+            for part in filter(None, parts):
+                for key, values in part.items():
+                    told.setdefault(key, []).extend(values)
+        else:
+            told = (await post(http, TEXT, body))["choices"][0]["logprobs"]
+        by_id = await post(http, TEXT, body | {"return_tokens_as_token_ids": True})
+    assert told["token_logprobs"] == [-0.5 - position for position in range(12)]
+    assert [int(name.removeprefix("token_id:")) for name in by_id["choices"][0]["logprobs"]["tokens"]] == cluster.expected(12)
+    offset = 0
+    for name, at, top in zip(told["tokens"], told["text_offset"], told["top_logprobs"], strict=True):
+        assert at == offset
+        offset += len(name)
+        assert set(top) == {"<|endoftext|>", name}
+
+
+async def test_stops_and_what_they_were(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    stop = "größte city"
+    async with cluster.serving(), open_http(cluster) as http:
+        (choice,) = (await post(http, CHAT, chat(stop=[stop, "never"], max_tokens=400)))["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == (
+            ANSWER_TEXT[: ANSWER_TEXT.index(stop)],
+            "stop",
+            stop,
+        )
+        *_, last = await stream(http, TEXT, {"prompt": "x", "stop": stop, "max_tokens": 400})
+        assert (last["choices"][0]["finish_reason"], last["choices"][0]["stop_reason"]) == ("stop", stop)
+        (choice,) = (await post(http, CHAT, chat(stop_token_ids=[cluster.answer[2]], max_tokens=9)))["choices"]
+        assert choice["stop_reason"] == cluster.answer[2]
+        await cluster.all_free()
+
+
+async def test_phases_come_to_whoever_asks(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http:
+        assert "twostep" not in await post(http, CHAT, chat(max_tokens=4))
+        for told in (
+            (await post(http, CHAT, chat(max_tokens=4), **{"x-twostep-phases": "1"}))["twostep"],
+            (await post(http, TEXT, {"prompt": "x", "max_tokens": 4, "return_phases": True}))["twostep"],
+            (await stream(http, CHAT, chat(max_tokens=4, return_phases=True)))[-1]["twostep"],
+            (await stream(http, CHAT, chat(max_tokens=4, return_phases=True, stream_options={"include_usage": True})))[-1]["twostep"],
+        ):
+            assert (told["phases"]["queue_s"], told["phases"]["fetch_s"]) == (0.001, 0.004)
+            assert 0 < told["phases"]["ttft_s"] < told["phases"]["total_s"]
+            assert (told["transfer"]["transport"], told["transfer"]["bytes"], told["attempts"]) == ("local", 4096, 1)
+        several = await post(http, CHAT, chat(max_tokens=4, n=2, return_phases=True))
+        assert len(several["twostep"]["choices"]) == 2
+
+
+async def test_usage_in_every_chunk_and_token_ids(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = await stream(http, CHAT, chat(max_tokens=9, stream_options=options, return_token_ids=True))
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts)
+        assert (counts[0], counts[-1]) == (0, 9)
+        ids = [token_id for event in events[:-1] for token_id in event["choices"][0].get("token_ids") or ()]
+        assert ids == cluster.expected(9)
+        whole = await post(http, CHAT, chat(max_tokens=9, return_token_ids=True))
+        assert whole["choices"][0]["token_ids"] == ids
+        assert whole["prompt_token_ids"] == events[0]["prompt_token_ids"]
+        assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+
+
+async def test_sampling_and_class_reach_the_workers(cluster: Cluster) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving(), open_client(cluster) as client:
+        await client.chat.completions.create(
+            model="m",
+            messages=MESSAGES,
+            max_completion_tokens=5,
+            temperature=0,
+            top_p=0.5,
+            frequency_penalty=0.25,
+            presence_penalty=-0.5,
+            service_tier="flex",
+            user="somebody",
+            extra_body={"top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5, "min_tokens": 2, "ignore_eos": True, "unheard_of": 1},
+        )
+    request = prefill.requests[-1]
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0.0, 0.5, 7)
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.min_p) == (0.25, -0.5, 0.125)
+    assert (sampling.repetition_penalty, sampling.min_tokens, sampling.ignore_eos) == (1.5, 2, True)

@@ -1,0 +1,246 @@
+"""Refusals and failures, before the first event and after; clients that go away or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from http_fakes import CHAT, MESSAGES, TEXT, chat, events_of, open_client, open_http, url
+from router_fakes import Cluster, after, refuse, until
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"logit_bias": {"5": 10}}, "logit_bias"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {"audio": {"voice": "alloy"}}, "audio"),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
+    (CHAT, {"n": 0}, "n"),
+    (CHAT, {"n": 1000}, "n"),
+    (CHAT, {"temperature": -1}, "temperature"),
+    (CHAT, {"temperature": "0.5"}, "temperature"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0].type"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    (CHAT, {"stop": [""]}, "stop[0]"),
+    (CHAT, {"stop_token_ids": [100_000]}, "stop_token_ids[0]"),
+    (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (CHAT, {"ttft_ms": 0}, "ttft_ms"),
+    (CHAT, {"request_id": "white space"}, "request_id"),
+    (TEXT, {"prompt": "x", "best_of": 3, "n": 2}, "best_of"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
+    (TEXT, {"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+    (TEXT, {"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+    (TEXT, {"prompt": [[]]}, "prompt[0]"),
+    (TEXT, {}, "prompt"),
+    (TEXT, {"prompt": [1 << 20]}, "prompt[0]"),
+]
+
+
+async def test_what_cannot_be_done_is_refused_by_name(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http:
+        for path, fields, param in REFUSED:
+            body = chat(**fields) if path == CHAT else fields
+            async with http.post(path, json=body) as answer:
+                error = (await answer.json())["error"]
+                assert answer.status == 400, (fields, error)
+                assert error["type"] == "invalid_request_error"
+                assert error["param"] == param, (fields, error)
+                assert error["message"]
+        for headers, param in (
+            ({"x-twostep-class": "urgent"}, "x-twostep-class"),
+            ({"x-twostep-timeout-ms": "soon"}, "x-twostep-timeout-ms"),
+        ):
+            async with http.post(CHAT, json=chat(), headers=headers) as answer:
+                assert (answer.status, (await answer.json())["error"]["param"]) == (400, param)
+        for raw, kind, status in ((b"{", "application/json", 400), (b"[]", "application/json", 400), (b"{}", "text/plain", 415)):
+            async with http.post(CHAT, data=raw, headers={"content-type": kind}) as answer:
+                assert answer.status == status, raw
+                assert (await answer.json())["error"]["message"]
+        # What is known and harmless is none of these.
+        fields = {"logit_bias": {}, "functions": None, "modalities": ["text"], "store": True, "metadata": {"a": "b"}, "max_tokens": 1}
+        async with http.post(CHAT, json=chat(**fields)) as answer:
+            assert answer.status == 200, await answer.text()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_failure_before_the_first_token_has_its_status(cluster: Cluster, streamed: bool) -> None:
+    await cluster.decode()
+    async with cluster.serving(no_worker_grace=0.1), open_client(cluster) as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="m", messages=MESSAGES, stream=streamed)
+        assert caught.value.status_code == 503
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=5000, stream=streamed)
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", None)
+
+
+async def test_no_room_is_429_and_says_when_to_come_again(cluster: Cluster) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    prefill.before_first.append(after(30))
+    async with cluster.serving(max_inflight=1, max_waiting=0), open_http(cluster) as http, open_client(cluster) as client:
+        first = asyncio.create_task(http.post(CHAT, json=chat()))
+        await until(lambda: bool(prefill.requests), "the first one is being served")
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert caught.value.code == "rate_limit_exceeded"
+        first.cancel()
+        await asyncio.wait((first,))
+        await cluster.all_free()
+
+
+async def test_a_timeout_ends_the_request(cluster: Cluster) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http:
+        for body, headers in ((chat(timeout=0.2), {}), (chat(stream=True), {"x-twostep-timeout-ms": "200"})):
+            prefill.before_first.append(after(30))
+            async with http.post(CHAT, json=body, headers=headers) as answer:
+                assert answer.status == 504
+        await cluster.all_free()
+
+
+async def test_a_failure_in_mid_stream_is_the_last_event(cluster: Cluster) -> None:
+    _, decode = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http, open_client(cluster) as client:
+        decode.script.fail_at, decode.script.fail_retryable, decode.script.fail_code = 6, False, "DATA_LOSS"
+        async with http.post(CHAT, json=chat(stream=True, max_tokens=30)) as answer:
+            assert answer.status == 200
+            events = events_of(await answer.read())
+        assert events[-1]["error"]["type"] == "server_error"
+        assert len(events) > 2
+        decode.script.fail_at, decode.script.fail_retryable = 6, False
+        with pytest.raises(openai.APIError):
+            async for _ in await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=30, stream=True):
+                pass
+        await cluster.all_free()
+
+
+async def test_one_choice_that_fails_ends_all(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    decode.script.step_s = 0.01
+    async with cluster.serving(), open_http(cluster) as http:
+        prefill.hooks.append(refuse(grpc.StatusCode.INVALID_ARGUMENT, "not this one"))
+        async with http.post(CHAT, json=chat(n=4, max_tokens=1000)) as answer:
+            assert answer.status == 400
+        await cluster.all_free()
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}], ids=str)
+async def test_a_client_that_goes_away_frees_both_sides_within_a_step(cluster: Cluster, fields: dict[str, Any]) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    # The next token would be sampled long after this test: whatever is free before was free within one step.
+    decode.script.step_s = 600.0
+    async with cluster.serving():
+        await disconnect(cluster, chat(max_tokens=1500, **fields), lambda: len(decode.attaches) == fields.get("n", 1))
+        await until(lambda: not cluster.held() and len(decode.cancels) == fields.get("n", 1), "nothing is held")
+        # While prompts are being computed too.
+        prefill.before_first.extend([after(30)] * 3)
+        await disconnect(cluster, chat(max_tokens=1500, **fields), lambda: len(prefill.held) == fields.get("n", 1))
+        await cluster.all_free()
+        assert len(prefill.cancelled) >= fields.get("n", 1)
+
+
+async def disconnect(cluster: Cluster, body: dict[str, Any], when: Any) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
+    raw = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    writer.write(head.encode() + raw)
+    await until(when, "the request is under way")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_client_that_does_not_read_is_cut_and_its_neighbour_is_not_held_up(cluster: Cluster) -> None:
+    _, decode = await cluster.prefill(), await cluster.decode()
+    decode.script.tokens_per_step, decode.script.step_s, decode.script.once = 50, 0.001, False
+    async with cluster.serving(max_buffered_tokens=100), open_http(cluster) as http:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, ("127.0.0.1", cluster.router.http_port))
+        # Much for each token, so that what lies between fills soon.
+        body = json.dumps(chat(stream=True, max_tokens=1900, logprobs=True, top_logprobs=20, n=8)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(sock, head.encode() + body)
+        await until(lambda: len(decode.attaches) == 8, "it is under way")
+        async with http.post(CHAT, json=chat(max_tokens=300)) as answer:
+            assert (await answer.json())["usage"]["completion_tokens"] == 300
+        await until(lambda: len(decode.cancels) > 0 and not cluster.held(), "the one that does not read is cut")
+        received = b""
+        try:
+            while piece := await asyncio.wait_for(loop.sock_recv(sock, 1 << 20), 10):
+                received += piece
+        except ConnectionResetError:
+            pass
+        sock.close()
+        assert b"[DONE]" not in received
+
+
+async def test_silence_is_filled_with_comments(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http, open_client(cluster) as client:
+        prefill.before_first.append(after(1.8))
+        async with http.post(CHAT, json=chat(stream=True, max_tokens=3), headers={"x-twostep-keep-alive-s": "1"}) as answer:
+            assert (await answer.content.readuntil(b"\n\n")).startswith(b": ")
+            assert events_of(await answer.read())[-1] == "[DONE]"
+        monkeypatch.setattr("router.http.sse.KEEP_ALIVE_S", 0.3)
+        prefill.after_first.append(after(1.5))
+        chunks = [c async for c in await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=3, stream=True)]
+        assert chunks[-1].choices[0].finish_reason == "length"
+
+
+async def test_ids_of_requests(cluster: Cluster) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http:
+        for body in (chat(max_tokens=1), chat(max_tokens=1, stream=True)):
+            async with http.post(CHAT, json=body, headers={"x-request-id": "mine.1"}) as answer:
+                raw = await answer.text()
+                assert answer.headers["x-request-id"] == "mine.1"
+                assert '"chatcmpl-mine.1"' in raw
+                assert prefill.requests[-1].request_id.startswith("mine.1~")
+        async with http.post(CHAT, json=chat(max_tokens=1, request_id="body-1"), headers={"x-request-id": "mine.1"}) as answer:
+            assert (await answer.json())["id"] == "chatcmpl-body-1"
+
+
+async def test_endpoints_that_are_not_served_say_so(cluster: Cluster) -> None:
+    async with cluster.serving(), open_client(cluster) as client, open_http(cluster) as http:
+        with pytest.raises(openai.NotFoundError, match="compute no embeddings"):
+            await client.embeddings.create(model="m", input="x")
+        with pytest.raises(openai.NotFoundError, match="chat/completions"):
+            await client.responses.create(model="m", input="x")
+        async with http.get("/v1/fine_tuning/jobs") as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (404, "unsupported_endpoint")
+    assert url(cluster)
+
+
+async def test_tokens_and_back(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http:
+        async with http.post("/tokenize", json={"prompt": "the größte", "return_token_strs": True}) as answer:
+            told = await answer.json()
+        ids = cluster.tokenizer.encode("the größte").ids
+        assert (told["tokens"], told["count"], told["max_model_len"]) == (ids, len(ids), 2048)
+        assert len(told["token_strs"]) == len(ids)
+        async with http.post("/detokenize", json={"model": "m", "tokens": ids}) as answer:
+            assert await answer.json() == {"prompt": "the größte"}
+        async with http.post("/tokenize", json={"messages": MESSAGES}) as answer:
+            assert "<|im_start|>user" in cluster.tokenizer.decode((await answer.json())["tokens"], skip_special_tokens=False)
+        async with http.post("/tokenize", json={"prompt": ""}) as answer:
+            assert (await answer.json())["tokens"] == []
+        async with http.post("/tokenize", json={"prompt": "x", "model": "other"}) as answer:
+            assert answer.status == 404
+        async with http.post("/detokenize", json={"tokens": [-1]}) as answer:
+            assert (answer.status, (await answer.json())["error"]["param"]) == (400, "tokens[0]")
