@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from router.access import Identity
-from router.http import chat, completions, system, ui
+from router.http import chat, completions, openapi, refusals, system, tokens, ui
 from router.http.errors import Handler, errors
 from router.http.front import FRONT, IDENTITY, REQUEST_ID, Front
 from router.http.sse import STREAMS, OpenStreams
@@ -68,8 +68,10 @@ def make_app(front: Front) -> web.Application:
     app[STREAMS] = OpenStreams()
     app.cleanup_ctx.append(_keeping_alive)
     app[ui.PAGE] = ui.load_page()
-    for module in (chat, completions, system, ui):
+    for module in (chat, completions, tokens, system, openapi, ui):
         app.add_routes(module.routes)
+    app.add_routes(refusals.routes)
+    openapi.describe(app)
     return app
 
 

@@ -174,7 +174,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_neighbour_is_not_held_
         body = json.dumps(chat(stream=True, max_tokens=1900, logprobs=True, top_logprobs=20, n=8)).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         await loop.sock_sendall(sock, head.encode() + body)
-        await until(lambda: len(decode.attaches) == 8, "it is under way")
+        await until(lambda: bool(decode.attaches), "it is under way")
         async with http.post(CHAT, json=chat(max_tokens=300)) as answer:
             assert (await answer.json())["usage"]["completion_tokens"] == 300
         await until(lambda: len(decode.cancels) > 0 and not cluster.held(), "the one that does not read is cut")
