@@ -9,9 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 from otlp_receiver import Collector, Received, collecting
 from whole_system import WholeSystem, whole_system
 
+from twostep.client import AsyncClient
 from twostep.errors import Unavailable
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
@@ -179,3 +181,18 @@ async def test_a_collector_that_is_away_costs_a_line_and_nothing_else(
     assert len(lost) == 2, "each process says it once"
     assert tracer.counts().lost == 3 * 5
     assert tracer.counts().exported == 0
+
+
+async def test_an_applications_span_is_the_root_of_what_its_sdk_asks(fake_model_dir: Path, tmp_path: Path, collector: Collector) -> None:
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("application")
+    async with whole_system(fake_model_dir, tmp_path, aggregated=True, otlp_endpoint=collector.endpoint) as system:
+        async with AsyncClient(system.target()) as client:
+            with tracer.start_as_current_span("work") as span:
+                await client.generate(PROMPT, max_tokens=4, timeout=20).result()
+            await client.generate(PROMPT, max_tokens=4, timeout=20).result()
+        await system.settled()
+    first, second = sorted((each for each in collector.spans if each.name == "text_completion m"), key=lambda each: each.start)
+    context = span.get_span_context()
+    assert (first.trace_id, first.parent_id) == (f"{context.trace_id:032x}", f"{context.span_id:016x}")
+    assert second.parent_id == ""
+    assert second.trace_id != first.trace_id
