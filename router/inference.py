@@ -35,7 +35,7 @@ from router.dispatch import Dispatcher, time_is_up
 from router.fair_queue import AGEING_S, Claim
 from router.job import Job, Metadata
 from router.output import Output
-from router.prompt import PromptReader
+from router.prompt import Prompt, PromptReader
 from router.quota import OutputLengths
 from router.recorder import Record, recorded
 from router.report import Report
@@ -172,7 +172,7 @@ class Inference:
         try:
             self._check(request)
             prompt = await self._prompts.prompt(request)
-            job = record.job = self._job(request, prompt.ids, name, caller, started, record.metadata)
+            job = record.job = self._job(request, prompt, name, caller, started, record.metadata)
             caller.accepted(job.prompt)
             report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
             answer = record.answer = prompt.answer(job.sampling)
@@ -194,17 +194,17 @@ class Inference:
     def _job(
         self,
         request: inference_pb2.GenerateRequest,
-        prompt: Sequence[int],
+        prompt: Prompt,
         request_id: str,
         caller: Caller,
         started: float,
         metadata: Metadata,
     ) -> Job:
         request_class, targets, tenant = class_of(request), Targets.of(request), tenant_of(request, caller.identity.tenant)
-        sampling = self._prompts.sampling(request.sampling, len(prompt), self.max_model_len)
+        sampling = prompt.held(self._prompts.sampling(request.sampling, len(prompt.ids), self.max_model_len))
         return Job(
             request_id=request_id,
-            prompt=prompt,
+            prompt=prompt.ids,
             sampling=sampling,
             deadline=min(started + self._config.request_timeout_s, time.monotonic() + caller.remaining_s()),
             cache_salt=request.cache_salt,

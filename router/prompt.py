@@ -15,10 +15,11 @@ from router.resume import resumed_tokens
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted
 from twostep.rpc.v1 import inference_pb2
 from twostep.sampling_params import SamplingParams
+from twostep.text.answer_grammar import after_reasoning
 from twostep.text.chat_format import ChatFormat
 from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
-from twostep.text.reasoning import ReasoningFormat, ReasoningSplitter
+from twostep.text.reasoning import Begun, ReasoningFormat, ReasoningSplitter
 from twostep.text.tokenizer import Tokenizer
 
 # Up to here tokenizing takes well under a millisecond and is done in the event loop.
@@ -48,16 +49,22 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Token ids, and how the answer is to be read: `tokenizer` shows the special tokens that it is made of; `reasoning` is what the model
-    marks its reasoning with, None for prompts that are no chats; `thinking`: the answer begins inside it."""
+    marks its reasoning with, None for prompts that are no chats, and `begun` whether the prompt has begun it."""
 
     ids: Sequence[int]
     tokenizer: Tokenizer
     reasoning: ReasoningFormat | None = None
-    thinking: bool = False
+    begun: Begun = Begun.OVER
 
     def answer(self, sampling: SamplingParams) -> Answer:
-        splitter = None if self.reasoning is None else ReasoningSplitter(self.reasoning, begun=self.thinking)
+        splitter = None if self.reasoning is None else ReasoningSplitter(self.reasoning, begun=self.begun is Begun.YES)
         return Answer(self.tokenizer, sampling, splitter)
+
+    def held(self, sampling: SamplingParams) -> SamplingParams:
+        """A grammar is of the answer: the model thinks freely before it."""
+        if self.reasoning is None or sampling.grammar is None:
+            return sampling
+        return replace(sampling, grammar=after_reasoning(sampling.grammar, self.reasoning, self.tokenizer, self.begun))
 
 
 class PromptReader:
@@ -114,8 +121,8 @@ class PromptReader:
                 continue_final_message=conversation.continue_final_message,
             )
             self._check_length(len(text))
-            thinking = reasoning is not None and reasoning.begun_in(text, conversation.continued)
-            return Prompt(self._tokenizer.encode(text, add_special_tokens=False), tokenizer, reasoning, thinking)
+            begun = Begun.OVER if reasoning is None else reasoning.begun_in(text, conversation.continued)
+            return Prompt(self._tokenizer.encode(text, add_special_tokens=False), tokenizer, reasoning, begun)
 
         return await self._in_thread_if_long(read, num_chars(chat))
 

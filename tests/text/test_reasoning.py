@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostep.errors import SetupError
-from twostep.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSplitter, reasoning_format
+from twostep.text.reasoning import REASONING_FORMATS, Begun, ReasoningFormat, ReasoningSplitter, reasoning_format
 
 FORMATS = [REASONING_FORMATS["qwen3"], REASONING_FORMATS["mistral"], REASONING_FORMATS["deepseek_r1"]]
 
@@ -132,18 +132,19 @@ def test_text_is_not_kept_waiting() -> None:
 @pytest.mark.parametrize(
     ("name", "prompt", "continued", "begun"),
     [
-        ("qwen3", "<|im_start|>assistant\n<think>\n", None, True),
-        ("qwen3", "<|im_start|>assistant\n", None, False),
-        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None, False),
-        ("qwen3", "<|im_start|>assistant\n<think>I wonder", "<think>I wonder", True),
-        ("qwen3", "<|im_start|>assistant\n<think>I wonder</think>So", "<think>I wonder</think>So", False),
-        ("qwen3", "<|im_start|>assistant\nSo", "So", False),
-        ("deepseek_r1", "Assistant:", None, True),
-        ("deepseek_r1", "Assistant: <think></think>", None, False),
-        ("deepseek_r1", "Assistant: The", "The", False),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", None, Begun.YES),
+        ("qwen3", "<|im_start|>assistant\n", None, Begun.NOT_YET),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None, Begun.OVER),
+        ("qwen3", "<|im_start|>assistant\n<think>I wonder", "<think>I wonder", Begun.YES),
+        ("qwen3", "<|im_start|>assistant\n<think>I wonder</think>So", "<think>I wonder</think>So", Begun.OVER),
+        ("qwen3", "<|im_start|>assistant\nSo", "So", Begun.OVER),
+        ("qwen3", "<|im_start|>assistant\n", "", Begun.NOT_YET),
+        ("deepseek_r1", "Assistant:", None, Begun.YES),
+        ("deepseek_r1", "Assistant: <think></think>", None, Begun.OVER),
+        ("deepseek_r1", "Assistant: The", "The", Begun.OVER),
     ],
 )
-def test_what_the_prompt_begins(name: str, prompt: str, continued: str | None, begun: bool) -> None:
+def test_what_the_prompt_begins(name: str, prompt: str, continued: str | None, begun: Begun) -> None:
     assert REASONING_FORMATS[name].begun_in(prompt, continued) is begun
 
 

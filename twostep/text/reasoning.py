@@ -19,6 +19,14 @@ _MAX_LEADING = 16
 _MAX_BREAKS_AFTER = 2
 
 
+class Begun(Enum):
+    """Whether reasoning has begun where an answer does."""
+
+    NOT_YET = 0  # the model may begin it
+    YES = 1
+    OVER = 2
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """The markers of a model. `implicit`: an answer without the opening one is reasoning as well, until the closing one."""
@@ -27,13 +35,16 @@ class ReasoningFormat:
     closing: str
     implicit: bool = False
 
-    def begun_in(self, prompt: str, continued: str | None = None) -> bool:
-        """Whether the answer to `prompt`, a chat as its template renders it, begins inside reasoning. `continued`: what the prompt's last
-        message, which the answer goes on with, has so far."""
-        if continued is not None and (self.opening in continued or self.closing in continued):
-            return continued.rfind(self.opening) > continued.rfind(self.closing)
+    def begun_in(self, prompt: str, continued: str | None = None) -> Begun:
+        """Where the answer to `prompt`, a chat as its template renders it, begins. `continued`: what the prompt's last message, which the
+        answer goes on with, has so far."""
+        if continued is not None:
+            opened, closed = continued.rfind(self.opening), continued.rfind(self.closing)
+            return Begun.YES if opened > closed else Begun.NOT_YET if opened == closed and not continued.strip() else Begun.OVER
         tail = prompt[-256:].rstrip()
-        return tail.endswith(self.opening) or (self.implicit and not tail.endswith(self.closing) and continued is None)
+        if tail.endswith(self.closing):
+            return Begun.OVER
+        return Begun.YES if tail.endswith(self.opening) or self.implicit else Begun.NOT_YET
 
 
 _THINK = ReasoningFormat("<think>", "</think>")

@@ -29,6 +29,7 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder()
         self._added = frozenset(added)
         self._special = frozenset(i for i, token in added.items() if token.special)
+        self._added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
         # Special ids that decode writes out all the same; they are not among `_special`.
         self._shown: frozenset[int] = frozenset()
         # Such a decoder joins the tokens' bytes, so that whole characters read the same wherever they stand. Others look at neighbours.
@@ -74,6 +75,10 @@ class Tokenizer:
     def joins_bytes(self) -> bool:
         """The vocabulary writes tokens in the printable alphabet of byte-level ones."""
         return self._joins_bytes
+
+    def added_id(self, text: str) -> int | None:
+        """The id of a token that is cut out of texts before all others are, special or not: markers of chats, for one."""
+        return self._added_ids.get(text)
 
     def least_tokens(self, num_chars: int) -> int:
         """A text of so many characters has at least so many tokens: tells what can never fit without tokenizing megabytes."""

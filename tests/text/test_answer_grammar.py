@@ -1,0 +1,146 @@
+"""Grammars of answers, as llguidance understands them: what they let through is what the parsers read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import pytest
+import tokenizers
+from tokenizers import AddedToken
+
+from twostep.sampling_params import Grammar, GrammarKind
+from twostep.text import Tokenizer
+from twostep.text.answer_grammar import Function, after_reasoning, tool_call_grammar
+from twostep.text.reasoning import REASONING_FORMATS, Begun
+from twostep.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ToolCallFormat, ToolCallParser
+from twostep.text.tool_events import CallArguments, CallBegun, Content
+
+_FUNCTIONS = [
+    Function(
+        "get_weather", {"properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"], "$defs": {"City": {"type": "string"}}}
+    ),
+    Function("now"),
+]
+
+
+class Model:
+    """A tokenizer with these markers among its added tokens, and what llguidance makes of it."""
+
+    def __init__(self, model_dir: Path, special: tuple[str, ...] = (), others: tuple[str, ...] = ()) -> None:
+        self.inner = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        self.inner.add_tokens([AddedToken(text, special=False, normalized=False) for text in others])
+        self.inner.add_special_tokens([AddedToken(text, special=True) for text in special])
+        self.tokenizer = Tokenizer(self.inner)
+        self._guide = llguidance.LLTokenizer(self.inner.to_str())
+
+    def accepts(self, grammar: Grammar, text: str) -> bool:
+        assert grammar.kind is GrammarKind.LARK
+        compiled = llguidance.grammar_from("lark", grammar.text)
+        assert llguidance.LLMatcher.validate_grammar(compiled, self._guide) == ""
+        matcher = llguidance.LLMatcher(self._guide, compiled)
+        ids = self.inner.encode(text, add_special_tokens=False).ids
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_llama_dir: Path) -> Model:
+    return Model(tiny_llama_dir)
+
+
+@pytest.fixture(scope="module")
+def marked(tiny_llama_dir: Path) -> Model:
+    others = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    return Model(tiny_llama_dir, special=("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"), others=others)
+
+
+def calls_of(format: ToolCallFormat, text: str) -> list[tuple[str, dict[str, Any]]]:
+    parser = ToolCallParser(format)
+    names: list[str] = []
+    arguments: list[str] = []
+    for event in [*parser.push(text), *parser.finish()]:
+        match event:
+            case CallBegun(name=name):
+                names.append(name)
+                arguments.append("")
+            case CallArguments(text=more):
+                arguments[-1] += more
+            case Content(more):
+                raise AssertionError(f"content: {more!r}")
+    return [(name, json.loads(found)) for name, found in zip(names, arguments, strict=True)]
+
+
+_PARIS = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+_NOW = '{"name": "now", "arguments": {}}'
+
+
+@pytest.mark.parametrize("kind", ["plain", "marked"])
+def test_calls_in_the_formats_own_syntax(request: pytest.FixtureRequest, kind: str) -> None:
+    model: Model = request.getfixturevalue(kind)
+    one = {
+        HERMES.name: f"<tool_call>\n{_PARIS}\n</tool_call>",
+        LLAMA3_JSON.name: _PARIS.replace("arguments", "parameters"),
+        MISTRAL.name: f"[TOOL_CALLS][{_PARIS}]" if kind == "plain" else '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}',
+    }
+    two = {
+        HERMES.name: f"<tool_call>\n{_PARIS}\n</tool_call>\n<tool_call>\n{_NOW}\n</tool_call>",
+        MISTRAL.name: f"[TOOL_CALLS][{_PARIS}, {_NOW}]" if kind == "plain" else one[MISTRAL.name] + "[TOOL_CALLS]now[ARGS]{}",
+    }
+    for format in (HERMES, LLAMA3_JSON, MISTRAL):
+        many = tool_call_grammar(format, _FUNCTIONS, model.tokenizer, parallel=True)
+        single = tool_call_grammar(format, _FUNCTIONS, model.tokenizer, parallel=False)
+        text = one[format.name]
+        assert model.accepts(many, text), format.name
+        assert model.accepts(single, text), format.name
+        assert calls_of(format, text) == [("get_weather", {"city": "Paris"})]
+        for wrong in ("", "Paris", text.replace("get_weather", "other"), text.replace('"Paris"', "7"), text + "x", text[:-1]):
+            assert not model.accepts(many, wrong), wrong
+        if format.name in two:
+            assert model.accepts(many, two[format.name])
+            assert not model.accepts(single, two[format.name])
+            assert calls_of(format, two[format.name]) == [("get_weather", {"city": "Paris"}), ("now", {})]
+
+
+def test_a_name_of_any_characters(plain: Model) -> None:
+    function = Function('a"b\\é/')
+    text = f"<tool_call>\n{json.dumps({'name': function.name, 'arguments': {}}, ensure_ascii=False)}\n</tool_call>"
+    assert plain.accepts(tool_call_grammar(HERMES, [function], plain.tokenizer, parallel=False), text)
+
+
+_GRAMMARS = [
+    (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"type": "integer"}}}'), '{"a": 1}'),
+    (Grammar(GrammarKind.JSON_OBJECT), '{"a": 1}'),
+    (Grammar(GrammarKind.REGEX, "a/b|\\/{2}\n"), "a/b"),
+    (Grammar(GrammarKind.LARK, 'start: "{" inner "}"\ninner: /[0-9]+/'), "{12}"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "answer"), _GRAMMARS)
+@pytest.mark.parametrize(("kind", "parser"), [("plain", "qwen3"), ("marked", "qwen3"), ("marked", "mistral")])
+def test_the_model_thinks_before_what_is_asked_for(
+    request: pytest.FixtureRequest, kind: str, parser: str, grammar: Grammar, answer: str
+) -> None:
+    model: Model = request.getfixturevalue(kind)
+    format = REASONING_FORMATS[parser]
+    opening, closing = format.opening, format.closing
+    begun = after_reasoning(grammar, format, model.tokenizer, Begun.YES)
+    for text in (f"So <b> it\nis.\n{closing}\n\n{answer}", f"{closing}{answer}"):
+        assert model.accepts(begun, text), text
+    for text in (answer, f"So{closing}\n\n\n{answer}", f"So{closing}x"):
+        assert not model.accepts(begun, text), text
+    perhaps = after_reasoning(grammar, format, model.tokenizer, Begun.NOT_YET)
+    for text in (f"{opening}\nSo.\n{closing}\n\n{answer}", answer):
+        assert model.accepts(perhaps, text), text
+    for text in (f"So.{closing}{answer}", f"{opening}{answer}"):
+        assert not model.accepts(perhaps, text), text
+    assert after_reasoning(grammar, format, model.tokenizer, Begun.OVER) is grammar
+
+
+def test_calls_after_reasoning(marked: Model) -> None:
+    calls = tool_call_grammar(HERMES, _FUNCTIONS, marked.tokenizer, parallel=False)
+    grammar = after_reasoning(calls, REASONING_FORMATS["qwen3"], marked.tokenizer, Begun.NOT_YET)
+    assert marked.accepts(grammar, f"<think>\nWell.\n</think>\n\n<tool_call>\n{_PARIS}\n</tool_call>")
+    assert marked.accepts(grammar, f"<tool_call>\n{_PARIS}\n</tool_call>")
+    assert not marked.accepts(grammar, "<think>\nWell.\n</think>\n\nIt rains.")
