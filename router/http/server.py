@@ -11,13 +11,15 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from router.access import Identity
-from router.http import chat, completions, openapi, refusals, system, tokens, ui
+from router.http import chat, completions, counting, openapi, refusals, system, tokens, ui
 from router.http.errors import Handler, errors
-from router.http.front import FRONT, IDENTITY, REQUEST_ID, Front
+from router.http.front import FRONT, IDENTITY, REQUEST_ID, Front, forwarded
 from router.http.sse import STREAMS, OpenStreams
 from router.targets import TENANT_HEADER
 from twostep.errors import SetupError
+from twostep.log import concerning
 from twostep.rpc.channel import TlsFiles
+from twostep.tracing import trace_id_of
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _KEEPALIVE_S = 75.0
@@ -63,8 +65,9 @@ class HttpServer:
 
 
 def make_app(front: Front) -> web.Application:
-    app = web.Application(middlewares=[_named, errors, _identified], client_max_size=front.max_body_bytes)
+    app = web.Application(middlewares=[counting.counted, _named, errors, _identified], client_max_size=front.max_body_bytes)
     app[FRONT] = front
+    counting.count(app)
     app[STREAMS] = OpenStreams()
     app.cleanup_ctx.append(_keeping_alive)
     app[ui.PAGE] = ui.load_page()
@@ -87,6 +90,7 @@ async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every request has a name, and every answer says it: the client's own `x-request-id`, or a new one."""
     given = request.headers.get("x-request-id", "")
     request[REQUEST_ID] = given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+    concerning(request[REQUEST_ID], trace_id_of(forwarded(request)))
     response = await handler(request)
     if not response.prepared:
         response.headers["x-request-id"] = request[REQUEST_ID]

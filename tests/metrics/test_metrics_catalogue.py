@@ -16,6 +16,7 @@ from twostep.engine.types import EngineStats
 from twostep.metrics import catalogue
 from twostep.metrics.engine import EngineMetrics
 from twostep.metrics.family import Kind
+from twostep.metrics.http import HttpMetrics
 from twostep.metrics.process import register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
@@ -38,6 +39,7 @@ def router() -> MetricsRegistry:
     registry = MetricsRegistry()
     register_process(registry, "router")
     RouterMetrics(registry, lambda: STATE)
+    HttpMetrics(registry)
     return registry
 
 
@@ -87,6 +89,8 @@ def test_labels_are_few_and_never_a_request() -> None:
         "kind",
         "peer",
         "version",
+        "handler",
+        "method",
     }
     assert {label for family in catalogue.FAMILIES for label in family.labels} <= allowed
 
