@@ -19,7 +19,11 @@ from twostep.rpc.convert import class_from_proto
 from twostep.rpc.v1 import inference_pb2
 from twostep.tracing import Span, Tracer, trace_id_of
 
-_FINISH = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
+_FINISH = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_CONTENT_FILTER: "content_filter",
+}
 
 
 class Record:

@@ -5,6 +5,7 @@
     │   └── ContextExceeded    prompt (+ max_tokens) is longer than the context
     ├── NotFound               no such model, request or lease
     ├── Unauthenticated        a ticket or a key does not verify
+    ├── PermissionDenied       a key that verifies, but allows less
     ├── ResourceExhausted      no room now: another worker, or later
     ├── Unavailable            a worker, Ray or the whole service is away: safe to repeat
     │   └── StreamBroken       an answer broke off half-way; carries what had arrived
@@ -51,6 +52,10 @@ class NotFound(TwostepError):
 
 class Unauthenticated(TwostepError):
     """A ticket or a key does not verify."""
+
+
+class PermissionDenied(TwostepError):
+    """Who asks is known, and may not have that."""
 
 
 class ResourceExhausted(TwostepError):
@@ -112,6 +117,7 @@ STATUS: dict[type[TwostepError], Status] = {
     InvalidRequest: Status("INVALID_ARGUMENT", 400),
     NotFound: Status("NOT_FOUND", 404),
     Unauthenticated: Status("UNAUTHENTICATED", 401),
+    PermissionDenied: Status("PERMISSION_DENIED", 403),
     ResourceExhausted: Status("RESOURCE_EXHAUSTED", 429),
     Unavailable: Status("UNAVAILABLE", 503),
     DeadlineExceeded: Status("DEADLINE_EXCEEDED", 504),

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from twostep.rpc.v1 import inference_pb2 as pb
 
-_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_CONTENT_FILTER: "content_filter"}
 
 
 def finish_of(end: pb.End) -> str:

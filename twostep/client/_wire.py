@@ -32,7 +32,11 @@ _CLASSES: dict[RequestClass, pb.RequestClass.ValueType] = {
     "standard": pb.REQUEST_CLASS_STANDARD,
     "batch": pb.REQUEST_CLASS_BATCH,
 }
-_FINISH: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_FINISH: dict[int, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_CONTENT_FILTER: "content_filter",
+}
 
 
 def generate_request(prompt: str | None, token_ids: Sequence[int] | None, options: RequestOptions) -> pb.GenerateRequest:

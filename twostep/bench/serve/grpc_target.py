@@ -30,7 +30,7 @@ _CLASSES = {
     "batch": pb.REQUEST_CLASS_BATCH,
 }
 REQUEST_CLASSES = tuple(name for name in _CLASSES if name)
-_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_CONTENT_FILTER: "content_filter"}
 _KINDS = {grpc.StatusCode.RESOURCE_EXHAUSTED: REFUSED, grpc.StatusCode.DEADLINE_EXCEEDED: "timeout"}
 _PHASES = tuple(field.name for field in pb.Phases.DESCRIPTOR.fields)
 _RETRY_AFTER = "x-twostep-retry-after-ms"

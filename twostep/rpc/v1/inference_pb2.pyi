@@ -52,6 +52,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """A stop token or a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens, or the end of the context."""
+    FINISH_REASON_CONTENT_FILTER: _FinishReason.ValueType  # 3
+    """The router's hold-back hook allowed no more of it. Text that it had not allowed was never sent."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -60,6 +62,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """A stop token or a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the end of the context."""
+FINISH_REASON_CONTENT_FILTER: FinishReason.ValueType  # 3
+"""The router's hold-back hook allowed no more of it. Text that it had not allowed was never sent."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
