@@ -16,6 +16,7 @@ from router.http.fields import parse_body
 from router.http.front import FRONT, Front
 from router.http.logprobs import chat_logprobs
 from router.http.replies import ChatChunk, ChatCompletion
+from router.http.tool_use import ToolUse, deltas_of, finish_with_calls
 from router.http.usage import finish_of, stop_reason_of, usage_of
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -41,6 +42,10 @@ class Chat(Asked[ChatBody]):
     def __init__(self, front: Front, body: ChatBody, call: Call) -> None:
         super().__init__(front, body, call, prefix="chatcmpl")
         self._chat = body.prompt()
+        self.tools = ToolUse.of(body, front.chat_format)
+        self.tools.prepare(self._request, front.tokenizer)
+        if self.tools.format is None:
+            del self._chat.tools[:]
 
     def _requests(self) -> list[pb.GenerateRequest]:
         requests = [self.request(index) for index in range(self.n)]
@@ -92,14 +97,15 @@ class WholeChoice:
 
     def choice(self) -> dict[str, Any]:
         body = self._chat.body
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._text), "refusal": None}
+        said = self._chat.tools.read("".join(self._text))
+        message: dict[str, Any] = {"role": "assistant", "refusal": None, **said.fields()}
         if self._reasoning and body.include_reasoning is not False:
             message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
         choice = {
             "index": self._index,
             "message": message,
             "logprobs": None if body.num_logprobs is None else {"content": self._logprobs, "refusal": None},
-            "finish_reason": finish_of(self.finished),
+            "finish_reason": finish_with_calls(finish_of(self.finished), len(said.tool_calls)),
             "stop_reason": stop_reason_of(self.finished, body.stop_strings),
         }
         if body.return_token_ids:
@@ -116,7 +122,8 @@ class StreamedChoice:
         self._chunks = ChunkWriter(head, index, wrap=CHAT_WRAP, with_usage=chat.include_usage)
         self._with_reasoning = body.include_reasoning is not False
         # Pieces have text and nothing else to tell.
-        self._plain = body.num_logprobs is None and not body.return_token_ids and not chat.continuous_usage
+        self._parser = chat.tools.parser()
+        self._plain = self._parser is None and body.num_logprobs is None and not body.return_token_ids and not chat.continuous_usage
         self._num_tokens = 0
         self._begun = False
         self.prompt: Sequence[int] = ()
@@ -131,15 +138,19 @@ class StreamedChoice:
             await self._send(event)
 
     async def end(self, end: pb.End) -> None:
-        beginning = b"" if self._begun else self._beginning()
+        rest = b"" if self._begun else self._beginning()
+        reason = finish_of(end)
+        if self._parser is not None:
+            rest += b"".join(map(self._delta, deltas_of(self._parser.finish())))
+            reason = finish_with_calls(reason, self._parser.num_calls)
         fields: dict[str, Any] = {
             "delta": {},
             "logprobs": None,
-            "finish_reason": finish_of(end),
+            "finish_reason": reason,
             "stop_reason": stop_reason_of(end, self._chat.body.stop_strings),
         }
         last = self._chunks.choice(fields, **self._finale.beside(end))
-        await self._send(beginning + last + self._finale.after(self._index, end))
+        await self._send(rest + last + self._finale.after(self._index, end))
 
     def _beginning(self) -> bytes:
         self._begun = True
@@ -153,20 +164,30 @@ class StreamedChoice:
 
     def _detailed(self, piece: pb.Piece) -> bytes:
         body = self._chat.body
-        delta: dict[str, Any] = {}
-        if piece.reasoning and self._with_reasoning:
-            delta["reasoning_content"] = delta["reasoning"] = piece.reasoning
-        if piece.text:
-            delta["content"] = piece.text
-        fields: dict[str, Any] = {"delta": delta, "logprobs": None, "finish_reason": None}
+        deltas = self._deltas(piece)
+        fields: dict[str, Any] = {}
         if body.num_logprobs is not None:
             fields["logprobs"] = {"content": chat_logprobs(piece.token_ids, piece.logprobs, self._chat.names), "refusal": None}
         if body.return_token_ids:
             fields["token_ids"] = list(piece.token_ids)
-        if not delta and fields["logprobs"] is None and not body.return_token_ids:
-            return b""
-        others: dict[str, Any] = {}
         self._num_tokens += len(piece.token_ids)
+        if not deltas:
+            return self._delta({}, **fields) if fields else b""
+        return self._delta(deltas[0], **fields) + b"".join(map(self._delta, deltas[1:]))
+
+    def _deltas(self, piece: pb.Piece) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        if piece.reasoning and self._with_reasoning:
+            deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
+        if self._parser is not None:
+            return deltas + deltas_of(self._parser.push(piece.text))
+        if piece.text:
+            deltas.append({"content": piece.text})
+        return deltas
+
+    def _delta(self, delta: dict[str, Any], **others: Any) -> bytes:
+        """`others` stand beside it: log probabilities, token ids."""
+        beside: dict[str, Any] = {}
         if self._chat.continuous_usage:
-            others["usage"] = usage_of(len(self.prompt), self._num_tokens)
-        return self._chunks.choice(fields, **others)
+            beside["usage"] = usage_of(len(self.prompt), self._num_tokens)
+        return self._chunks.choice({"delta": delta, "logprobs": None, "finish_reason": None, **others}, **beside)

@@ -79,6 +79,11 @@ def after_reasoning(grammar: Grammar, format: ReasoningFormat, tokenizer: Tokeni
     return Grammar(GrammarKind.LARK, f"start: {start}\n{rest}\nFREE: /(?s:.*)/\nBREAKS: /\\n{{0,2}}/\nbody: {_body(grammar)}\n")
 
 
+def either(one: Grammar, other: Grammar) -> Grammar:
+    """An answer that is a sentence of one of them."""
+    return Grammar(GrammarKind.LARK, f"start: one | other\none: {_body(one)}\nother: {_body(other)}\n")
+
+
 def _body(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:

@@ -1,0 +1,127 @@
+"""Which tools a chat may call, whether it must, and how its calls are told: message.tool_calls, delta.tool_calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.http.chat_body import ChatBody, NamedTool
+from router.http.errors import HttpError
+from twostep.rpc.convert import grammar_from_proto, grammar_to_proto
+from twostep.rpc.v1 import inference_pb2 as pb
+from twostep.text.answer_grammar import Function, either, tool_call_grammar
+from twostep.text.chat_format import ChatFormat
+from twostep.text.tokenizer import Tokenizer
+from twostep.text.tool_calls import ToolCallFormat, ToolCallParser
+from twostep.text.tool_events import CallArguments, CallBegun, Content, Event
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`format` None: there are no calls, and nobody looks for any. `must`: the answer is nothing but calls, of `functions`."""
+
+    format: ToolCallFormat | None = None
+    functions: tuple[Function, ...] = ()
+    must: bool = False
+    parallel: bool = True
+
+    @classmethod
+    def of(cls, body: ChatBody, chat_format: ChatFormat) -> ToolUse:
+        """Raises HttpError 400 for what cannot be done."""
+        choice = "auto" if body.tool_choice is None else body.tool_choice
+        tools = body.tools or []
+        if not tools:
+            if choice in ("none", "auto"):
+                return cls()
+            raise HttpError(400, "tool_choice asks for a call, and there are no tools; send `tools`", param="tool_choice")
+        functions = [Function(tool.function.name, tool.function.parameters) for tool in tools]
+        if len({function.name for function in functions}) < len(functions):
+            raise HttpError(400, "two tools have the same name; rename one", param="tools")
+        if choice == "none":
+            return cls()
+        if chat_format.tool_calls is None:
+            raise HttpError(
+                400,
+                "this model's chat template writes no tool calls that are known here; leave `tools` out, set tool_choice to none, or "
+                "start the router with --tool-call-parser",
+                param="tools",
+            )
+        if isinstance(choice, NamedTool):
+            functions = [function for function in functions if function.name == choice.function.name]
+            if not functions:
+                raise HttpError(
+                    400,
+                    f"tool_choice names {choice.function.name[:64]!r}, which is none of the tools; add it, or name another",
+                    param="tool_choice.function.name",
+                )
+        must = choice == "required" or isinstance(choice, NamedTool)
+        one = isinstance(choice, NamedTool) or body.parallel_tool_calls is False
+        return cls(chat_format.tool_calls, tuple(functions), must, parallel=not one)
+
+    def prepare(self, request: pb.GenerateRequest, tokenizer: Tokenizer) -> None:
+        """Holds the answer to calls if there must be some; what else it is held to holds for answers that call nothing."""
+        if self.format is None or not (self.must or request.sampling.HasField("grammar")):
+            return
+        calls = tool_call_grammar(self.format, self.functions, tokenizer, parallel=self.parallel)
+        if not self.must:
+            calls = either(calls, grammar_from_proto(request.sampling.grammar))
+        request.sampling.grammar.CopyFrom(grammar_to_proto(calls))
+
+    def parser(self) -> ToolCallParser | None:
+        """Of one answer."""
+        if self.format is None:
+            return None
+        return ToolCallParser(self.format, names=[function.name for function in self.functions], parallel=self.parallel)
+
+    def read(self, text: str) -> ToolMessage:
+        """A whole answer."""
+        parser = self.parser()
+        if parser is None:
+            return ToolMessage(text)
+        message = ToolMessage("")
+        for event in [*parser.push(text), *parser.finish()]:
+            message.add(event)
+        return message
+
+
+@dataclass(slots=True)
+class ToolMessage:
+    content: str
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Content(text):
+                self.content += text
+            case CallBegun(_, call_id, name):
+                self.tool_calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
+            case CallArguments(index, text):
+                self.tool_calls[index]["function"]["arguments"] += text
+
+    def fields(self) -> dict[str, Any]:
+        """Of the message; the content of one that only calls is null."""
+        if not self.tool_calls:
+            return {"content": self.content}
+        return {"content": self.content or None, "tool_calls": self.tool_calls}
+
+
+def deltas_of(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """One for each event: there are clients that look at the first call of a delta only."""
+    return [_delta(event) for event in events]
+
+
+def _delta(event: Event) -> dict[str, Any]:
+    match event:
+        case Content(text):
+            return {"content": text}
+        case CallBegun(index, call_id, name):
+            call = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+        case CallArguments(index, text):
+            call = {"index": index, "function": {"arguments": text}}
+    return {"tool_calls": [call]}
+
+
+def finish_with_calls(reason: str, num_calls: int) -> str:
+    """An answer that was cut off is that, calls or not."""
+    return "tool_calls" if num_calls and reason == "stop" else reason
