@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from router.http.errors import body_of
 from router.http.front import REQUEST_ID
@@ -48,7 +49,12 @@ class EventStream:
         self._early = keep_alive_s is not None
         self._interval_s = keep_alive_s or KEEP_ALIVE_S
         self._last_sent = time.monotonic()
-        self.open = False
+        self._writer: AbstractStreamWriter | None = None
+
+    @property
+    def open(self) -> bool:
+        """The client has the head."""
+        return self._writer is not None
 
     @property
     def response(self) -> web.StreamResponse:
@@ -57,19 +63,19 @@ class EventStream:
     async def send(self, data: bytes) -> None:
         """Waits while the client has enough to read."""
         self._last_sent = time.monotonic()
-        if not self.open:
-            await self._open()
-        await self._response.write(data)
+        writer = self._writer or await self._open()
+        await writer.write(data)
 
-    async def _open(self) -> None:
+    async def _open(self) -> AbstractStreamWriter:
         async with self._opening:
-            if not self.open:
+            if self._writer is None:
                 transport = self._request.transport
                 sock = None if transport is None else transport.get_extra_info("socket")
                 if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT") and sock.family in (socket.AF_INET, socket.AF_INET6):
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
-                await self._response.prepare(self._request)
-                self.open = True
+                self._writer = await self._response.prepare(self._request)
+                assert self._writer is not None, "it is prepared once, here"
+            return self._writer
 
     async def keep_alive(self, now: float) -> None:
         """A comment, if nothing else was sent for long and nothing waits to be."""
