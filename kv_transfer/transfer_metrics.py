@@ -52,6 +52,9 @@ class TransferMetrics:
     def transfer(self, transfer: Transfer) -> None:
         labels = (transfer.transport, transfer.direction.value)
         self._transfers.labels(*labels, "failed" if transfer.failure else "ok").inc()
+        if transfer.direction is Direction.FETCH:
+            # There before anything is damaged, so that the first time shows as an increase.
+            self._retries.labels(transfer.transport, "data_loss")
         self._bytes.labels(*labels).inc(transfer.num_bytes)
         self._chunks.labels(*labels).inc(transfer.num_chunks)
         self._blocks.labels(*labels).inc(transfer.num_blocks)

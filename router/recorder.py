@@ -126,12 +126,14 @@ def _observe_targets(metrics: RouterMetrics, record: Record, status: str) -> Non
     if not targets:
         return
     metrics.slo.labels(record.request_class).inc()
+    # There from the first request on: where nobody's targets are kept, the share is 0, and not unknown.
+    attained = metrics.slo_attained.labels(record.request_class)
     ttft_s = None if report is None or report.first_token_at is None else report.first_token_at - report.started
     missed = targets.missed(ttft_s, record.tpot_s)
     for reason in missed:
         metrics.slo_missed.labels(reason.value, record.request_class).inc()
     if status == "OK" and not missed:
-        metrics.slo_attained.labels(record.request_class).inc()
+        attained.inc()
 
 
 def _trace(span: Span, record: Record, status: str, finish: str) -> None:
