@@ -280,7 +280,9 @@ class Sequences:
         self._tell(output.tokens)
         for failure in output.failures:
             sequence = self._sequences.get(failure.seq_id)
-            if sequence is not None:
+            if sequence is not None and failure.invalid:
+                self._fail(sequence, InvalidRequest(failure.message))
+            elif sequence is not None:
                 # Ahead of the commit, routers take Unavailable for the source's fault, and this is ours.
                 kind = InternalError if sequence.state is State.FETCHING else Unavailable
                 self._fail(sequence, kind(f"{failure.message}; another worker may do better"))

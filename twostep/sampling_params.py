@@ -23,12 +23,12 @@ class GrammarKind(Enum):
     LARK = "lark"
 
 
-# Characters: far more than OpenAI takes of a schema's names and values, and little enough to be looked at while others wait.
+# Characters: far more than OpenAI takes of a schema's names and values. Lark may have a schema inside.
 MAX_GRAMMAR_CHARS = {
     GrammarKind.JSON_SCHEMA: 256 << 10,
     GrammarKind.JSON_OBJECT: 0,
     GrammarKind.REGEX: 16 << 10,
-    GrammarKind.LARK: 64 << 10,
+    GrammarKind.LARK: 320 << 10,
 }
 
 

@@ -90,7 +90,8 @@ class Admission:
                     sequence.patience.wait(now, ageing_s)
                     yield sequence
 
-        preempted = list(self._preemptor.waiting.values())
+        # Who has no mask yet could not sample; it is a moment.
+        preempted = [s for s in self._preemptor.waiting.values() if s.constraint is None or s.constraint.mask is not None]
         for sequence in preempted:
             sequence.patience.wait(now, ageing_s)
         return merge(sorted(preempted, key=place), *map(queue, RequestClass), key=place)

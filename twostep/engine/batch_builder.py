@@ -8,6 +8,7 @@ import numpy as np
 
 from twostep.engine.batch import Batch, SamplingRow
 from twostep.engine.step_work import StepWork
+from twostep.engine.token_masks import TokenMasks
 
 
 def build_batch(work: StepWork, *, block_size: int, mark_layers: Sequence[int] = ()) -> Batch:
@@ -72,5 +73,6 @@ def build_batch(work: StepWork, *, block_size: int, mark_layers: Sequence[int] =
             if complete
         ],
         carried=carried,
+        masks=TokenMasks.of(work.masks) if work.masks else None,
         mark_layers=mark_layers,
     )

@@ -35,6 +35,7 @@ from twostep.engine.batch import InFlight, LayerMark, Runner, Sampled
 from twostep.engine.batch_builder import build_batch
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
+from twostep.engine.constraint import Advanced, MaskMaker
 from twostep.engine.host_blocks import HostSlabs
 from twostep.engine.host_copies import HostCopies
 from twostep.engine.host_tier import HostLoad
@@ -44,7 +45,7 @@ from twostep.engine.pacing import Pacing
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.step_work import BlockLoad, StepWork
-from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, StepOutput
+from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, SequenceFailure, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve
@@ -95,6 +96,7 @@ class Engine:
         self._steps = 0
         self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._launched: deque[_Launched] = deque()
+        self._masks = MaskMaker()
         self._pacing = Pacing()
         self._settled_at = 0.0
         self._on_marked: Callable[[MarkedStep], None] | None = None
@@ -234,7 +236,7 @@ class Engine:
             if not self._launch():
                 break
             self._pacing.launched(time.monotonic() - started)
-        return self._settle() if self._launched else StepOutput(step=self._steps)
+        return self._settle() if self._launched else StepOutput(step=self._steps, failures=self._take_failures())
 
     def settle_launched(self) -> list[StepOutput]:
         """Settles what is launched and launches nothing more."""
@@ -343,6 +345,7 @@ class Engine:
         self._launched.popleft()
         with self._changed:
             result = self._ledger.fail(work, message) if sampled is None else self._ledger.settle(work, sampled)
+            failures = self._ledger.take_failures()
             self._busy_since = None
             self._note_work()
             since = max(launched.since, self._settled_at)
@@ -355,7 +358,7 @@ class Engine:
             step=launched.step,
             tokens=result.tokens,
             progress=result.progress,
-            failures=result.failures,
+            failures=[*result.failures, *failures],
             num_prefill_tokens=done.prompt_tokens,
             num_decode_tokens=done.decodes,
             num_pairs=done.pairs,
@@ -398,6 +401,12 @@ class Engine:
                 num_context_tokens=self._ledger.num_context_tokens,
                 stalled_s=0.0 if since is None else time.monotonic() - since,
             )
+
+    @property
+    def num_advancing(self) -> int:
+        """Sequences whose next token waits for nothing but its mask, which is being made."""
+        with self._changed:
+            return self._ledger.num_advancing
 
     def take_prefix_delta(self) -> PrefixDelta:
         """What changed in the sets of findable prefixes, in the pool and in the host tier, since the last call. Net: a hash added and
@@ -448,13 +457,34 @@ class Engine:
 
     def _note_work(self) -> None:
         """After every change, under the lock: starts or stops the stall clock, and wakes the engine's thread and that of the copies."""
+        if self._ledger.to_advance:
+            self._make_masks()
         has_work, tier = self._ledger.has_work, self._ledger.tier
         if has_work or tier.has_copies:
             self._changed.notify_all()
-        if not has_work and not tier.num_loading:
+        if not has_work and not tier.num_loading and not self._ledger.num_advancing:
             self._busy_since = None
         elif self._busy_since is None:
             self._busy_since = time.monotonic()
+
+    def _make_masks(self) -> None:
+        """Under the lock."""
+        work = self._ledger.take_advances()
+        sequences = [sequence for sequence, _ in work]
+
+        def on_ready(results: Sequence[Advanced]) -> None:
+            with self._changed:
+                self._ledger.advanced(sequences, results)
+                self._note_work()
+
+        self._masks.advance([(s.constraint, tokens) for s, tokens in work if s.constraint is not None], on_ready)
+
+    def _take_failures(self) -> Sequence[SequenceFailure]:
+        with self._changed:
+            failures = self._ledger.take_failures()
+            if failures:
+                self._note_work()
+            return failures
 
     @property
     def _copies_here(self) -> bool:

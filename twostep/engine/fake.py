@@ -32,10 +32,15 @@ def fake_next_token(token_ids: Sequence[int], vocab_size: int) -> int:
     return (sum(token * (i + 1) for i, token in enumerate(token_ids)) + len(token_ids)) % vocab_size
 
 
+def next_allowed(token: int, allowed: npt.NDArray[np.int64]) -> int:
+    """Of the allowed ids, ascending, the first from `token` on; the least one where there is none."""
+    return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
+
+
 class FakeRunner:
-    """A twostep.engine.batch.Runner on numpy. Sampling parameters are ignored but for three: a stop id is not sampled before
-    `min_tokens` (the next higher id that is none is sampled, modulo the vocabulary), and `logprobs` are 0.0 for the token, and for the k-th
-    of the likeliest, k from 0, -k with the id k above the token's."""
+    """A twostep.engine.batch.Runner on numpy. Sampling parameters are ignored but for three: what a mask does not allow, and a stop id
+    before `min_tokens`, is not sampled (the next higher id that may be is, modulo the vocabulary), and `logprobs` are 0.0 for the token,
+    and for the k-th of the likeliest, k from 0, -k with the id k above the token's."""
 
     def __init__(
         self,
@@ -125,8 +130,11 @@ class FakeRunner:
         else:
             self._write(batch, slice(None))
         token_ids = self._next_tokens(batch)
+        masked = {} if batch.masks is None else dict(zip(batch.masks.rows.tolist(), batch.masks.allowed(self._vocab_size), strict=True))
+        for i, allowed in masked.items():
+            token_ids[i] = next_allowed(token_ids[i], np.flatnonzero(allowed))
         for i, row in enumerate(batch.sampling):
-            if row.position < row.params.min_tokens:
+            if row.position < row.params.min_tokens and i not in masked:
                 candidates = ((token_ids[i] + k) % self._vocab_size for k in range(self._vocab_size))
                 token_ids[i] = next((token for token in candidates if token not in row.stop_ids), token_ids[i])
         sampled = Sampled(

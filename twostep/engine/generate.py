@@ -6,14 +6,18 @@ from collections.abc import Sequence
 
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, TokenOutput
-from twostep.errors import InternalError, ResourceExhausted
+from twostep.errors import InternalError, InvalidRequest, ResourceExhausted
+
+# Longer than a mask may take to be made.
+_MASK_S = 60.0
 
 
 def generate(engine: Engine, requests: Sequence[EngineRequest]) -> list[list[TokenOutput]]:
     """Runs all requests to their ends on the calling thread, which must be the only one to step this engine, and returns each one's
     tokens in order. More requests than the engine's queue takes are fed as it drains.
 
-    Raises InvalidRequest (nothing of it is left running), InternalError if the runner fails or nothing can go on."""
+    Raises InvalidRequest (nothing of it is left running; also where an answer cannot go on in its grammar), InternalError if the runner
+    fails or nothing can go on."""
     outputs: dict[str, list[TokenOutput]] = {request.seq_id: [] for request in requests}
     unfinished = set(outputs)
     pending = list(reversed(requests))
@@ -32,8 +36,10 @@ def generate(engine: Engine, requests: Sequence[EngineRequest]) -> list[list[Tok
                     if token.finish_reason is not None:
                         unfinished.discard(token.seq_id)
             if step.failures:
-                raise InternalError(step.failures[0].message)
+                raise (InvalidRequest if step.failures[0].invalid else InternalError)(step.failures[0].message)
             if not step.num_prefill_tokens + step.num_decode_tokens:
+                if engine.wait_for_work(_MASK_S if engine.num_advancing else 0.0):
+                    continue
                 raise InternalError("nothing can be stepped: held or reserved sequences leave no room; release them first")
     finally:
         for seq_id in unfinished:

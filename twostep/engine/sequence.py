@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twostep.engine.ageing import Patience
+from twostep.engine.constraint import Constraint
 from twostep.engine.preemption import SavedBlocks
 from twostep.engine.types import EngineRequest, FinishReason
 from twostep.errors import ContextExceeded, InvalidRequest
@@ -73,6 +74,8 @@ class EngineSequence:
     arrival: int = 0
     # How urgent it is.
     patience: Patience
+    # What its tokens are held to; None: to nothing.
+    constraint: Constraint | None = None
     gives_way: bool = False
     # While preempted: what was copied out.
     saved: SavedBlocks | None = None
@@ -119,7 +122,7 @@ class EngineSequence:
 
     def finish_reason(self, token_id: int, position: int) -> FinishReason | None:
         """Whether a token sampled at `position` is the last one."""
-        if token_id in self.stop_ids and position >= self.request.sampling.min_tokens:
+        if token_id in self.stop_ids and (position >= self.request.sampling.min_tokens or self.constraint is not None):
             return FinishReason.STOP
         if self.request.num_prompt_tokens + position + 1 >= self.max_len:
             return FinishReason.LENGTH
@@ -155,14 +158,20 @@ def make_sequence(
     hasher = PrefixHasher(request.prefix_key, block_size) if prefix_caching and request.prefix_key else None
     if hasher is not None:
         hasher.extend(tokens)
+    constraint = None
+    if request.grammar is not None:
+        assert len(request.grammar.tokens) == request.num_prior_tokens, "the grammar is where the request is"
+        constraint = Constraint(request.grammar, params, request.eos_token_ids)
+    ignores_eos = params.ignore_eos and constraint is None
     return EngineSequence(
         request=request,
         hold=hold,
         state=state,
         tokens=tokens,
         given=given,
-        stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_token_ids),
+        stop_ids=frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else request.eos_token_ids),
         max_len=min(request.num_prompt_tokens + params.max_tokens, max_model_len),
         hasher=hasher,
         patience=Patience(request.request_class, request.request_class),
+        constraint=constraint,
     )

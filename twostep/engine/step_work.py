@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from twostep.engine.block_pool import BlockCopy
 from twostep.engine.preemption import SavedBlocks
 from twostep.engine.sequence import EngineSequence
@@ -55,6 +58,8 @@ class StepWork:
     loads: Sequence[BlockLoad]
     # Blocks that the step reads and whose sequence has taken others in exchange since: owned until it is settled.
     exchanged: list[int] = field(default_factory=list)
+    # Of the sampled rows that are constrained: (row, its mask).
+    masks: list[tuple[int, npt.NDArray[np.int32]]] = field(default_factory=list)
 
     @property
     def num_prefill_tokens(self) -> int:

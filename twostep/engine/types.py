@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepWorkload
+
+if TYPE_CHECKING:
+    from twostep.engine.grammar import GrammarState
 
 
 class FinishReason(Enum):
@@ -33,6 +37,8 @@ class EngineRequest:
     request_class: RequestClass = RequestClass.STANDARD
     # Mean seconds between its tokens that it is promised: bounds the steps that compute prompts beside it. None: no promise.
     tpot_s: float | None = None
+    # sampling.grammar, compiled, after the tokens generated before (twostep/engine/grammar.py). None: the answer is any text.
+    grammar: GrammarState | None = None
 
     @property
     def num_prior_tokens(self) -> int:
@@ -80,10 +86,12 @@ class LayerProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFailure:
-    """The runner failed in a step of this sequence: it is over, its blocks are free, no more of it is reported."""
+    """The sequence is over, its blocks are free, no more of it is reported: the runner failed in a step of it, or (`invalid`) its request
+    cannot be answered, here or anywhere."""
 
     seq_id: str
     message: str
+    invalid: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,7 @@ class EngineLoop:
                 if not self._engine.wait_for_work(_POLL_S):
                     continue
                 output = self._engine.step()
-                num_failed = num_failed + 1 if output.failures else 0
+                num_failed = num_failed + 1 if any(not failure.invalid for failure in output.failures) else 0
                 self._hand_over(output)
                 if num_failed >= _MAX_FAILED_STEPS:
                     raise InternalError(f"{num_failed} steps in a row failed; see the log above, and restart the worker")

@@ -1,0 +1,222 @@
+"""Grammars compiled for one model's vocabulary, by llguidance: which tokens may follow those generated so far.
+
+    text ─ compile ─▶ state after no token ─ after(tokens) ─▶ state after these ─ LiveGrammar ─▶ one sequence's, token by token
+                      └──── both immutable, shared by whoever asks for the same ────┘
+
+A state is a function of grammar and tokens alone, so that hand-over, preemption and migration only have to replay tokens. llguidance
+shares a grammar's automaton among copies, and its bounds with it: where a copy fails, it is asked again from the start, on its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from twostep.engine.token_masks import WORD, num_words
+from twostep.errors import InvalidRequest, SetupError
+from twostep.sampling_params import Grammar
+from twostep.text.grammar import library, limits, refused, source_of
+
+# Compiled grammars kept: some ten kilobytes each, some megabytes with the automaton of one that was much used.
+_MAX_CACHED = 64
+# Beside the engine's thread.
+_MAX_THREADS = 4
+_MAX_WHY_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What may come next. bits int32 [num_words(vocab_size)]: the tokens that go on; `complete`: the answer may end here. `failure`: the
+    grammar cannot be followed any further, and why."""
+
+    bits: npt.NDArray[np.int32]
+    complete: bool
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GrammarState:
+    """A grammar after some tokens. Immutable: from any thread."""
+
+    vocabulary: Vocabulary = field(repr=False)
+    grammar: Grammar
+    tokens: Sequence[int]
+    matcher: Any = field(repr=False)
+    step: Step = field(repr=False)
+
+    def after(self, tokens: Sequence[int]) -> GrammarState:
+        """The state that many tokens on: about 2 µs each, without the GIL for the most part. Raises InvalidRequest if they are no
+        beginning of an answer in the grammar."""
+        if not tokens:
+            return self
+        live = LiveGrammar(self)
+        step = live.advance(tokens)
+        if step.failure:
+            raise InvalidRequest(f"the tokens generated so far are no beginning of an answer in the request's grammar: {step.failure}")
+        return GrammarState(self.vocabulary, self.grammar, (*self.tokens, *tokens), live.matcher, step)
+
+
+class LiveGrammar:
+    """One sequence's grammar, which goes on with it. For one thread at a time."""
+
+    def __init__(self, state: GrammarState) -> None:
+        self.vocabulary = state.vocabulary
+        self.tokens = list(state.tokens)
+        self._grammar = state.grammar
+        self.matcher = state.matcher.deep_copy()
+
+    def advance(self, tokens: Sequence[int]) -> Step:
+        """What may follow these."""
+        return advance_all([(self, tokens)])[0]
+
+    def again(self) -> Step:
+        """By an automaton of its own: the shared one may be at its bounds because of others."""
+        self.matcher = self.vocabulary.matcher(self._grammar)
+        self.matcher.consume_tokens(self.tokens)
+        return self.vocabulary.steps([self.matcher])[0]
+
+
+def advance_all(grammars: Sequence[tuple[LiveGrammar, Sequence[int]]]) -> Sequence[Step]:
+    """What may follow these tokens, one at least, in each grammar; all of one vocabulary, and no grammar twice. Many are looked at side by
+    side, without the GIL."""
+    vocabulary = grammars[0][0].vocabulary
+    for live, tokens in grammars:
+        live.tokens += tokens
+    vocabulary.consume([(live.matcher, tokens) for live, tokens in grammars])
+    steps = vocabulary.steps([live.matcher for live, _ in grammars])
+    return [live.again() if step.failure else step for (live, _), step in zip(grammars, steps, strict=True)]
+
+
+class Vocabulary:
+    """A model's tokens as llguidance sees them. From any thread."""
+
+    def __init__(self, tokenizer_file: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        """`vocab_size`: rows of the embedding; ids that the tokenizer does not know never follow. Takes a second for 100,000 tokens.
+        Raises SetupError."""
+        self._words = num_words(vocab_size)
+        library_ = library()
+        try:
+            raw = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+            # Of prompts; pieces of a grammar are neither cut nor filled up.
+            text = json.dumps(raw | {"truncation": None, "padding": None})
+            known = library_.LLTokenizer(text)
+            eos = sorted(token for token in eos_token_ids if token < known.vocab_size)
+            self._tokenizer = library_.LLTokenizer(text, eos_token=eos) if eos else known
+        except (OSError, ValueError) as error:
+            raise SetupError(f"{tokenizer_file} cannot be used for grammars: {error}") from error
+        self._limits = limits()
+        self._executor: Any = None
+        size = min(vocab_size, int(self._tokenizer.vocab_size))
+        # Of one mask of llguidance's.
+        self._mask_words = num_words(int(self._tokenizer.vocab_size))
+        ends = frozenset(self._tokenizer.eos_tokens)
+        self._others = make_bits(self._words, [token for token in range(size) if token not in ends])
+
+    def matcher(self, grammar: Grammar) -> Any:
+        """Raises InvalidRequest if the grammar is none."""
+        matcher = library().LLMatcher(self._tokenizer, source_of(grammar), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise refused(grammar, matcher.get_error())
+        return matcher
+
+    def state(self, grammar: Grammar) -> GrammarState:
+        """Before any token. Raises InvalidRequest."""
+        matcher = self.matcher(grammar)
+        step = self.steps([matcher])[0]
+        if step.failure:
+            raise refused(grammar, step.failure)
+        if not step.complete and not step.bits.any():
+            raise refused(grammar, "no answer is a sentence of it, in the tokens of this model")
+        return GrammarState(self, grammar, (), matcher, step)
+
+    def consume(self, matchers: Sequence[tuple[Any, Sequence[int]]]) -> None:
+        """A matcher that does not take its tokens is in error from then on."""
+        single = [(matcher, tokens[0]) for matcher, tokens in matchers if len(tokens) == 1]
+        if len(single) == len(matchers) > 1:
+            self._side_by_side().consume_token_par(single)
+            return
+        for matcher, tokens in matchers:
+            matcher.consume_tokens(list(tokens))
+
+    def steps(self, matchers: Sequence[Any]) -> Sequence[Step]:
+        """What may come next in each."""
+        masks = np.empty((len(matchers), self._mask_words), np.int32)
+        if len(matchers) == 1:
+            matchers[0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+        else:
+            numbered = [(matcher, i) for i, matcher in enumerate(matchers)]
+            self._side_by_side().unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks.strides[0], len(matchers))
+        bits = np.zeros((len(matchers), self._words), np.int32)
+        count = min(self._words, self._mask_words)
+        # Neither the end, which is told apart, nor what only one of model and tokenizer has.
+        bits[:, :count] = masks[:, :count] & self._others[:count]
+        return [self._step(matcher, row) for matcher, row in zip(matchers, bits, strict=True)]
+
+    def _step(self, matcher: Any, bits: npt.NDArray[np.int32]) -> Step:
+        if not matcher.is_error():
+            return Step(bits=bits, complete=matcher.is_accepting())
+        why = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+        return Step(bits=bits, complete=False, failure=why[:_MAX_WHY_CHARS] or "the grammar does not take this token")
+
+    def _side_by_side(self) -> Any:
+        if self._executor is None:
+            self._executor = library().LLExecutor(num_threads=min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2)))
+        return self._executor
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model, and keeps the latest. From any thread; nothing is loaded before the first one."""
+
+    def __init__(self, tokenizer_file: Path | None, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        """`tokenizer_file` None: the model has no tokens that have a text."""
+        self._file = tokenizer_file
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._vocabulary: Vocabulary | None = None
+        self._loading = threading.Lock()
+        self._lock = threading.Lock()
+        self._states: OrderedDict[Grammar, GrammarState] = OrderedDict()
+
+    def cached(self, grammar: Grammar) -> GrammarState | None:
+        """At once."""
+        with self._lock:
+            state = self._states.get(grammar)
+            if state is not None:
+                self._states.move_to_end(grammar)
+            return state
+
+    def compile(self, grammar: Grammar) -> GrammarState:
+        """Takes a millisecond as a rule, tenths of a second at most; a second more for the first one. Raises InvalidRequest (with what is
+        wrong with the grammar), SetupError."""
+        if (state := self.cached(grammar)) is not None:
+            return state
+        state = self._loaded().state(grammar)
+        with self._lock:
+            self._states[grammar] = state
+            while len(self._states) > _MAX_CACHED:
+                self._states.popitem(last=False)
+        return state
+
+    def _loaded(self) -> Vocabulary:
+        with self._loading:
+            if self._vocabulary is None:
+                if self._file is None or not self._file.is_file():
+                    raise SetupError("this worker has no tokenizer.json, so that it knows no grammars; start it with --model")
+                self._vocabulary = Vocabulary(self._file, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
+            return self._vocabulary
+
+
+def make_bits(words: int, tokens: Iterable[int]) -> npt.NDArray[np.int32]:
+    """int32 [words] with these tokens' bits set, and no others; tokens beyond them are left out."""
+    flags = np.zeros(words * WORD, np.uint8)
+    flags[[token for token in tokens if 0 <= token < len(flags)]] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)

@@ -1,0 +1,114 @@
+"""Grammars for llguidance: how ours are written for it, what it may spend on them, what is wrong with one.
+
+Neither torch nor numpy is needed, so that the router looks at grammars as the workers do. llguidance itself is loaded when the first
+grammar comes.
+"""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+from typing import Any
+
+from twostep.errors import InvalidRequest, SetupError
+from twostep.sampling_params import Grammar, GrammarKind
+
+# What llguidance may spend on one grammar, and on one token of an answer: about 20 ms and 15 ms. Beyond it the grammar is refused, or the
+# answer ends with an error.
+_INITIAL_FUEL = 1_000_000
+_STEP_FUEL = 200_000
+_STEP_ITEMS = 50_000
+_ROW_ITEMS = 2_000
+# Of 1 to 2 kB each.
+_LEXER_STATES = 50_000
+_GRAMMAR_SIZE = 500_000
+# Between two tokens of JSON: room for a line and its indentation, but not for a model that writes blanks until its time is up.
+_JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+_MAX_DEPTH = 100
+_MAX_MESSAGE_CHARS = 500
+
+
+def library() -> ModuleType:
+    """llguidance. Raises SetupError where it is not installed."""
+    try:
+        import llguidance  # noqa: PLC0415 - most deployments never see a grammar
+    except ImportError as error:
+        raise SetupError(
+            'answers in a grammar need the package llguidance, which is not installed here: pip install "twostep[router]"'
+        ) from error
+    return llguidance
+
+
+def limits() -> Any:
+    """An LLParserLimits. Messages say nothing of the grammar: they go into logs."""
+    return library().LLParserLimits(
+        max_items_in_row=_ROW_ITEMS,
+        initial_lexer_fuel=_INITIAL_FUEL,
+        step_lexer_fuel=_STEP_FUEL,
+        step_max_items=_STEP_ITEMS,
+        max_lexer_states=_LEXER_STATES,
+        max_grammar_size=_GRAMMAR_SIZE,
+        verbose_errors=False,
+    )
+
+
+def source_of(grammar: Grammar) -> str:
+    """The grammar as llguidance takes it. Raises InvalidRequest for what is no JSON Schema by its form; the rest shows when it is
+    compiled."""
+    matcher = library().LLMatcher
+    source: str
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            source = matcher.grammar_from_json_schema(json.dumps(_schema(grammar.text)), defaults={"whitespace_pattern": _JSON_SPACE})
+        case GrammarKind.JSON_OBJECT:
+            source = matcher.grammar_from_json_schema('{"type": "object"}', defaults={"whitespace_pattern": _JSON_SPACE})
+        case GrammarKind.REGEX:
+            source = matcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            source = matcher.grammar_from_lark(grammar.text)
+    return source
+
+
+def refused(grammar: Grammar, why: str) -> InvalidRequest:
+    """What a client is told of a grammar that llguidance does not take."""
+    hint = ""
+    if grammar.kind is GrammarKind.JSON_SCHEMA and "Unimplemented" in why:
+        hint = '; leave them out, or add "x-guidance": {"lenient": true} to the schema to have them ignored'
+    if "coerce_one_of" in why:
+        hint = '; write anyOf, or add "x-guidance": {"coerce_one_of": true} to the schema'
+    return InvalidRequest(f"grammar: the {grammar.kind.value} cannot be used: {_short(why)}{hint}")
+
+
+def _short(why: str) -> str:
+    text = " ".join(why.replace("<non-verbose/>", "").split())
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]} ..."
+
+
+def _schema(text: str) -> Any:
+    """What is given to llguidance is written anew: it puts the text into a larger document as it is."""
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise InvalidRequest(
+            f"grammar: the json_schema is nested deeper than {_MAX_DEPTH}; make it flatter, with $defs and $ref"
+        ) from error
+    except ValueError as error:
+        raise InvalidRequest(f"grammar: the json_schema is not JSON: {_short(str(error))}") from error
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"grammar: the json_schema is a {type(schema).__name__}; a schema is an object, or true")
+    if _depth(schema) > _MAX_DEPTH:
+        raise InvalidRequest(f"grammar: the json_schema is nested deeper than {_MAX_DEPTH}; make it flatter, with $defs and $ref")
+    return schema
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _depth(value: Any) -> int:
+    """Level by level, without recursion."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [inner for each in level if isinstance(each, dict | list) for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth
