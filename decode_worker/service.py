@@ -59,7 +59,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             raise Unavailable(self.refusal)
         metadata = metadata_of(context)
         concerning(request.request_id, trace_id_of(metadata))
-        reservation = await self._take(request, self._reader.read(request))
+        engine_request = await self._reader.read(request)
+        if self.refusal is not None:
+            raise Unavailable(self.refusal)
+        reservation = await self._take(request, engine_request)
         span = None if self._spans is None else self._spans.begin(request.request_id, request.attempt, metadata)
         self._sequences.trace(request.request_id, request.attempt, span, metadata)
         return decode_pb2.ReserveResponse(

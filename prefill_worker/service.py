@@ -54,9 +54,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             raise Unavailable(self.refusal)
         metadata = metadata_of(context)
         concerning(request.request_id, trace_id_of(metadata))
+        engine_request = await self._reader.read(request)
+        if self.refusal is not None:
+            raise Unavailable(self.refusal)
         life_s = context.time_remaining()
         job = self._hand_overs.open(
-            self._reader.read(request),
+            engine_request,
             num_decode_cached_tokens=request.num_decode_cached_tokens,
             life_s=self._hand_overs.config.max_life_s if life_s is None else max(0.0, life_s),
             tenant=request.tenant,

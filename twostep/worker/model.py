@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import KvShape, Runner
 from twostep.engine.fake import FakeRunner
+from twostep.engine.grammar import GrammarCompiler
 from twostep.errors import InvalidRequest, SetupError
 from twostep.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.models.store import resolve
@@ -60,6 +61,11 @@ class ServedModel:
     ranks: Ranks | None = None  # None: the runner has no process but this one
     # How long its steps take, as measured at the start; None: not measured.
     curve: StepCurve | None = None
+    # Its tokenizer.json, for answers held to a grammar; None: there is none.
+    tokenizer_file: Path | None = None
+
+    def grammar_compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer_file, vocab_size=self.runner.vocab_size, eos_token_ids=self.eos_token_ids)
 
 
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> ServedModel:
@@ -94,6 +100,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         eos_token_ids=eos,
         ranks=ranks,
         curve=_measured_curve(config, runner, progress or NoProgress()) if config.calibrate else None,
+        tokenizer_file=None if model_dir is None else model_dir / "tokenizer.json",
     )
 
 

@@ -10,6 +10,7 @@ from twostep.errors import InvalidRequest
 from twostep.prefix import derive_key
 from twostep.rpc.convert import class_from_proto, sampling_from_proto
 from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
+from twostep.worker.grammars import Grammars
 
 # A client's 128, and what a router adds to make the name unique.
 MAX_ID_CHARS = 160
@@ -37,19 +38,32 @@ class RequestReader:
     secret: bytes = field(repr=False)
     layout: LayoutRecord
     eos_token_ids: frozenset[int]
+    grammars: Grammars
 
-    def read(self, proto: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest) -> EngineRequest:
-        """Raises InvalidRequest naming the field."""
+    async def read(self, proto: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest) -> EngineRequest:
+        """At once, but for a request with a grammar. Raises InvalidRequest naming the field, ResourceExhausted and SetupError (of
+        grammars)."""
         if not proto.token_ids:
             raise InvalidRequest("token_ids is empty; give the prompt's tokens")
         tpot_ms = proto.tpot_ms if isinstance(proto, decode_pb2.ReserveRequest) and proto.HasField("tpot_ms") else None
         if tpot_ms is not None and not tpot_ms > 0:
             raise InvalidRequest(f"tpot_ms is {tpot_ms}; give the milliseconds that may pass between tokens, or leave it unset")
+        seq_id, token_ids, sampling = (
+            attempt_id(proto.request_id, proto.attempt),
+            tuple(proto.token_ids),
+            sampling_from_proto(proto.sampling),
+        )
+        grammar = None
+        if sampling.grammar is not None:
+            if not 1 <= proto.num_prompt_tokens <= len(token_ids):
+                raise InvalidRequest(f"num_prompt_tokens is {proto.num_prompt_tokens}; give 1 to {len(token_ids)}")
+            grammar = await self.grammars.state(sampling.grammar, token_ids[proto.num_prompt_tokens :])
         return EngineRequest(
-            seq_id=attempt_id(proto.request_id, proto.attempt),
-            token_ids=tuple(proto.token_ids),
+            seq_id=seq_id,
+            token_ids=token_ids,
             num_prompt_tokens=proto.num_prompt_tokens,
-            sampling=sampling_from_proto(proto.sampling),
+            sampling=sampling,
+            grammar=grammar,
             eos_token_ids=self.eos_token_ids,
             request_class=class_from_proto(proto.request_class),
             tpot_s=None if tpot_ms is None else tpot_ms / 1e3,

@@ -31,6 +31,7 @@ from twostep.worker.config import WorkerConfig
 from twostep.worker.curve_tracker import CurveTracker
 from twostep.worker.edge import Carried, Edge, EdgeParts
 from twostep.worker.engine_loop import EngineLoop
+from twostep.worker.grammars import Grammars
 from twostep.worker.life import Life
 from twostep.worker.model import ServedModel
 from twostep.worker.requests import RequestReader
@@ -85,6 +86,7 @@ class Worker:
         self._curve = CurveTracker(model.curve)
         self.engine.set_curve(model.curve)
         self.telemetry = Telemetry(config, self.engine, self.worker_id)
+        self._grammars = Grammars(model.grammar_compiler())
         # Nothing can be served any more, by whatever fault: the process is to end.
         self.engine_failed = asyncio.Event()
         self._draining = False
@@ -195,6 +197,7 @@ class Worker:
         await self.server.drain(_GOODBYE_S)
         await self._loop.stop()
         await self.telemetry.close()
+        self._grammars.close()
 
     # ---- the other role ---------------------------------------------------------------------------------------------------
 
@@ -304,7 +307,9 @@ class Worker:
                 secret=self._secret,
                 model=self._model,
                 engine=self.engine,
-                reader=RequestReader(secret=self._secret, layout=self._model.layout, eos_token_ids=self._model.eos_token_ids),
+                reader=RequestReader(
+                    secret=self._secret, layout=self._model.layout, eos_token_ids=self._model.eos_token_ids, grammars=self._grammars
+                ),
                 address=lambda: self.address,
                 metrics=self.telemetry.registry,
                 tracer=self.telemetry.tracer,
