@@ -13,6 +13,7 @@ from router.answer import Answer
 from router.chat import check_chat, conversation_of, num_chars, num_content_chars
 from router.resume import resumed_tokens
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted
+from twostep.rpc.convert import grammar_from_proto
 from twostep.rpc.v1 import inference_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.text.answer_grammar import after_reasoning
@@ -183,6 +184,7 @@ class PromptReader:
             stop=tuple(proto.stop),
             stop_token_ids=tuple(proto.stop_token_ids),
             logprobs=proto.logprobs if proto.HasField("logprobs") else None,
+            grammar=grammar_from_proto(proto.grammar) if proto.HasField("grammar") else None,
             **values,
         )
 

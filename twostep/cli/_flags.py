@@ -239,6 +239,8 @@ def urgency_of(args: argparse.Namespace) -> Urgency:
 def _system(command: FlagParser) -> None:
     command.flag("--model", default="smollm2-135m-instruct", metavar="DIR|NAME", help="a Hugging Face model directory, or a known name")
     command.flag("--served-model-name", default="", metavar="NAME", help="name clients ask for; the directory's name if not given")
+    command.flag("--reasoning-parser", default="auto", metavar="NAME", help="how the model marks its reasoning; auto: by its chat template")
+    command.flag("--tool-call-parser", default="auto", metavar="NAME", help="how the model writes tool calls; auto: by its chat template")
     dtypes = ["auto", "float32", "bfloat16", "float16"]
     command.flag("--dtype", default="auto", choices=dtypes, help="of the model and its KV cache; auto: that of the weights")
     command.flag(

@@ -27,6 +27,8 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
     return options(
         model=args.model,
         served_model_name=args.served_model_name,
+        reasoning_parser=args.reasoning_parser,
+        tool_call_parser=args.tool_call_parser,
         num_prefill=_num_prefill(args),
         num_decode=getattr(args, "decode", 1),
         aggregated=args.aggregated,

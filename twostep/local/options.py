@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 
 from twostep.errors import SetupError
+from twostep.text.reasoning import reasoning_format
+from twostep.text.tool_calls import tool_call_format
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_HTTP_PORT = 8000
@@ -21,6 +23,8 @@ class LocalOptions:
 
     model: str = DEFAULT_MODEL
     served_model_name: str = ""
+    reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"
     num_prefill: int = 1
     num_decode: int = 1
     aggregated: bool = False
@@ -62,6 +66,9 @@ class LocalOptions:
             raise SetupError("--kv-transfer none leaves prefill workers nothing to do; give --aggregated for a system without them")
         if self.num_prefill + self.num_decode > _MAX_WORKERS:
             raise SetupError(f"{self.num_prefill} + {self.num_decode} workers are too many for one machine; give at most {_MAX_WORKERS}")
+        # Refused here rather than by a router whose log nobody reads.
+        reasoning_format(self.reasoning_parser, None)
+        tool_call_format(self.tool_call_parser, None)
         if self.tensor_parallel_size < 1:
             raise SetupError(f"--tensor-parallel-size {self.tensor_parallel_size} is no number of GPUs; give 1 or more")
         if not 0 <= self.port <= 65534:

@@ -288,6 +288,7 @@ class LocalSystem:
         shared += ("--served-model-name", plan.model_name)
         if options.otlp_endpoint:
             shared += ("--otlp-endpoint", options.otlp_endpoint)
+        parsers = (f"--reasoning-parser={options.reasoning_parser}", f"--tool-call-parser={options.tool_call_parser}")
         drain = ("--drain-timeout", f"{options.drain_timeout_s:g}")
         router_ports = [f"--host={options.host}", f"--port={plan.port}", f"--health-port={plan.router_health_port}"]
         router_ports += [f"--metrics-port={plan.router_metrics_port}", f"--http-port={plan.http_port}"]
@@ -295,7 +296,7 @@ class LocalSystem:
         components.append(
             Component(
                 name="router",
-                argv=(sys.executable, "-P", "-m", "router", *shared, *router_ports, *drain),
+                argv=(sys.executable, "-P", "-m", "router", *shared, *router_ports, *parsers, *drain),
                 env=self._env(),
                 ready=lambda: self._probes.healthy(f"{health_host}:{plan.router_health_port}", "liveness"),
                 after=needs,

@@ -1,0 +1,348 @@
+"""Tool calls and reasoning over HTTP, as OpenAI's client reads them, and over gRPC; the workers' answers are scripted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from http_fakes import CHAT, open_client, open_http, raw_events
+from router_fakes import EOS_ID, Cluster, RedisServer, Reply, make_model_dir
+from tokenizers import AddedToken, Tokenizer
+
+from router.http.replies import ChatChunk, ChatCompletion
+from twostep.rpc.v1 import inference_pb2 as pb
+
+TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\nTools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}"
+    " Call them so: <tool_call></tool_call><|im_end|>\n{% endif -%}"
+    "{%- for message in messages %}<|im_start|>{{ message.role + '\n' }}"
+    "{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    "{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor -%}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% if thinking %}<think>\n{% endif %}{% endif -%}"
+)
+MISTRAL_TEMPLATE = (
+    "{% for message in messages %}[INST]{{ message.content }}[/INST]{% for call in message.tool_calls or [] %}"
+    "[TOOL_CALLS]{{ tools | tojson }}{{ call.id }}{% endfor %}{% endfor %}"
+)
+USER: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
+    }
+    for name in ("weather", "time")
+]
+CALLS = (
+    'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "größer 🙂"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time", "arguments": {"city": "Rome"}}\n</tool_call>'
+)
+THOUGHT = "<think>\nThey ask, größtenteils 🙂, again.\n</think>\n\nIt rains."
+
+
+def model_dir(path: Path, template: str, special: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> Path:
+    make_model_dir(path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": tokenizer.get_vocab_size()}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": template}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def hermes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_dir(tmp_path_factory.mktemp("hermes") / "m", TEMPLATE, added=("<think>", "</think>", "<tool_call>", "</tool_call>"))
+
+
+@pytest.fixture(scope="module")
+def mistral_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_dir(tmp_path_factory.mktemp("mistral") / "m", MISTRAL_TEMPLATE, special=("[INST]", "[/INST]", "[TOOL_CALLS]"))
+
+
+async def _started(built: Cluster) -> AsyncIterator[Cluster]:
+    await built.prefill()
+    await built.decode()
+    yield built
+    await built.close()
+
+
+@pytest.fixture
+async def hermes(hermes_dir: Path, redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    async for built in _started(Cluster(hermes_dir, redis_server, tmp_path)):
+        yield built
+
+
+@pytest.fixture
+async def mistral(mistral_dir: Path, redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    async for built in _started(Cluster(mistral_dir, redis_server, tmp_path)):
+        yield built
+
+
+def answer_with(cluster: Cluster, text: str) -> list[int]:
+    """What the workers answer from now on, with the end of the sequence behind it."""
+    cluster.exchange.answer = [*cluster.tokenizer.encode(text).ids, EOS_ID]
+    return cluster.exchange.answer
+
+
+def prompt_of(cluster: Cluster) -> str:
+    request = cluster.workers[0].requests[-1]
+    text: str = cluster.tokenizer.decode(list(request.token_ids)[: request.num_prompt_tokens], skip_special_tokens=False)
+    return text
+
+
+def calls_in(message: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
+
+
+EXPECTED = [("weather", {"city": "größer 🙂"}), ("time", {"city": "Rome"})]
+
+
+async def test_calls_whole_and_streamed(hermes: Cluster) -> None:
+    answer_with(hermes, CALLS)
+    async with hermes.serving(), open_client(hermes) as client:
+        whole = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, max_tokens=200)
+        [choice] = whole.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look.\n"
+        assert calls_in(choice.message) == EXPECTED
+        assert '"name": "weather"' in prompt_of(hermes)
+
+        # The official client's own accumulation of deltas.
+        async with client.chat.completions.stream(model="m", messages=USER, tools=TOOLS, max_tokens=200) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_completion()
+        assert final.choices[0].finish_reason == "tool_calls"
+        assert (final.choices[0].message.content, calls_in(final.choices[0].message)) == ("I look.\n", EXPECTED)
+        written = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+        assert len(written) > 4, "arguments come while the model writes them"
+        ids = [call.id for call in final.choices[0].message.tool_calls or []]
+        assert len(set(ids)) == 2
+        assert all(i.startswith("call_") for i in ids)
+
+
+async def test_streamed_chunks_are_what_they_are_described_as(hermes: Cluster) -> None:
+    answer_with(hermes, CALLS)
+    body = {"messages": USER, "tools": TOOLS, "max_tokens": 200, "stream": True, "logprobs": True, "n": 2, "return_token_ids": True}
+    async with hermes.serving(), open_http(hermes) as http, http.post(CHAT, json=body) as answer:
+        *events, done = await raw_events(answer)
+    assert done == "[DONE]"
+    for index in range(2):
+        choices = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        for event in events:
+            ChatChunk.model_validate(event)
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+        assert all(len(choice["delta"].get("tool_calls", [0])) == 1 for choice in choices)
+        begun = [call for call in calls if "id" in call]
+        assert [(call["index"], call["type"], call["function"]) for call in begun] == [
+            (i, "function", {"name": name, "arguments": ""}) for i, name in enumerate(("weather", "time"))
+        ]
+        assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in calls if "id" not in call)
+        # No token's log probability, and no token, is told twice or left out.
+        assert sum(len((choice["logprobs"] or {"content": []})["content"]) for choice in choices) == len(hermes.exchange.answer)
+        assert [i for choice in choices for i in choice.get("token_ids", [])] == hermes.exchange.answer
+        assert [choice["finish_reason"] for choice in choices][-1] == "tool_calls"
+
+
+async def test_at_most_one_call_and_calls_cut_off(hermes: Cluster) -> None:
+    tokens = answer_with(hermes, CALLS)
+    async with hermes.serving(), open_client(hermes) as client:
+        one = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, parallel_tool_calls=False, max_tokens=200)
+        assert calls_in(one.choices[0].message) == EXPECTED[:1]
+        cut = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, max_tokens=len(tokens) - 12)
+        assert cut.choices[0].finish_reason == "length"
+        first, second = cut.choices[0].message.tool_calls or []
+        assert json.loads(first.function.arguments) == EXPECTED[0][1]
+        assert '{"city": "Rome"}'.startswith(second.function.arguments)
+
+
+async def test_what_is_no_call_is_content(hermes: Cluster) -> None:
+    for text in ("<tool_call>weather in Rome</tool_call>", '{"name": "weather", "arguments": {}}', "  plain\n"):
+        answer_with(hermes, text)
+        async with hermes.serving(), open_client(hermes) as client:
+            whole = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, max_tokens=200)
+            assert (whole.choices[0].message.content, whole.choices[0].message.tool_calls) == (text, None)
+            assert whole.choices[0].finish_reason == "stop"
+            stream = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, max_tokens=200, stream=True)
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == text
+
+
+async def test_the_turn_after_a_call(hermes: Cluster) -> None:
+    answer_with(hermes, "It rains.")
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+    messages: list[Any] = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    async with hermes.serving(), open_client(hermes) as client:
+        await client.chat.completions.create(model="m", messages=messages, tools=TOOLS, max_tokens=200)
+        assert prompt_of(hermes).endswith(
+            "<|im_start|>user\nHow is the weather?<|im_end|>\n"
+            '<|im_start|>assistant\n<think>Hm.</think><tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call><|im_end|>\n'
+            "<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+async def test_the_choice_of_a_tool(hermes: Cluster) -> None:
+    answer_with(hermes, CALLS)
+
+    async def ask(**fields: Any) -> str:
+        """The grammar that the workers are given."""
+        await client.chat.completions.create(model="m", messages=USER, max_tokens=200, **fields)
+        return str(hermes.workers[0].requests[-1].sampling.grammar.lark)
+
+    async with hermes.serving(), open_client(hermes) as client:
+        assert await ask(tools=TOOLS) == ""
+        assert await ask(tools=TOOLS, tool_choice="none") == ""
+        assert "Tools:" not in prompt_of(hermes)
+        required = await ask(tools=TOOLS, tool_choice="required")
+        assert "weather" in required
+        assert "time" in required
+        named = await ask(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "time"}})
+        assert "weather" not in named
+        assert "time" in named
+        assert await ask(tools=TOOLS, tool_choice="required", parallel_tool_calls=False) != required
+        # An answer that calls nothing keeps to its format.
+        both = await ask(tools=TOOLS, response_format={"type": "json_object"})
+        assert "weather" in both
+
+        without = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, tool_choice="none", max_tokens=200)
+        assert (without.choices[0].message.content, without.choices[0].message.tool_calls) == (CALLS, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": "required"}, "no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other'"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
+        ({"tools": [{"type": "function", "function": {}}]}, "name"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "'messages'"),
+        ({"extra_body": {"chat_template_kwargs": {"bos_token": "x", "eos_token": "y"}}}, "'eos_token'"),
+    ],
+)
+async def test_refusals(hermes: Cluster, fields: dict[str, Any], message: str) -> None:
+    async with hermes.serving(), open_client(hermes) as client:
+        with pytest.raises(openai.BadRequestError, match=message):
+            await client.chat.completions.create(model="m", messages=USER, **fields)
+        assert not hermes.workers[0].requests
+
+
+async def test_without_a_parser_tools_are_refused(hermes: Cluster) -> None:
+    answer_with(hermes, CALLS + THOUGHT)
+    async with hermes.serving(tool_call_parser="none", reasoning_parser="none"), open_client(hermes) as client:
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+            await client.chat.completions.create(model="m", messages=USER, tools=TOOLS)
+        plain = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, tool_choice="none", max_tokens=300)
+        assert plain.choices[0].message.content == CALLS + THOUGHT
+
+
+async def test_a_format_of_special_tokens(mistral: Cluster) -> None:
+    answer_with(mistral, '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "größer 🙂"}}]')
+    async with mistral.serving(), open_client(mistral) as client:
+        whole = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, max_tokens=200)
+        message = whole.choices[0].message
+        assert (message.content, calls_in(message)) == (None, EXPECTED[:1])
+        # Mistral's chat templates take no other ids.
+        [call] = message.tool_calls or []
+        assert len(call.id) == 9
+        assert call.id.isalnum()
+        async with client.chat.completions.stream(model="m", messages=USER, tools=TOOLS, max_tokens=200) as stream:
+            final = await stream.get_final_completion()
+        assert calls_in(final.choices[0].message) == EXPECTED[:1]
+        # Who asked for no tools is not shown tokens that are none of the text's.
+        bare = await client.chat.completions.create(model="m", messages=USER, max_tokens=200)
+        assert "TOOL_CALLS" not in (bare.choices[0].message.content or "")
+
+
+# ---- reasoning -----------------------------------------------------------------------------------------------------------
+
+REASONING, ANSWER = "They ask, größtenteils 🙂, again.", "It rains."
+
+
+async def test_reasoning_whole_and_streamed(hermes: Cluster) -> None:
+    tokens = answer_with(hermes, THOUGHT)
+    closing = tokens.index(hermes.tokenizer.token_to_id("</think>"))
+    async with hermes.serving(), open_http(hermes) as http:
+        for body in ({"messages": USER, "max_tokens": 200, "return_phases": True}, {"messages": USER, "max_tokens": 200, "tools": TOOLS}):
+            async with http.post(CHAT, json=body) as answer:
+                told = await answer.json()
+            ChatCompletion.model_validate(told)
+            message = told["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == (REASONING, ANSWER)
+            assert told["usage"]["completion_tokens_details"]["reasoning_tokens"] == closing + 1
+            if "return_phases" in body:
+                phases = told["twostep"]["phases"]
+                assert 0 < phases["ttft_s"] <= phases["visible_ttft_s"] <= phases["total_s"]
+            async with http.post(CHAT, json=body | {"stream": True}) as answer:
+                *events, _ = await raw_events(answer)
+            deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+            assert "".join(delta.get("reasoning_content", "") for delta in deltas) == REASONING
+            assert "".join(delta.get("content") or "" for delta in deltas) == ANSWER
+            assert not any("reasoning_content" in delta and delta.get("content") for delta in deltas)
+        async with http.post(CHAT, json={"messages": USER, "max_tokens": 200, "include_reasoning": False}) as answer:
+            message = (await answer.json())["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == (None, ANSWER)
+
+
+async def test_a_template_that_begins_the_reasoning_itself(hermes: Cluster) -> None:
+    answer_with(hermes, THOUGHT.removeprefix("<think>\n"))
+    body = {"messages": USER, "max_tokens": 200, "chat_template_kwargs": {"thinking": True}, "return_phases": True}
+    async with hermes.serving(), open_http(hermes) as http:
+        async with http.post(CHAT, json=body) as answer:
+            message = (await answer.json())["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == (REASONING, ANSWER)
+        # Cut off before its end: there is nothing visible.
+        async with http.post(CHAT, json=body | {"max_tokens": 4}) as answer:
+            told = await answer.json()
+        assert told["choices"][0]["message"]["content"] == ""
+        assert REASONING.startswith(told["choices"][0]["message"]["reasoning_content"])
+        assert told["twostep"]["phases"]["visible_ttft_s"] == 0
+        assert told["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
+        # A grammar is of the answer.
+        async with http.post(CHAT, json=body | {"response_format": {"type": "json_object"}}) as answer:
+            assert answer.status == 200
+        assert "FREE" in hermes.workers[0].requests[-1].sampling.grammar.lark
+        # As vLLM: stop strings end the reasoning as well.
+        async with http.post(CHAT, json=body | {"stop": "größt"}) as answer:
+            choice = (await answer.json())["choices"][0]
+        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("They ask, ", "")
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "größt")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, -4, -2])
+async def test_reasoning_over_grpc_goes_on_across_a_break(hermes: Cluster, cut: int) -> None:
+    tokens = answer_with(hermes, THOUGHT)
+    request = pb.GenerateRequest(
+        chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="x")]), sampling=pb.SamplingParams(max_tokens=200, seed=1)
+    )
+    async with hermes.serving():
+        whole = await hermes.ask(request)
+        assert ("".join(p.reasoning for p in whole.pieces), whole.text) == (REASONING, ANSWER)
+        assert whole.end is not None
+        assert whole.end.usage.reasoning_tokens == tokens.index(hermes.tokenizer.token_to_id("</think>")) + 1
+        request.resume_token_ids.extend(tokens[:cut])
+        reply = Reply(token_ids=tokens[:cut])
+        async for response in hermes.stub.Generate(request, timeout=10):
+            reply.add(response)
+    reasoning = "".join(piece.reasoning for piece in reply.pieces)
+    assert REASONING.endswith(reasoning)
+    assert ANSWER.endswith(reply.text)
+    assert reasoning == "" or reply.text == ANSWER
+    assert reply.end is not None
+    assert (reply.end.usage, reply.token_ids) == (whole.end.usage, whole.token_ids)
+
+
+async def test_special_tokens_on_demand(mistral: Cluster) -> None:
+    answer_with(mistral, "[INST]größer[TOOL_CALLS]")
+    for keep, text in ((False, "größer"), (True, "[INST]größer[TOOL_CALLS]")):
+        request = mistral.request(max_tokens=50)
+        request.keep_special_tokens = keep
+        async with mistral.serving():
+            assert (await mistral.ask(request)).text == text
