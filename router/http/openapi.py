@@ -65,6 +65,8 @@ def _told(routes: Iterable[web.AbstractRoute]) -> Iterator[tuple[str, str, Descr
         if route.resource is None or route.method in (hdrs.METH_ANY, hdrs.METH_HEAD, hdrs.METH_OPTIONS):
             continue
         path = route.resource.canonical
+        if path.startswith("/ui"):
+            continue  # the page's own, which changes with it
         yield path, route.method.lower(), description_of(route.handler) or Description(summary=path, media="*/*")
 
 

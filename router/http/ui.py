@@ -25,7 +25,8 @@ from router.http.front import FRONT
 PAGE_HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -66,6 +67,11 @@ PAGE: web.AppKey[Mapping[str, PageFile]] = web.AppKey("page", Mapping)
 
 
 @routes.get("/ui")
+async def to_index(request: web.Request) -> web.Response:
+    """Relative: whoever stands in front of the router may have put it under a path of its own."""
+    return web.Response(status=307, headers={"Location": "ui/", "Cache-Control": "no-cache"})
+
+
 @routes.get("/ui/")
 async def index(request: web.Request) -> web.Response:
     return _serve(request, _INDEX)

@@ -1,0 +1,290 @@
+"""The page's files: what is served, that nothing in them comes from anywhere else, and the parts of its script that are pure functions."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from router_fakes import Cluster
+
+from router.http.ui import PAGE_HEADERS, load_page
+from router.status import Sample, columns, point
+from twostep.metrics.router import RouterState
+
+FOLDER = Path(__file__).parents[2] / "router" / "ui"
+NODE = shutil.which("node")
+
+_FILES = sorted(path.name for path in FOLDER.iterdir())
+_SCRIPTS = [name for name in _FILES if name.endswith(".js")]
+_STYLES = [name for name in _FILES if name.endswith(".css")]
+
+# ---- files -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_files_are_served_and_not_sent_twice(cluster: Cluster) -> None:
+    async with cluster.serving(), aiohttp.ClientSession(f"http://127.0.0.1:{cluster.router.http_port}") as http:
+        async with http.get("/ui", allow_redirects=False) as answer:
+            assert (answer.status, answer.headers["Location"]) == (307, "ui/")
+        async with http.get("/ui") as answer:
+            assert (answer.status, answer.url.path, answer.content_type) == (200, "/ui/", "text/html")
+            assert await answer.text() == (FOLDER / "index.html").read_text()
+        for name in _FILES:
+            path = "/ui/" if name == "index.html" else f"/ui/{name}"
+            async with http.get(path, headers={"Accept-Encoding": "identity"}) as answer:
+                assert answer.status == 200, name
+                assert await answer.read() == (FOLDER / name).read_bytes()
+                for header, value in PAGE_HEADERS.items():
+                    assert answer.headers[header] == value
+                etag = answer.headers["ETag"]
+            async with http.get(path, headers={"If-None-Match": etag}) as again:
+                assert (again.status, await again.read(), again.headers["ETag"]) == (304, b"", etag)
+            async with http.get(path, headers={"If-None-Match": '"another"'}) as other:
+                assert other.status == 200
+        for path in ("/ui/index.html", "/ui/nothing.js", "/ui/..%2fhttp%2fui.py", "/ui/../server.py", "/ui/%2e%2e/http/ui.py", "/ui/api"):
+            async with http.get(path) as answer:
+                assert answer.status == 404, path
+                assert (await answer.json())["error"]["type"] == "not_found_error"
+
+
+def test_what_is_no_file_of_the_page_is_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<p>")
+    (tmp_path / "notes.txt").write_text("no")
+    (tmp_path / "app.js.map").write_text("{}")
+    assert list(load_page(tmp_path)) == ["index.html"]
+
+
+def test_the_policy_lets_in_nothing_foreign_and_nothing_inline() -> None:
+    policy = dict(part.strip().split(" ", 1) for part in PAGE_HEADERS["Content-Security-Policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert policy["require-trusted-types-for"] == "'script'"
+    assert {policy[name] for name in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
+    assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+
+
+class Reader(HTMLParser):
+    """Tags as they open and close, with what must be closed."""
+
+    VOID = frozenset({"meta", "link", "img", "input", "br", "hr"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.wrong: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if len(dict(attrs)) != len(attrs):
+            self.wrong.append(f"<{tag}> has an attribute twice")
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(f"</{tag}> closes something else")
+
+
+def test_the_html_is_whole_and_speaks_to_screen_readers() -> None:
+    reader = Reader()
+    reader.feed((FOLDER / "index.html").read_text())
+    assert (reader.wrong, reader.open) == ([], [])
+    by_tag: dict[str, list[dict[str, str | None]]] = {}
+    for tag, attributes in reader.tags:
+        by_tag.setdefault(tag, []).append(attributes)
+        assert not [name for name in attributes if name.startswith("on") or name == "style"], f"inline in <{tag}>"
+    ids = [attributes["id"] for _, attributes in reader.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert by_tag["html"][0]["lang"] == "en"
+    assert len(by_tag["main"]) == len(by_tag["h1"]) == len(by_tag["title"]) == 1
+    assert all("alt" in image for image in by_tag["img"])
+    labelled = {label.get("for") for label in by_tag["label"]}
+    assert all(field["id"] in labelled for name in ("input", "select") for field in by_tag[name])
+    assert all("src" in script for script in by_tag["script"]), "nothing inline"
+    for _, attributes in reader.tags:
+        for name in ("src", "href"):
+            target = attributes.get(name)
+            if target is not None and not target.startswith("#"):
+                assert target in _FILES, "a file of the page, by a path that works wherever it is mounted"
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_nothing_comes_from_elsewhere(name: str) -> None:
+    text = (FOLDER / name).read_text()
+    foreign = [url for url in re.findall(r"(?:https?:|wss?:)?//[\w.-]+\.[a-z]+[^\s\"'`]*", text) if url != "http://www.w3.org/2000/svg"]
+    assert foreign == []
+    assert not re.search(r"@import|@font-face|url\(", text)
+    assert len(text.splitlines()) <= 400
+
+
+@pytest.mark.parametrize("name", _SCRIPTS)
+def test_scripts_never_parse_text_as_html_or_code(name: str) -> None:
+    text = (FOLDER / name).read_text()
+    found = re.findall(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setTimeout\(\s*[\"'`]|DOMParser", text
+    )
+    assert found == []
+    for target in re.findall(r'from "\./([^"]+)"', text):
+        assert target in _SCRIPTS
+
+
+def test_classes_of_the_script_have_a_style() -> None:
+    """A class that is written in one place and not in the other is a slip."""
+    styles = "".join((FOLDER / name).read_text() for name in _STYLES)
+    styled = set(re.findall(r"\.([a-z][\w-]*)", styles))
+    written: set[str] = set()
+    for name in (*_SCRIPTS, "index.html"):
+        for value in re.findall(r'class(?:="|: ")([a-z][a-z _-]*)"', (FOLDER / name).read_text()):
+            written |= set(value.split())
+    # Names that only say what something is.
+    assert written - styled - {"plain", "lines"} == set()
+
+
+def _history() -> dict[str, Any]:
+    state = RouterState(num_running=0, num_waiting=0, num_streams=0, workers={})
+    return dict(columns([point([Sample(at=0.0), Sample(at=1.0)], state, None, [], 0.0)]))
+
+
+def test_charts_and_figures_ask_for_what_the_history_has() -> None:
+    text = (FOLDER / "dashboard.js").read_text()
+    known = set(_history())
+    asked = set(re.findall(r'(?:\bname: |spark: |latest\(s, )"(\w+)"', text)) - {"range"}
+    asked |= {f"{name}_s_{p}" for name in re.findall(r'percentiles\("(\w+)"\)', text) for p in ("p50", "p95", "p99")}
+    assert len(asked) > 20
+    assert asked - known == set()
+
+
+# ---- the parts that are pure functions -------------------------------------------------------------------------------------
+
+needs_node = pytest.mark.skipif(NODE is None, reason="no Node.js here to run the page's functions with")
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """run(script, *modules): what `script` logs as JSON, with the modules imported by their names. `document` is not there."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "package.json").write_text('{"type": "module"}')
+    for name in _SCRIPTS:
+        shutil.copy(FOLDER / name, folder)
+
+    def run(script: str, *modules: str) -> Any:
+        assert NODE is not None
+        imports = "".join(f"import * as {Path(name).stem} from './{name}';\n" for name in modules)
+        (folder / "main.js").write_text(imports + script)
+        done = subprocess.run([NODE, str(folder / "main.js")], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+@needs_node
+def test_scripts_are_javascript() -> None:
+    assert NODE is not None
+    for name in _SCRIPTS:
+        source = (FOLDER / name).read_text()
+        done = subprocess.run([NODE, "--check", "--input-type=module"], input=source, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+
+
+@needs_node
+def test_numbers_as_people_read_them(run: Run) -> None:
+    cases = {
+        "count": [[0, "0"], [3.14159, "3.1"], [1234, "1234"], [12_345, "12.3 k"], [2_500_000, "2.5 M"], [None, "–"]],
+        "seconds": [
+            *([0, "0 ms"], [2.5e-5, "25 µs"], [0.0042, "4.2 ms"], [0.25, "250 ms"], [0.9999, "1 s"], [1.234, "1.23 s"]),
+            *([61, "61 s"], [600, "10 min 0 s"], [7300, "2 h 1 min"], [200_000, "2 d 7 h"], [None, "–"]),
+        ],
+        "bytesPerSecond": [[0, "0 B/s"], [999, "999 B/s"], [3.2e9, "3.2 GB/s"], [None, "–"]],
+        "percent": [[0, "0 %"], [0.051, "5.1 %"], [0.5, "50 %"], [1, "100 %"], [None, "–"]],
+        "ratio": [[1, "1 : 1"], [2.5, "2.5 : 1"], [0.4, "1 : 2.5"], [0, "0 : 1"], [None, "–"]],
+        "ago": [[30, "−30 s"], [150, "−2.5 min"]],
+    }
+    script = f"const cases = {json.dumps(cases)};\n" + (
+        "console.log(JSON.stringify(Object.fromEntries(Object.entries(cases).map(([n, all]) => [n, all.map(([v]) => [v, format[n](v)])]))))"
+    )
+    assert run(script, "format.js") == cases
+
+
+@needs_node
+def test_events_are_found_however_the_bytes_are_cut(run: Run) -> None:
+    stream = 'data: {"a":1}\r\n\r\n: a comment\n\ndata: one\ndata: two\n\ndata:[DONE]\r\r'
+    script = f"""
+    const stream = {json.dumps(stream)};
+    const found = [];
+    for (let first = 0; first <= stream.length; first += 1) {{
+      for (let second = first; second <= stream.length; second += 1) {{
+        const parser = new sse.EventParser();
+        const parts = [stream.slice(0, first), stream.slice(first, second), stream.slice(second), "\\n"];
+        const told = parts.flatMap((part) => parser.feed(part));
+        found.push(JSON.stringify(told));
+      }}
+    }}
+    console.log(JSON.stringify([...new Set(found)]));
+    """
+    assert run(script, "sse.js") == [json.dumps(['{"a":1}', "one\ntwo", "[DONE]"], separators=(",", ":"))]
+
+
+@needs_node
+def test_history_grows_by_what_happens_and_is_bounded(run: Run) -> None:
+    script = """
+    const worker = (name) => ({ worker_id: name, role: "decode", ready: true, tokens_per_s: 1 });
+    const status = (...names) => ({ workers: names.map(worker) });
+    let now = state.withHistory(state.emptyState(), { every_s: 1, columns: { unix_s: [1, 2], a: [5, 6] } });
+    now = state.withEvent(now, { status: status("w1", "w2"), point: { unix_s: 2, a: 6 } }, 2);
+    now = state.withEvent(now, { status: status("w2"), point: { unix_s: 3, a: 7, b: 8 } }, 3);
+    const grown = now;
+    const conditions = state.workersOf(now, "decode").map((worker) => [worker.worker_id, state.conditionOf(worker).word]);
+    for (let s = 4; s < 1000; s += 1) now = state.withEvent(now, { status: status("w10", "w2"), point: { unix_s: s, a: s } }, s);
+    console.log(JSON.stringify({
+      columns: grown.columns, conditions, kept: now.columns.unix_s.length, last: state.latest(now, "a"),
+      names: state.workersOf(now, "decode").map((worker) => worker.worker_id),
+      tail: state.lastOf(now, "a", 2), recent: now.workers.get("w2").recent.length, traffic: state.anyTraffic(now, 60),
+    }));
+    """
+    assert run(script, "state.js") == {
+        "columns": {"unix_s": [1, 2, 3], "a": [5, 6, 7], "b": [None, None, 8]},
+        "conditions": [["w1", "gone"], ["w2", "ready"]],
+        "kept": 600,
+        "last": 999,
+        "names": ["w2", "w10"],
+        "tail": [998, 999],
+        "recent": 60,
+        "traffic": False,
+    }
+
+
+@needs_node
+def test_scales_paths_and_phases(run: Run) -> None:
+    script = """
+    const tops = [0, 0.003, 1, 1.1, 7, 99].map(scale.niceTop);
+    const even = scale.balance(8);
+    const x = (i) => i * 10, y = (v) => v;
+    console.log(JSON.stringify({
+      tops, even: [1 / 8, 1, 8, 0, 1000].map(even.of).map((v) => Number(v.toFixed(6))),
+      path: scale.pathOf([1, 2, null, 3, null], x, y), nothing: scale.pathOf([null, undefined], x, y),
+      area: scale.areaOf([null, 1, 2], x, y, 9),
+      summary: scale.summaryOf([null, 2, 4, null]), none: scale.summaryOf([null]),
+      phases: phases.segmentsOf({ route_s: 1, decode_s: 3, fetch_s: 0, total_s: 9 }).map(({ name, s, share }) => [name, s, share]),
+    }));
+    """
+    assert run(script, "scale.js", "phases.js") == {
+        "tops": [1, 0.005, 1, 2, 10, 100],
+        "even": [0, 0.5, 1, 0, 1],
+        "path": "M0.0 1.0L10.0 2.0M30.0 3.0h0.01",
+        "nothing": "",
+        "area": "M10.0 9L10.0 1.0L20.0 2.0L20.0 9Z",
+        "summary": {"least": 2, "mean": 3, "most": 4, "last": 4},
+        "none": None,
+        "phases": [["route", 1, 0.25], ["decode", 3, 0.75]],
+    }
