@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from router.access_flags import access_flags
 from router.fair_queue import AGEING_S
 from router.quota import tenant_weights
 from twostep.flags import FlagParser, tracing_flag
@@ -31,6 +32,8 @@ class RouterConfig:
     metrics_port: int | None = None
     http_port: int | None = None
     max_body_bytes: int = 16 << 20
+    api_keys_file: Path | None = None
+    api_keys: str = ""
     served_model_name: str = ""
     secret_file: Path | None = None
     router_id: str = ""
@@ -89,6 +92,7 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         help=f"OpenAI's API and the page; {DEFAULT_HTTP_PORT} if not given, any free one if --port is 0, -1 for none",
     )
     parser.flag("--max-body-bytes", type=_between(1024, 1 << 40), default=default.max_body_bytes, help="largest HTTP request taken")
+    access_flags(parser)
     parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")
     parser.flag("--secret-file", type=Path, default=None, help="deployment secret, the same file on every process")
     parser.flag("--router-id", default="", help="unique name of this replica; drawn at start if not given")

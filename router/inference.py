@@ -122,6 +122,7 @@ class Inference:
 
     async def generate(self, request: inference_pb2.GenerateRequest, caller: Caller) -> inference_pb2.End:
         """Pieces go to `caller`; the end is returned once everything that the request held is free. Raises TwostepError."""
+        caller.identity.complete(request)
         with recorded(self._metrics, request, caller.metadata, self._tracer, model=self.model_name) as record:
             record.end = await self._generate(request, caller, record)
             return record.end
@@ -173,12 +174,16 @@ class Inference:
             self._check(request)
             prompt = await self._prompts.prompt(request)
             job = record.job = self._job(request, prompt, name, caller, started, record.metadata)
-            caller.accepted(job.prompt)
-            report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
-            answer = record.answer = prompt.answer(job.sampling)
-            await self._prompts.resume(answer, job.resumed, job.sampling)
-            # What the client has may be all of it but the end.
-            finish = answer.finish or await self._stream(job, report, answer, caller, told)
+            with caller.identity.spending(len(job.prompt)) as spending:
+                caller.accepted(job.prompt)
+                report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
+                answer = record.answer = prompt.answer(job.sampling)
+                await self._prompts.resume(answer, job.resumed, job.sampling)
+                try:
+                    # What the client has may be all of it but the end.
+                    finish = answer.finish or await self._stream(job, report, answer, caller, told)
+                finally:
+                    spending.placed, spending.num_output = report.placed, answer.num_tokens - len(job.resumed)
             return report.end(finish.reason, finish.stop_reason, answer.num_tokens, answer.num_reasoning_tokens)
         finally:
             # grpc cannot end a call that is still being told its metadata.
@@ -200,7 +205,9 @@ class Inference:
         started: float,
         metadata: Metadata,
     ) -> Job:
-        request_class, targets, tenant = class_of(request), Targets.of(request), tenant_of(request, caller.identity.tenant)
+        request_class, targets = class_of(request), Targets.of(request)
+        tenant = tenant_of(request, caller.identity.tenant) or caller.identity.fallback
+        caller.identity.check_class(request_class)
         sampling = prompt.held(self._prompts.sampling(request.sampling, len(prompt.ids), self.max_model_len))
         return Job(
             request_id=request_id,

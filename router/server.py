@@ -12,6 +12,8 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from router.access_control import Access
+from router.access_sources import source_of
 from router.admission import Admission
 from router.cleanup import Cleanup
 from router.config import DEFAULT_HTTP_PORT, RouterConfig
@@ -29,6 +31,7 @@ from router.quota_share import QuotaShare
 from router.registry import Deployment, Registry
 from router.room import Room
 from router.service import InferenceService
+from router.service_access import KeyGuard
 from router.status_board import RouterView, StatusBoard
 from router.status_service import StatusService
 from router.workers import WorkerPool
@@ -89,6 +92,8 @@ class Router:
         quota = Quota(weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting)
         room = self._room = Room(quota, ageing_s=config.ageing)
         self._quota_share = QuotaShare(self._redis, self.router_id, self._on_usage_elsewhere)
+        source = source_of(config.api_keys_file, config.api_keys, self._redis)
+        self.access = Access(source, secret=secret, redis=self._redis, router_id=self.router_id)
         self.registry.on_poll(self.pool.sync)
         self.admission = Admission(
             max_inflight=config.max_inflight,
@@ -158,13 +163,16 @@ class Router:
                 compression=compression,
             ),
             alive=self._alive,
+            interceptors=[KeyGuard(self.access)],
         )
-        self._server.add(InferenceService(self._inference), inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
+        service = InferenceService(self._inference, self.access)
+        self._server.add(service, inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
         self._server.add(StatusService(self.board), status_pb2_grpc.add_StatusServicer_to_server, "twostep.v1.Status")
         self._http: HttpServer | None = None
         if config.http_port != -1:
             front = Front(
                 inference=self._inference,
+                access=self.access,
                 tokenizer=tokenizer,
                 token_bytes=TokenBytes(tokenizer),
                 card=card,
@@ -206,6 +214,7 @@ class Router:
                 self._metrics_server.start()
             await _wait_for_redis(self._redis, self.config.redis_start_timeout)
             await self.registry.poll()
+            await self.access.start()
             await self._index.open()
             await self._server.start()
             if self._http is not None:
@@ -215,7 +224,7 @@ class Router:
             raise
         # While any request is there, something goes on.
         collecting = collect_in_quiet_moments(lambda: time.monotonic_ns() if self.admission.num_inflight else 0)
-        running = (self.registry.run(), self._quota_share.run(), self._inference.cut_stuck_clients())
+        running = (self.registry.run(), self._quota_share.run(), self.access.run(), self._inference.cut_stuck_clients())
         for work in (*running, self._tick(), self.board.run(), collecting):
             self._keep(work)
         log.info(

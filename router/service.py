@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc.aio
 
-from router.access import Identity
+from router.access_control import Access
 from router.inference import Inference
 from router.job import Metadata
-from router.targets import TENANT_HEADER
+from router.service_access import identify, plain_metadata
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 _FORWARDED = frozenset({"traceparent", "tracestate"})
@@ -20,17 +20,21 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: Inference, access: Access) -> None:
         self._inference = inference
+        self._access = access
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Pieces are written rather than yielded, so that cutting a client that does not read interrupts the call, which then says why."""
-        end = await self._inference.generate(request, GrpcCaller(context))
+        caller = GrpcCaller(context, self._access)
+        with caller.identity.calling():
+            end = await self._inference.generate(request, caller)
         # Everything is free by now but this call.
         yield inference_pb2.GenerateResponse(end=end)
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: _Context) -> inference_pb2.TokenizeResponse:
-        return await self._inference.tokenize(request)
+        with GrpcCaller(context, self._access).identity.calling():
+            return await self._inference.tokenize(request)
 
     async def ListModels(self, request: inference_pb2.ListModelsRequest, context: _Context) -> inference_pb2.ListModelsResponse:
         return self._inference.models()
@@ -39,15 +43,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 class GrpcCaller:
     """See router.inference.Caller."""
 
-    def __init__(self, context: _Context) -> None:
+    def __init__(self, context: _Context, access: Access) -> None:
+        """Raises Unauthenticated."""
         self._context = context
         self.received = time.monotonic()
-        given = [
-            (key, value if isinstance(value, str) else value.decode("utf-8", "replace"))
-            for key, value in context.invocation_metadata() or ()
-        ]
-        tenants = [value for key, value in given if key == TENANT_HEADER]
-        self.identity = Identity(tenant=tenants[-1] if tenants else None)
+        given = plain_metadata(context.invocation_metadata())
+        self.identity = identify(access, given)
         self.metadata: Metadata = tuple((key, value) for key, value in given if key in _FORWARDED)
         self.write = context.write  # of every token: no step between
 

@@ -36,6 +36,7 @@ class Reason(StrEnum):
     TARGET_TTFT = "target_ttft"
     TARGET_TPOT = "target_tpot"
     DEADLINE = "deadline"
+    QUOTA = "quota"
 
 
 class Refused(ResourceExhausted):

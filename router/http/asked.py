@@ -76,7 +76,7 @@ class Asked(Generic[AnyBody]):
     async def ask(self, asked: Sequence[tuple[pb.GenerateRequest, Reader]]) -> None:
         """Raises TwostepError; what a message says of a field of the body is said of it by name."""
         with blaming(type(self.body).model_fields):
-            await ask_all(self.front.inference, self.call, asked, timeout_s=self.timeout_s)
+            await ask_all(self.front.inference, self.call, asked, timeout_s=self.timeout_s, num_each=self.n)
 
     def usage(self, ends: Sequence[pb.End]) -> dict[str, Any]:
         """`ends` in the order of the choices' indices."""

@@ -56,8 +56,10 @@ class Reader(Protocol):
 class HttpCaller:
     """See router.inference.Caller."""
 
-    def __init__(self, call: Call, reader: Reader, timeout_s: float) -> None:
-        self.identity, self.metadata, self.received = call.identity, call.metadata, call.received
+    def __init__(self, call: Call, reader: Reader, timeout_s: float, *, repeated: bool = False) -> None:
+        """`repeated`: a further answer to a prompt."""
+        self.identity = call.identity.again() if repeated else call.identity
+        self.metadata, self.received = call.metadata, call.received
         self._until = call.received + timeout_s
         self._reader = reader
         self.write: Callable[[pb.GenerateResponse], Awaitable[None]] = reader.write  # of every token: no step between
@@ -72,25 +74,29 @@ class HttpCaller:
         """The headers of the answer say both, and go with its first piece."""
 
 
-async def ask_all(inference: Inference, call: Call, asked: Sequence[tuple[pb.GenerateRequest, Reader]], *, timeout_s: float) -> None:
-    """Every answer to its reader. The first that fails ends all of them, and its error is raised."""
+async def ask_all(
+    inference: Inference, call: Call, asked: Sequence[tuple[pb.GenerateRequest, Reader]], *, timeout_s: float, num_each: int = 1
+) -> None:
+    """Every answer to its reader; `num_each` in a row are to the same prompt. The first that fails ends all of them, and its error is
+    raised."""
 
-    async def ask(request: pb.GenerateRequest, reader: Reader) -> None:
-        await reader.end(await inference.generate(request, HttpCaller(call, reader, timeout_s)))
+    async def ask(index: int) -> None:
+        request, reader = asked[index]
+        await reader.end(await inference.generate(request, HttpCaller(call, reader, timeout_s, repeated=index % num_each > 0)))
 
     if len(asked) == 1:
-        await ask(*asked[0])
+        await ask(0)
         return
     gate = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def ask_in_turn(request: pb.GenerateRequest, reader: Reader) -> None:
+    async def ask_in_turn(index: int) -> None:
         async with gate:
-            await ask(request, reader)
+            await ask(index)
 
     try:
         async with asyncio.TaskGroup() as group:
-            for request, reader in asked:
-                group.create_task(ask_in_turn(request, reader))
+            for index in range(len(asked)):
+                group.create_task(ask_in_turn(index))
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
 

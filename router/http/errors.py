@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted, TwostepError, status_of
+from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted, TwostepError, Unauthenticated, status_of
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,9 @@ def body_of(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
         message = error.message
         if isinstance(error, ContextExceeded):
             code = "context_length_exceeded"
+        if isinstance(error, Unauthenticated):
+            code = "invalid_api_key"
+            headers["WWW-Authenticate"] = "Bearer"
         if isinstance(error, ResourceExhausted):
             code = "rate_limit_exceeded"
             # Whole seconds, as the header is defined (RFC 9110, 10.2.3).

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from router.access import Identity
+from router.access_control import Access
 from router.inference import Inference
 from router.job import Metadata
 from router.status_board import StatusBoard
@@ -27,6 +28,7 @@ class Front:
     """Shared by all requests. `alive` and `ready` are what the health service says; `started_unix_s` is the router's start."""
 
     inference: Inference
+    access: Access
     tokenizer: Tokenizer
     token_bytes: TokenBytes
     card: ModelCard

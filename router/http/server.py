@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from router.access import Identity
 from router.http import chat, completions, counting, openapi, refusals, system, tokens, ui
 from router.http.errors import Handler, errors
-from router.http.front import FRONT, IDENTITY, REQUEST_ID, Front, forwarded
+from router.http.front import FRONT, REQUEST_ID, Front, forwarded
+from router.http.keys import identified, tell_limits
 from router.http.sse import STREAMS, OpenStreams
-from router.targets import TENANT_HEADER
 from twostep.errors import SetupError
 from twostep.log import concerning
 from twostep.rpc.channel import TlsFiles
@@ -65,7 +64,8 @@ class HttpServer:
 
 
 def make_app(front: Front) -> web.Application:
-    app = web.Application(middlewares=[counting.counted, _named, errors, _identified], client_max_size=front.max_body_bytes)
+    app = web.Application(middlewares=[counting.counted, _named, errors, identified], client_max_size=front.max_body_bytes)
+    app.on_response_prepare.append(tell_limits)
     app[FRONT] = front
     counting.count(app)
     app[STREAMS] = OpenStreams()
@@ -95,12 +95,6 @@ async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
     if not response.prepared:
         response.headers["x-request-id"] = request[REQUEST_ID]
     return response
-
-
-@web.middleware
-async def _identified(request: web.Request, handler: Handler) -> web.StreamResponse:
-    request[IDENTITY] = Identity(tenant=request.headers.get(TENANT_HEADER))
-    return await handler(request)
 
 
 def _ssl_context(tls: TlsFiles) -> ssl.SSLContext | None:

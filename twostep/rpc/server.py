@@ -37,8 +37,15 @@ class ServerConfig:
 class GrpcServer:
     """add() services, start(), drain(). `health` starts not ready: set READINESS once the process can serve."""
 
-    def __init__(self, config: ServerConfig, *, alive: Callable[[], bool] = lambda: True) -> None:
-        """Needs a running event loop. Raises SetupError for unreadable TLS files."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        alive: Callable[[], bool] = lambda: True,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        """Needs a running event loop. `interceptors` stand outside of the guard: messages are still bytes there. Raises SetupError for
+        unreadable TLS files."""
         self.config = config
         self.health = HealthBoard(alive)
         self.port = 0
@@ -46,7 +53,7 @@ class GrpcServer:
         self._credentials = _credentials(config.tls)
         self._names: list[str] = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         self._server = grpc.aio.server(
-            interceptors=[Guard()],
+            interceptors=[*interceptors, Guard()],
             options=server_options(config.max_message_bytes),
             maximum_concurrent_rpcs=config.max_concurrent_rpcs,
             compression=config.compression,

@@ -1,0 +1,209 @@
+"""The one place where API keys are verified, for gRPC and HTTP alike. Without a source of keys everybody may do everything."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from router.access import Account, Identity
+from router.access_keys import MAX_KEY_CHARS, Key, KeyTable
+from router.access_share import UsageShare, Use
+from router.access_sources import KeySource, unreachable
+from twostep.errors import NotFound, SetupError, TwostepError, Unauthenticated
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_READ_TIMEOUT_S = 5.0
+_SYSTEM_DOMAIN = b"twostep.system-key.v1"
+
+_HOW = "send the header `authorization: Bearer KEY` (OpenAI's clients: api_key); whoever runs this makes keys with `twostep keys create`"
+
+
+def system_key(secret: bytes) -> str:
+    """What processes of the deployment show each other, and whoever holds its secret may: everything a key allows, without limits."""
+    return "ts-system-" + hmac.new(secret, _SYSTEM_DOMAIN, hashlib.sha256).hexdigest()
+
+
+class Access:
+    """start(), then run() until cancelled."""
+
+    def __init__(self, source: KeySource | None, *, secret: bytes, redis: Redis, router_id: str) -> None:
+        """What keys use is shared through `redis`, wherever they come from."""
+        self._source = source
+        self._share = UsageShare(redis, router_id, on_minute=self._on_minute, on_day=self._on_day)
+        self._system = system_key(secret)
+        self._table = KeyTable()
+        self._accounts: dict[str, Account] = {}
+        self._complained = ""
+
+    @property
+    def enabled(self) -> bool:
+        return self._source is not None
+
+    # ---- who calls -------------------------------------------------------------------------------------------------------
+
+    def identify(self, authorization: str | None, tenant: str | None = None) -> Identity:
+        """`authorization` is the header's value; `tenant` what the caller says of itself, which counts only where callers are believed.
+        Raises Unauthenticated."""
+        if self._source is None:
+            return Identity(tenant=tenant)
+        scheme, _, told = (authorization or "").strip().partition(" ")
+        told = told.strip()
+        if not told or scheme.lower() != "bearer":
+            raise Unauthenticated(f"no API key was given; {_HOW}")
+        # As bytes: a header may have any characters.
+        if len(told) <= MAX_KEY_CHARS and hmac.compare_digest(told.encode("utf-8", "surrogatepass"), self._system.encode()):
+            return Identity(tenant=tenant)
+        key = self._table.find(told)
+        if key is None:
+            raise Unauthenticated("this API key is not known here: it was mistyped or revoked; " + _HOW)
+        return self._identity(key, tenant)
+
+    def identity_of(self, key_id: str) -> Identity:
+        """Of whoever asked earlier with that key, for what is done in its name now. Empty: it was asked for without any. Raises
+        Unauthenticated if it may not any more."""
+        if self._source is None:
+            return Identity()
+        key = self._table.by_id.get(key_id)
+        if key is None and key_id:
+            raise Unauthenticated("the API key that asked for this was revoked; ask again with another")
+        return Identity() if key is None else self._identity(key, None)
+
+    def _identity(self, key: Key, tenant: str | None) -> Identity:
+        if key.disabled:
+            raise Unauthenticated("this API key is disabled; ask whoever runs this to enable it, or for another")
+        if key.expires and time.time() >= key.expires:
+            raise Unauthenticated("this API key has expired; ask whoever runs this for another")
+        account = self._accounts[key.id]
+        if key.speaks_for_tenants:
+            return Identity(tenant=tenant, fallback=key.whose, account=account)
+        return Identity(tenant=key.whose, fallback=key.whose, account=account)
+
+    # ---- what the others use ---------------------------------------------------------------------------------------------
+
+    def _on_minute(self, use: Use) -> None:
+        key_id, kind = use.entry
+        account = self._accounts.get(key_id)
+        if account is not None:
+            (account.elsewhere_requests if kind == "requests" else account.elsewhere_tokens)(use.amount)
+
+    def _on_day(self, use: Use) -> None:
+        account = self._accounts.get(use.entry[0])
+        if account is not None:
+            account.elsewhere_day(use.amount, use.window)
+
+    # ---- which keys there are ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises SetupError if the keys cannot be read: nobody could be let in."""
+        if self._source is None:
+            return
+        try:
+            self._know(await self._read() or ())
+        except (TwostepError, OSError, RedisError, TimeoutError) as error:
+            raise SetupError(
+                f"the keys of --api-keys-file or --api-keys cannot be read: {_why(error)}; mend that, or make the first key with "
+                "`twostep keys create`"
+            ) from error
+        # Whose keys are not known yet could not be told what they have used.
+        await self._share.exchange(whole=True)
+        log.info("%d API keys are known; requests without one are refused", len(self._table.by_id))
+
+    async def run(self) -> None:
+        """Follows the source and what other routers give, until cancelled."""
+        if self._source is None:
+            await asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._share.run())
+            group.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "it is awaited"
+        while True:
+            await asyncio.sleep(_POLL_S)
+            await self.refresh()
+            if task.cancelling():
+                # The Redis client can take a cancellation for a lost connection.
+                raise asyncio.CancelledError
+
+    async def refresh(self) -> None:
+        """Looks for changes now; never raises for what the source does or holds: the last keys that were read go on."""
+        try:
+            keys = await self._read()
+        except (TwostepError, OSError, RedisError, TimeoutError) as error:
+            if self._complained != (why := _why(error)):
+                self._complained = why
+                log.error("the API keys cannot be read (%s): those known until now go on", why)
+            return
+        if self._complained:
+            self._complained = ""
+            log.warning("the API keys can be read again")
+        if keys is not None:
+            self._know(keys)
+            log.info("%d API keys are known now", len(self._table.by_id))
+
+    async def put(self, key: Key) -> None:
+        """Known here at once, and to the others within a second or two. Raises TwostepError."""
+        await self._change_source(key, None)
+
+    async def remove(self, key_id: str) -> None:
+        """Raises TwostepError: not found, or nothing could be changed."""
+        await self._change_source(None, key_id)
+
+    def keys(self) -> Sequence[Account]:
+        """By their time of making."""
+        return sorted(self._accounts.values(), key=lambda account: (account.key.created, account.key.id))
+
+    def account(self, key_id: str) -> Account:
+        """Raises NotFound."""
+        try:
+            return self._accounts[key_id]
+        except KeyError:
+            raise NotFound(f"there is no API key {key_id[:64]!r}; list them to see which there are") from None
+
+    async def _change_source(self, key: Key | None, removed: str | None) -> None:
+        if self._source is None:
+            raise NotFound("this router asks for no API keys; start it with --api-keys-file FILE or --api-keys redis")
+        try:
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                if key is not None:
+                    await self._source.put(key)
+                elif removed is not None and not await self._source.remove(removed):
+                    raise NotFound(f"there is no API key {removed[:64]!r}; list them to see which there are")
+        except (OSError, RedisError, TimeoutError) as error:
+            raise unreachable(error) from error
+        await self.refresh()
+
+    async def _read(self) -> Sequence[Key] | None:
+        assert self._source is not None, "there is nothing to follow"
+        async with asyncio.timeout(_READ_TIMEOUT_S):
+            return await self._source.read()
+
+    def _know(self, keys: Iterable[Key]) -> None:
+        table = KeyTable(keys)
+        accounts: dict[str, Account] = {}
+        for key in table.by_id.values():
+            account = self._accounts.get(key.id)
+            if account is None:
+                account = Account(key, self._share.used)
+            else:
+                account.change(key)
+            accounts[key.id] = account
+        self._table, self._accounts = table, accounts
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, TwostepError):
+        return error.message
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__

@@ -1,0 +1,199 @@
+"""What API keys have used, told to and heard from the other routers through Redis, so that their limits hold over all replicas.
+
+twostep:v1:api-usage:minute:{window}   hash: [router, key, "requests" | "tokens"] as JSON -> used on that router in those ten seconds
+twostep:v1:api-usage:day:{hour}        the same tokens by the hour, kept for a day
+
+As router/quota_share.py has it: each writes its own fields as totals, so that an exchange that broke may be repeated, and what has grown in
+the others' since the last time is what they have given. Beside the requests, never on their way. What is given between two exchanges is
+not known to the others: n routers may give a key up to n times what is left for it, all within half a second, and take it off what they
+give next. Without Redis each counts for itself. A router that starts reads the day's hours, so that a restart gives nobody another day.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from router.access_limits import DAY_HOURS, HOUR_S
+
+log = logging.getLogger(__name__)
+
+WINDOW_S = 10
+_SYNC_S = 0.5
+# Hours change slowly; what a minute's limit needs to know does not.
+_DAY_SYNC_S = 5.0
+_TIMEOUT_S = 1.0
+# A damaged field that says more is passed over.
+_MAX_TOTAL = 1 << 50
+
+# A key's id and "requests" or "tokens".
+Entry = tuple[str, str]
+
+
+class Use(NamedTuple):
+    window: int
+    entry: Entry
+    amount: int
+
+
+class Ledger:
+    """Pure: this router's totals by window, and how much of the others' has been heard."""
+
+    def __init__(self, writer: str, *, num_windows: int) -> None:
+        self._writer = writer
+        self._num_windows = num_windows
+        self._own: dict[int, Counter[str]] = {}
+        self._untold: dict[int, set[str]] = {}
+        self._names: dict[Entry, str] = {}
+        self._heard: dict[int, dict[bytes, tuple[bytes, int]]] = {}
+
+    def count(self, entry: Entry, amount: int, window: int) -> None:
+        name = self._names.get(entry)
+        if name is None:
+            name = self._names[entry] = json.dumps([self._writer, *entry])
+        self._own.setdefault(window, Counter())[name] += amount
+        self._untold.setdefault(window, set()).add(name)
+
+    def forget_before(self, window: int) -> None:
+        """Windows that nobody reads any more."""
+        for book in (self._own, self._untold, self._heard):
+            for old in [known for known in book if known < window]:
+                del book[old]
+        if len(self._names) > 1 << 16:
+            self._names.clear()
+
+    def untold(self) -> Mapping[int, Mapping[str, int]]:
+        """Totals that have changed since they were told."""
+        return {window: {name: self._own[window][name] for name in names} for window, names in self._untold.items() if names}
+
+    def told(self, totals: Mapping[int, Mapping[str, int]]) -> None:
+        """Those have arrived."""
+        for window, fields in totals.items():
+            untold = self._untold.get(window, set())
+            untold -= {name for name, total in fields.items() if self._own[window][name] == total}
+
+    def hear(self, window: int, fields: Mapping[bytes, bytes]) -> list[Use]:
+        """What others have used since the last time. Fields that make no sense are passed over."""
+        heard, news = self._heard.setdefault(window, {}), []
+        for field, value in fields.items():
+            before = heard.get(field)
+            if before is not None and before[0] == value:
+                continue
+            entry = self._entry(field)
+            try:
+                total = int(value)
+            except ValueError:
+                continue
+            if entry is None or abs(total) > _MAX_TOTAL:
+                continue
+            amount = total - (0 if before is None else before[1])
+            heard[field] = (value, total)
+            if amount:
+                news.append(Use(window, entry, amount))
+        return news
+
+    def windows(self, now: int, *, all_of_them: bool) -> Sequence[int]:
+        """Those to read: others write into the last one for a little while after it is over."""
+        return range(now - (self._num_windows if all_of_them else 2) + 1, now + 1)
+
+    def _entry(self, field: bytes) -> Entry | None:
+        try:
+            writer, key_id, kind = json.loads(field)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        return None if writer == self._writer or kind not in ("requests", "tokens") else (str(key_id), kind)
+
+
+class _Exchange:
+    """One ledger and its windows in Redis."""
+
+    def __init__(self, writer: str, prefix: str, *, window_s: int, num_windows: int) -> None:
+        self.ledger = Ledger(writer, num_windows=num_windows)
+        self._prefix, self._window_s, self._num_windows = prefix, window_s, num_windows
+        self._read_all = True
+
+    def window(self) -> int:
+        """By the wall clock: routers' windows must be the same ones, to within seconds."""
+        return int(time.time() // self._window_s)
+
+    async def run(self, redis: Redis) -> list[Use]:
+        """Once. Raises RedisError, OSError, TimeoutError."""
+        now = self.window()
+        self.ledger.forget_before(now - self._num_windows + 1)
+        totals, windows = self.ledger.untold(), self.ledger.windows(now, all_of_them=self._read_all)
+        pipeline = redis.pipeline(transaction=False)
+        for window, fields in totals.items():
+            pipeline.hset(f"{self._prefix}{window}", mapping={name: str(total) for name, total in fields.items()})
+            pipeline.expire(f"{self._prefix}{window}", (self._num_windows + 1) * self._window_s)
+        for window in windows:
+            pipeline.hgetall(f"{self._prefix}{window}")
+        async with asyncio.timeout(_TIMEOUT_S):
+            replies = (await pipeline.execute())[2 * len(totals) :]
+        self.ledger.told(totals)
+        self._read_all = False
+        return [use for window, fields in zip(windows, replies, strict=True) for use in self.ledger.hear(window, fields)]
+
+
+class UsageShare:
+    """`on_minute` and `on_day` get what the others have used, each as soon as it is known."""
+
+    def __init__(self, redis: Redis, router_id: str, *, on_minute: Callable[[Use], None], on_day: Callable[[Use], None]) -> None:
+        # A router that restarts under its name is another writer: its old totals are not begun again.
+        writer = f"{router_id}:{secrets.token_hex(4)}"
+        self._redis = redis
+        self._minute = _Exchange(writer, "twostep:v1:api-usage:minute:", window_s=WINDOW_S, num_windows=2)
+        self._day = _Exchange(writer, "twostep:v1:api-usage:day:", window_s=HOUR_S, num_windows=DAY_HOURS + 1)
+        self._on_minute, self._on_day = on_minute, on_day
+        self._connected = True
+        self._day_due = 0.0
+
+    @property
+    def connected(self) -> bool:
+        """False while Redis does not answer: limits are this router's own."""
+        return self._connected
+
+    def used(self, key_id: str, kind: str, amount: int) -> None:
+        """On this router. Returns at once."""
+        self._minute.ledger.count((key_id, kind), amount, self._minute.window())
+        if kind == "tokens":
+            self._day.ledger.count((key_id, kind), amount, self._day.window())
+
+    async def run(self) -> None:
+        """Exchanges until cancelled."""
+        task = asyncio.current_task()
+        assert task is not None, "it is awaited"
+        while True:
+            await self.exchange()
+            if task.cancelling():
+                # The Redis client can take a cancellation for a lost connection.
+                raise asyncio.CancelledError
+            await asyncio.sleep(_SYNC_S)
+
+    async def exchange(self, *, whole: bool = False) -> None:
+        """Once; never raises for what Redis does or holds. `whole`: also the hours, whose turn it may not be."""
+        try:
+            for use in await self._minute.run(self._redis):
+                self._on_minute(use)
+            if whole or time.monotonic() >= self._day_due:
+                for use in await self._day.run(self._redis):
+                    self._on_day(use)
+                self._day_due = time.monotonic() + _DAY_SYNC_S
+        except (RedisError, OSError, TimeoutError) as error:
+            if self._connected:
+                self._connected = False
+                log.warning(
+                    "what API keys use cannot be shared (%s): their limits hold on this router alone", str(error) or type(error).__name__
+                )
+            return
+        if not self._connected:
+            self._connected = True
+            log.warning("what API keys use is shared again")

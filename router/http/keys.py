@@ -1,0 +1,66 @@
+"""API keys over HTTP: who asks, whether it may, and what is left of its limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from router.access import NOBODY
+from router.http.errors import Handler, HttpError
+from router.http.front import FRONT, IDENTITY
+from router.targets import TENANT_HEADER
+
+# For anybody: what a probe asks, and what is the same everywhere.
+_OPEN = frozenset({"/health", "/ready", "/version", "/openapi.json", "/ui", "/ui/"})
+_OPEN_FOLDER, _CLOSED_FOLDER = "/ui/", "/ui/api"
+# Calls that a limit of requests counts: those that cost more than a look.
+_COUNTED = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+# A body has this long to come, and its size at this rate besides: what is slower only holds a connection.
+_BODY_S = 30.0
+_MIN_BYTES_PER_S = 32 << 10
+
+
+def is_open(path: str) -> bool:
+    return path in _OPEN or (path.startswith(_OPEN_FOLDER) and not path.startswith(_CLOSED_FOLDER))
+
+
+@web.middleware
+async def identified(request: web.Request, handler: Handler) -> web.StreamResponse:
+    access = request.app[FRONT].access
+    request[IDENTITY] = NOBODY
+    if not (access.enabled and is_open(request.path)):
+        request[IDENTITY] = access.identify(request.headers.get("Authorization"), request.headers.get(TENANT_HEADER))
+    with arriving(request, _BODY_S):
+        if request.method == "POST" and request.path in _COUNTED:
+            with request[IDENTITY].calling():
+                return await handler(request)
+        return await handler(request)
+
+
+@contextmanager
+def arriving(request: web.Request, patience_s: float) -> Iterator[None]:
+    """The body of a request has a time of its own, whoever reads it: HttpError 408 to whoever does then."""
+    if not request.body_exists or request.content.is_eof():
+        yield
+        return
+    size = request.content_length if request.content_length is not None else request.client_max_size
+    seconds = patience_s + min(size, request.client_max_size) / _MIN_BYTES_PER_S
+
+    def too_slow() -> None:
+        if not request.content.is_eof():
+            request.content.set_exception(HttpError(408, f"the request's body did not come within {seconds:.0f} s; send it faster"))
+
+    timer = asyncio.get_running_loop().call_later(seconds, too_slow)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+async def tell_limits(request: web.Request, response: web.StreamResponse) -> None:
+    """As the answer's head goes out: of a stream with its first event, of others when they are whole."""
+    for name, value in request.get(IDENTITY, NOBODY).headers().items():
+        response.headers[name] = value
