@@ -11,6 +11,7 @@ from router_fakes import ANSWER_TEXT
 from router.answer import Answer
 from twostep.rpc.v1 import inference_pb2, prefill_pb2
 from twostep.sampling_params import SamplingParams
+from twostep.text.reasoning import REASONING_FORMATS, ReasoningSplitter
 from twostep.text.tokenizer import Tokenizer
 
 
@@ -76,3 +77,53 @@ def test_nothing_is_sent_for_nothing(bare_model_dir: Path) -> None:
     answer = Answer(Tokenizer.load(bare_model_dir), SamplingParams(max_tokens=5))
     assert answer.response([]) is None
     assert answer.finish is None
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_reasoning_does_not_depend_on_batches_nor_on_a_break(bare_model_dir: Path, data: st.DataObject) -> None:
+    """Text, reasoning and what is counted of it: in one batch, token by token, in any batches, and resumed after any token."""
+    tokenizer = Tokenizer.load(bare_model_dir)
+    thought, said = " is it größer 🙂? ", "Paris </think> it is 🙂."
+    begun = data.draw(st.booleans())
+    text = ("" if begun else data.draw(st.sampled_from(["<think>", "\n<think>\n"]))) + thought
+    text += data.draw(st.sampled_from(["</think>\n\n" + said, "\n</think>" + said, "</think>", ""]))
+    finish = data.draw(st.sampled_from([inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH]))
+    start = data.draw(st.integers(0, len(text) - 2))
+    stops = data.draw(st.sampled_from([(), (text[start : start + 4],), ("nothing like it",)]))
+    tokens = [prefill_pb2.Token(token_id=i, position=n) for n, i in enumerate(tokenizer.encode(text))]
+    if finish == inference_pb2.FINISH_REASON_STOP:
+        tokens.append(prefill_pb2.Token(token_id=2, position=len(tokens)))
+    tokens[-1].finish_reason = finish
+
+    def new() -> Answer:
+        return Answer(tokenizer, SamplingParams(max_tokens=500, stop=stops), ReasoningSplitter(REASONING_FORMATS["qwen3"], begun=begun))
+
+    def read(answer: Answer, tokens: list[prefill_pb2.Token], sizes: list[int]) -> tuple[str, str]:
+        reasoning, text, at = "", "", 0
+        for size in [*sizes, len(tokens)]:
+            response = answer.response(tokens[at : at + size])
+            at += size
+            if response is not None:
+                assert not (text and response.piece.reasoning)
+                reasoning += response.piece.reasoning
+                text += response.piece.text
+        return reasoning, text
+
+    def end(answer: Answer) -> tuple[object, ...]:
+        return answer.num_tokens, answer.num_reasoning_tokens, answer.finish, answer.stopped_by_text
+
+    whole = new()
+    expected = read(whole, tokens, [])
+    for sizes in ([1] * len(tokens), data.draw(st.lists(st.integers(0, 9), max_size=len(tokens)))):
+        other = new()
+        assert (read(other, tokens, sizes), end(other)) == (expected, end(whole))
+    cut = data.draw(st.integers(0, whole.num_tokens))
+    first, second = new(), new()
+    before = read(first, tokens[:cut], [1] * cut)
+    second.resume(tokens[:cut])
+    after = read(second, tokens[cut:], [1] * len(tokens))
+    assert ((before[0] + after[0], before[1] + after[1]), end(second)) == (expected, end(whole))
+    if not whole.stopped_by_text:
+        assert expected[0] == thought
+        assert expected[1] in (said, "")

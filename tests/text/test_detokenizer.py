@@ -128,6 +128,55 @@ def test_special_tokens_are_skipped_also_within_a_character(byte_level: Tokenize
     assert "".join(pieces_of(byte_level, ids, [])) == "𐍈"
 
 
+def test_special_tokens_that_are_shown(byte_level: Tokenizer) -> None:
+    """Some, all or none of them, anywhere, also within a character; the others are skipped."""
+
+    @settings(max_examples=300)
+    @given(
+        st.sets(st.sampled_from(sorted(byte_level.special_ids))),
+        st.lists(
+            st.one_of(st.integers(0, 2), st.integers(0, 511), st.sampled_from(byte_level.encode("𐍈é")), st.just(100_000)), max_size=80
+        ),
+        sizes,
+    )
+    def check(shown: set[int], ids: list[int], sizes: list[int]) -> None:
+        tokenizer = byte_level.showing(shown)
+        expected = byte_level.decode([i for i in ids if i in shown or i not in byte_level.special_ids], skip_special_tokens=False)
+        assert "".join(pieces_of(tokenizer, ids, sizes)) == tokenizer.decode(ids) == expected
+
+    check()
+
+
+def test_special_tokens_shown_with_byte_fallback(byte_fallback: Tokenizer) -> None:
+    @settings(max_examples=300)
+    @given(st.lists(st.sampled_from(["<s>", "▁", "▁the", "b", "é", "日", "<0xE2>", "<0x82>", "<0xAC>"]), max_size=30), sizes)
+    def check(parts: list[str], sizes: list[int]) -> None:
+        tokenizer = byte_fallback.showing(byte_fallback.special_ids)
+        text = "".join(parts).replace("▁", " ").replace("<0xE2><0x82><0xAC>", "€")
+        if "<0x" in text:
+            return  # invalid bytes are another test's
+        ids = [byte_fallback.token_id(part) or 0 for part in parts]
+        assert "".join(pieces_of(tokenizer, ids, sizes)) == tokenizer.decode(ids) == text.removeprefix(" ")
+
+    check()
+
+
+def test_a_marker_comes_at_once_and_breaks_a_character(byte_level: Tokenizer) -> None:
+    letter, marker = byte_level.encode("𐍈"), 1
+    text = byte_level.showing({marker}).decode([marker])
+    assert text
+    assert pieces_of(byte_level.showing({marker}), [*byte_level.encode("a"), marker, *letter[:2], marker], []) == [
+        "a",
+        text,
+        "",
+        "",
+        f"\ufffd{text}",
+        "",
+    ]
+    # The view alone shows it.
+    assert byte_level.decode([marker]) == ""
+
+
 def test_half_a_character_at_the_end(byte_level: Tokenizer) -> None:
     assert pieces_of(byte_level, byte_level.encode("a𐍈")[:-1], []) == ["a", "", "", "", "\ufffd"]
 
