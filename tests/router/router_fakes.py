@@ -524,7 +524,10 @@ class Cluster:
         await self.redis.sadd(prefix_key(worker.record.worker_id, worker.record.epoch), *hashes)
 
     async def beat_forever(self) -> None:
-        while True:
+        task = asyncio.current_task()
+        assert task is not None
+        # The Redis client can take a cancellation for a lost connection.
+        while not task.cancelling():
             await asyncio.sleep(0.3)
             try:
                 await self.beat()
@@ -550,7 +553,8 @@ class Cluster:
                 "port": 0,
                 "served_model_name": "m",
                 "secret_file": self.secret_file,
-                "no_worker_grace": 1.0,
+                # Longer than heartbeats may be late on a busy machine; who tests the grace gives one.
+                "no_worker_grace": 8.0,
                 "hash_unit": HASH_UNIT,
                 "default_max_tokens": 16,
             }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cutting_proxy import CuttingProxy
-from whole_system import WholeSystem, expected, until, whole_system
+from whole_system import WholeSystem, expected, fake_runner, until, whole_system
 
 from decode_worker.sequences import SequencesConfig
 from twostep import AsyncClient, Completion
@@ -72,8 +72,17 @@ async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(
 
 
 async def cut_while_decoding(system: WholeSystem, client: AsyncClient, prompt: list[int], max_tokens: int) -> asyncio.Task[Completion]:
-    """A request whose decode worker has become unreachable on the way; the worker is the first of them."""
-    task = asyncio.create_task(ask(client, prompt, max_tokens))
+    """A request whose decode worker has become unreachable on the way, after the router has heard of its first token."""
+    begun = asyncio.Event()
+
+    async def asked() -> Completion:
+        answer = client.generate(token_ids=prompt, max_tokens=max_tokens, ignore_eos=True)
+        async for _ in answer:
+            begun.set()
+        return await answer.result()
+
+    task = asyncio.create_task(asked())
+    await begun.wait()
     while True:
         for worker, proxy in zip(system.decodes, system.proxies, strict=True):
             if worker.record().load.num_running:
@@ -89,7 +98,12 @@ async def test_an_answer_that_ends_while_the_stream_is_down_is_delivered(fake_mo
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
     async with (
         whole_system(
-            fake_model_dir, tmp_path, aggregated=aggregated, stream_lease=20.0, limits=SequencesConfig(router_lease_s=20.0)
+            fake_model_dir,
+            tmp_path,
+            aggregated=aggregated,
+            make_runner=lambda: fake_runner(fake_model_dir, step_s=0.015),
+            stream_lease=20.0,
+            limits=SequencesConfig(router_lease_s=20.0),
         ) as system,
         AsyncClient(system.target(), timeout=30, max_retries=0) as client,
     ):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_system import WholeSystem, expected, whole_system
+from whole_system import WholeSystem, expected, fake_runner, whole_system
 
 from twostep import AsyncClient, Client, Completion, Piece, StreamBroken, TokenLogprobs, Unavailable
 from twostep.engine.model_runner import ModelRunner
@@ -75,6 +75,8 @@ class DoomedRouter:
 
 @asynccontextmanager
 async def two_routers(model_dir: Path, tmp_path: Path, **options: Any) -> AsyncIterator[tuple[WholeSystem, DoomedRouter]]:
+    # Slow enough that a test on a busy machine is not still reading the first tokens when all of them have been sent.
+    options = {"make_runner": lambda: fake_runner(model_dir, step_s=0.015)} | options
     async with whole_system(model_dir, tmp_path, **options) as system:
         doomed = DoomedRouter(system)
         try:
