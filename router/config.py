@@ -38,7 +38,7 @@ class RouterConfig:
     secret_file: Path | None = None
     router_id: str = ""
     hash_unit: int = 64
-    default_max_tokens: int = 256
+    default_max_tokens: int = 0
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
     max_inflight: int = 512
@@ -100,7 +100,10 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         "--hash-unit", type=_between(1, 65536), default=default.hash_unit, help="tokens of one prefix hash, the same on every process"
     )
     parser.flag(
-        "--default-max-tokens", type=_between(1, 1 << 30), default=default.default_max_tokens, help="max_tokens of requests that give none"
+        "--default-max-tokens",
+        type=_between(0, 1 << 30),
+        default=default.default_max_tokens,
+        help="max_tokens of requests that give none; 0: as many as the context has room for, as vLLM does",
     )
     parser.flag(
         "--reasoning-parser",

@@ -208,7 +208,8 @@ class Inference:
         request_class, targets = class_of(request), Targets.of(request)
         tenant = tenant_of(request, caller.identity.tenant) or caller.identity.fallback
         caller.identity.check_class(request_class)
-        sampling = prompt.held(self._prompts.sampling(request.sampling, len(prompt.ids), self.max_model_len))
+        sampling = self._prompts.sampling(request.sampling, len(prompt.ids), self.max_model_len, pool_tokens=self._pool_tokens())
+        sampling = prompt.held(sampling)
         return Job(
             request_id=request_id,
             prompt=prompt.ids,
@@ -294,6 +295,11 @@ class Inference:
         longest_prefill = max((r.max_model_len for r in records if r.role == "prefill"), default=self._config.max_model_len)
         decode = [r.max_model_len if r.local_prefill else min(r.max_model_len, longest_prefill) for r in records if r.role == "decode"]
         return min(self._config.max_model_len, max(decode, default=longest_prefill))
+
+    def _pool_tokens(self) -> int:
+        """The most that a decode worker's pool holds of one request. Without workers: the context, until there are some."""
+        pools = [r.num_blocks * r.layout.block_size for r in self._pool.records() if r.role == "decode"]
+        return max(pools, default=self._config.max_model_len)
 
 
 def _request_id(given: str) -> str:

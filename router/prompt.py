@@ -158,14 +158,17 @@ class PromptReader:
             )
         return ids
 
-    def sampling(self, proto: inference_pb2.SamplingParams, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-        """What the client asked for, then the model's defaults, then neutral ones; bounded by the context.
+    def sampling(
+        self, proto: inference_pb2.SamplingParams, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int
+    ) -> SamplingParams:
+        """What the client asked for, then the model's defaults, then neutral ones; bounded by the context, and where
+        max_tokens is not given by `pool_tokens`, the most that a worker could hold.
 
         Raises InvalidRequest (a value out of range), ContextExceeded (no room for the prompt and one, or max_tokens, more)."""
         room = max_model_len - num_prompt_tokens
         if room < 1:
             raise _no_room(num_prompt_tokens, max_model_len)
-        max_tokens = proto.max_tokens if proto.HasField("max_tokens") else min(self._default_max_tokens, room)
+        max_tokens = proto.max_tokens if proto.HasField("max_tokens") else self._unasked(room, num_prompt_tokens, pool_tokens)
         if max_tokens > room:
             raise ContextExceeded(
                 f"the prompt has {num_prompt_tokens} tokens, max_tokens is {max_tokens}, and the context has {max_model_len}; "
@@ -187,6 +190,10 @@ class PromptReader:
             grammar=grammar_from_proto(proto.grammar) if proto.HasField("grammar") else None,
             **values,
         )
+
+    def _unasked(self, room: int, num_prompt_tokens: int, pool_tokens: int) -> int:
+        """max_tokens of a request that gives none."""
+        return max(1, min(self._default_max_tokens or room, room, pool_tokens - num_prompt_tokens))
 
     async def resume(self, answer: Answer, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Brings `answer` to where a client is that has `token_ids` of it. Raises InvalidRequest, ResourceExhausted."""

@@ -16,7 +16,7 @@ from router.http.completion_body import CompletionBody
 from router.http.errors import blaming
 from router.http.front import Front
 from router.http.logprobs import TokenNames
-from router.http.sse import DONE, STREAMS, EventStream
+from router.http.sse import ANSWERS, DONE, EventStream
 from router.http.translate import choice_seed, flag_of, keep_alive_of, request_of, timeout_of
 from router.http.usage import phases_of, total_usage, usage_of
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -137,10 +137,12 @@ class Endpoint(Protocol):
 
 
 async def respond(request: web.Request, endpoint: Endpoint, *, stream: bool) -> web.StreamResponse:
+    answers = request.app[ANSWERS]
     if not stream:
-        answer = await endpoint.whole()
+        async with answers.giving(None):
+            answer = await endpoint.whole()
         return web.Response(text=compact(answer), content_type="application/json", headers=endpoint.headers)
     events = EventStream(request, endpoint.headers, keep_alive_of(request.headers))
-    async with request.app[STREAMS].serving(events):
+    async with answers.giving(events):
         await endpoint.stream(events.send)
     return events.response

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from router.http.asked import HEADERS, Asked, Finale, Send, respond
 from router.http.calls import Call, json_body
-from router.http.chat_body import ChatBody
+from router.http.chat_body import ChatBody, adapt_roles
 from router.http.chunks import CHAT_WRAP, ChunkWriter
 from router.http.described import described
 from router.http.fields import parse_body
@@ -42,6 +42,7 @@ class Chat(Asked[ChatBody]):
     def __init__(self, front: Front, body: ChatBody, call: Call) -> None:
         super().__init__(front, body, call, prefix="chatcmpl")
         self._chat = body.prompt()
+        adapt_roles(self._chat, front.card.chat_template)
         self.tools = ToolUse.of(body, front.chat_format)
         self.tools.prepare(self._request, front.tokenizer)
         if self.tools.format is None:

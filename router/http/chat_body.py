@@ -150,6 +150,14 @@ class ChatBody(CommonBody, ChatPrompt):
         return self.chat(extra)
 
 
+def adapt_roles(chat: pb.Chat, template: str | None) -> None:
+    """Newer clients say "developer" for "system", which few templates know. `template`: the chat template's source."""
+    if "developer" not in (template or ""):
+        for message in chat.messages:
+            if message.role == "developer":
+                message.role = "system"
+
+
 def _message(index: int, message: Message) -> pb.ChatMessage:
     if message.role == "function":
         raise HttpError(400, 'the role "function" is not supported; use "tool", and `tools`', param=f"messages[{index}].role")

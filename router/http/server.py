@@ -14,7 +14,7 @@ from router.http import chat, completions, counting, openapi, refusals, system, 
 from router.http.errors import Handler, errors
 from router.http.front import FRONT, REQUEST_ID, Front, forwarded
 from router.http.keys import identified, tell_limits
-from router.http.sse import STREAMS, OpenStreams
+from router.http.sse import ANSWERS, Answers
 from twostep.errors import SetupError
 from twostep.log import concerning
 from twostep.rpc.channel import TlsFiles
@@ -22,6 +22,8 @@ from twostep.tracing import trace_id_of
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _KEEPALIVE_S = 75.0
+# For what is no answer, once answers have ended.
+_LAST_S = 1.0
 
 
 class HttpServer:
@@ -56,10 +58,8 @@ class HttpServer:
         if server is not None:
             # Connections that nobody uses now are closed, and the others when their request is over.
             server.pre_shutdown()
-            try:
-                await server.shutdown(grace_s)
-            except asyncio.CancelledError:
-                raise
+            await self._runner.app[ANSWERS].drain(grace_s)
+            await server.shutdown(_LAST_S)
         await self._runner.cleanup()
 
 
@@ -68,7 +68,7 @@ def make_app(front: Front) -> web.Application:
     app.on_response_prepare.append(tell_limits)
     app[FRONT] = front
     counting.count(app)
-    app[STREAMS] = OpenStreams()
+    app[ANSWERS] = Answers()
     app.cleanup_ctx.append(_keeping_alive)
     app[ui.PAGE] = ui.load_page()
     for module in (chat, completions, tokens, system, openapi, ui):
@@ -79,7 +79,7 @@ def make_app(front: Front) -> web.Application:
 
 
 async def _keeping_alive(app: web.Application) -> AsyncIterator[None]:
-    task = asyncio.create_task(app[STREAMS].keep_alive())
+    task = asyncio.create_task(app[ANSWERS].keep_alive())
     yield
     task.cancel()
     await asyncio.wait((task,))

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -103,40 +104,68 @@ class EventStream:
             transport.abort()
 
 
-class OpenStreams:
-    """All event streams of a server, for whatever is to be done to them from time to time."""
+class Answers:
+    """All answers of a server that are under way, for what is to be done to them from time to time, and in the end."""
 
     def __init__(self) -> None:
-        self._streams: set[EventStream] = set()
+        self._tasks: dict[asyncio.Task[Any], EventStream | None] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ended: set[asyncio.Task[Any]] = set()
 
     @asynccontextmanager
-    async def serving(self, stream: EventStream) -> AsyncIterator[None]:
-        """Around all that is written. A failure before the first event is the caller's; a later one is told in the stream."""
-        self._streams.add(stream)
+    async def giving(self, stream: EventStream | None) -> AsyncIterator[None]:
+        """Around all of an answer; None: it is not streamed. A failure before the first event is the caller's; a later one is told in the
+        stream. Raises Unavailable if the server goes."""
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in tasks"
+        self._tasks[task] = stream
+        self._idle.clear()
         try:
             yield
         except asyncio.CancelledError:
-            # Either the client is gone, and hears nothing more; or the server is going.
-            if stream.open:
-                await stream.fail(Unavailable("the router is shutting down; repeat the request on another"))
-            raise
+            if task not in self._ended or task.uncancel() > 0:
+                raise  # the client is gone
+            error = Unavailable("the router is shutting down; repeat the request on another")
+            if stream is None or not stream.open:
+                raise error from None
+            await stream.fail(error)
         except Exception as error:
-            if not stream.open:
+            if stream is None or not stream.open:
                 raise
             await stream.fail(error)
         finally:
-            self._streams.discard(stream)
+            del self._tasks[task]
+            self._ended.discard(task)
+            if not self._tasks:
+                self._idle.set()
+
+    async def drain(self, grace_s: float) -> None:
+        """Those that have not ended within `grace_s` are told that the server goes."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self._ended |= self._tasks.keys()
+            for task in list(self._tasks):
+                task.cancel()
+            try:
+                async with asyncio.timeout(2 * _LAST_WORD_S):
+                    await self._idle.wait()
+            except TimeoutError:
+                return  # connections are closed next
 
     async def keep_alive(self) -> None:
         """Runs until cancelled."""
         while True:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
-            for stream in list(self._streams):
+            for stream in list(self._tasks.values()):
                 try:
-                    await stream.keep_alive(now)
+                    if stream is not None:
+                        await stream.keep_alive(now)
                 except ConnectionError:
                     continue  # its handler learns it too
 
 
-STREAMS: web.AppKey[OpenStreams] = web.AppKey("streams", OpenStreams)
+ANSWERS: web.AppKey[Answers] = web.AppKey("answers", Answers)

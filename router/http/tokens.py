@@ -10,7 +10,7 @@ from aiohttp import web
 from pydantic import Field
 
 from router.http.calls import json_body
-from router.http.chat_body import ChatPrompt
+from router.http.chat_body import ChatPrompt, adapt_roles
 from router.http.described import described
 from router.http.errors import blaming
 from router.http.fields import Body, TokenId, parse_body
@@ -54,7 +54,9 @@ async def tokenize(request: web.Request) -> web.Response:
     with blaming(type(body).model_fields):
         front.inference.check_model(body.model)
         if isinstance(body, TokenizeChat):
-            ids = (await front.inference.tokenize(pb.TokenizeRequest(chat=body.chat()))).token_ids
+            chat = body.chat()
+            adapt_roles(chat, front.card.chat_template)
+            ids = (await front.inference.tokenize(pb.TokenizeRequest(chat=chat))).token_ids
         elif body.prompt:
             ids = await front.inference.text_ids(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     names = [front.token_bytes.text(token_id) for token_id in ids] if body.return_token_strs else None

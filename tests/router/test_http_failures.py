@@ -244,3 +244,31 @@ async def test_tokens_and_back(cluster: Cluster) -> None:
             assert answer.status == 404
         async with http.post("/detokenize", json={"tokens": [-1]}) as answer:
             assert (answer.status, (await answer.json())["error"]["param"]) == (400, "tokens[0]")
+
+
+async def test_a_router_that_goes_says_so_in_its_streams(cluster: Cluster) -> None:
+    _, decode = await cluster.prefill(), await cluster.decode()
+    decode.script.step_s = 600.0
+    async with cluster.serving(), open_http(cluster) as http, http.post(CHAT, json=chat(stream=True, max_tokens=30)) as answer:
+        await answer.content.readuntil(b"\n\n")
+        await cluster.router.drain(0.1)
+        events = events_of(await answer.read())
+    assert "repeat" in events[-1]["error"]["message"]
+    await cluster.all_free()
+
+
+async def test_without_max_tokens_a_chat_may_use_the_context(cluster: Cluster) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode(num_blocks=20)
+    async with cluster.serving(default_max_tokens=0), open_http(cluster) as http, http.post(CHAT, json=chat(stop=["Paris"])) as answer:
+        usage = (await answer.json())["usage"]
+    # What a worker's pool holds: 20 blocks of 16 tokens.
+    assert prefill.requests[0].sampling.max_tokens == 320 - usage["prompt_tokens"]
+
+
+async def test_developers_are_heard_by_templates_that_know_no_such_role(cluster: Cluster) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    messages = [{"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]}, *MESSAGES]
+    async with cluster.serving(), open_http(cluster) as http, http.post(CHAT, json={"messages": messages, "max_tokens": 1}) as answer:
+        assert answer.status == 200
+    text = cluster.tokenizer.decode(list(prefill.requests[0].token_ids), skip_special_tokens=False)
+    assert text.startswith("<|im_start|>system\nbe\nbrief<|im_end|>")
