@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -90,55 +89,6 @@ def test_chat_through_a_pipe_keeps_the_history(server: tuple[ScriptedInference, 
     turns = [[(m.role, m.content) for m in request.chat.messages] for request in server[0].requests[-3:]]
     assert turns[1] == [("system", "be brief"), ("user", "first"), ("assistant", "one two three"), ("user", "second")]
     assert turns[2] == [("system", "be brief"), ("user", "third")]
-
-
-def test_chat_at_a_terminal(server: tuple[ScriptedInference, str]) -> None:
-    """Streams, shows the rate, goes on after an error, cancels with Ctrl-C, leaves with Ctrl-D."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, "chat", "--target", server[1]],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        env={**os.environ, "TERM": "dumb"},
-    )
-    os.close(theirs)
-    seen = ""
-
-    def expect(text: str) -> None:
-        nonlocal seen
-        deadline = time.monotonic() + 20
-        while text not in seen:
-            assert time.monotonic() < deadline, seen
-            seen += os.read(ours, 4096).decode()
-        seen = seen.split(text, 1)[1]
-
-    try:
-        expect("scripted at ")
-        expect("> ")
-        os.write(ours, b"ok\n")
-        expect("one two three")
-        expect("[3 tokens")
-        expect("> ")
-        os.write(ours, b"invalid\n")
-        expect("temperature is -1")
-        expect("> ")
-        os.write(ours, b"endless\n")
-        expect("one two")
-        os.kill(process.pid, signal.SIGINT)
-        expect("[cancelled]")
-        expect("> ")
-        os.write(ours, b"\x04")
-        assert process.wait(10) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-    deadline = time.monotonic() + 5
-    while not server[0].cancelled["endless"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_ctrl_c_cancels_generate(server: tuple[ScriptedInference, str]) -> None:

@@ -34,17 +34,31 @@ def parser() -> FlagParser:
     _connection(generate)
     _sampling(generate)
     _urgency(generate, "standard")
+    _grammar(generate)
     generate.add_argument("--json", action="store_true", help="one JSON object with text, tokens, usage, phases and transfer, at the end")
 
     chat = commands.add_parser(
         "chat",
         help="talk to a model",
-        description="A conversation. Ctrl-C cancels the answer, Ctrl-D leaves, /new begins again. Piped input: one line, one turn.",
+        description="A conversation. /help lists its commands; Ctrl-C cancels the answer, Ctrl-D leaves. Piped input: one line, one turn.",
     )
     _connection(chat)
     _sampling(chat)
     _urgency(chat, "interactive")
     chat.add_argument("--system", default="", metavar="TEXT", help="the system message")
+    chat.add_argument("--hide-reasoning", action="store_true", help="do not show what the model thinks before it answers")
+    chat.add_argument("--no-history", action="store_true", help="forget what was typed (else: $XDG_STATE_HOME/twostep/chat_history)")
+
+    status = commands.add_parser(
+        "status",
+        help="workers, load, hit rate and transfers, live",
+        description="A table of the deployment as its router sees it, drawn anew every second until Ctrl-C. With several routers in "
+        "--target, the load of each. Into a pipe: once. docs/cli.md explains the columns.",
+    )
+    status.add_argument("--once", action="store_true", help="one table, and that is all")
+    status.add_argument("--json", action="store_true", help="one JSON object with all there is to know, once")
+    status.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks")
+    _connection(status, with_model=False)
 
     models = commands.add_parser("models", help="what is served, and what can be fetched", description="Lists the models served.")
     models.add_argument("action", nargs="?", choices=["list", "fetch"], default="list", help="fetch: download and convert a known model")
@@ -167,7 +181,8 @@ def _tls(command: FlagParser, ca: str) -> None:
 
 
 def _connection(command: FlagParser, *, with_model: bool = True) -> None:
-    command.flag("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router; several, with commas, stand in for each other")
+    command.flag("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router; several, with commas, share the requests")
+    command.flag("--api-key", default="", metavar="KEY", help="if the router asks for one; the variable keeps it out of the process list")
     command.add_argument("--timeout", type=float, default=600.0 if with_model else 30.0, metavar="S", help="seconds for a whole request")
     _tls(command, "authority to check the router by; switches TLS on")
     command.flag("--grpc-compression", default="none", choices=["none", "gzip"], help="gzip: for long prompts over slow links")
@@ -196,6 +211,13 @@ def _sampling(command: FlagParser) -> None:
     command.add_argument("--stop", action="append", default=None, metavar="TEXT", help="end before this text; may be given several times")
 
 
+def _grammar(command: FlagParser) -> None:
+    group = command.add_mutually_exclusive_group()
+    group.add_argument("--json-schema", metavar="FILE|JSON", help="the answer is JSON that this schema allows")
+    group.add_argument("--json-object", action="store_true", default=None, help="the answer is a JSON object")
+    group.add_argument("--regex", metavar="PATTERN", help="the whole answer matches this")
+
+
 _SAMPLING_HELP = {
     "--max-tokens": "tokens to generate at most",
     "--temperature": "0 is greedy",
@@ -216,8 +238,12 @@ def sampling_of(args: argparse.Namespace) -> dict[str, object]:
         "frequency_penalty",
         "presence_penalty",
         "stop",
+        "json_schema",
+        "json_object",
+        "regex",
     )
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = vars(args)
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def _urgency(command: FlagParser, default: str) -> None:

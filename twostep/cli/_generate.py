@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import cast
 
 from twostep.cli._connect import client_of
@@ -17,6 +18,8 @@ from twostep.errors import InvalidRequest
 def run(args: argparse.Namespace) -> int:
     prompt = args.prompt if args.prompt != "-" else _read_stdin()
     sampling = cast(SamplingOptions, sampling_of(args))
+    if args.json_schema:
+        sampling["json_schema"] = _schema(args.json_schema)
     urgency = urgency_of(args)
     with (
         client_of(args) as client,
@@ -29,6 +32,16 @@ def run(args: argparse.Namespace) -> int:
             print(piece.text, end="", flush=True)
         print()
     return 0
+
+
+def _schema(given: str) -> str:
+    """JSON as it stands, or out of a file."""
+    if given.lstrip().startswith("{"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"--json-schema {given}: {error}; give a file with a JSON Schema, or the schema itself") from error
 
 
 def _read_stdin() -> str:

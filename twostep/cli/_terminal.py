@@ -1,0 +1,83 @@
+"""What standard output can show, and text made fit for it. Plain ANSI (ECMA-48), and nothing of it where it would not be understood."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+_FALLBACK = os.terminal_size((80, 24))
+_ZERO_WIDTH = frozenset(("Mn", "Me", "Cf"))
+# Select graphic rendition.
+STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """`live`: the cursor can be moved. `color`: so can the look of text be changed (https://no-color.org)."""
+
+    stream: TextIO
+    live: bool
+    color: bool
+
+    @classmethod
+    def of(cls, stream: TextIO, environ: Mapping[str, str]) -> Terminal:
+        live = stream.isatty() and environ.get("TERM", "dumb") not in ("", "dumb")
+        return cls(stream, live, live and not environ.get("NO_COLOR"))
+
+    def size(self) -> os.terminal_size:
+        """Columns and lines of now: it may have been resized."""
+        try:
+            size = os.get_terminal_size(self.stream.fileno())
+        except (OSError, ValueError):
+            size = shutil.get_terminal_size(_FALLBACK)
+        # Some terminals say that they have neither.
+        return os.terminal_size((size.columns or _FALLBACK.columns, size.lines or _FALLBACK.lines))
+
+    def paint(self, text: str, *styles: str) -> str:
+        if not self.color or not styles or not text:
+            return text
+        return f"\x1b[{';'.join(STYLES[style] for style in styles)}m{text}\x1b[0m"
+
+    def write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
+
+
+def char_width(char: str) -> int:
+    """Columns that a character takes: 2 for East Asian wide ones and emoji, 0 for those that join the one before (Unicode TR 11)."""
+    if char < "\x7f":
+        return 1
+    if unicodedata.category(char) in _ZERO_WIDTH or char == "\u200b":
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def width_of(text: str) -> int:
+    """Columns of one line of text without escape sequences."""
+    return sum(map(char_width, text))
+
+
+def clipped(text: str, width: int) -> str:
+    """What of one line has room."""
+    if width_of(text) <= width:
+        return text
+    kept, columns = [], 0
+    for char in text:
+        columns += char_width(char)
+        if columns > width - 1:
+            break
+        kept.append(char)
+    return "".join(kept) + "…" if width > 0 else ""
+
+
+def harmless(text: str) -> str:
+    """A model's text with its control characters made visible: it must not command the terminal. Line feeds and tabs stay."""
+    return "".join(char if char in "\n\t" or unicodedata.category(char) != "Cc" else _picture(char) for char in text if char != "\r")
+
+
+def _picture(char: str) -> str:
+    return chr(0x2400 + ord(char)) if char < " " else "\u2421" if char == "\x7f" else "\ufffd"
