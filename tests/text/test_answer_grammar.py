@@ -1,4 +1,4 @@
-"""Grammars of answers, as llguidance understands them: what they let through is what the parsers read."""
+"""Grammars of answers, as workers compile them: what they let through is what the parsers read."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import llguidance
 import pytest
 import tokenizers
 from tokenizers import AddedToken
 
+from twostep.engine.grammar import Vocabulary
+from twostep.errors import InvalidRequest
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text import Tokenizer
-from twostep.text.answer_grammar import Function, after_reasoning, tool_call_grammar
+from twostep.text.answer_grammar import Function, after_reasoning, either, tool_call_grammar
 from twostep.text.reasoning import REASONING_FORMATS, Begun
 from twostep.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ToolCallFormat, ToolCallParser
 from twostep.text.tool_events import CallArguments, CallBegun, Content
@@ -27,33 +28,36 @@ _FUNCTIONS = [
 
 
 class Model:
-    """A tokenizer with these markers among its added tokens, and what llguidance makes of it."""
+    """A tokenizer with these markers among its added tokens, and what the workers' grammars make of it."""
 
-    def __init__(self, model_dir: Path, special: tuple[str, ...] = (), others: tuple[str, ...] = ()) -> None:
+    def __init__(self, model_dir: Path, tmp_dir: Path, special: tuple[str, ...] = (), others: tuple[str, ...] = ()) -> None:
         self.inner = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         self.inner.add_tokens([AddedToken(text, special=False, normalized=False) for text in others])
         self.inner.add_special_tokens([AddedToken(text, special=True) for text in special])
         self.tokenizer = Tokenizer(self.inner)
-        self._guide = llguidance.LLTokenizer(self.inner.to_str())
+        file = tmp_dir / "tokenizer.json"
+        self.inner.save(str(file))
+        self._vocabulary = Vocabulary(file, vocab_size=self.inner.get_vocab_size(), eos_token_ids=frozenset({2}))
 
     def accepts(self, grammar: Grammar, text: str) -> bool:
-        assert grammar.kind is GrammarKind.LARK
-        compiled = llguidance.grammar_from("lark", grammar.text)
-        assert llguidance.LLMatcher.validate_grammar(compiled, self._guide) == ""
-        matcher = llguidance.LLMatcher(self._guide, compiled)
         ids = self.inner.encode(text, add_special_tokens=False).ids
-        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+        state = self._vocabulary.state(grammar)
+        try:
+            return state.after(ids).step.complete
+        except InvalidRequest:
+            return False
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_llama_dir: Path) -> Model:
-    return Model(tiny_llama_dir)
+def plain(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tiny_llama_dir, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
-def marked(tiny_llama_dir: Path) -> Model:
+def marked(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
     others = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-    return Model(tiny_llama_dir, special=("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"), others=others)
+    special = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
+    return Model(tiny_llama_dir, tmp_path_factory.mktemp("marked"), special=special, others=others)
 
 
 def calls_of(format: ToolCallFormat, text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -144,3 +148,18 @@ def test_calls_after_reasoning(marked: Model) -> None:
     assert marked.accepts(grammar, f"<think>\nWell.\n</think>\n\n<tool_call>\n{_PARIS}\n</tool_call>")
     assert marked.accepts(grammar, f"<tool_call>\n{_PARIS}\n</tool_call>")
     assert not marked.accepts(grammar, "<think>\nWell.\n</think>\n\nIt rains.")
+
+
+@pytest.mark.parametrize(("grammar", "answer"), _GRAMMARS)
+def test_calls_or_what_is_asked_for(marked: Model, grammar: Grammar, answer: str) -> None:
+    calls = tool_call_grammar(HERMES, _FUNCTIONS, marked.tokenizer, parallel=True)
+    both = either(calls, grammar)
+    assert marked.accepts(both, answer)
+    assert marked.accepts(both, f"<tool_call>\n{_PARIS}\n</tool_call>")
+    assert not marked.accepts(both, f"{answer}<tool_call>\n{_PARIS}\n</tool_call>")
+    assert marked.accepts(after_reasoning(both, REASONING_FORMATS["qwen3"], marked.tokenizer, Begun.YES), f"Hm.</think>\n\n{answer}")
+
+
+def test_broken_schemas_are_the_clients(plain: Model) -> None:
+    with pytest.raises(InvalidRequest, match="not JSON"):
+        after_reasoning(Grammar(GrammarKind.JSON_SCHEMA, '{"a": } start: "x"'), REASONING_FORMATS["qwen3"], plain.tokenizer, Begun.YES)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twostep.sampling_params import Grammar, GrammarKind
+from twostep.text.grammar import rule_of
 from twostep.text.reasoning import Begun, ReasoningFormat
 from twostep.text.tokenizer import Tokenizer
 from twostep.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ToolCallFormat
@@ -76,32 +77,12 @@ def after_reasoning(grammar: Grammar, format: ReasoningFormat, tokenizer: Tokeni
     else:
         rest = f"rest: until BREAKS\nuntil[lazy]: FREE {marker(format.closing)}"
     start = "rest body" if begun is Begun.YES else f"({marker(format.opening)} rest)? body"
-    return Grammar(GrammarKind.LARK, f"start: {start}\n{rest}\nFREE: /(?s:.*)/\nBREAKS: /\\n{{0,2}}/\nbody: {_body(grammar)}\n")
+    return Grammar(GrammarKind.LARK, f"start: {start}\n{rest}\nFREE: /(?s:.*)/\nBREAKS: /\\n{{0,2}}/\nbody: {rule_of(grammar)}\n")
 
 
 def either(one: Grammar, other: Grammar) -> Grammar:
     """An answer that is a sentence of one of them."""
-    return Grammar(GrammarKind.LARK, f"start: one | other\none: {_body(one)}\nother: {_body(other)}\n")
-
-
-def _body(grammar: Grammar) -> str:
-    match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            return f"%json {grammar.text}"
-        case GrammarKind.JSON_OBJECT:
-            return '%json {"type": "object"}'
-        case GrammarKind.REGEX:
-            return f"/{_slashes_escaped(grammar.text)}/"
-        case GrammarKind.LARK:
-            return f"%lark {{\n{grammar.text}\n}}"
-
-
-def _slashes_escaped(regex: str) -> str:
-    escaped, after_backslash = "", False
-    for char in regex:
-        escaped += "\\/" if char == "/" and not after_backslash else "\\n" if char == "\n" else char
-        after_backslash = char == "\\" and not after_backslash
-    return escaped
+    return Grammar(GrammarKind.LARK, f"start: one | other\none: {rule_of(one)}\nother: {rule_of(other)}\n")
 
 
 def _literal(text: str) -> str:

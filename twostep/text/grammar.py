@@ -69,6 +69,31 @@ def source_of(grammar: Grammar) -> str:
     return source
 
 
+def rule_of(grammar: Grammar) -> str:
+    """The right side of a rule of Lark that stands for it, within a larger grammar. Raises InvalidRequest as `source_of` does."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            schema = _schema(grammar.text)
+            described = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
+            guidance = described.get("x-guidance", {})
+            space = {"whitespace_pattern": _JSON_SPACE}
+            return f"%json {json.dumps({**described, 'x-guidance': space | guidance if isinstance(guidance, dict) else guidance})}"
+        case GrammarKind.JSON_OBJECT:
+            return f"%json {json.dumps({'type': 'object', 'x-guidance': {'whitespace_pattern': _JSON_SPACE}})}"
+        case GrammarKind.REGEX:
+            return f"/{_within_slashes(grammar.text)}/"
+        case GrammarKind.LARK:
+            return f"%lark {{\n{grammar.text}\n}}"
+
+
+def _within_slashes(regex: str) -> str:
+    written, escaped = "", False
+    for char in regex:
+        written += "\\/" if char == "/" and not escaped else "\\n" if char == "\n" else char
+        escaped = char == "\\" and not escaped
+    return written
+
+
 def refused(grammar: Grammar, why: str) -> InvalidRequest:
     """What a client is told of a grammar that llguidance does not take."""
     hint = ""
