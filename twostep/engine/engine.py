@@ -345,7 +345,7 @@ class Engine:
         self._launched.popleft()
         with self._changed:
             result = self._ledger.fail(work, message) if sampled is None else self._ledger.settle(work, sampled)
-            failures = self._ledger.take_failures()
+            failures = self._ledger.constrained.take_failures()
             self._busy_since = None
             self._note_work()
             since = max(launched.since, self._settled_at)
@@ -403,10 +403,10 @@ class Engine:
             )
 
     @property
-    def num_advancing(self) -> int:
-        """Sequences whose next token waits for nothing but its mask, which is being made."""
+    def makes_masks(self) -> bool:
+        """Whether the next token of some sequence waits for its mask, which is being made."""
         with self._changed:
-            return self._ledger.num_advancing
+            return self._ledger.constrained.waiting
 
     def take_prefix_delta(self) -> PrefixDelta:
         """What changed in the sets of findable prefixes, in the pool and in the host tier, since the last call. Net: a hash added and
@@ -457,19 +457,19 @@ class Engine:
 
     def _note_work(self) -> None:
         """After every change, under the lock: starts or stops the stall clock, and wakes the engine's thread and that of the copies."""
-        if self._ledger.to_advance:
+        if self._ledger.constrained.to_advance:
             self._make_masks()
         has_work, tier = self._ledger.has_work, self._ledger.tier
         if has_work or tier.has_copies:
             self._changed.notify_all()
-        if not has_work and not tier.num_loading and not self._ledger.num_advancing:
+        if not has_work and not tier.num_loading and not self._ledger.constrained.waiting:
             self._busy_since = None
         elif self._busy_since is None:
             self._busy_since = time.monotonic()
 
     def _make_masks(self) -> None:
         """Under the lock."""
-        work = self._ledger.take_advances()
+        work = self._ledger.constrained.take_advances()
         sequences = [sequence for sequence, _ in work]
 
         def on_ready(results: Sequence[Advanced]) -> None:
@@ -481,7 +481,7 @@ class Engine:
 
     def _take_failures(self) -> Sequence[SequenceFailure]:
         with self._changed:
-            failures = self._ledger.take_failures()
+            failures = self._ledger.constrained.take_failures()
             if failures:
                 self._note_work()
             return failures

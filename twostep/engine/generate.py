@@ -38,7 +38,7 @@ def generate(engine: Engine, requests: Sequence[EngineRequest]) -> list[list[Tok
             if step.failures:
                 raise (InvalidRequest if step.failures[0].invalid else InternalError)(step.failures[0].message)
             if not step.num_prefill_tokens + step.num_decode_tokens:
-                if engine.wait_for_work(_MASK_S if engine.num_advancing else 0.0):
+                if engine.wait_for_work(_MASK_S if engine.makes_masks else 0.0):
                     continue
                 raise InternalError("nothing can be stepped: held or reserved sequences leave no room; release them first")
     finally:

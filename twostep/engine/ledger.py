@@ -29,6 +29,7 @@ from twostep.engine.admission import Admission, num_blocks_in_the_end, num_block
 from twostep.engine.batch import Sampled
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
+from twostep.engine.constrained import ConstrainedSequences
 from twostep.engine.constraint import Advanced
 from twostep.engine.host_blocks import HostRows
 from twostep.engine.host_tier import HostLoad, HostTier
@@ -71,17 +72,21 @@ class SequenceLedger:
         )
         self.tier = HostTier(pool, config.host_cache_bytes // block_bytes)
         self._admission = Admission(pool, self.tier, self.preemptor, self._running, block_size=block_size)
+        self.constrained = ConstrainedSequences()
         self.planner = StepPlanner(
-            pool, self.preemptor, self._admission, self._sequences, self._running, config=config, block_size=block_size
+            pool,
+            self.preemptor,
+            self._admission,
+            self.constrained,
+            self._sequences,
+            self._running,
+            config=config,
+            block_size=block_size,
         )
         self._num_arrived = 0
         # Nothing could be planned, and nothing has changed since.
         self._blocked = False
         self._planned: deque[StepWork] = deque()
-        # Constrained sequences whose next mask is to be made, after these tokens; how many are being made; and who could not go on.
-        self._to_advance: list[tuple[EngineSequence, Sequence[int]]] = []
-        self._num_advancing = 0
-        self._failures: list[SequenceFailure] = []
 
     @property
     def num_running(self) -> int:
@@ -118,7 +123,7 @@ class SequenceLedger:
     @property
     def has_work(self) -> bool:
         """Whether `plan` may find something to do, a planned step is to be settled, blocks are to be copied out, or somebody is over."""
-        return bool(self._planned or self.preemptor.busy or self._failures) or (
+        return bool(self._planned or self.preemptor.busy or self.constrained.failed) or (
             bool(self._running or self.num_waiting) and not self._blocked
         )
 
@@ -194,8 +199,7 @@ class SequenceLedger:
         sequence.confirmed = confirmed
         self._register(sequence)
         sequence.tokens.extend(output_ids)
-        if sequence.constraint is not None:
-            self._advance(sequence, output_ids)
+        self.constrained.advance(sequence, output_ids)
         self.num_reserved -= 1
         sequence.state = SequenceState.RUNNING
         self._running[seq_id] = sequence
@@ -291,7 +295,7 @@ class SequenceLedger:
             if sequence.gives_way and not sequence.num_steps:
                 self.preemptor.preempt(sequence)
         if work.masks:
-            self._follow(work)
+            self.constrained.follow(work)
         return StepResult(tokens=tokens, progress=progress)
 
     def fail(self, work: StepWork, message: str) -> StepResult:
@@ -307,54 +311,10 @@ class SequenceLedger:
                 self._forget(sequence)
         return StepResult(failures=failures)
 
-    # ---- grammars -------------------------------------------------------------------------------------------------------
-
-    @property
-    def to_advance(self) -> bool:
-        return bool(self._to_advance)
-
-    @property
-    def num_advancing(self) -> int:
-        """Masks that are being made."""
-        return self._num_advancing
-
-    def take_advances(self) -> list[tuple[EngineSequence, Sequence[int]]]:
-        """Whose masks are to be made now, after which tokens; then comes `advanced`."""
-        taken, self._to_advance = self._to_advance, []
-        self._num_advancing += len(taken)
-        return taken
-
     def advanced(self, sequences: Sequence[EngineSequence], results: Sequence[Advanced]) -> None:
-        """Their masks are made, or cannot be."""
-        self._num_advancing -= len(sequences)
+        """The masks of constrained sequences are made, or cannot be."""
         self._blocked = False
-        for sequence, result in zip(sequences, results, strict=True):
-            if sequence.state is SequenceState.ENDED or sequence.constraint is None:
-                continue
-            if result.mask is None:
-                self._failures.append(SequenceFailure(seq_id=sequence.seq_id, message=result.failure, invalid=True))
-                self.end(sequence)
-            else:
-                sequence.constraint.mask = result.mask
-                self.planner.unready.discard(sequence)
-
-    def take_failures(self) -> list[SequenceFailure]:
-        """Who is over though no step of it failed."""
-        taken, self._failures = self._failures, []
-        return taken
-
-    def _advance(self, sequence: EngineSequence, tokens: Sequence[int]) -> None:
-        assert sequence.constraint is not None
-        sequence.constraint.mask = None
-        self.planner.unready.add(sequence)
-        self._to_advance.append((sequence, tuple(tokens)))
-
-    def _follow(self, work: StepWork) -> None:
-        """Those of a settled step that go on."""
-        sampling = [sequence for sequence, complete in zip(work.sequences, work.sampled, strict=True) if complete]
-        for row, _ in work.masks:
-            if sampling[row].state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
-                self._advance(sampling[row], sampling[row].tokens[-1:])
+        self.constrained.advanced(sequences, results, self.end)
 
     def _take_off(self, work: StepWork) -> None:
         assert self._planned[0] is work
@@ -407,7 +367,7 @@ class SequenceLedger:
         """It is over: its blocks are free now, or after the last step it is in."""
         self._running.pop(sequence.seq_id, None)
         self.preemptor.drop(sequence)
-        self.planner.unready.discard(sequence)
+        self.constrained.unready.discard(sequence)
         sequence.state = SequenceState.ENDED
         self._blocked = False
         if not sequence.num_steps:
@@ -416,12 +376,12 @@ class SequenceLedger:
     def _forget(self, sequence: EngineSequence) -> None:
         self._pool.free(sequence.blocks.tolist())
         del self._sequences[sequence.seq_id]
-        self.planner.num_constrained -= sequence.constraint is not None
+        self.constrained.count -= sequence.constraint is not None
 
     def _arrive(self, sequence: EngineSequence) -> None:
         self._num_arrived += 1
         sequence.arrival = self._num_arrived
-        self.planner.num_constrained += sequence.constraint is not None
+        self.constrained.count += sequence.constraint is not None
         self._sequences[sequence.seq_id] = sequence
 
     def _refuse(self, sequence: EngineSequence) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from twostep.engine.admission import Admission, grows, num_blocks_in_the_end, num_blocks_now
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
+from twostep.engine.constrained import ConstrainedSequences
 from twostep.engine.preemption import watermark
 from twostep.engine.preemptor import Preemptor
 from twostep.engine.scheduler import Filler, Pace, Room, Running, StepPlan, Waiting, plan_step
@@ -58,6 +59,7 @@ class StepPlanner:
         pool: BlockPool,
         preemptor: Preemptor,
         admission: Admission,
+        constrained: ConstrainedSequences,
         sequences: dict[str, EngineSequence],
         running: dict[str, EngineSequence],
         *,
@@ -67,12 +69,10 @@ class StepPlanner:
         """`sequences` and `running` are the ledger's own tables."""
         # How long steps take; None: not known.
         self.curve: StepCurve | None = None
-        # Constrained sequences that are here, and those whose next mask is not known yet: they are in no step that samples.
-        self.num_constrained = 0
-        self.unready: set[EngineSequence] = set()
         self._pool = pool
         self._preemptor = preemptor
         self._admission = admission
+        self._constrained = constrained
         self._sequences = sequences
         self._running = running
         self._block_size = block_size
@@ -98,8 +98,8 @@ class StepPlanner:
             for sequence in self._running.values()
             if not sequence.gives_way and not sequence.loading and not (sequence.num_pending and sequence.ends_in_flight)
         ]
-        if self.unready:
-            active = [sequence for sequence in active if sequence not in self.unready]
+        if unready := self._constrained.unready:
+            active = [sequence for sequence in active if sequence not in unready]
         ready = self._preemptor.grow(active)
         if len(ready) < len(active):
             active = [sequence for sequence in active if sequence.is_plannable]
@@ -122,17 +122,9 @@ class StepPlanner:
         prompts = [chunk for chunk in plan.prompts if not chunk.item.loading]
         sequences = [*plan.decodes, *(chunk.item for chunk in prompts)]
         work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts], copies, loads) if sequences else None
-        if work is not None and self.num_constrained:
-            self._take_masks(work)
+        if work is not None and self._constrained.count:
+            self._constrained.take_masks(work)
         return work
-
-    def _take_masks(self, work: StepWork) -> None:
-        """Who samples now is ready again once it is known what."""
-        sampling = [sequence for sequence, complete in zip(work.sequences, work.sampled, strict=True) if complete]
-        for row, sequence in enumerate(sampling):
-            if sequence.constraint is not None:
-                work.masks.append((row, sequence.constraint.take()))
-                self.unready.add(sequence)
 
     def _plan(
         self, active: Sequence[EngineSequence], ready: Sequence[EngineSequence], now: float, *, unlimited: bool = False

@@ -59,7 +59,10 @@ def source_of(grammar: Grammar) -> str:
     source: str
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            source = matcher.grammar_from_json_schema(json.dumps(_schema(grammar.text)), defaults={"whitespace_pattern": _JSON_SPACE})
+            schema = _schema(grammar.text)
+            if schema is False:
+                raise refused(grammar, "nothing is valid under the schema false")
+            source = matcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _JSON_SPACE})
         case GrammarKind.JSON_OBJECT:
             source = matcher.grammar_from_json_schema('{"type": "object"}', defaults={"whitespace_pattern": _JSON_SPACE})
         case GrammarKind.REGEX:
@@ -119,7 +122,9 @@ def _schema(text: str) -> Any:
         ) from error
     except ValueError as error:
         raise InvalidRequest(f"grammar: the json_schema is not JSON: {_short(str(error))}") from error
-    if not isinstance(schema, dict | bool):
+    if schema is True:
+        return {}
+    if schema is not False and not isinstance(schema, dict):
         raise InvalidRequest(f"grammar: the json_schema is a {type(schema).__name__}; a schema is an object, or true")
     if _depth(schema) > _MAX_DEPTH:
         raise InvalidRequest(f"grammar: the json_schema is nested deeper than {_MAX_DEPTH}; make it flatter, with $defs and $ref")

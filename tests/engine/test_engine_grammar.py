@@ -1,0 +1,478 @@
+"""Sequences held to a grammar: their answers are those worked out token by token, whatever else happens, and their neighbours' stay."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_helpers import HookedRunner, assert_idle, expected_answer, make_request
+from grammar_cases import EOS, OTHER_EOS, VOCAB, Case, Reference, cases, object_case, regex_case, save_tokenizer, schema_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twostep.engine import constraint
+from twostep.engine.batch import Batch
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
+from twostep.engine.grammar import GrammarCompiler, Step
+from twostep.engine.types import EngineRequest, FinishReason, StepOutput
+from twostep.errors import InvalidRequest, SetupError
+from twostep.request_class import RequestClass
+from twostep.sampling_params import Grammar, GrammarKind
+from twostep.text.grammar import source_of
+
+CONTEXT = 200
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def reference(tokenizer_file: Path) -> Reference:
+    return Reference(tokenizer_file)
+
+
+@pytest.fixture(scope="session")
+def compiler(tokenizer_file: Path) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer_file, vocab_size=VOCAB, eos_token_ids=frozenset({EOS, OTHER_EOS}))
+
+
+def make_engine(*, num_blocks: int = 200, block_size: int = 4, **config: Any) -> Engine:
+    runner = HookedRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB, max_model_len=CONTEXT)
+    return Engine(runner, EngineConfig(**({"hash_unit": block_size} | config)))
+
+
+def constrained(compiler: GrammarCompiler, case: Case, request: EngineRequest) -> EngineRequest:
+    prior = request.token_ids[request.num_prompt_tokens :]
+    sampling = replace(request.sampling, grammar=case.grammar)
+    return replace(request, sampling=sampling, grammar=compiler.compile(case.grammar).after(prior))
+
+
+def ask(compiler: GrammarCompiler, case: Case, seq_id: str = "a", prompt: Sequence[int] = (5, 7, 9), **options: Any) -> EngineRequest:
+    return constrained(compiler, case, make_request(seq_id, prompt, **({"eos": frozenset({EOS, OTHER_EOS}), "max_tokens": 40} | options)))
+
+
+def want(reference: Reference, request: EngineRequest) -> tuple[list[int], FinishReason]:
+    if request.sampling.grammar is None:
+        return expected_answer(request, vocab_size=VOCAB, max_model_len=CONTEXT)
+    return reference.answer(request, source_of(request.sampling.grammar), max_model_len=CONTEXT)
+
+
+def run(engine: Engine, seq_ids: set[str], *, timeout_s: float = WAIT_S) -> tuple[dict[str, list[int]], list[StepOutput]]:
+    """Steps until all of these are over, as the worker's loop does."""
+    tokens: dict[str, list[int]] = {seq_id: [] for seq_id in seq_ids}
+    outputs, left, give_up = [], set(seq_ids), time.monotonic() + timeout_s
+    while left:
+        assert time.monotonic() < give_up, left
+        if not engine.wait_for_work(0.5):
+            continue
+        output = engine.step()
+        outputs.append(output)
+        engine.check_integrity()
+        for token in output.tokens:
+            tokens.setdefault(token.seq_id, []).append(token.token_id)
+            if token.finish_reason is not None:
+                left.discard(token.seq_id)
+        left -= {failure.seq_id for failure in output.failures}
+    outputs += engine.settle_launched()
+    return tokens, outputs
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[tuple[Case | None, dict[str, Any]]]:
+    made: list[tuple[Case | None, dict[str, Any]]] = []
+    shared = draw(st.lists(st.integers(3, 300), min_size=1, max_size=20))
+    for _ in range(draw(st.integers(1, 5))):
+        case = draw(st.none() | cases())
+        max_tokens = draw(st.integers(1, 50))
+        prompt = shared[: draw(st.integers(1, len(shared)))] + draw(st.lists(st.integers(3, 300), max_size=12))
+        options: dict[str, Any] = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "min_tokens": draw(st.sampled_from([0, 0, min(3, max_tokens)])),
+            "ignore_eos": draw(st.booleans()) if case is not None else False,
+            "stop_token_ids": draw(st.sampled_from([(), (), (1,)])),
+            "request_class": draw(st.sampled_from(list(RequestClass))),
+        }
+        made.append((case, options))
+    return made
+
+
+@settings(max_examples=60)
+@given(work=batches(), budget=st.integers(1, 40), num_seqs=st.integers(1, 6), num_blocks=st.integers(50, 110), ahead=st.booleans())
+def test_any_batch_gives_the_answers_worked_out(
+    compiler: GrammarCompiler,
+    reference: Reference,
+    work: list[tuple[Case | None, dict[str, Any]]],
+    budget: int,
+    num_seqs: int,
+    num_blocks: int,
+    ahead: bool,
+) -> None:
+    """With chunks, preemption and look-ahead; what stopped by itself is a sentence of its grammar."""
+    requests = []
+    for i, (case, options) in enumerate(work):
+        options = dict(options)
+        plain = make_request(f"r{i}", options.pop("prompt"), eos=frozenset({EOS, OTHER_EOS}), **options)
+        requests.append(plain if case is None else constrained(compiler, case, plain))
+    engine = make_engine(num_blocks=num_blocks, look_ahead=ahead, max_num_batched_tokens=budget, max_num_seqs=num_seqs, swap_bytes=1 << 16)
+    got = generate(engine, requests)
+    for (case, _), request, tokens in zip(work, requests, got, strict=True):
+        answer, reason = want(reference, request)
+        assert [token.token_id for token in tokens] == answer
+        assert tokens[-1].finish_reason is reason
+        if case is not None and reason is FinishReason.STOP:
+            case.judge(reference.text(answer[:-1]))
+    assert_idle(engine)
+
+
+@settings(max_examples=40)
+@given(case=cases(), prompt=st.lists(st.integers(3, 300), min_size=1, max_size=30), cuts=st.lists(st.integers(1, 12), max_size=3))
+def test_hand_over_and_migration_replay_the_tokens(
+    compiler: GrammarCompiler, reference: Reference, case: Case, prompt: list[int], cuts: list[int]
+) -> None:
+    """The first token from one engine, the others from another, and after each cut again on two more."""
+    whole = ask(compiler, case, prompt=prompt)
+    answer, reason = want(reference, whole)
+    got: list[int] = []
+    ended = None
+    for i, cut in enumerate([*cuts, CONTEXT]):
+        request = constrained(
+            compiler, case, replace(whole, seq_id=f"a/{i}", token_ids=[*prompt, *got], num_prompt_tokens=len(prompt), grammar=None)
+        )
+        prefill, decode = make_engine(), make_engine(look_ahead=bool(i % 2))
+        prefill.submit(request, hold=True)
+        first = _first(prefill)
+        got.append(first.token_id)
+        ended = first.finish_reason
+        if ended is None:
+            reservation = decode.reserve(request)
+            blocks = prefill.block_ids(request.seq_id)
+            data = prefill.runner.new_host_blocks(len(blocks))
+            prefill.runner.read_blocks(blocks, data)
+            decode.runner.write_blocks(reservation.block_ids, data[: len(reservation.block_ids)])
+            decode.commit(request.seq_id, [first.token_id])
+            more = 0
+            while ended is None and more < cut:
+                assert decode.wait_for_work(WAIT_S)
+                for token in decode.step().tokens:
+                    got.append(token.token_id)
+                    ended, more = token.finish_reason, more + 1
+            decode.cancel(request.seq_id)
+            decode.settle_launched()
+            assert_idle(decode)
+        prefill.release(request.seq_id)
+        assert_idle(prefill)
+        if ended is not None:
+            break
+    assert (got, ended) == (answer, reason)
+
+
+def _first(engine: Engine) -> Any:
+    while True:
+        assert engine.wait_for_work(WAIT_S)
+        for token in engine.step().tokens:
+            return token
+
+
+def test_neighbours_run_in_every_step_and_the_constrained_in_every_other(compiler: GrammarCompiler, reference: Reference) -> None:
+    """While one step computes, the next is planned: the constrained sequence is not in it, and nobody waits."""
+    engine = make_engine(look_ahead=True)
+    free = [make_request(f"free{i}", [3, 4, 5 + i], max_tokens=30) for i in range(3)]
+    held = ask(compiler, object_case(), max_tokens=12, ignore_eos=True)
+    batches: list[Batch] = []
+    assert isinstance(engine.runner, HookedRunner)
+    engine.runner.launching = batches.append
+    for request in (*free, held):
+        engine.submit(request)
+    # Masks are made in no time here: each is there when the step after the next is planned.
+    outputs: list[StepOutput] = []
+    while engine.stats().num_running + engine.stats().num_waiting:
+        outputs.append(engine.step())
+        deadline = time.monotonic() + WAIT_S
+        while engine.makes_masks:
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+    outputs += engine.settle_launched()
+    by_step = [{token.seq_id for token in output.tokens} for output in outputs]
+    assert all({request.seq_id for request in free} <= step for step in by_step[:30])
+    turns = [i for i, step in enumerate(by_step) if "a" in step]
+    assert turns == list(range(0, 24, 2))
+    # Nothing is carried to a constrained row: its token is known when it is planned.
+    for batch in batches:
+        if batch.masks is not None and batch.carried is not None:
+            assert all(batch.carried[batch.sample_rows[row]] < 0 for row in batch.masks.rows)
+    assert [token.token_id for output in outputs for token in output.tokens if token.seq_id == "a"] == want(reference, held)[0]
+    assert_idle(engine)
+
+
+def test_a_step_without_constrained_sequences_knows_nothing_of_them(compiler: GrammarCompiler) -> None:
+    engine = make_engine(look_ahead=True)
+    batches: list[Batch] = []
+    assert isinstance(engine.runner, HookedRunner)
+    engine.runner.launching = batches.append
+    generate(engine, [make_request(f"r{i}", [3, 4, i], max_tokens=5) for i in range(4)])
+    assert all(batch.masks is None for batch in batches)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("grammar") and thread.is_alive() and _of(engine)]
+
+
+def _of(engine: Engine) -> bool:
+    return engine._masks._threads is not None
+
+
+class Slow:
+    """Makes masks when told to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.real = constraint._advance
+
+    def __call__(self, work: Any, on_ready: Any) -> None:
+        assert self.go.wait(WAIT_S)
+        self.real(work, on_ready)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    made = Slow()
+    monkeypatch.setattr(constraint, "_advance", made)
+    yield made
+    made.go.set()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_mask_that_takes_long_holds_up_nobody(compiler: GrammarCompiler, reference: Reference, slow: Slow, ahead: bool) -> None:
+    engine = make_engine(look_ahead=ahead)
+    free, held = make_request("free", [3, 4, 5], max_tokens=30), ask(compiler, object_case(), max_tokens=6)
+    engine.submit(free)
+    engine.submit(held)
+    tokens, _ = run(engine, {"free"})
+    assert tokens["free"] == want(reference, free)[0]
+    assert len(tokens["a"]) == 1
+    for _ in range(10):
+        engine.step()
+    assert not engine.wait_for_work(0.0), "there is nothing to do but to wait"
+    assert engine.stats().stalled_s > 0, "a mask that never comes is a worker that hangs"
+    slow.go.set()
+    rest, _ = run(engine, {"a"})
+    assert tokens["a"] + rest["a"] == want(reference, held)[0]
+    assert_idle(engine)
+
+
+def test_it_may_be_cancelled_while_its_mask_is_made(compiler: GrammarCompiler, slow: Slow) -> None:
+    engine = make_engine()
+    engine.submit(ask(compiler, object_case()))
+    _first(engine)
+    assert engine.cancel("a")
+    engine.settle_launched()
+    assert engine.stats().num_running == 0
+    assert_idle(engine)
+    slow.go.set()
+    # The name is free again.
+    engine.submit(ask(compiler, object_case(), max_tokens=3))
+    assert len(run(engine, {"a"})[0]["a"]) == 3
+
+
+def test_it_may_give_way_while_its_mask_is_made(compiler: GrammarCompiler, reference: Reference, slow: Slow) -> None:
+    """An older sequence needs the blocks: it leaves the batch, and comes back only with its mask."""
+    engine = make_engine(num_blocks=12, block_size=2)
+    older = make_request("older", [3, 4, 5, 6], max_tokens=18)
+    held = ask(compiler, object_case(), max_tokens=12, ignore_eos=True)
+    engine.submit(older)
+    engine.submit(held)
+    tokens, _ = run(engine, {"older"})
+    assert tokens["older"] == want(reference, older)[0]
+    assert engine.stats().num_preemptions == 1
+    slow.go.set()
+    rest, _ = run(engine, {"a"})
+    assert tokens["a"] + rest["a"] == want(reference, held)[0]
+    assert_idle(engine)
+
+
+def test_a_grammar_that_fails_ends_its_sequence_alone(
+    compiler: GrammarCompiler, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose automaton grows beyond its bounds."""
+    real = constraint._result
+
+    def result(which: constraint.Constraint, step: Step) -> constraint.Advanced:
+        if len(which.live.tokens) == 3 and which.live.tokens[0] == tokens_of_bad[0]:
+            step = replace(step, failure="lexer error: too many states")
+        return real(which, step)
+
+    bad, good = ask(compiler, regex_case("[0-9]{9}"), "bad"), ask(compiler, schema_case({"enum": ["green"]}), "good")
+    tokens_of_bad = want(reference, bad)[0]
+    monkeypatch.setattr(constraint, "_result", result)
+    free = make_request("free", [3, 4, 5], max_tokens=20)
+    engine = make_engine()
+    for request in (free, bad, good):
+        engine.submit(request)
+    tokens, outputs = run(engine, {"free", "bad", "good"})
+    (failure,) = [failure for output in outputs for failure in output.failures]
+    assert (failure.seq_id, failure.invalid) == ("bad", True)
+    assert "too many states" in failure.message
+    assert tokens["bad"] == tokens_of_bad[:3]
+    assert tokens["good"] == want(reference, good)[0]
+    assert tokens["free"] == want(reference, free)[0]
+    assert_idle(engine)
+
+
+def test_whatever_the_thread_meets_nobody_waits_for_ever(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(work: object) -> Sequence[Step]:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(constraint, "advance_all", broken)
+    engine = make_engine()
+    engine.submit(ask(compiler, object_case()))
+    _, outputs = run(engine, {"a"})
+    assert [failure.message for output in outputs for failure in output.failures] == ["the answer's grammar failed: RuntimeError"]
+    assert_idle(engine)
+
+
+def test_a_shared_automaton_at_its_bounds_is_nobody_else_s_failure(compiler: GrammarCompiler) -> None:
+    """llguidance's copies of a grammar share one: after a failure of one of them, others start anew."""
+    state = compiler.compile(Grammar(GrammarKind.REGEX, "[ab]*a[ab]{3}c[0-9]+"))
+    tokens = state.matcher.deep_copy()
+    assert tokens is not state.matcher
+    spoiled = state.after([])
+    live = constraint.LiveGrammar(spoiled)
+    live.matcher.consume_token(EOS)
+    assert live.matcher.is_error() or live.matcher.is_stopped()
+    fresh = constraint.LiveGrammar(state)
+    first = int(_allowed(state.step)[0])
+    assert not fresh.advance([first]).failure
+    # This copy is beyond use; from the grammar's text it goes on.
+    broken = constraint.LiveGrammar(state)
+    broken.matcher.consume_token(VOCAB + 1000)
+    assert broken.matcher.is_error()
+    again = broken.advance([first])
+    assert not again.failure
+    assert _allowed(again) == _allowed(constraint.LiveGrammar(state).advance([first]))
+
+
+def _allowed(step: Step) -> list[int]:
+    return [token for token in range(VOCAB) if step.bits[token // 32] >> (token % 32) & 1]
+
+
+# ---- what may come when --------------------------------------------------------------------------------------------------
+
+
+def answer_of(compiler: GrammarCompiler, request: EngineRequest) -> tuple[list[int], FinishReason | None]:
+    (tokens,) = generate(make_engine(), [request])
+    return [token.token_id for token in tokens], tokens[-1].finish_reason
+
+
+def test_a_complete_answer_ends_with_a_stop_token(compiler: GrammarCompiler, reference: Reference) -> None:
+    tokens, reason = answer_of(compiler, ask(compiler, regex_case("[0-9]{4}")))
+    assert reason is FinishReason.STOP
+    assert tokens[-1] in (EOS, OTHER_EOS)
+    assert len(reference.text(tokens[:-1])) == 4
+
+
+@pytest.mark.parametrize("params", [{"min_tokens": 39}, {"ignore_eos": True}, {"ignore_eos": True, "min_tokens": 20}])
+def test_asked_to_go_on_an_answer_ends_where_nothing_can_follow(compiler: GrammarCompiler, params: dict[str, Any]) -> None:
+    tokens, reason = answer_of(compiler, ask(compiler, regex_case("(ab){1,5}"), **params))
+    text = [token for token in tokens if token not in (EOS, OTHER_EOS)]
+    assert reason is FinishReason.STOP
+    assert len(tokens) == len(text) + 1
+    matched = compiler.compile(Grammar(GrammarKind.REGEX, "(ab){5}")).after(text)
+    assert matched.step.complete, "all five, since they were possible"
+
+
+def test_min_tokens_holds_the_end_back_while_more_can_follow(compiler: GrammarCompiler) -> None:
+    tokens, _ = answer_of(compiler, ask(compiler, regex_case("[0-9]+"), min_tokens=10, max_tokens=200 - 10))
+    ends = [i for i, token in enumerate(tokens) if token in (EOS, OTHER_EOS)]
+    assert not ends or ends[0] >= 10
+
+
+def test_named_stop_tokens_end_a_complete_answer_and_no_other(compiler: GrammarCompiler, reference: Reference) -> None:
+    nine = int(_allowed(compiler.compile(Grammar(GrammarKind.REGEX, "9")).step)[0])
+    request = ask(compiler, regex_case("[0-9]{6}"), stop_token_ids=(nine,), ignore_eos=True, prompt=[5, 11, 40])
+    tokens, reason = answer_of(compiler, request)
+    assert (tokens, reason) == want(reference, request)
+    assert nine not in tokens[:-1]
+
+
+def test_a_cut_answer_says_length(compiler: GrammarCompiler) -> None:
+    _, reason = answer_of(compiler, ask(compiler, schema_case({"type": "string", "minLength": 50}), max_tokens=3))
+    assert reason is FinishReason.LENGTH
+
+
+def test_stop_tokens_that_leave_nothing_are_refused(compiler: GrammarCompiler) -> None:
+    nine = int(_allowed(compiler.compile(Grammar(GrammarKind.REGEX, "9")).step)[0])
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match="stop_token_ids"):
+        engine.submit(ask(compiler, regex_case("9"), stop_token_ids=(nine,)))
+    engine.submit(ask(compiler, regex_case("ü9"), stop_token_ids=(nine,)))
+    _, outputs = run(engine, {"a"})
+    assert "stop_token_ids" in next(failure.message for output in outputs for failure in output.failures)
+    assert_idle(engine)
+
+
+def test_something_must_end_an_answer(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequest, match="stop_token_ids"):
+        make_engine().submit(ask(compiler, object_case(), eos=frozenset()))
+    make_engine().submit(ask(compiler, object_case(), eos=frozenset(), stop_token_ids=(EOS,)))
+
+
+def test_ids_without_a_text_never_come(compiler: GrammarCompiler) -> None:
+    """Rows of the embedding beyond the tokenizer's tokens, and special tokens."""
+    allowed = _allowed(compiler.compile(Grammar(GrammarKind.REGEX, "(?s:.*)")).step)
+    assert min(allowed) > 2
+    assert max(allowed) < 400 <= VOCAB
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        (GrammarKind.REGEX, "(ab", "unclosed group"),
+        (GrammarKind.REGEX, "(?=a)b", "look-around"),
+        (GrammarKind.JSON_SCHEMA, "{", "not JSON"),
+        (GrammarKind.JSON_SCHEMA, '{}, "lark_grammar": {', "not JSON"),
+        (GrammarKind.JSON_SCHEMA, '{"minimum": NaN}', "NaN"),
+        (GrammarKind.JSON_SCHEMA, "[]", "list"),
+        (GrammarKind.JSON_SCHEMA, "[" * 100_000, "JSON|nested"),
+        (GrammarKind.JSON_SCHEMA, '{"items":' * 200 + "{}" + "}" * 200, "nested"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "strin"}', "strin"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "uniqueItems.*lenient"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "http://127.0.0.1/schema"}', "does not fetch"),
+        (GrammarKind.JSON_SCHEMA, "false", "false"),
+        (GrammarKind.LARK, "begin: x", "start"),
+        (GrammarKind.LARK, 'start: <|nothing|> "a"', "nothing"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(compiler: GrammarCompiler, kind: GrammarKind, text: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as refused:
+        compiler.compile(Grammar(kind, text))
+    assert refused.value.message.startswith("grammar: ")
+    assert len(refused.value.message) < 800
+
+
+def test_tokens_of_another_answer_are_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequest, match="generated so far"):
+        compiler.compile(Grammar(GrammarKind.REGEX, "[0-9]+")).after([70, 71])
+
+
+def test_compiled_grammars_are_kept_within_bounds(tokenizer_file: Path) -> None:
+    compiler = GrammarCompiler(tokenizer_file, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
+    grammars = [Grammar(GrammarKind.REGEX, f"a{{{i}}}") for i in range(1, 80)]
+    states = [compiler.compile(grammar) for grammar in grammars]
+    assert compiler.compile(grammars[-1]) is states[-1]
+    assert compiler.cached(grammars[0]) is None
+
+
+def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
+    for file in (None, tmp_path / "tokenizer.json"):
+        with pytest.raises(SetupError, match=r"tokenizer\.json"):
+            GrammarCompiler(file, vocab_size=VOCAB, eos_token_ids=frozenset()).compile(Grammar(GrammarKind.JSON_OBJECT))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(SetupError, match="cannot be used"):
+        GrammarCompiler(tmp_path / "tokenizer.json", vocab_size=VOCAB, eos_token_ids=frozenset()).compile(Grammar(GrammarKind.JSON_OBJECT))
