@@ -4,7 +4,7 @@
     python benchmarks/http_soak.py --streams 20 --seconds 20      a dry run
 
 `twostep up --runner fake`: router, a prefill and a decode worker, Redis and Ray, as deployed; only the model is not there. Every stream
-asks one of a few questions for an answer as long as the run; each answer's text must be that which the SDK got over gRPC beforehand,
+asks one of a few questions for an answer as long as the run; each answer's text must be that which the SDK gets over gRPC meanwhile,
 whole, and its last event [DONE]. Memory: the resident set of every process, once every few seconds, after the streams are open.
 """
 
@@ -106,9 +106,9 @@ async def soak(arguments: argparse.Namespace, root: psutil.Process, url: str, cl
     num_tokens = int(arguments.seconds / arguments.step_ms * 1e3)
     questions = [f"Question {i}: what is {i} times {i}?" for i in range(_QUESTIONS)]
     options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
-    print(f"what is right, over gRPC: {_QUESTIONS} answers of {num_tokens} tokens ...", flush=True)
-    asked = [client.generate(question, **options) for question in questions]  # type: ignore[arg-type]
-    right = dict(zip(questions, await asyncio.to_thread(lambda: [one.result().text for one in asked]), strict=True))
+    # What is right, over gRPC at the same time.
+    asked = {question: client.generate(question, **options) for question in questions}  # type: ignore[arg-type]
+    told = asyncio.create_task(asyncio.to_thread(lambda: {question: answer.result().text for question, answer in asked.items()}))
     streams = [Stream(questions[i % _QUESTIONS]) for i in range(arguments.streams)]
     samples: dict[str, list[float]] = {}
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_read=120)
@@ -123,6 +123,7 @@ async def soak(arguments: argparse.Namespace, root: psutil.Process, url: str, cl
         wall = time.monotonic() - began
         watching.cancel()
         await asyncio.wait([watching])
+    right = await told
     problems = [stream.problem for stream in streams if stream.problem]
     wrong = [stream for stream in streams if not stream.problem and stream.text != right[stream.question]]
     unfinished = sum(not stream.done for stream in streams)
@@ -153,7 +154,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ts-") as name:
         log = Path(name) / "up.log"
         words = [sys.executable, "-P", "-m", "twostep.cli", "up", "--runner", "fake", "--served-model-name", "soak"]
-        words += ["--port", str(port), "--http-port", str(http_port), "--max-num-seqs", str(arguments.streams + 16)]
+        words += ["--port", str(port), "--http-port", str(http_port), "--max-num-seqs", str(arguments.streams + 2 * _QUESTIONS)]
         env = os.environ | {"TWOSTEP_FAKE_STEP_MS": str(arguments.step_ms), "TWOSTEP_MAX_INFLIGHT": str(arguments.streams + 64)}
         with log.open("wb") as out:
             process = subprocess.Popen(words, stdout=out, stderr=out, env=env)
