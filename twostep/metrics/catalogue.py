@@ -38,8 +38,29 @@ no TLS and no authentication: nothing secret is in it, but keep the port inside 
 - The KV agent, the helper process that joins Ray for a worker, has no port: its worker asks it once a second and exports what it holds.
 - Units are seconds and bytes; counters end in `_total` and count from the process's start. Labels have few values, never a request.
 - A hand-over is also one log line with the request's id (`transfer request=…`, at debug level, failures at info; fields of their own with
-  `--log-json`), and one call of the tracer given to `kv_transfer.transfer_metrics.worker_observers`.
+  `--log-json`), and a span of its request's trace ([tracing.md](tracing.md)).
+- The router serves the same at `/metrics` of its HTTP port.
 - Python's process metrics (`process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_open_fds`, ...) come along on Linux.
+
+In [deploy/](../deploy): a Grafana dashboard (`grafana/twostep.json`, and how to provision it), recording and alert rules
+(`prometheus/rules.yaml`, `alerts.yaml`) and a scrape configuration. A test checks them against this page. What to do when an alert fires: [runbook.md](runbook.md).
+
+Where vLLM has a metric of the same meaning, the name behind the prefix is the same, or follows from Prometheus' rules for units:
+
+| vLLM | here |
+|---|---|
+| `vllm:time_to_first_token_seconds`, `vllm:inter_token_latency_seconds` | `twostep_` and the same, of the router |
+| `vllm:e2e_request_latency_seconds`, `vllm:request_queue_time_seconds` | `twostep_` and the same, of the router |
+| `vllm:request_time_per_output_token_seconds` | `twostep_request_time_per_output_token_seconds` |
+| `vllm:request_prefill_time_seconds` | `twostep_request_phase_seconds{phase="prefill"}` |
+| `vllm:request_decode_time_seconds` | `twostep_request_phase_seconds{phase="decode"}` |
+| `vllm:num_requests_running`, `vllm:num_requests_waiting`, `vllm:num_preemptions_total` | `twostep_` and the same, with `role` |
+| `vllm:prompt_tokens_total`, `vllm:generation_tokens_total` | `twostep_` and the same, of the router |
+| `vllm:request_prompt_tokens`, `vllm:request_generation_tokens` | `twostep_` and the same, of the router |
+| `vllm:request_success_total{finished_reason=...}` | `twostep_requests_total{status="OK", finish_reason=...}` |
+| `vllm:kv_cache_usage_perc` | `twostep_kv_cache_usage_ratio` |
+| `vllm:prefix_cache_queries_total`, `vllm:prefix_cache_hits_total` | `twostep_` and the same, with `role` |
+| `http_requests_total{handler, method, status}` | `twostep_http_requests_total`, with the same labels |
 
 Questions it answers, in PromQL:
 
@@ -51,6 +72,8 @@ sum by (transport) (rate(twostep_kv_transfer_bytes_total{direction="fetch"}[5m])
 sum by (transport) (increase(twostep_kv_transfer_retries_total{reason="data_loss"}[1h]))                          damaged chunks
 sum(rate(twostep_prompt_tokens_cached_total[5m])) / sum(rate(twostep_prompt_tokens_total[5m]))                    prefix reuse
 max(twostep_kv_oldest_lease_seconds) > 60                                                                         a hand-over hangs
+sum(rate(twostep_request_slo_attained_total[5m])) / sum(rate(twostep_request_slo_total[5m]))                      targets kept
+avg(twostep_prefill_decode_load_ratio) > 1                                                                        prefill is short
 ```
 """
 

@@ -11,8 +11,8 @@ from twostep.metrics.requests import RUNNING, WAITING
 
 REQUESTS = counter(
     "twostep_requests_total",
-    "Ended requests by gRPC status (OK, UNAVAILABLE, CANCELLED, ...), finish_reason (stop, length, content_filter; empty unless OK) and request_class "
-    "(interactive, standard, batch).",
+    "Ended requests by gRPC status (OK, UNAVAILABLE, CANCELLED, ...), finish_reason (stop, length, content_filter; empty unless OK) and "
+    "request_class (interactive, standard, batch).",
     ["status", "finish_reason", "request_class"],
 )
 REFUSED = counter(

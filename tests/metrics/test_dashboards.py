@@ -1,0 +1,262 @@
+"""The dashboard and the rules ask for what the code exports, by names, labels and values; every alert has its place in the runbook."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from promql import Reads, reads_of, result_labels
+
+from kv_transfer import observer
+from kv_transfer.observer import Direction
+from router.targets import Reason
+from twostep import errors
+from twostep.flags import KV_TRANSPORTS
+from twostep.metrics import catalogue, dashboard
+from twostep.metrics.family import Family, Kind
+from twostep.metrics.registry import MetricsRegistry
+from twostep.request_class import RequestClass
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "deploy" / "grafana" / "twostep.json"
+RULES = [ROOT / "deploy" / "prometheus" / name for name in ("rules.yaml", "alerts.yaml")]
+RUNBOOK = ROOT / "docs" / "runbook.md"
+
+# Put there by whoever scrapes.
+TARGET_LABELS = {"namespace", "job", "instance"}
+STATUSES = {status.grpc for status in errors.STATUS.values()} | {"OK", "UNKNOWN"}
+ROLES = {"router", "prefill", "decode"}
+# What a label can have. Others are not matched by value anywhere.
+VALUES: dict[tuple[str, str], set[str]] = {
+    ("twostep_requests_total", "status"): STATUSES,
+    ("twostep_trace_spans_total", "status"): {"exported", "lost"},
+    ("twostep_kv_transfers_total", "status"): {"ok", "failed"},
+    ("twostep_router_workers", "worker_role"): {"prefill", "decode"},
+    ("twostep_process_info", "role"): ROLES,
+    ("twostep_num_requests_waiting", "role"): ROLES,
+    ("twostep_kv_transfer_failures_total", "reason"): {"cancelled"} | {observer.reason_of(kind("")) for kind in errors.STATUS},
+    ("twostep_kv_transfer_retries_total", "reason"): {"data_loss"},
+    ("twostep_requests_refused_total", "reason"): {reason.value for reason in Reason},
+}
+EVERYWHERE: dict[str, set[str]] = {
+    "direction": {direction.value for direction in Direction},
+    "transport": {*KV_TRANSPORTS, "none"},
+    "request_class": {each.name.lower() for each in RequestClass},
+}
+
+
+def exported() -> dict[str, set[str]]:
+    """Labels of every series that a process may export, by its name there."""
+    found: dict[str, set[str]] = {}
+    for family in catalogue.FAMILIES:
+        found |= {name: set(family.labels) | more for name, more in _series(family)}
+    registry = MetricsRegistry()
+    for metric in text_string_to_metric_families(generate_latest(registry.collectors).decode()):
+        found |= {sample.name: set(sample.labels) for sample in metric.samples}
+    return found
+
+
+def _series(family: Family) -> list[tuple[str, set[str]]]:
+    if family.kind is not Kind.HISTOGRAM:
+        return [(family.name, set())]
+    return [(f"{family.name}_bucket", {"le"}), (f"{family.name}_sum", set()), (f"{family.name}_count", set())]
+
+
+def groups() -> list[dict[str, Any]]:
+    return [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
+
+
+def recorded() -> dict[str, set[str]]:
+    """Labels of what rules record."""
+    found = {}
+    for rule in (rule for group in groups() for rule in group["rules"] if "record" in rule):
+        labels = result_labels(rule["expr"])
+        assert labels is not None, rule["record"]
+        found[rule["record"]] = labels
+    return found
+
+
+ALERTS = {rule["alert"]: rule for group in groups() for rule in group["rules"] if "alert" in rule}
+PANELS: list[dict[str, Any]] = [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+QUERIES = {f"{panel['title']} {target['refId']}": target["expr"] for panel in PANELS for target in panel["targets"]}
+RULE_EXPRESSIONS = {rule.get("alert") or rule["record"]: rule["expr"] for group in groups() for rule in group["rules"]}
+
+
+def plain(expression: str) -> str:
+    """As Grafana sends it."""
+    filled = expression.replace("$__rate_interval", "1m")
+    for name in ("namespace", "job", "role"):
+        filled = filled.replace(f"${name}", ".*")
+    assert "$" not in filled, expression
+    return filled
+
+
+def check(reads: Reads, known: dict[str, set[str]]) -> None:
+    for metric in reads.metrics:
+        assert metric in known, f"{metric} is exported by nobody"
+    for metric, label in [(metric, label) for metric, label, _ in reads.matches] + reads.labels:
+        assert label in known[metric] | TARGET_LABELS, f"{metric} has no label {label}"
+    for metric, label, value in reads.matches:
+        if label in TARGET_LABELS or value == ".*":
+            continue
+        allowed = VALUES.get((metric, label), EVERYWHERE.get(label))
+        assert allowed is not None, f"say which values {label} of {metric} has"
+        for each in value.split("|"):
+            assert each in allowed, f"{label} of {metric} is never {each}"
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_panels_ask_for_what_is_exported(name: str) -> None:
+    check(reads_of(plain(QUERIES[name])), exported() | recorded())
+
+
+@pytest.mark.parametrize("name", RULE_EXPRESSIONS)
+def test_rules_ask_for_what_is_exported(name: str) -> None:
+    check(reads_of(RULE_EXPRESSIONS[name]), exported() | recorded())
+
+
+def test_the_check_finds_what_is_wrong() -> None:
+    known = exported()
+    for wrong in (
+        "twostep_request_total",
+        "twostep_time_to_first_token_seconds",
+        "sum by (rôle) (twostep_worker_ready)",
+        "sum by (transport) (rate(twostep_requests_total[5m]))",
+        'twostep_requests_total{state="OK"}',
+        'twostep_requests_total{status="FINE"}',
+        'twostep_kv_transfers_total{direction="fetched"}',
+        "rate(twostep_requests_total[5m]",
+    ):
+        with pytest.raises((AssertionError, ValueError)):
+            check(reads_of(wrong), known)
+    check(reads_of('sum by (le, request_class) (rate(twostep_request_queue_time_seconds_bucket{request_class="batch"}[5m]))'), known)
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: str(panel["title"]))
+def test_legends_name_labels_that_are_there(panel: dict[str, Any]) -> None:
+    known = exported() | recorded()
+    for target in panel["targets"]:
+        expression = plain(target["expr"])
+        labels = result_labels(expression)
+        if labels is None:
+            labels = set.intersection(*(known[metric] for metric in reads_of(expression).metrics)) | TARGET_LABELS
+        named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        assert named <= labels, f"{panel['title']}: {named - labels} are gone"
+        # What tells the series apart must be said, or they all look alike.
+        assert len(labels - TARGET_LABELS) == 0 or named, panel["title"]
+
+
+# ---- the dashboard ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_committed_dashboard_is_what_the_code_makes() -> None:
+    assert json.loads(DASHBOARD.read_text()) == dashboard.dashboard(), (
+        "run: python -m twostep.metrics.dashboard > deploy/grafana/twostep.json"
+    )
+
+
+def test_the_dashboard_is_one_that_grafana_provisions() -> None:
+    made = json.loads(DASHBOARD.read_text())
+    assert (made["uid"], made["title"]) == ("twostep", "Twostep")
+    assert made["schemaVersion"] >= 36, "data sources are objects"
+    assert [variable["name"] for variable in made["templating"]["list"]] == ["datasource", "namespace", "job", "role"]
+    rows = [panel["title"] for panel in made["panels"] if panel["type"] == "row"]
+    assert rows == ["Overview", "Requests", "Latency", "Prefill and decode", "KV cache", "Hand-over", "Targets", "Health"]
+    ids = [panel["id"] for panel in made["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in made["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] >= 0
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken, f"{panel['title']} lies on another"
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["type"] in ("timeseries", "stat")
+        assert panel["description"], panel["title"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        refs = [target["refId"] for target in panel["targets"]]
+        assert refs == sorted(set(refs))
+        assert all(target["datasource"] == panel["datasource"] for target in panel["targets"])
+
+
+def test_every_metric_of_requests_and_hand_overs_is_on_the_dashboard() -> None:
+    """But for a few that only explain others."""
+    shown = {
+        metric.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
+        for q in QUERIES.values()
+        for metric in reads_of(plain(q)).metrics
+    }
+    left_out = {
+        "twostep_process_info",
+        "twostep_request_attempts_total",
+        "twostep_engine_steps_total",
+        "twostep_worker_sequences",
+        "twostep_worker_streams",
+        "twostep_kv_stored_objects",
+        "twostep_kv_transfers_total",
+        "twostep_kv_transfer_chunks_total",
+        "twostep_kv_transfer_blocks_total",
+        "twostep_kv_transfer_queue_seconds",
+        "twostep_kv_transfer_copy_seconds",
+        "twostep_kv_transfer_scatter_seconds",
+        "twostep_kv_transfer_duration_seconds",
+        "twostep_kv_probes_total",
+    }
+    names = {family.name for family in catalogue.FAMILIES}
+    assert left_out <= names
+    assert names - shown - left_out == set(), "put it on the dashboard, or say here that it stays off"
+
+
+# ---- alerts ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_alert_says_what_it_is_and_where_to_read_on() -> None:
+    headings = re.findall(r"^### (\w+)$", RUNBOOK.read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(ALERTS), "one heading for each alert, and no other"
+    for name, rule in ALERTS.items():
+        assert name.startswith("Twostep")
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+        assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_what_an_alert_says_of_its_series_is_there(name: str) -> None:
+    rule = ALERTS[name]
+    labels = result_labels(rule["expr"])
+    if labels is None:
+        known = exported() | recorded()
+        labels = set.intersection(*(known[metric] for metric in reads_of(rule["expr"]).metrics)) | TARGET_LABELS
+    told = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
+    assert told <= labels
+
+
+@pytest.mark.parametrize(
+    "topic", ["ErrorRate", "SloFastBurn", "SloSlowBurn", "HandOverHangs", "TransportDown", "KvCacheFull", "Preemptions"]
+)
+def test_what_must_be_watched_is(topic: str) -> None:
+    assert any(topic in name for name in ALERTS)
+
+
+def test_burn_rates_look_at_a_long_and_a_short_window() -> None:
+    for name in ("TwostepSloFastBurn", "TwostepSloSlowBurn", "TwostepSloBudgetBurn"):
+        assert len(reads_of(ALERTS[name]["expr"]).metrics) == 2
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Prometheus")
+def test_alerts_fire_when_they_should() -> None:
+    """promtool's own unit tests of rules, over made-up series."""
+    for command in (["check", "rules", *map(str, RULES)], ["test", "rules", str(Path(__file__).parent / "alerts_test.yaml")]):
+        done = subprocess.run(["promtool", *command], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
