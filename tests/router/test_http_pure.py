@@ -1,0 +1,285 @@
+"""The parts of the HTTP front that need no server: bodies, events, names of tokens, the API's description."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.http import chat, completions, openapi, system, tokens
+from router.http.chat_body import ChatBody
+from router.http.chunks import CHAT_WRAP, TEXT_WRAP, ChunkWriter, usage_chunk
+from router.http.completion_body import CompletionBody
+from router.http.errors import HttpError, blaming, body_of
+from router.http.fields import parse_body
+from router.http.logprobs import TextLogprobs, TokenNames
+from router.http.replies import ChatChunk, Error, TextChunk
+from router.http.translate import choice_seed, grammar_of, request_of, timeout_of
+from router.http.usage import stop_reason_of, total_usage, usage_of
+from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted, Unavailable
+from twostep.rpc.v1 import inference_pb2 as pb
+from twostep.text.token_bytes import TokenBytes
+from twostep.text.tokenizer import Tokenizer
+
+HEAD = {"id": "i", "created": 1, "model": 'a "model"', "system_fingerprint": "fp_0"}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat_body(**fields: Any) -> ChatBody:
+    return parse_body(ChatBody, json.dumps({"messages": MESSAGES, **fields}).encode())
+
+
+def data_of(event: bytes) -> Any:
+    text = event.decode("ascii")
+    assert text.startswith("data: ")
+    assert text.endswith("\n\n")
+    assert "\n" not in text[:-2]
+    return json.loads(text[6:])
+
+
+# ---- events ----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.text(), st.integers(0, 200), st.booleans())
+def test_an_event_of_text_is_what_json_would_have_made(text: str, index: int, with_usage: bool) -> None:
+    usage = {"usage": None} if with_usage else {}
+    for wrap, kind, shape in (
+        (CHAT_WRAP, "chat.completion.chunk", {"delta": {"content": text}}),
+        (TEXT_WRAP, "text_completion", {"text": text}),
+    ):
+        head = {**HEAD, "object": kind}
+        chunks = ChunkWriter(head, index, wrap=wrap, with_usage=with_usage)
+        fields = {**shape, "logprobs": None, "finish_reason": None}
+        wanted = {**head, "choices": [{"index": index, **fields}], **usage}
+        assert data_of(chunks.text(text)) == wanted
+        assert data_of(chunks.choice(fields)) == wanted
+        (ChatChunk if wrap is CHAT_WRAP else TextChunk).model_validate(data_of(chunks.text(text)))
+
+
+@given(st.dictionaries(st.sampled_from(["usage", "twostep"]), st.dictionaries(st.text(), st.integers() | st.text()), min_size=1))
+def test_what_stands_beside_choices(others: dict[str, Any]) -> None:
+    chunks = ChunkWriter(HEAD, 0, wrap=CHAT_WRAP, with_usage=False)
+    assert data_of(chunks.choice({"delta": {}}, **others)) == {**HEAD, "choices": [{"index": 0, "delta": {}}], **others}
+    assert data_of(usage_chunk(HEAD, {"a": 1})) == {**HEAD, "choices": [], "usage": {"a": 1}}
+
+
+# ---- bodies ----------------------------------------------------------------------------------------------------------------
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+_FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *ChatBody.refused, *CompletionBody.refused})
+
+
+@given(st.dictionaries(st.sampled_from(_FIELDS) | st.text(max_size=8), _JSON, max_size=6), st.booleans())
+def test_any_json_is_a_body_or_refused_with_400(fields: dict[str, Any], complete: bool) -> None:
+    refusals = []
+    for kind, least in ((ChatBody, {"messages": MESSAGES}), (CompletionBody, {"prompt": "x"})):
+        given_body = {**fields, **(least if complete else {})}
+        try:
+            body = parse_body(kind, json.dumps(given_body).encode())
+            request_of(body, {}, seed=1)
+            timeout_of(body, {})
+            if isinstance(body, ChatBody):
+                body.prompt().SerializeToString()
+            else:
+                assert body.prompts()
+        except HttpError as error:
+            refusals.append(error)
+    for refusal in refusals:
+        status, told, _ = body_of(refusal)
+        assert status == 400
+        assert Error.model_validate(told).error.message
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_body(raw: bytes) -> None:
+    with pytest.raises(HttpError) as caught:
+        parse_body(ChatBody, raw)
+    assert caught.value.status == 400
+
+
+@given(st.integers(-(1 << 63), (1 << 63) - 1))
+def test_seeds_of_choices(seed: int) -> None:
+    seeds = [choice_seed(seed, i) for i in range(16)]
+    assert seeds[0] == seed
+    assert len(set(seeds)) == 16
+    assert all(0 <= each < 1 << 63 for each in seeds[1:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, pb.Grammar(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "object"}}}},
+            pb.Grammar(json_schema='{"type": "object"}'),
+        ),
+        ({"response_format": {"type": "regex", "pattern": "a+"}}, pb.Grammar(regex="a+")),
+        ({"response_format": {"type": "grammar", "grammar": "start: A"}}, pb.Grammar(lark="start: A")),
+        ({"guided_json": {"type": "object"}}, pb.Grammar(json_schema='{"type": "object"}')),
+        ({"guided_json": '{"type": "object"}'}, pb.Grammar(json_schema='{"type": "object"}')),
+        ({"guided_regex": "a+"}, pb.Grammar(regex="a+")),
+        ({"guided_choice": ["yes", "no (really)"]}, pb.Grammar(regex="yes|no \\(really\\)")),
+        ({"guided_grammar": "start: A"}, pb.Grammar(lark="start: A")),
+        ({"structured_outputs": {"regex": "a+"}}, pb.Grammar(regex="a+")),
+        ({"structured_outputs": {"json": {"type": "object"}}}, pb.Grammar(json_schema='{"type": "object"}')),
+        ({"structured_outputs": {"json_object": True}}, pb.Grammar(json_object=True)),
+        ({"structured_outputs": {"choice": ["a"]}}, pb.Grammar(regex="a")),
+        ({"structured_outputs": {"grammar": "start: A"}}, pb.Grammar(lark="start: A")),
+    ],
+    ids=str,
+)
+def test_every_way_to_say_what_an_answer_looks_like(fields: dict[str, Any], wanted: pb.Grammar | None) -> None:
+    assert grammar_of(chat_body(**fields)) == wanted
+
+
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=4))
+def test_a_choice_matches_itself_and_nothing_else(choices: list[str]) -> None:
+    grammar = grammar_of(chat_body(guided_choice=choices))
+    assert grammar is not None
+    for choice in choices:
+        assert re.fullmatch(grammar.regex, choice)
+        assert bool(re.fullmatch(grammar.regex, choice + "x")) == (choice + "x" in choices)
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "wanted"),
+    [
+        ({}, {}, pb.REQUEST_CLASS_UNSPECIFIED),
+        ({"service_tier": "flex"}, {}, pb.REQUEST_CLASS_BATCH),
+        ({"service_tier": "priority"}, {}, pb.REQUEST_CLASS_INTERACTIVE),
+        ({"service_tier": "auto"}, {}, pb.REQUEST_CLASS_UNSPECIFIED),
+        ({"priority": -3}, {}, pb.REQUEST_CLASS_INTERACTIVE),
+        ({"priority": 3}, {}, pb.REQUEST_CLASS_BATCH),
+        ({"service_tier": "flex"}, {"x-twostep-class": "interactive"}, pb.REQUEST_CLASS_INTERACTIVE),
+        ({"request_class": "standard"}, {"x-twostep-class": "batch"}, pb.REQUEST_CLASS_STANDARD),
+    ],
+    ids=str,
+)
+def test_classes(fields: dict[str, Any], headers: dict[str, str], wanted: int) -> None:
+    assert request_of(chat_body(**fields), headers, seed=1).request_class == wanted
+
+
+def test_targets_and_timeouts_come_from_body_or_headers() -> None:
+    headers = {"x-twostep-ttft-ms": "250", "x-twostep-tpot-ms": "40.5", "x-twostep-timeout-ms": "1500"}
+    request = request_of(chat_body(ttft_ms=100), headers, seed=1)
+    assert (request.ttft_ms, request.tpot_ms) == (100, 40.5)
+    assert timeout_of(chat_body(), headers) == 1.5
+    assert timeout_of(chat_body(timeout=3), headers) == 3
+    assert timeout_of(chat_body(), {}) == float("inf")
+
+
+def test_tools_keep_what_clients_wrote() -> None:
+    parameters = {"type": "object", "properties": {"a": {"default": None, "enum": [None, 1]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "tool_calls": [call], "reasoning_content": "so"},
+        {"role": "tool", "tool_call_id": "c", "content": "7"},
+    ]
+    prompt = chat_body(messages=messages, tools=[tool], chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low").prompt()
+    assert json.loads(prompt.tools[0]) == tool
+    assert json.loads(prompt.template_kwargs) == {"reasoning_effort": "low", "enable_thinking": False}
+    _, assistant, answer = prompt.messages
+    assert (assistant.content, assistant.reasoning, list(assistant.tool_calls)) == (
+        "",
+        "so",
+        [pb.ToolCall(id="c", name="f", arguments='{"a": 1}')],
+    )
+    assert (answer.tool_call_id, answer.content) == ("c", "7")
+
+
+def test_messages_about_a_field_name_it() -> None:
+    for message, error, wanted in (
+        ("chat.messages[0].role is empty; x", InvalidRequest, "messages[0].role"),
+        ("top_p is 7; x", InvalidRequest, "top_p"),
+        ("stop takes up to 16", InvalidRequest, "stop"),
+        ("max_tokens is 7; x", ContextExceeded, "max_tokens"),
+    ):
+        with pytest.raises(HttpError) as caught, blaming(ChatBody.model_fields):
+            raise error(message)
+        assert caught.value.param == wanted
+        assert not caught.value.message.startswith("chat.")
+    with pytest.raises(InvalidRequest, match="the prompt") as other, blaming(ChatBody.model_fields):
+        raise InvalidRequest("the prompt has 7 tokens")
+    assert not isinstance(other.value, HttpError)
+
+
+def test_errors_that_may_be_repeated_say_when() -> None:
+    status, body, headers = body_of(ResourceExhausted("no room", retry_after_s=2.2))
+    assert (status, headers["Retry-After"], body["error"]["code"]) == (429, "3", "rate_limit_exceeded")
+    assert body_of(Unavailable("away"))[0] == 503
+
+
+# ---- ends ------------------------------------------------------------------------------------------------------------------
+
+
+def test_usage_counts_a_prompt_once() -> None:
+    one = pb.Usage(prompt_tokens=10, completion_tokens=3, cached_tokens=4, reasoning_tokens=1)
+    other = pb.Usage(prompt_tokens=7, completion_tokens=2)
+    assert total_usage([[one, one], [other, other]]) == usage_of(17, 10, cached_tokens=4, reasoning_tokens=2)
+
+
+def test_a_stop_reason_is_a_string_or_an_id() -> None:
+    assert stop_reason_of(pb.End(), []) is None
+    assert stop_reason_of(pb.End(stop_reason="17"), []) == 17
+    assert stop_reason_of(pb.End(stop_reason="17"), ["17"]) == "17"
+
+
+@given(st.text(min_size=1))
+def test_the_bytes_of_tokens_are_those_of_the_text(bare_tokenizer: Tokenizer, text: str) -> None:
+    token_bytes = TokenBytes(bare_tokenizer)
+    ids = bare_tokenizer.encode(text)
+    assert b"".join(token_bytes.of(token_id) for token_id in ids) == text.encode()
+    told = TextLogprobs(TokenNames(token_bytes)).of(ids, [pb.TokenLogprobs(logprob=float("-inf"))] * len(ids))
+    assert told["token_logprobs"] == [-9999.0] * len(ids)
+    assert told["text_offset"][0] == 0
+    assert token_bytes.of(1 << 30) == b""
+
+
+@pytest.fixture(scope="module")
+def bare_tokenizer(bare_model_dir: Path) -> Tokenizer:
+    return Tokenizer.load(bare_model_dir)
+
+
+# ---- the description -------------------------------------------------------------------------------------------------------
+
+
+def test_the_description_has_every_route_and_schemas_that_take_real_bodies() -> None:
+    app = web.Application()
+    for module in (chat, completions, tokens, system, openapi):
+        app.add_routes(module.routes)
+    document = openapi.document(app.router.routes())
+    assert document["openapi"] == "3.1.0"
+    assert set(document["paths"]["/v1/models/{model}"]["get"]["parameters"][0]) >= {"name", "in", "required"}
+    text = json.dumps(document)
+    for name in re.findall(r"#/components/schemas/(\w+)", text):
+        assert name in document["components"]["schemas"]
+    for path, good, bad in (
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "stop": ["x"], "response_format": {"type": "regex", "pattern": "a"}},
+            {"messages": []},
+        ),
+        ("/v1/completions", {"prompt": [[1, 2], [3]], "n": 2}, {"prompt": 5}),
+        ("/tokenize", {"messages": MESSAGES}, {"prompt": None}),
+        ("/detokenize", {"tokens": [1]}, {"tokens": [-1]}),
+    ):
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = {**body, "components": document["components"]}
+        jsonschema.validate(good, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, schema)
