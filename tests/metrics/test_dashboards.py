@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -53,6 +54,7 @@ EVERYWHERE: dict[str, set[str]] = {
 }
 
 
+@functools.cache
 def exported() -> dict[str, set[str]]:
     """Labels of every series that a process may export, by its name there."""
     found: dict[str, set[str]] = {}
@@ -74,6 +76,7 @@ def groups() -> list[dict[str, Any]]:
     return [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
 
 
+@functools.cache
 def recorded() -> dict[str, set[str]]:
     """Labels of what rules record."""
     found = {}
