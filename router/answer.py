@@ -83,7 +83,7 @@ class Answer:
                     parts.append(self._end(token, num_read))
         if unread:
             parts.append(Part("", self._watch(self._detokenizer.push(unread))))
-        reasoning, text = "".join(part.reasoning for part in parts), "".join(part.text for part in parts)
+        reasoning, text = parts[0] if len(parts) == 1 else _joined(parts)
         if not taken and not text and not reasoning:
             return None
         return self._response(reasoning, text, [t.token_id for t in taken], taken)
@@ -139,3 +139,7 @@ class Answer:
             named = token.finish_reason == inference_pb2.FINISH_REASON_STOP and token.token_id in self._stop_token_ids
             self.finish = Finish(token.finish_reason, str(token.token_id) if named else "")
         return self._split(text, num_read)
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    return Part("".join(part.reasoning for part in parts), "".join(part.text for part in parts))

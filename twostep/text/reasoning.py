@@ -159,11 +159,14 @@ class ReasoningSplitter:
         if self._at_start and text:
             self._at_start = False
             text = text.removeprefix("\n")
-        at = text.find(self._format.closing)
+        closing = self._format.closing
+        at = text.find(closing)
         if at >= 0:
             self._state = _State.AFTER
-            return text[:at].removesuffix("\n"), text[at + len(self._format.closing) :]
-        longest = min(len(text), len(self._format.closing) + 1)
+            return text[:at].removesuffix("\n"), text[at + len(closing) :]
+        if closing[0] not in text and "\n" not in text:
+            return text, ""  # nearly always
+        longest = min(len(text), len(closing))
         keep = next((n for n in range(longest, 0, -1) if text[-n:] in self._beginnings), 0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], ""
