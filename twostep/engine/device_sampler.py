@@ -1,7 +1,7 @@
 """Sampling on the device that computed the logits: the host uploads what it knows ahead and waits for nothing.
 
-    host     noise of (seed, position), parameters, stop ids held back        ─one copy→ device
-    device   logits ─ pick_greedy: all rows ─ sample_rows: those that ask for more ─▶ tokens, logprobs ─one copy→ host, some time
+    host     noise of (seed, position), parameters, stop ids held back, masks ─copies→ device
+    device   logits ─ pick_greedy: all rows ─ masks ─ sample_rows: those that ask for more ─▶ tokens, logprobs ─one copy→ host, some time
 
 Its oracle is twostep/engine/sampler.py. Penalties need what was generated so far, of which the host may not know the last token yet:
 the device keeps each penalized sequence's counts itself.
@@ -20,7 +20,9 @@ import torch
 from twostep.engine.batch import Batch, SamplingRow
 from twostep.engine.noise import uniform
 from twostep.engine.sampler import MIN_TEMPERATURE
+from twostep.engine.token_masks import TokenMasks, num_words
 from twostep.kernels.step_upload import StepUpload
+from twostep.kernels.triton_mask import mask_rows
 from twostep.kernels.triton_sample import PROMPT_BIT, sample_rows
 from twostep.kernels.triton_tokens import pick_greedy
 from twostep.sampling_params import SamplingParams
@@ -41,6 +43,7 @@ class DeviceSampler:
         """tokens  int64 [at least the most rows]: what each row of the last step sampled, NO_TOKEN where its logits are broken"""
         self._upload = upload
         self._tokens = tokens
+        self._vocab_size = vocab_size
         self._counts = TokenCounts(upload, tokens, vocab_size)
         self._asked = _Asked.of(())
 
@@ -56,9 +59,16 @@ class DeviceSampler:
         raw = _Raw(logits, asked, self._upload) if asked.logprobs else None
         positions = np.fromiter((row.position for row in rows), np.int64, len(rows))
         held_back = asked.has_stops & (positions < asked.min_tokens)
+        again = asked.drawn
+        if batch.masks is not None:
+            # A mask says which stop tokens may come; the largest of all logits is not the answer any more.
+            held_back[batch.masks.rows] = False
+            again = again.copy()
+            again[batch.masks.rows] = True
+            self._mask(logits, batch.masks)
         if held_back.any():
             self._hold_back(logits, rows, np.flatnonzero(held_back))
-        chosen = np.flatnonzero(asked.drawn | held_back)
+        chosen = np.flatnonzero(again | held_back)
         if len(chosen):
             self._draw(logits, batch, chosen, positions)
         return None if raw is None else raw.logprobs(tokens)
@@ -74,6 +84,15 @@ class DeviceSampler:
         ints = np.stack((chosen.astype(np.int32), slots[chosen], asked.top_k[chosen]))
         sent_floats, sent_ints = self._upload.send((floats, ints))
         sample_rows(logits, sent_floats, sent_ints, self._counts.table, self._tokens)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compiles what only steps with masks need, for logits of this type: the first one would hold up everybody's."""
+        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._tokens.device)
+        self._mask(logits, TokenMasks(np.zeros(1, np.int64), np.full((1, num_words(self._vocab_size)), -1, np.int32)))
+
+    def _mask(self, logits: torch.Tensor, masks: TokenMasks) -> None:
+        rows, bits = self._upload.send((masks.rows, masks.bits))
+        mask_rows(logits, rows, bits)
 
     def _hold_back(self, logits: torch.Tensor, rows: Sequence[SamplingRow], chosen: npt.NDArray[np.int64]) -> None:
         vocab_size = logits.shape[1]

@@ -15,7 +15,7 @@ import torch
 from twostep.engine.batch import Batch, Sampled, SamplingRow
 from twostep.engine.decode_graphs import DecodeGraphs
 from twostep.engine.device_sampler import DeviceSampler, Logprobs
-from twostep.engine.kv_cache import KvCache
+from twostep.engine.kv_cache import DTYPES, KvCache
 from twostep.engine.types import TopLogprob
 from twostep.errors import InternalError
 from twostep.kernels.triton_ops import TritonOps
@@ -32,6 +32,8 @@ class DeviceSteps:
         self._tokens = ops.tokens
         self._sampler = DeviceSampler(ops.upload, ops.tokens, model.config.vocab_size)
         self._on_gpu = cache.tensor.is_cuda
+        with torch.inference_mode():
+            self._sampler.warm_up(DTYPES[cache.shape.dtype])
 
     @property
     def tokens(self) -> torch.Tensor:
