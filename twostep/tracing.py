@@ -119,8 +119,8 @@ def context_of(given: Iterable[tuple[str, str | bytes]] | None) -> Metadata:
     """The trace context among a call's metadata, as it came."""
     if not given:
         return ()
-    found = ((key, value if isinstance(value, str) else value.decode("ascii", "replace")) for key, value in given)
-    return tuple((key, value) for key, value in found if key in (TRACEPARENT, TRACESTATE))
+    found = [(key, value) for key, value in given if key in (TRACEPARENT, TRACESTATE)]
+    return tuple([(key, value if isinstance(value, str) else value.decode("ascii", "replace")) for key, value in found])
 
 
 def trace_id_of(metadata: Metadata) -> str:
