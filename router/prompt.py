@@ -18,13 +18,16 @@ from twostep.rpc.v1 import inference_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.text.answer_grammar import after_reasoning
 from twostep.text.chat_format import ChatFormat
-from twostep.text.chat_template import ChatTemplate
+from twostep.text.chat_template import ChatTemplate, TooMuchWork
 from twostep.text.model_card import ModelCard
 from twostep.text.reasoning import Begun, ReasoningFormat, ReasoningSplitter
+from twostep.text.template_sandbox import MAX_STEPS
 from twostep.text.tokenizer import Tokenizer
 
 # Up to here tokenizing takes well under a millisecond and is done in the event loop.
 _MAX_INLINE_CHARS = 4096
+# Nor does rendering such a chat take more than a few of these: who makes the template work hard is read beside the event loop.
+_MAX_INLINE_STEPS = 20_000
 # Detokenizing goes token by token.
 _CHARS_FOR_TOKEN = 32
 _MAX_THREADED = 64
@@ -113,19 +116,25 @@ class PromptReader:
         tokenizer = self._tools_tokenizer if chat.tools else self._chat_tokenizer
         reasoning = self._format.reasoning
 
-        def read() -> Prompt:
+        def read(max_steps: int = MAX_STEPS) -> Prompt:
             conversation = conversation_of(chat)
             text = self._template.render(
                 conversation.messages,
                 tools=conversation.tools,
                 variables=conversation.variables,
                 continue_final_message=conversation.continue_final_message,
+                max_steps=max_steps,
             )
             self._check_length(len(text))
             begun = Begun.OVER if reasoning is None else reasoning.begun_in(text, conversation.continued)
             return Prompt(self._tokenizer.encode(text, add_special_tokens=False), tokenizer, reasoning, begun)
 
-        return await self._in_thread_if_long(read, num_chars(chat))
+        if (num := num_chars(chat)) <= _MAX_INLINE_CHARS:
+            try:
+                return read(_MAX_INLINE_STEPS)
+            except TooMuchWork:
+                pass
+        return await self._in_thread_if_long(read, max(num, _MAX_INLINE_CHARS + 1))
 
     async def prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
         """Of a Generate request: at least one token, all within the vocabulary. Raises InvalidRequest (ContextExceeded),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from router.chat import check_chat, conversation_of, num_chars
+from router.prompt import PromptReader
 from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.chat_template import ChatTemplate
+from twostep.text.model_card import ModelCard
+from twostep.text.template_sandbox import MAX_STEPS
+from twostep.text.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -103,7 +108,7 @@ def chat_of(messages: list[dict[str, Any]], **more: Any) -> pb.Chat:
     return pb.Chat(messages=protos, **more)
 
 
-def rendered(template: ChatTemplate, chat: pb.Chat) -> str:
+def rendered(template: ChatTemplate, chat: pb.Chat, max_steps: int = MAX_STEPS) -> str:
     check_chat(chat)
     conversation = conversation_of(chat)
     return template.render(
@@ -111,6 +116,7 @@ def rendered(template: ChatTemplate, chat: pb.Chat) -> str:
         tools=conversation.tools,
         variables=conversation.variables,
         continue_final_message=conversation.continue_final_message,
+        max_steps=max_steps,
     )
 
 
@@ -222,19 +228,46 @@ def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
     ],
 )
 def test_a_render_is_bounded(source: str) -> None:
-    template = ChatTemplate(source, max_steps=50_000, max_chars=1 << 20)
+    template = ChatTemplate(source, max_chars=1 << 20)
     chat = chat_of([{"role": "user", "content": "x" * 10}] * 200, template_kwargs='{"n": 90000}')
     with pytest.raises(InvalidRequest, match=r"send fewer or shorter|recursion"):
-        rendered(template, chat)
+        rendered(template, chat, max_steps=50_000)
     # The next one begins anew.
-    ok = ChatTemplate("{{ messages[0].content }}", max_steps=10)
+    ok = ChatTemplate("{{ messages[0].content }}")
     for _ in range(20):
-        assert rendered(ok, chat) == "x" * 10
+        assert rendered(ok, chat, max_steps=10) == "x" * 10
 
 
 def test_long_conversations_are_well_within_the_bounds() -> None:
     turn = [{"role": "user", "content": "hello " * 20}, {"role": "assistant", "content": "hi", "reasoning_content": "hm"}]
     chat = chat_of(turn * 2048)
     assert num_chars(chat) > 2048 * 120
-    text = rendered(ChatTemplate(QWEN3, max_steps=200_000), chat)
+    text = rendered(ChatTemplate(QWEN3), chat, max_steps=200_000)
     assert text.count("<|im_start|>user") == 2048
+
+
+async def test_a_template_that_works_hard_does_so_beside_the_event_loop(bare_model_dir: Path) -> None:
+    """However short the chat is."""
+    told: list[str] = []
+
+    class Telling(ChatTemplate):
+        def render(self, *args: Any, **options: Any) -> str:
+            try:
+                return super().render(*args, **options)
+            finally:
+                told.append(threading.current_thread().name)
+
+    prompts = PromptReader(
+        Tokenizer.load(bare_model_dir),
+        ModelCard.load(bare_model_dir),
+        Telling("{% for i in range(n) %}{% endfor %}{{ messages[0].content }}"),
+        default_max_tokens=1,
+    )
+    try:
+        for n, in_threads in ((10, [False]), (40_000, [False, True])):
+            told.clear()
+            chat = chat_of([{"role": "user", "content": "hi"}], template_kwargs=json.dumps({"n": n}))
+            assert list(await prompts.chat_ids(chat)) == Tokenizer.load(bare_model_dir).encode("hi")
+            assert [name.startswith("tokenize") for name in told] == in_threads
+    finally:
+        prompts.close()

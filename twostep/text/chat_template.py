@@ -9,7 +9,7 @@ import jinja2
 
 from twostep.errors import InvalidRequest, SetupError
 from twostep.text.model_card import ModelCard
-from twostep.text.template_sandbox import MAX_CHARS, MAX_STEPS, Sandbox
+from twostep.text.template_sandbox import MAX_CHARS, MAX_STEPS, Sandbox, TooMuch
 
 # What a client's variables may not be called: arguments of the render itself, and of transformers' function that renders.
 _RESERVED = frozenset({"messages", "tools", "continue_final_message", "chat_template", "tokenize"})
@@ -17,6 +17,10 @@ _MAX_VARIABLES = 256
 # Put behind the message that is continued, to find the place in what the template makes of it. The space at its end shows whether
 # the template strips messages.
 _TAG = "<<twostep: the answer goes on here>> "
+
+
+class TooMuchWork(InvalidRequest):
+    """The bounds of a render do not suffice for these messages."""
 
 
 class ChatTemplate:
@@ -27,13 +31,12 @@ class ChatTemplate:
         source: str | None,
         special_tokens: Mapping[str, str] | None = None,
         *,
-        max_steps: int = MAX_STEPS,
         max_chars: int = MAX_CHARS,
     ) -> None:
-        """`source` None: a model without a template, every render is refused. `max_steps` bounds the work of one render, `max_chars` its
-        result. Raises SetupError for a broken template."""
+        """`source` None: a model without a template, every render is refused. `max_chars` bounds what a render comes to. Raises SetupError
+        for a broken template."""
         self._special_tokens = dict(special_tokens or {})
-        self._sandbox = Sandbox(max_steps=max_steps, max_chars=max_chars)
+        self._sandbox = Sandbox(max_chars=max_chars)
         self.source = source
         try:
             self._template = None if source is None else self._sandbox.from_string(source)
@@ -57,13 +60,15 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        max_steps: int = MAX_STEPS,
     ) -> str:
         """The prompt's text, special tokens written out: tokenize it with `add_special_tokens=False`.
 
         `messages` are {"role": ..., "content": ...} and whatever else the template reads of them, `tools` the entries of OpenAI's `tools`,
         all of it plain data. `variables` are the client's, for the template; `add_generation_prompt` may be one of them.
-        `continue_final_message`: the prompt ends where the last message's content does. Raises InvalidRequest if there are no messages,
-        the model has no template, a variable has a name that is taken, the template refuses what it is given or it is too much for it."""
+        `continue_final_message`: the prompt ends where the last message's content does. `max_steps` bounds the work, about a microsecond
+        each. Raises InvalidRequest if there are no messages, the model has no template, a variable has a name that is taken, or the
+        template refuses what it is given; TooMuchWork."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template; send a plain prompt (text or token ids) instead of messages")
         if not messages:
@@ -82,7 +87,9 @@ class ChatTemplate:
         if continued is not None:
             everything["add_generation_prompt"] = False
         try:
-            text = self._sandbox.render_bounded(self._template, everything)
+            text = self._sandbox.render_bounded(self._template, everything, max_steps)
+        except TooMuch as error:
+            raise TooMuchWork(f"the model's chat template refused the messages: {error}") from error
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {error}; change their roles, order or content"

@@ -34,18 +34,18 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**", "+"})
 
-    def __init__(self, *, max_steps: int = MAX_STEPS, max_chars: int = MAX_CHARS) -> None:
+    def __init__(self, *, max_chars: int = MAX_CHARS) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-        self._max_steps, self._max_chars = max_steps, max_chars
-        self._used = threading.local()
+        self._max_chars = max_chars
+        self._left = threading.local()
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["range"] = self._range
 
-    def render_bounded(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    def render_bounded(self, template: jinja2.Template, variables: Mapping[str, Any], max_steps: int) -> str:
         """Raises TooMuch, and whatever a template may."""
-        self._used.steps = 0
+        self._left.steps = max_steps
         pieces: list[str] = []
         num_chars = 0
         for piece in template.generate(dict(variables)):
@@ -56,8 +56,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def _spend(self, steps: int) -> None:
-        self._used.steps = used = getattr(self._used, "steps", 0) + steps
-        if used > self._max_steps:
+        self._left.steps = left = getattr(self._left, "steps", MAX_STEPS) - steps
+        if left < 0:
             raise TooMuch("it is too much work; send fewer or shorter messages, tools or variables")
 
     def _check_size(self, num_chars: int) -> None:
