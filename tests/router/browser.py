@@ -7,9 +7,10 @@ import base64
 import itertools
 import json
 import shutil
-import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ class Page:
         self._socket = socket
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._handlers: dict[str, Callable[[dict[str, Any]], Coroutine[Any, Any, None]]] = {}
+        self._handling: set[asyncio.Task[None]] = set()
         self.errors: list[str] = []
         self.asked: list[str] = []
 
@@ -63,6 +66,10 @@ class Page:
                     waiter.set_result(told)
                 continue
             params = told.get("params", {})
+            if told.get("method") in self._handlers:
+                task = asyncio.create_task(self._handlers[told["method"]](params))
+                self._handling.add(task)
+                task.add_done_callback(self._handling.discard)
             match told.get("method"):
                 case "Runtime.exceptionThrown":
                     details = params["exceptionDetails"]
@@ -73,6 +80,10 @@ class Page:
                     self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
                 case "Network.requestWillBeSent":
                     self.asked.append(params["request"]["url"])
+
+    def on(self, method: str, handle: Callable[[dict[str, Any]], Coroutine[Any, Any, None]]) -> None:
+        """`handle` gets the parameters of each such event."""
+        self._handlers[method] = handle
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._ids)
@@ -132,51 +143,44 @@ class Page:
         return base64.b64decode((await self.call("Page.captureScreenshot", **params))["data"])
 
 
-@asynccontextmanager
-async def browser(directory: Path) -> AsyncIterator[Page]:
-    """A tab of a browser of its own, whose profile is in `directory`."""
+@contextmanager
+def running_browser(directory: Path) -> Iterator[int]:
+    """A browser whose profile is in `directory`: the port of its DevTools."""
     binary = chromium()
     assert binary is not None
-    process = await asyncio.create_subprocess_exec(
-        binary,
-        *_FLAGS,
-        f"--user-data-dir={directory}",
-        "about:blank",
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
+    argv = [binary, *_FLAGS, f"--user-data-dir={directory}", "about:blank"]
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        assert process.stderr is not None
-        async with asyncio.timeout(WAIT_S):
-            while not (line := (await process.stderr.readline()).decode()).startswith("DevTools listening on "):
-                assert line, "the browser ended before it listened"
-        port = int(line.rsplit(":", 1)[1].split("/")[0])
-        drain = asyncio.create_task(process.stderr.read())
-        async with aiohttp.ClientSession() as http:
-            async with http.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                target = next(each for each in await answer.json() if each["type"] == "page")
-            async with http.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=64 << 20) as socket:
-                page = Page(socket)
-                listening = asyncio.create_task(page.listen())
+        told, give_up = directory / "DevToolsActivePort", time.monotonic() + WAIT_S
+        while not (told.exists() and "\n" in told.read_text()):
+            assert process.poll() is None, "the browser ended before it listened"
+            assert time.monotonic() < give_up, "the browser did not listen"
+            time.sleep(0.02)
+        yield int(told.read_text().split("\n")[0])
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@asynccontextmanager
+async def tab(port: int) -> AsyncIterator[Page]:
+    """A new tab of that browser."""
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+        async with http.put("/json/new?about:blank") as answer:
+            target = await answer.json()
+        async with http.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=64 << 20) as socket:
+            page = Page(socket)
+            listening = asyncio.create_task(page.listen())
+            try:
                 for domain in ("Page", "Runtime", "Log", "Network"):
                     await page.call(f"{domain}.enable")
-                try:
-                    yield page
-                finally:
-                    listening.cancel()
-                    await asyncio.wait((listening,))
-        drain.cancel()
-        await asyncio.wait((drain,))
-    finally:
-        await _end(process)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(process.wait(), 10)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+                yield page
+            finally:
+                listening.cancel()
+                await asyncio.wait((listening,))
+        async with http.get(f"/json/close/{target['id']}"):
+            pass
