@@ -159,7 +159,7 @@ class Access:
         """Raises TwostepError: not found, or nothing could be changed."""
         await self._change_source(None, key_id)
 
-    def keys(self) -> Sequence[Account]:
+    def accounts(self) -> Sequence[Account]:
         """By their time of making."""
         return sorted(self._accounts.values(), key=lambda account: (account.key.created, account.key.id))
 

@@ -93,7 +93,8 @@ class Shortage:
 
 def worst(shortages: list[Shortage]) -> Shortage | None:
     """The one that keeps a request for longest; None: nothing does."""
-    short = [each for each in shortages if each.wait_s > 0]
+    # Who waited as long as was said must not be refused for the rounding of it.
+    short = [each for each in shortages if each.wait_s > 1e-6]
     return max(short, key=lambda each: each.wait_s, default=None)
 
 

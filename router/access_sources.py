@@ -4,7 +4,7 @@ The file has a JSON object a line; empty lines and those that begin with # are l
 and writers take turns by a lock beside it.
 
     twostep:v1:api-keys           hash: id -> the same JSON object
-    twostep:v1:api-keys:version   counts the changes, so that asking costs one number as long as there is none
+    twostep:v1:api-keys:version   another one after every change, so that asking costs one word as long as there is none
 
 A Redis that has lost its keys is not one whose keys were all deleted, which leaves the version: routers go on with those they know, and
 write them back.
@@ -16,6 +16,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -186,7 +187,7 @@ class RedisKeys:
             return None
         if self._known is not None and version == self._version:
             return None
-        # Keys first changed and then counted: what is read now is at least as new as the version.
+        # Both change at once: what is read now is at least as new as the version.
         records = await self._redis.hgetall(KEYS)
         known: dict[str, Key] = {}
         for name, record in list(records.items())[:MAX_KEYS]:
@@ -202,13 +203,13 @@ class RedisKeys:
     async def put(self, key: Key) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(KEYS, key.id, key.to_json())
-            pipe.incr(VERSION)
+            pipe.set(VERSION, secrets.token_hex(8))
             await pipe.execute()
 
     async def remove(self, key_id: str) -> bool:
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hdel(KEYS, key_id)
-            pipe.incr(VERSION)
+            pipe.set(VERSION, secrets.token_hex(8))
             return bool((await pipe.execute())[0])
 
     async def _write_back(self, known: dict[str, Key]) -> None:
@@ -216,7 +217,7 @@ class RedisKeys:
         async with self._redis.pipeline(transaction=True) as pipe:
             for key in known.values():
                 pipe.hsetnx(KEYS, key.id, key.to_json())
-            pipe.incr(VERSION)
+            pipe.set(VERSION, secrets.token_hex(8))
             await pipe.execute()
 
 

@@ -34,6 +34,7 @@ class RouterConfig:
     max_body_bytes: int = 16 << 20
     api_keys_file: Path | None = None
     api_keys: str = ""
+    max_connections: int = 4096
     served_model_name: str = ""
     secret_file: Path | None = None
     router_id: str = ""

@@ -186,7 +186,7 @@ class Router:
                 max_body_bytes=config.max_body_bytes,
             )
             port = config.http_port if config.http_port is not None else DEFAULT_HTTP_PORT if config.port else 0
-            self._http = HttpServer(front, host=config.host, port=port, tls=config.tls)
+            self._http = HttpServer(front, host=config.host, port=port, tls=config.tls, max_connections=config.max_connections)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

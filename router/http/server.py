@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from router.http import chat, completions, counting, openapi, refusals, system, tokens, ui
+from router.http.connections import AT_WORK, Connections, at_work, connection_log
 from router.http.errors import Handler, errors
 from router.http.front import FRONT, REQUEST_ID, Front, forwarded
 from router.http.keys import identified, tell_limits
@@ -29,32 +30,39 @@ _LAST_S = 1.0
 class HttpServer:
     """start(), drain(). `port` is the real one once it is started."""
 
-    def __init__(self, front: Front, *, host: str, port: int, tls: TlsFiles) -> None:
+    def __init__(self, front: Front, *, host: str, port: int, tls: TlsFiles, max_connections: int) -> None:
         """Raises SetupError for unreadable TLS files."""
         self.host, self.port = host, port
         self._ssl = _ssl_context(tls)
-        self._runner = web.AppRunner(make_app(front), keepalive_timeout=_KEEPALIVE_S, access_log=None, handler_cancellation=True)
+        self._max_connections = max_connections
+        self._runner = web.AppRunner(
+            make_app(front), keepalive_timeout=_KEEPALIVE_S, access_log=None, handler_cancellation=True, logger=connection_log()
+        )
+        self._listening: asyncio.Server | None = None
 
     async def start(self) -> int:
         """Returns the real port. Raises SetupError if it is taken."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port, ssl_context=self._ssl, backlog=1024)
+        assert self._runner.server is not None, "it is set up"
+        connections = Connections(self._runner.server, self._max_connections, self._runner.app[AT_WORK])
         try:
-            await site.start()
+            self._listening = await asyncio.get_running_loop().create_server(
+                connections, self.host, self.port, ssl=self._ssl, backlog=1024, reuse_address=True
+            )
         except OSError as error:
             await self._runner.cleanup()
             raise SetupError(
                 f"cannot serve HTTP on {self.host}:{self.port} ({error.strerror or error}); "
                 "choose another port with --http-port, -1 for none"
             ) from error
-        self.port = int(self._runner.addresses[0][1])
+        self.port = int(self._listening.sockets[0].getsockname()[1])
         return self.port
 
     async def drain(self, grace_s: float) -> None:
         """No new connections; what runs may end within `grace_s`."""
         server = self._runner.server
-        for site in list(self._runner.sites):
-            await site.stop()
+        if self._listening is not None:
+            self._listening.close()
         if server is not None:
             # Connections that nobody uses now are closed, and the others when their request is over.
             server.pre_shutdown()
@@ -64,9 +72,10 @@ class HttpServer:
 
 
 def make_app(front: Front) -> web.Application:
-    app = web.Application(middlewares=[counting.counted, _named, errors, identified], client_max_size=front.max_body_bytes)
+    app = web.Application(middlewares=[at_work, counting.counted, _named, errors, identified], client_max_size=front.max_body_bytes)
     app.on_response_prepare.append(tell_limits)
     app[FRONT] = front
+    app[AT_WORK] = set()
     counting.count(app)
     app[ANSWERS] = Answers()
     app.cleanup_ctx.append(_keeping_alive)
