@@ -184,6 +184,7 @@ class Router:
                 ready=self._ready,
                 started_unix_s=int(time.time()),
                 max_body_bytes=config.max_body_bytes,
+                tracer=self._tracer,
             )
             port = config.http_port if config.http_port is not None else DEFAULT_HTTP_PORT if config.port else 0
             self._http = HttpServer(front, host=config.host, port=port, tls=config.tls, max_connections=config.max_connections)

@@ -13,7 +13,7 @@ from twostep.metrics.http import HttpMetrics
 METRICS: web.AppKey[HttpMetrics] = web.AppKey("http_metrics", HttpMetrics)
 _STREAMS: web.RequestKey[bool] = web.RequestKey("counted_stream", bool)
 # Whatever else a client writes there is one value of the label.
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _EVENT_STREAM = "text/event-stream"
 
 
@@ -25,7 +25,7 @@ def count(app: web.Application) -> None:
 
 @web.middleware
 async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
-    metrics, route, status = request.app[METRICS], _route(request), "5xx"
+    metrics, route, status = request.app[METRICS], route_of(request), "5xx"
     try:
         response = await handler(request)
         status = f"{response.status // 100}xx"
@@ -37,7 +37,7 @@ async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = "cancelled"
         raise
     finally:
-        metrics.requests.labels(route, request.method if request.method in _METHODS else "other", status).inc()
+        metrics.requests.labels(route, request.method if request.method in METHODS else "other", status).inc()
         if request.get(_STREAMS):
             metrics.streams.labels(route).dec()
 
@@ -45,9 +45,9 @@ async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def _stream_opens(request: web.Request, response: web.StreamResponse) -> None:
     if response.content_type == _EVENT_STREAM:
         request[_STREAMS] = True
-        request.app[METRICS].streams.labels(_route(request)).inc()
+        request.app[METRICS].streams.labels(route_of(request)).inc()
 
 
-def _route(request: web.Request) -> str:
+def route_of(request: web.Request) -> str:
     resource = request.match_info.route.resource
     return "other" if resource is None else resource.canonical

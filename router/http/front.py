@@ -18,6 +18,7 @@ from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
 from twostep.text.token_bytes import TokenBytes
 from twostep.text.tokenizer import Tokenizer
+from twostep.tracing import Span, Tracer
 
 # The caller's trace context goes on to the workers.
 _FORWARDED = ("traceparent", "tracestate")
@@ -40,13 +41,19 @@ class Front:
     ready: Callable[[], bool]
     started_unix_s: int
     max_body_bytes: int
+    tracer: Tracer | None = None
 
 
 FRONT: web.AppKey[Front] = web.AppKey("front", Front)
 # Of a request: its name, also where the client gave none.
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 IDENTITY: web.RequestKey[Identity] = web.RequestKey("identity", Identity)
+# Only where it is traced.
+SPAN: web.RequestKey[Span] = web.RequestKey("span", Span)
 
 
 def forwarded(request: web.Request) -> Metadata:
+    """The trace context of what is done for this request: of its own span, or what its client sent."""
+    if (span := request.get(SPAN)) is not None:
+        return span.metadata
     return tuple((name, request.headers[name]) for name in _FORWARDED if name in request.headers)

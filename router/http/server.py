@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from router.http import chat, completions, counting, openapi, refusals, system, tokens, ui
+from router.http import chat, completions, counting, openapi, refusals, system, tokens, tracing, ui
 from router.http.connections import AT_WORK, Connections, at_work, connection_log
 from router.http.errors import Handler, errors
 from router.http.front import FRONT, REQUEST_ID, Front, forwarded
@@ -72,7 +72,7 @@ class HttpServer:
 
 
 def make_app(front: Front) -> web.Application:
-    app = web.Application(middlewares=[at_work, counting.counted, _named, errors, identified], client_max_size=front.max_body_bytes)
+    app = web.Application(middlewares=[at_work, counting.counted, tracing.traced, _named, errors, identified], client_max_size=front.max_body_bytes)
     app.on_response_prepare.append(tell_limits)
     app[FRONT] = front
     app[AT_WORK] = set()
