@@ -72,7 +72,9 @@ class HttpServer:
 
 
 def make_app(front: Front) -> web.Application:
-    app = web.Application(middlewares=[at_work, counting.counted, tracing.traced, _named, errors, identified], client_max_size=front.max_body_bytes)
+    app = web.Application(
+        middlewares=[at_work, counting.counted, tracing.traced, _named, errors, identified], client_max_size=front.max_body_bytes
+    )
     app.on_response_prepare.append(tell_limits)
     app[FRONT] = front
     app[AT_WORK] = set()

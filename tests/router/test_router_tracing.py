@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any, cast
 
+import aiohttp
 import grpc
 import grpc.aio
 import pytest
@@ -154,3 +156,55 @@ async def test_a_chat_is_a_chat(cluster: Cluster, collector: Collector) -> None:
     span = collector.one("chat m")
     assert span.attributes["gen_ai.operation.name"] == "chat"
     assert b"question of mine" not in span.proto.SerializeToString()
+
+
+async def test_an_http_request_is_one_span_around_its_answers(cluster: Cluster, collector: Collector) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    body = {"model": "m", "messages": [{"role": "user", "content": "a question of mine"}], "max_tokens": 3, "n": 2}
+    headers = {"traceparent": METADATA[0][1]}
+    async with (
+        cluster.serving(otlp_endpoint=collector.endpoint),
+        aiohttp.ClientSession(f"http://127.0.0.1:{cluster.router.http_port}", headers=headers) as http,
+    ):
+        async with http.post("/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200
+            await answer.read()
+        async with http.get("/v1/models/another") as answer:
+            assert answer.status == 404
+        for path in ("/health", "/metrics"):
+            async with http.get(path) as answer:
+                await answer.read()
+    assert {span.trace_id for span in collector.spans} == {TRACE}
+    asked = collector.one("POST /v1/chat/completions")
+    assert asked.parent_id == METADATA[0][1].split("-")[2]
+    assert asked.attributes["http.response.status_code"] == 200
+    answers = [span for span in collector.spans if span.name == "chat m"]
+    assert [span.parent_id for span in answers] == [asked.span_id] * 2
+    missing = collector.one("GET /v1/models/{model}")
+    assert (missing.attributes["error.type"], missing.failed) == ("404", False)
+    assert not [span for span in collector.spans if "/health" in span.name or "/metrics" in span.name]
+    assert b"question of mine" not in b"".join(span.proto.SerializeToString() for span in collector.spans)
+
+
+async def test_phases_end_every_answer_over_grpc_and_every_one_over_http_that_asks(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    names = {"route_s", "queue_s", "prefill_s", "publish_s", "fetch_s", "first_decode_s", "decode_s", "ttft_s", "total_s", "visible_ttft_s"}
+    assert {field.name for field in inference_pb2.Phases.DESCRIPTOR.fields} == names
+    body = {"model": "m", "prompt": "the capital of France", "max_tokens": 4}
+    async with cluster.serving(), aiohttp.ClientSession(f"http://127.0.0.1:{cluster.router.http_port}") as http:
+        end = await ask(cluster)
+        assert end is not None
+        assert 0 < end.phases.ttft_s <= end.phases.total_s
+        assert end.phases.prefill_s == pytest.approx(0.002)
+        for more, headers in (({"return_phases": True}, {}), ({}, {"x-twostep-phases": "1"})):
+            async with http.post("/v1/completions", json=body | more, headers=headers) as answer:
+                told = json.dumps(await answer.json())
+            assert all(f'"{name}"' in told for name in names), told
+            async with http.post("/v1/completions", json=body | more | {"stream": True}, headers=headers) as answer:
+                *_, last, done = [line for line in (await answer.text()).split("\n\n") if line]
+            assert done == "data: [DONE]"
+            assert all(f'"{name}"' in last for name in names), last
+        async with http.post("/v1/completions", json=body) as answer:
+            assert "ttft_s" not in await answer.text()
