@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 from engine_helpers import HookedRunner, drain, expected_answer, make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twostep.engine.batch import Batch, InFlight, Sampled
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.pacing import Pacing
 from twostep.engine.types import EngineRequest
@@ -53,6 +57,17 @@ def test_a_slow_launch_is_remembered_for_a_while() -> None:
     assert abs(waits[-1] - 0.098) < 1e-9
 
 
+def test_launches_of_prompts_are_left_more_time_where_there_may_be_one() -> None:
+    pacing, work = Pacing(), StepWorkload(decodes=4, context=400)
+    pacing.settled(work, 0.1, 0.001)
+    pacing.launched(0.006, prompts=True)
+    # However many others come in between.
+    for _ in range(100):
+        pacing.launched(0.001)
+    assert abs(pacing.wait_s(work, 0.0) - 0.098) < 1e-9
+    assert abs(pacing.wait_s(work, 0.0, prompts=True) - 0.0905) < 1e-9
+
+
 def test_one_delay_of_the_host_is_not_waited_for_again() -> None:
     """The device takes 10 ms a step, the host 4 ms between steps, and 300 once."""
     pacing, work = Pacing(), StepWorkload(decodes=4, context=400)
@@ -96,6 +111,45 @@ def test_the_engine_tells_its_curve() -> None:
     assert engine._pacing.curve is curve
 
 
+class Clocked(HookedRunner):
+    """Each step takes the device 20 ms; the host sees its end then, or later."""
+
+    overlaps = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.free_at = 0.0
+
+    def launch(self, batch: Batch) -> InFlight:
+        sampled = super().launch(batch).result()
+        self.free_at = ends = max(time.monotonic(), self.free_at) + 0.02
+        return Ending(sampled, ends)
+
+
+class Ending:
+    layer_marks = ()
+
+    def __init__(self, sampled: Sampled, ends: float) -> None:
+        self._sampled, self._ends = sampled, ends
+
+    def result(self) -> Sampled:
+        time.sleep(max(0.0, self._ends - time.monotonic()))
+        return self._sampled
+
+
+def test_a_step_whose_end_was_not_seen_is_not_timed_nor_is_the_next() -> None:
+    engine = Engine(Clocked(num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512), EngineConfig(hash_unit=4, look_ahead=True))
+    engine.submit(make_request("old", [1, 2, 3], max_tokens=30))
+    outputs = [engine.step() for _ in range(6)]
+    time.sleep(0.06)
+    outputs += [engine.step() for _ in range(6)]
+    assert [output.timed for output in outputs[6:8]] == [False, False]
+    # A busy machine may see others late too.
+    timed = [output for output in outputs if output.timed]
+    assert len(timed) >= 3
+    assert all(output.duration_s > 0.015 for output in timed)
+
+
 class Arrival(Pacing):
     """A request comes while the launch waits."""
 
@@ -104,11 +158,11 @@ class Arrival(Pacing):
         self._engine, self._request = engine, request
         self.came_after = 0
 
-    def wait_s(self, work: StepWorkload, running_s: float) -> float:
+    def wait_s(self, work: StepWorkload, running_s: float, *, prompts: bool = False) -> float:
         if not self.came_after:
             self.came_after = self._engine.stats().steps
             self._engine.submit(self._request)
-        return super().wait_s(work, running_s)
+        return super().wait_s(work, running_s, prompts=prompts)
 
 
 class OverlappingRunner(HookedRunner):

@@ -41,7 +41,7 @@ from twostep.engine.host_copies import HostCopies
 from twostep.engine.host_tier import HostLoad
 from twostep.engine.layer_progress import MarkedStep, layers_to_mark
 from twostep.engine.ledger import SequenceLedger
-from twostep.engine.pacing import Pacing
+from twostep.engine.pacing import UNSEEN_S, Pacing
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.step_work import BlockLoad, StepWork
@@ -99,6 +99,7 @@ class Engine:
         self._masks = MaskMaker()
         self._pacing = Pacing()
         self._settled_at = 0.0
+        self._end_seen = True
         self._on_marked: Callable[[MarkedStep], None] | None = None
         # Since when there is work without a finished step; None: idle.
         self._busy_since: float | None = None
@@ -231,11 +232,13 @@ class Engine:
             if self._launched and self._runner.overlaps:
                 running = self._launched[-1]
                 began = max(running.since, self._settled_at)
-                time.sleep(self._pacing.wait_s(running.work.workload, time.monotonic() - began))
+                done = running.work.workload
+                prompts = done.prompt_tokens > 0 or self._ledger.num_waiting > 0
+                time.sleep(self._pacing.wait_s(done, time.monotonic() - began, prompts=prompts))
             started = time.monotonic()
             if not self._launch():
                 break
-            self._pacing.launched(time.monotonic() - started)
+            self._pacing.launched(time.monotonic() - started, prompts=self._launched[-1].work.workload.prompt_tokens > 0)
         return self._settle() if self._launched else StepOutput(step=self._steps, failures=self._take_failures())
 
     def settle_launched(self) -> list[StepOutput]:
@@ -349,6 +352,7 @@ class Engine:
             self._busy_since = None
             self._note_work()
             since = max(launched.since, self._settled_at)
+            begin_seen, self._end_seen = self._end_seen or launched.since > self._settled_at, blocked_s >= UNSEEN_S
             self._settled_at = time.monotonic()
             done = work.workload
             if sampled is not None:
@@ -364,6 +368,7 @@ class Engine:
             num_pairs=done.pairs,
             num_context_tokens=done.context,
             duration_s=self._settled_at - since,
+            timed=not self._runner.overlaps or (begin_seen and self._end_seen),
         )
 
     # ---- looking in -------------------------------------------------------------------------------------------------

@@ -107,6 +107,9 @@ class StepOutput:
     num_context_tokens: int = 0
     # From its launch, or from the end of the step before it, to its result.
     duration_s: float = 0.0
+    # The host saw both ends when they came: `duration_s` is the device's. A host that was busy meanwhile, with a long launch, saw one of
+    # them late, and made one step too long and the next too short.
+    timed: bool = True
 
     @property
     def workload(self) -> StepWorkload:

@@ -347,7 +347,7 @@ class Worker:
     def _on_step(self, output: StepOutput) -> None:
         self.edge.on_step(output)
         self.telemetry.on_step(output)
-        if not output.failures:
+        if output.timed and not output.failures:
             self._curve.observe(output.workload, output.duration_s)
 
     def _on_layers(self, progress: Sequence[LayerProgress]) -> None:
