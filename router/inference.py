@@ -174,6 +174,7 @@ class Inference:
             self._check(request)
             prompt = await self._prompts.prompt(request)
             job = record.job = self._job(request, prompt, name, caller, started, record.metadata)
+            await self._prompts.check_grammar(job.sampling)
             with caller.identity.spending(len(job.prompt)) as spending:
                 caller.accepted(job.prompt)
                 report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from router.answer import Answer
 from router.chat import check_chat, conversation_of, num_chars, num_content_chars
+from router.grammar_check import GrammarChecker
 from router.resume import resumed_tokens
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted
 from twostep.rpc.convert import grammar_from_proto
@@ -82,8 +83,10 @@ class PromptReader:
         *,
         default_max_tokens: int,
         chat_format: ChatFormat | None = None,
+        grammars: GrammarChecker | None = None,
     ) -> None:
-        """`chat_format`: of the answers to chats; None: they are nothing but text."""
+        """`chat_format`: of the answers to chats; None: they are nothing but text. `grammars` None: only workers look at them."""
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._format = chat_format or ChatFormat()
         # Parsers have to see the special tokens that a format is made of.
@@ -203,6 +206,11 @@ class PromptReader:
     def _unasked(self, room: int, num_prompt_tokens: int, pool_tokens: int) -> int:
         """max_tokens of a request that gives none."""
         return max(1, min(self._default_max_tokens or room, room, pool_tokens - num_prompt_tokens))
+
+    async def check_grammar(self, sampling: SamplingParams) -> None:
+        """Raises InvalidRequest naming what is wrong with the answer's grammar, ResourceExhausted, SetupError."""
+        if sampling.grammar is not None and self._grammars is not None:
+            await self._grammars.check(sampling.grammar)
 
     async def resume(self, answer: Answer, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Brings `answer` to where a client is that has `token_ids` of it. Raises InvalidRequest, ResourceExhausted."""

@@ -19,7 +19,9 @@ def resumed_tokens(
             f"resume_token_ids has {len(token_ids)} tokens and max_tokens, which counts them, is {sampling.max_tokens}; "
             "resume with the parameters of the first request"
         )
-    stops = frozenset(sampling.stop_token_ids) | (frozenset[int]() if sampling.ignore_eos else eos_token_ids)
+    # An answer in a grammar ends where nothing can follow, whatever was asked for.
+    held = sampling.grammar is not None
+    stops = frozenset(sampling.stop_token_ids) | (frozenset[int]() if sampling.ignore_eos and not held else eos_token_ids)
     tokens: list[prefill_pb2.Token] = []
     for position, token_id in enumerate(token_ids):
         if token_id >= vocab_size:
@@ -28,7 +30,7 @@ def resumed_tokens(
             )
         last = position + 1 == len(token_ids)
         token = prefill_pb2.Token(token_id=token_id, position=position)
-        if token_id in stops and position >= sampling.min_tokens:
+        if token_id in stops and (position >= sampling.min_tokens or held):
             if not last:
                 raise InvalidRequest(
                     f"resume_token_ids[{position}] is {token_id}, which ends the answer, and others follow; "

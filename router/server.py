@@ -18,6 +18,7 @@ from router.admission import Admission
 from router.cleanup import Cleanup
 from router.config import DEFAULT_HTTP_PORT, RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
+from router.grammar_check import GrammarChecker
 from router.http.front import Front
 from router.http.server import HttpServer
 from router.inference import Inference, InferenceConfig
@@ -105,7 +106,15 @@ class Router:
         )
         template = ChatTemplate.of(card)
         chat_format = ChatFormat.of(card.chat_template, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
-        self._prompts = PromptReader(tokenizer, card, template, default_max_tokens=config.default_max_tokens, chat_format=chat_format)
+        self._grammars = GrammarChecker(config.model / "tokenizer.json")
+        self._prompts = PromptReader(
+            tokenizer,
+            card,
+            template,
+            default_max_tokens=config.default_max_tokens,
+            chat_format=chat_format,
+            grammars=self._grammars,
+        )
         self._placement_log = None if config.placement_log is None else PlacementLog(config.placement_log)
         dispatcher = Dispatcher(
             self.pool,
@@ -255,6 +264,7 @@ class Router:
         await self._index.close()
         await self.pool.close()
         self._prompts.close()
+        await self._grammars.close()
         await self._redis.aclose()
         await self._index_redis.aclose()
         if self._metrics_server is not None:

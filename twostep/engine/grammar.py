@@ -9,7 +9,6 @@ shares a grammar's automaton among copies, and its bounds with it: where a copy 
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections import OrderedDict
@@ -24,7 +23,7 @@ import numpy.typing as npt
 from twostep.engine.token_masks import WORD, num_words
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar
-from twostep.text.grammar import library, limits, refused, source_of
+from twostep.text.grammar import library, limits, refused, source_of, tokenizer_text
 
 # Compiled grammars kept: some ten kilobytes each, some megabytes with the automaton of one that was much used.
 _MAX_CACHED = 64
@@ -105,9 +104,7 @@ class Vocabulary:
         self._words = num_words(vocab_size)
         library_ = library()
         try:
-            raw = json.loads(tokenizer_file.read_text(encoding="utf-8"))
-            # Of prompts; pieces of a grammar are neither cut nor filled up.
-            text = json.dumps(raw | {"truncation": None, "padding": None})
+            text = tokenizer_text(tokenizer_file)
             known = library_.LLTokenizer(text)
             eos = sorted(token for token in eos_token_ids if token < known.vocab_size)
             self._tokenizer = library_.LLTokenizer(text, eos_token=eos) if eos else known

@@ -7,6 +7,7 @@ grammar comes.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -50,6 +51,12 @@ def limits() -> Any:
         max_grammar_size=_GRAMMAR_SIZE,
         verbose_errors=False,
     )
+
+
+def tokenizer_text(path: Path) -> str:
+    """A tokenizer.json for LLTokenizer, which neither cuts pieces of a grammar nor fills them up as it may prompts. Raises OSError and
+    ValueError."""
+    return json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"truncation": None, "padding": None})
 
 
 def source_of(grammar: Grammar) -> str:

@@ -1,0 +1,96 @@
+"""Grammars of strangers, looked at by a process that may die of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from grammar_cases import save_tokenizer
+
+from router import grammar_check
+from router.grammar_check import GrammarChecker
+from twostep.errors import InvalidRequest, ResourceExhausted, SetupError
+from twostep.sampling_params import Grammar, GrammarKind
+
+# Each derivative is a conjunction of more terms than the one before: gigabytes within seconds.
+BOMB = json.dumps({"allOf": [{"type": "string", "pattern": f".*a{'b' * i}.{{30}}.*"} for i in range(40)]})
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+async def checker(tokenizer_file: Path) -> AsyncIterator[GrammarChecker]:
+    made = GrammarChecker(tokenizer_file, check_s=30.0)
+    yield made
+    await made.close()
+
+
+def schema(text: str) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, text)
+
+
+async def test_good_ones_pass_and_bad_ones_are_named(checker: GrammarChecker) -> None:
+    await checker.check(None)
+    assert not checker._idle, "no grammar, no process"
+    await checker.check(Grammar(GrammarKind.JSON_OBJECT))
+    await checker.check(Grammar(GrammarKind.REGEX, "(yes|no)"))
+    await checker.check(schema('{"type": "object", "properties": {"a": {"type": "integer"}}}'))
+    await checker.check(Grammar(GrammarKind.LARK, 'start: "a" | <[3]>'))
+    for grammar, says in (
+        (Grammar(GrammarKind.REGEX, "(yes|no"), "unclosed group"),
+        (schema('{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+        (schema("\ud800"), "not JSON"),
+        (Grammar(GrammarKind.LARK, "start: other"), "other"),
+    ):
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match=says):
+                await checker.check(grammar)
+
+
+async def test_one_that_takes_all_memory_is_refused_and_others_are_served(checker: GrammarChecker) -> None:
+    with pytest.raises(InvalidRequest, match="too much memory"):
+        await checker.check(schema(BOMB))
+    await checker.check(Grammar(GrammarKind.REGEX, "[0-9]+"))
+
+
+async def test_one_that_takes_long_is_refused(tokenizer_file: Path) -> None:
+    checker = GrammarChecker(tokenizer_file, check_s=30.0)
+    await checker.check(Grammar(GrammarKind.JSON_OBJECT))
+    (probe,) = checker._idle
+    checker._check_s = 0.0
+    with pytest.raises(InvalidRequest, match="too much time"):
+        await checker.check(Grammar(GrammarKind.REGEX, "[0-9]+"))
+    await probe._process.wait()
+    assert not checker._idle
+    await checker.close()
+
+
+async def test_a_client_that_leaves_takes_no_probe_with_it(checker: GrammarChecker) -> None:
+    await checker.check(Grammar(GrammarKind.JSON_OBJECT))
+    asking = [asyncio.create_task(checker.check(Grammar(GrammarKind.REGEX, f"a{{{i}}}"))) for i in range(8)]
+    await asyncio.sleep(0)
+    for task in asking[::2]:
+        task.cancel()
+    results = await asyncio.gather(*asking, return_exceptions=True)
+    assert [result for result in results[1::2] if result is not None] == []
+    await checker.check(Grammar(GrammarKind.REGEX, "b"))
+    assert checker._num_waiting == 0
+
+
+async def test_too_many_at_once_are_told_so(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "_MAX_WAITING", 0)
+    with pytest.raises(ResourceExhausted):
+        await checker.check(Grammar(GrammarKind.JSON_OBJECT))
+
+
+async def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
+    checker = GrammarChecker(tmp_path / "tokenizer.json")
+    with pytest.raises(SetupError, match=r"tokenizer\.json"):
+        await checker.check(Grammar(GrammarKind.JSON_OBJECT))
+    await checker.close()
