@@ -10,7 +10,7 @@ from router.http.chat_body import ChatBody, NamedTool
 from router.http.errors import HttpError
 from twostep.rpc.convert import grammar_from_proto, grammar_to_proto
 from twostep.rpc.v1 import inference_pb2 as pb
-from twostep.text.answer_grammar import Function, either, tool_call_grammar
+from twostep.text.answer_grammar import Function, either, strict_grammar, tool_call_grammar
 from twostep.text.chat_format import ChatFormat
 from twostep.text.tokenizer import Tokenizer
 from twostep.text.tool_calls import ToolCallFormat, ToolCallParser
@@ -35,7 +35,7 @@ class ToolUse:
             if choice in ("none", "auto"):
                 return cls()
             raise HttpError(400, "tool_choice asks for a call, and there are no tools; send `tools`", param="tool_choice")
-        functions = [Function(tool.function.name, tool.function.parameters) for tool in tools]
+        functions = [Function(tool.function.name, tool.function.parameters, tool.function.strict is True) for tool in tools]
         if len({function.name for function in functions}) < len(functions):
             raise HttpError(400, "two tools have the same name; rename one", param="tools")
         if choice == "none":
@@ -60,13 +60,19 @@ class ToolUse:
         return cls(chat_format.tool_calls, tuple(functions), must, parallel=not one)
 
     def prepare(self, request: pb.GenerateRequest, tokenizer: Tokenizer) -> None:
-        """Holds the answer to calls if there must be some; what else it is held to holds for answers that call nothing."""
-        if self.format is None or not (self.must or request.sampling.HasField("grammar")):
+        """Holds the answer to calls if there must be some, and the arguments of strict functions to their schemas. What else the answer is
+        held to holds where it calls nothing."""
+        if self.format is None:
             return
-        calls = tool_call_grammar(self.format, self.functions, tokenizer, parallel=self.parallel)
-        if not self.must:
-            calls = either(calls, grammar_from_proto(request.sampling.grammar))
-        request.sampling.grammar.CopyFrom(grammar_to_proto(calls))
+        grammar = None
+        if self.must or request.sampling.HasField("grammar"):
+            grammar = tool_call_grammar(self.format, self.functions, tokenizer, parallel=self.parallel)
+            if not self.must:
+                grammar = either(grammar, grammar_from_proto(request.sampling.grammar))
+        elif any(function.strict for function in self.functions):
+            grammar = strict_grammar(self.format, self.functions, tokenizer, parallel=self.parallel)
+        if grammar is not None:
+            request.sampling.grammar.CopyFrom(grammar_to_proto(grammar))
 
     def parser(self) -> ToolCallParser | None:
         """Of one answer."""

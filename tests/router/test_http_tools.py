@@ -208,6 +208,8 @@ async def test_the_choice_of_a_tool(hermes: Cluster) -> None:
         assert "weather" not in named
         assert "time" in named
         assert await ask(tools=TOOLS, tool_choice="required", parallel_tool_calls=False) != required
+        strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
+        assert "FREE" in await ask(tools=strict)
         # An answer that calls nothing keeps to its format.
         both = await ask(tools=TOOLS, response_format={"type": "json_object"})
         assert "weather" in both

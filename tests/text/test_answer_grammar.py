@@ -14,7 +14,7 @@ from twostep.engine.grammar import Vocabulary
 from twostep.errors import InvalidRequest
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text import Tokenizer
-from twostep.text.answer_grammar import Function, after_reasoning, either, tool_call_grammar
+from twostep.text.answer_grammar import Function, after_reasoning, either, strict_grammar, tool_call_grammar
 from twostep.text.reasoning import REASONING_FORMATS, Begun
 from twostep.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ToolCallFormat, ToolCallParser
 from twostep.text.tool_events import CallArguments, CallBegun, Content
@@ -163,3 +163,34 @@ def test_calls_or_what_is_asked_for(marked: Model, grammar: Grammar, answer: str
 def test_broken_schemas_are_the_clients(plain: Model) -> None:
     with pytest.raises(InvalidRequest, match="not JSON"):
         after_reasoning(Grammar(GrammarKind.JSON_SCHEMA, '{"a": } start: "x"'), REASONING_FORMATS["qwen3"], plain.tokenizer, Begun.YES)
+
+
+@pytest.mark.parametrize("kind", ["plain", "marked"])
+@pytest.mark.parametrize("format", [HERMES, MISTRAL])
+def test_strict_functions_where_the_model_is_free_to_call(request: pytest.FixtureRequest, kind: str, format: ToolCallFormat) -> None:
+    model: Model = request.getfixturevalue(kind)
+    strict = Function("get_weather", _FUNCTIONS[0].parameters, strict=True)
+    loose = Function("now", {"properties": {"zone": {"type": "string"}}, "required": ["zone"]})
+    grammar = strict_grammar(format, [strict, loose], model.tokenizer, parallel=True)
+    assert grammar is not None
+
+    def calls(*objects: str) -> str:
+        if format is HERMES:
+            return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
+        if kind == "plain":
+            return f"[TOOL_CALLS][{', '.join(objects)}]"
+        told = [json.loads(each) for each in objects]
+        return "".join(f"[TOOL_CALLS]{each['name']}[ARGS]{json.dumps(each['arguments'])}" for each in told)
+
+    for text in ("", "It rains.\n<b>", calls(_PARIS), "I look.\n" + calls(_PARIS, _NOW), calls(_NOW)):
+        assert model.accepts(grammar, text), text
+    for text in (calls(_PARIS.replace('"Paris"', "7")), calls(_PARIS.replace("get_weather", "other")), calls(_PARIS)[:-1]):
+        assert not model.accepts(grammar, text), text
+    single = strict_grammar(format, [strict, loose], model.tokenizer, parallel=False)
+    assert single is not None
+    assert model.accepts(single, "So: " + calls(_PARIS))
+    assert not model.accepts(single, calls(_PARIS, _NOW))
+
+
+def test_what_no_mark_tells_from_text_is_not_held(plain: Model) -> None:
+    assert strict_grammar(LLAMA3_JSON, _FUNCTIONS, plain.tokenizer, parallel=True) is None

@@ -23,37 +23,72 @@ _NOTHING: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """`parameters`: the JSON Schema of its arguments, None: it has none."""
+    """`parameters`: the JSON Schema of its arguments, None: it has none. `strict`: they are held to it also where the model is free to call
+    or not."""
 
     name: str
     parameters: Mapping[str, Any] | None = None
+    strict: bool = False
 
 
 def tool_call_grammar(format: ToolCallFormat, functions: Sequence[Function], tokenizer: Tokenizer, *, parallel: bool) -> Grammar:
     """An answer of nothing but calls, of these functions: one, or with `parallel` one or more."""
-    assert functions, "an answer that must call needs something to call"
+    syntax = _syntax(format, tokenizer, parallel)
+    return _grammar(f"{syntax.marker} {syntax.calls}", syntax, functions)
+
+
+def strict_grammar(format: ToolCallFormat, functions: Sequence[Function], tokenizer: Tokenizer, *, parallel: bool) -> Grammar | None:
+    """Any text, with calls at its end or without; where there are some, they are of these functions, and arguments of strict ones as
+    their schemas say. None: nothing but the answer itself tells a call of this format from text."""
+    syntax = _syntax(format, tokenizer, parallel)
+    if not syntax.marker:
+        return None
+    anything = {"additionalProperties": True}
+    functions = [each if each.strict else Function(each.name, anything) for each in functions]
+    free = "FREE: /(?s:.*)/"
+    if syntax.marker.startswith("<"):
+        return _grammar(f"FREE ({syntax.marker} {syntax.calls})?", syntax, functions, free)
+    return _grammar(f"FREE | begun {syntax.calls}", syntax, functions, f"begun[lazy]: FREE {syntax.marker}", free)
+
+
+@dataclass(frozen=True, slots=True)
+class _Syntax:
+    """`marker`: what tells that there are calls; empty: nothing does. `calls`: what follows it, made of the rule `object`, a call as JSON
+    with the arguments under `key`, or of the rule `named`, a call as a name, the `separator` and the arguments."""
+
+    marker: str
+    calls: str
+    key: str = "arguments"
+    separator: str = ""
+
+
+def _syntax(format: ToolCallFormat, tokenizer: Tokenizer, parallel: bool) -> _Syntax:
     marker = _Markers(tokenizer)
     if format is HERMES:
         opening, closing = marker("<tool_call>"), marker("</tool_call>")
-        call, more = f'{opening} "\\n" object "\\n" {closing}', 'call ("\\n" call)*'
-    elif format is MISTRAL and tokenizer.added_id("[ARGS]") is not None:
-        call, more = f"{marker('[TOOL_CALLS]')} named", "call+"
-    elif format is MISTRAL:
-        call, more = f'{marker("[TOOL_CALLS]")} "[" object "]"', f'{marker("[TOOL_CALLS]")} "[" object (", " object)* "]"'
-    else:
-        # Llama's chat templates refuse messages with several calls.
-        assert format is LLAMA3_JSON, "every format has a grammar"
-        call, more = "object", "object"
-    rules = [f"start: {more if parallel else 'call'}", f"call: {call}"]
-    rules.append("object: " + " | ".join(f"object_{i}" for i in range(len(functions))))
-    if "named" in call:
-        rules.append("named: " + " | ".join(f"named_{i}" for i in range(len(functions))))
-    key = "parameters" if format is LLAMA3_JSON else "arguments"
+        call = f'"\\n" object "\\n" {closing}'
+        return _Syntax(opening, f'{call} ("\\n" {opening} {call})*' if parallel else call)
+    if format is MISTRAL and tokenizer.added_id("[ARGS]") is not None:
+        opening = marker("[TOOL_CALLS]")
+        return _Syntax(opening, f"named ({opening} named)*" if parallel else "named", separator=marker("[ARGS]"))
+    if format is MISTRAL:
+        return _Syntax(marker("[TOOL_CALLS]"), '(" ")? "[" object (", " object)* "]"' if parallel else '(" ")? "[" object "]"')
+    # Llama's chat templates refuse messages with several calls.
+    assert format is LLAMA3_JSON, "every format has a grammar"
+    return _Syntax("", "object", "parameters")
+
+
+def _grammar(start: str, syntax: _Syntax, functions: Sequence[Function], *more: str) -> Grammar:
+    assert functions, "whoever may call needs something to call"
+    rules = [f"start: {start}", *more]
+    kind = "named" if syntax.separator else "object"
+    rules.append(f"{kind}: " + " | ".join(f"{kind}_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
-        name = json.dumps(function.name, ensure_ascii=False)
-        rules.append(f'object_{i}: {_literal(_head(name, key))} arguments_{i} "}}"')
-        if "named" in call:
-            rules.append(f"named_{i}: {_literal(function.name)} {marker('[ARGS]')} arguments_{i}")
+        if syntax.separator:
+            rules.append(f"named_{i}: {_literal(function.name)} {syntax.separator} arguments_{i}")
+        else:
+            head = _head(json.dumps(function.name, ensure_ascii=False), syntax.key)
+            rules.append(f'object_{i}: {_literal(head)} arguments_{i} "}}"')
         rules.append(f"arguments_{i}: %json {json.dumps(_schema(function.parameters))}")
     return Grammar(GrammarKind.LARK, "\n".join(rules) + "\n")
 
