@@ -1,0 +1,165 @@
+"""`twostep status`: the live table at a terminal, once, as JSON, and what it says when there is nothing to show."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_server import ScriptedInference, serving_in_thread, some_cluster
+from terminal_screen import Session
+
+from twostep.cli._status_table import Look, amount, duration, instant, percent, render
+from twostep.cli._terminal import width_of
+from twostep.client._status import cluster_status
+from twostep.rpc.v1 import status_pb2 as pb
+
+COMMAND = [sys.executable, "-P", "-W", "error", "-m", "twostep.cli", "status"]
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[ScriptedInference, str]]:
+    servicer = ScriptedInference()
+    with serving_in_thread(servicer) as target:
+        yield servicer, target
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60, check=False)
+
+
+def plain(text: str, *_: str) -> str:
+    return text
+
+
+# ---- at a terminal ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leave", ["q", "\x03"])
+def test_the_live_table(server: tuple[ScriptedInference, str], leave: str) -> None:
+    servicer, target = server
+    with Session([*COMMAND, "--target", target, "--interval", "0.1"], env={"NO_COLOR": ""}) as terminal:
+        terminal.expect("q or Ctrl-C leaves")
+        assert terminal.screen.cursor_hidden
+        lines = terminal.screen.lines()
+        assert lines[0] == "scripted  router-0  0.1.0  up 1 h 6 min  ready"
+        assert any(line.split() == ["decode-0", "ready", "12/64", "0", "████░░", "60", "%", "–", "640", "1.61", "GB/s"] for line in lines)
+        servicer.cluster.workers[1].num_running = 33
+        terminal.expect("33/64")
+        servicer.away = True
+        terminal.expect("this router drains; ask another")
+        servicer.away = False
+        terminal.expect("33/64")
+        terminal.resize(50, 12)
+        terminal.expect("more lines: make")
+        assert all(width_of(line) <= 50 for line in terminal.screen.lines())
+        terminal.type(leave)
+        assert terminal.wait() == 0
+        assert not terminal.screen.cursor_hidden
+        assert "33/64" in terminal.screen.text(), "what was there last stays"
+        assert "\x1b[32m" in terminal.raw
+
+
+def test_a_router_that_is_gone_is_shown_beside_the_others(server: tuple[ScriptedInference, str]) -> None:
+    _, target = server
+    done = run("--target", f"127.0.0.1:9,{target}")
+    assert done.returncode == 0
+    assert "127.0.0.1:9: no server answers" in done.stdout
+    assert "prefill-0" in done.stdout
+
+
+def test_once_and_as_json(server: tuple[ScriptedInference, str]) -> None:
+    _, target = server
+    done = run("--once", "--target", target)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert all(width_of(line) <= 80 for line in done.stdout.splitlines())
+    (router,) = json.loads(run("--json", "--target", target).stdout)["routers"]
+    assert (router["target"], router["model"], router["load"]["ttft_s"]["p50"]) == (target, "scripted", 0.12)
+    assert router["workers"][0]["transports"] == ["cuda_ipc", "ray"]
+    with Session([*COMMAND, "--once", "--target", target], env={"NO_COLOR": "1"}) as terminal:
+        assert terminal.wait() == 0
+        assert terminal.screen.num_sequences == 0
+        assert "prefill-0" in terminal.screen.text()
+
+
+def test_nobody_there_and_bad_flags(server: tuple[ScriptedInference, str]) -> None:
+    done = run("--target", "127.0.0.1:9")
+    assert done.returncode == 1
+    assert "no server answers at 127.0.0.1:9; start one with `twostep up`" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "--interval 0: give seconds" in run("--interval", "0", "--target", server[1]).stderr
+    assert "16 at most" in run("--target", ",".join(f"127.0.0.1:{port}" for port in range(1, 20))).stderr
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_workers_yet_and_workers_of_one_role() -> None:
+    cluster = some_cluster()
+    del cluster.workers[:]
+    cluster.ready = False
+    lines = render([Look("a:1", status=cluster_status(cluster))], 80, plain)
+    assert lines[0].endswith("not ready")
+    assert "No worker has registered" in lines[-1]
+    cluster = some_cluster()
+    del cluster.workers[0]
+    shown = "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
+    assert "prefill: 0 of 0 ready\n\ndecode: 1 of 2 ready" in shown
+
+
+def test_failures_and_what_was_not_observed() -> None:
+    cluster = pb.ClusterStatus(model="m", router_id="r", load=pb.RouterLoad(failures_per_s=2.5, window_s=60))
+    shown = "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
+    assert "0 running, 0 waiting; 0/s, 2.5/s failed" in shown
+    assert "load –   targets kept –" in shown
+    assert shown.count("–") == 2 + 12, "no percentile was observed"
+
+
+TEXTS = st.text("ab 日\n\x1b", max_size=60)
+NUMBERS = st.floats(0, 1e12, allow_nan=False)
+
+
+@st.composite
+def clusters(draw: Any) -> pb.ClusterStatus:
+    cluster = some_cluster()
+    cluster.model, cluster.router_id = draw(TEXTS), draw(TEXTS)
+    for worker in cluster.workers:
+        worker.worker_id = draw(st.text("ab日-", min_size=1, max_size=50))
+        worker.num_running = draw(st.integers(0, 1 << 31))
+        worker.num_blocks = draw(st.integers(0, 1000))
+        worker.num_free_blocks = min(worker.num_blocks, draw(st.integers(0, 1000)))
+        worker.tokens_per_s, worker.fetched_bytes_per_s = draw(NUMBERS), draw(NUMBERS)
+        worker.ready, worker.draining = draw(st.booleans()), draw(st.booleans())
+    load = cluster.load
+    load.requests_per_s, load.failures_per_s, load.ttft_s.p99 = draw(NUMBERS), draw(NUMBERS), draw(NUMBERS)
+    return cluster
+
+
+@settings(max_examples=40)
+@given(clusters(), st.integers(40, 200), st.text("ab 日\n\x1b", max_size=300))
+def test_no_line_is_wider_than_the_terminal(cluster: pb.ClusterStatus, width: int, error: str) -> None:
+    lines = render([Look("a:1", status=cluster_status(cluster)), Look("b:1", error=error)], width, plain)
+    assert max(map(width_of, lines)) <= width
+    assert not any(char in line for line in lines for char in "\x1b\n\r")
+
+
+@pytest.mark.parametrize(
+    ("shown", "wanted"),
+    [
+        (
+            [instant(s) for s in (0, 0.0012, 0.0099, 0.012, 0.999, 1.5, 75.2)],
+            ["–", "1.2 ms", "9.9 ms", "12 ms", "999 ms", "1.50 s", "75 s"],
+        ),
+        ([amount(n) for n in (0, 0.25, 4.0, 9.96, 640, 1500, 2.5e6, 3e9)], ["0", "0.2", "4", "10.0", "640", "1.5k", "2.5M", "3.0G"]),
+        ([percent(1, 4), percent(0, 0)], ["25 %", "–"]),
+        ([duration(s) for s in (5, 65, 4000, 200_000)], ["5 s", "1 min", "1 h 6 min", "2 d 7 h"]),
+    ],
+)
+def test_figures_are_short(shown: list[str], wanted: list[str]) -> None:
+    assert shown == wanted

@@ -1,0 +1,187 @@
+"""What `twostep status` shows, as lines of text. Pure: no terminal, no client, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from twostep.cli._terminal import char_width, clipped, harmless, width_of
+from twostep.client import ClusterStatus, Percentiles, WorkerStatus
+
+# Text in a style of twostep.cli._terminal.
+Paint = Callable[..., str]
+_BAR = 6
+_ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one router said: a status, or why there is none."""
+
+    target: str
+    status: ClusterStatus | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """`narrowest`: of a terminal that it is shown on."""
+
+    title: str
+    of: Callable[[WorkerStatus], str]
+    narrowest: int = 0
+    left: bool = False
+
+
+def render(looks: Sequence[Look], width: int, paint: Paint) -> list[str]:
+    """The whole deployment on lines of at most `width` columns. `looks` are of different routers, one at least."""
+    lines: list[str] = []
+    for look in looks:
+        lines += [*_router(look, width, paint), ""]
+    known = next((look.status for look in looks if look.status is not None), None)
+    if known is not None:
+        lines += _workers(known.workers, width, paint)
+    return lines
+
+
+def _router(look: Look, width: int, paint: Paint) -> list[str]:
+    status = look.status
+    if status is None:
+        return [paint(line, "red") for line in _wrapped(f"{look.target}: {look.error}", width)]
+    load = status.load
+    state, style = ("draining", "yellow") if status.draining else ("ready", "green") if status.ready else ("not ready", "red")
+    name, model = _clean(status.router_id) or look.target, _clean(status.model) or "no model yet"
+    about = clipped(f"{model}  {name}  {_clean(status.version)}  up {duration(status.uptime_s)}  ", width - len(state))
+    cached = f", {percent(load.cached_tokens_per_s, load.prompt_tokens_per_s)} cached" if load.prompt_tokens_per_s else ""
+    ratio = "–" if load.prefill_decode_load_ratio is None else f"{load.prefill_decode_load_ratio:.2f}"
+    kept = "–" if load.slo_attainment is None else f"{100 * load.slo_attainment:.1f} %"
+    plain = [
+        ("requests", f"{load.num_running} running, {load.num_waiting} waiting; {amount(load.requests_per_s)}/s", load.failures_per_s),
+        ("tokens", f"{amount(load.prompt_tokens_per_s)}/s in{cached}; {amount(load.generation_tokens_per_s)}/s out", 0.0),
+        ("placed", f"{amount(load.handed_over_per_s)}/s handed over, {amount(load.local_per_s)}/s computed where they decode", 0.0),
+        ("balance", f"prefill:decode load {ratio}   targets kept {kept}", 0.0),
+    ]
+    lines = [paint(about, "bold") + paint(state, style)]
+    for title, text, failures in plain:
+        failed = f", {amount(failures)}/s failed" if failures else ""
+        lines.append(paint(f"{title:<9}", "dim") + clipped(text, width - 9 - len(failed)) + paint(failed, "red"))
+    lines.append(
+        paint(clipped(f"{'latency':<9}{'TTFT':>10}{'TPOT':>10}{'ITL':>10}{'queue':>10}   last {load.window_s:.0f} s", width), "dim")
+    )
+    for which in ("p50", "p95", "p99"):
+        columns = [_instant(percentiles, which) for percentiles in (load.ttft_s, load.tpot_s, load.itl_s, load.queue_s)]
+        lines.append(clipped(f"  {which:<7}" + "".join(f"{column:>10}" for column in columns), width))
+    return lines
+
+
+def _workers(workers: Sequence[WorkerStatus], width: int, paint: Paint) -> list[str]:
+    if not workers:
+        return [paint(clipped("No worker has registered: start one, or look at the log of one that should be there.", width), "yellow")]
+    names = min(max(len("worker"), *(width_of(_clean(worker.worker_id)) for worker in workers)), max(8, width - 56), 32)
+    columns = [column for column in _columns() if column.narrowest <= width]
+    cells = {worker.worker_id: [column.of(worker) for column in columns] for worker in workers}
+    widths = [max(width_of(column.title), *(width_of(row[index]) for row in cells.values())) for index, column in enumerate(columns)]
+
+    def row(name: str, values: Sequence[str]) -> str:
+        padded = [
+            value + " " * (wide - width_of(value)) if column.left else " " * (wide - width_of(value)) + value
+            for column, wide, value in zip(columns, widths, values, strict=True)
+        ]
+        return clipped(f"{name}{' ' * (names - width_of(name))}  {'  '.join(padded)}".rstrip(), width)
+
+    lines = []
+    for role in _ROLES:
+        of_role = sorted((worker for worker in workers if worker.role == role), key=lambda worker: worker.worker_id)
+        ready = sum(worker.ready and not worker.draining for worker in of_role)
+        title = clipped(f"{role}: {ready} of {len(of_role)} ready", width)
+        lines.append(paint(title, "bold") if of_role else paint(title, "yellow"))
+        if of_role:
+            lines.append(paint(row("worker", [column.title for column in columns]), "dim"))
+        for worker in of_role:
+            line = row(clipped(_clean(worker.worker_id), names), cells[worker.worker_id])
+            state = worker_state(worker)
+            lines.append(line.replace(f" {state} ", f" {paint(state, _STATE_STYLE[state])} ", 1))
+        lines.append("")
+    return lines[:-1]
+
+
+_STATE_STYLE = {"ready": "green", "draining": "yellow", "starting": "yellow"}
+
+
+def _columns() -> list[_Column]:
+    return [
+        _Column("state", worker_state, left=True),
+        _Column("run", lambda w: f"{w.num_running}/{w.max_num_seqs}" if w.max_num_seqs else str(w.num_running)),
+        _Column("wait", lambda w: str(w.num_waiting), narrowest=64),
+        _Column("KV used", _kv),
+        _Column("hit", lambda w: percent(w.hit_tokens_per_s, w.queried_tokens_per_s) if w.queried_tokens_per_s else "–", narrowest=56),
+        _Column("tokens/s", lambda w: amount(w.tokens_per_s), narrowest=70),
+        _Column("KV in", lambda w: f"{w.fetched_bytes_per_s / 1e9:.2f} GB/s" if w.fetched_bytes_per_s else "–", narrowest=76),
+        _Column("queued", lambda w: amount(w.num_queued_tokens), narrowest=100),
+        _Column("context", lambda w: amount(w.num_context_tokens), narrowest=100),
+        _Column("address", lambda w: _clean(w.address), narrowest=130, left=True),
+        _Column("transports", lambda w: _clean(",".join(w.transports)), narrowest=130, left=True),
+    ]
+
+
+def worker_state(worker: WorkerStatus) -> str:
+    return "draining" if worker.draining else "ready" if worker.ready else "starting"
+
+
+def _kv(worker: WorkerStatus) -> str:
+    if not worker.num_blocks:
+        return "–"
+    share = 1 - worker.num_free_blocks / worker.num_blocks
+    full = round(_BAR * share)
+    return f"{'█' * full}{'░' * (_BAR - full)} {100 * share:3.0f} %"
+
+
+def _instant(percentiles: Percentiles, which: str) -> str:
+    seconds: float = getattr(percentiles, which)
+    return instant(seconds)
+
+
+def instant(seconds: float) -> str:
+    """A latency. 0 is none: nothing was observed."""
+    if not seconds:
+        return "–"
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
+
+
+def amount(value: float) -> str:
+    """A number in at most five characters or so."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.1f}" if value and value < 10 and value != int(value) else f"{value:.0f}"
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "–"
+
+
+def duration(seconds: float) -> str:
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if days:
+        return f"{days} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min" if minutes else f"{seconds:.0f} s"
+
+
+def _clean(text: str) -> str:
+    """On one line, and nothing in it that would command the terminal."""
+    return harmless(" ".join(text.split()))
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines, columns = [""], 0
+    for char in _clean(text):
+        columns += char_width(char)
+        if columns > width:
+            lines.append("")
+            columns = char_width(char)
+        lines[-1] += char
+    return lines
