@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
 from router.http.errors import HttpError
-from router.http.fields import MAX_TOKENS, Body, CommonBody
+from router.http.fields import MAX_TOKENS, Body, CommonBody, Refused
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.sampling_params import MAX_LOGPROBS
 
@@ -100,20 +100,6 @@ class ChatPrompt(Body):
 
 
 class ChatBody(CommonBody, ChatPrompt):
-    refused: ClassVar[dict[str, tuple[Any, str]]] = CommonBody.refused | {
-        "functions": ([], "use `tools`"),
-        "function_call": ("none", "use `tool_choice`"),
-        "audio": ({}, "models here write text"),
-        "modalities": (["text"], "models here write text"),
-        "prediction": ({}, "leave it out"),
-        "web_search_options": ({}, "the router looks nothing up; leave it out"),
-        "chat_template": ("", "templates are not taken from clients; the model's own is used"),
-        "add_special_tokens": (False, "the chat template writes them"),
-        "echo": (False, "use continue_final_message"),
-        "best_of": (1, "use `n`"),
-        "mm_processor_kwargs": ({}, "models here read text"),
-    }
-
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """The newer name of max_tokens."""
     logprobs: bool | None = None
@@ -126,6 +112,18 @@ class ChatBody(CommonBody, ChatPrompt):
     """false: what the model thought is left out of the answer."""
     documents: list[dict[str, JsonValue]] | None = None
     """Go to the chat template."""
+
+    functions: Annotated[Any, Refused("use `tools`", unless=[])] = None
+    function_call: Annotated[Any, Refused("use `tool_choice`", unless="none")] = None
+    audio: Annotated[Any, Refused("models here write text", unless={})] = None
+    modalities: Annotated[Any, Refused("models here write text", unless=["text"])] = None
+    prediction: Annotated[Any, Refused("leave it out", unless={})] = None
+    web_search_options: Annotated[Any, Refused("the router looks nothing up; leave it out", unless={})] = None
+    chat_template: Annotated[Any, Refused("templates are not taken from clients; the model's own is used", unless="")] = None
+    add_special_tokens: Annotated[Any, Refused("the chat template writes them", unless=False)] = None
+    echo: Annotated[Any, Refused("use continue_final_message", unless=False)] = None
+    best_of: Annotated[Any, Refused("use `n`", unless=1)] = None
+    mm_processor_kwargs: Annotated[Any, Refused("models here read text", unless={})] = None
 
     @property
     def token_limit(self) -> int | None:

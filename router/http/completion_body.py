@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from router.http.errors import HttpError
-from router.http.fields import CommonBody, TokenId
+from router.http.fields import MAX_TOKEN_ID, CommonBody, Refused
 from twostep.sampling_params import MAX_LOGPROBS
 
 MAX_PROMPTS = 2048
 # What OpenAI's API has always cut such answers to.
 DEFAULT_MAX_TOKENS = 16
 
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+def _in_range(ids: list[int]) -> list[int]:
+    # Of all at once: prompts may have a million.
+    if min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
+        raise ValueError(f"token ids are from 0 to {MAX_TOKEN_ID}")
+    return ids
+
+
+_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
+# The first wrong item is enough: a list of ids is not told of each that it is no text.
+Ids = Annotated[list[int], Field(min_length=1, fail_fast=True), AfterValidator(_in_range), WithJsonSchema(_SCHEMA)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+ListOfIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class CompletionBody(CommonBody):
-    refused: ClassVar[dict[str, tuple[Any, str]]] = CommonBody.refused | {
-        "suffix": ("", "nothing is inserted between two texts here; leave it out"),
-        "prompt_embeds": ([], "send text or token ids"),
-    }
-
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Ids
-        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: str | Texts | Ids | ListOfIds
     """A text, several, the token ids of one, or of several. Choice i of prompt p has the index p * n + i."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     """The text begins with the prompt's."""
     best_of: int | None = Field(default=None, ge=1)
     """Refused if above n."""
-    suffix: str | None = None
-    """Refused unless empty."""
     add_special_tokens: bool | None = None
     """false: the tokenizer adds nothing to the prompt, such as a token that begins a text."""
+
+    suffix: Annotated[Any, Refused("nothing is inserted between two texts here; leave it out", unless="")] = None
+    prompt_embeds: Annotated[Any, Refused("send text or token ids", unless=[])] = None
 
     @property
     def token_limit(self) -> int:

@@ -17,6 +17,7 @@ from router.http.front import FRONT, Front
 from router.http.logprobs import TextLogprobs
 from router.http.replies import TextChunk, TextCompletion
 from router.http.usage import finish_of, stop_reason_of, usage_of
+from twostep.errors import ContextExceeded
 from twostep.rpc.v1 import inference_pb2 as pb
 
 routes = web.RouteTableDef()
@@ -41,6 +42,12 @@ class Completion(Asked[CompletionBody]):
     def __init__(self, front: Front, body: CompletionBody, call: Call) -> None:
         super().__init__(front, body, call, prefix="cmpl")
         self._prompts = body.prompts()
+        for prompt in self._prompts:
+            # Before millions of them are looked at once more.
+            if not isinstance(prompt, str) and len(prompt) >= front.card.max_model_len:
+                raise ContextExceeded(
+                    f"a prompt has {len(prompt)} tokens and the context {front.card.max_model_len}; shorten it, leaving one for the answer"
+                )
 
     @property
     def num_choices(self) -> int:

@@ -7,9 +7,10 @@ here is refused with its name in `param`.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue, StringConstraints, ValidationError
+from pydantic_core import core_schema
 
 from router.http.errors import HttpError
 from twostep.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
@@ -20,7 +21,8 @@ _MAX_TIMEOUT_S = 86_400.0
 # Of a message about a value: enough to recognize it by.
 _MAX_SHOWN = 80
 
-TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+MAX_TOKEN_ID = (1 << 31) - 1
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 
 
@@ -28,6 +30,25 @@ class Body(BaseModel):
     """Types are taken at their word: "5" is no number."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+
+class Refused:
+    """A field that would change the answer, and what to do instead. null is harmless, and so is `unless`."""
+
+    def __init__(self, instead: str, *, unless: Any = None) -> None:
+        self._instead, self._unless = instead, unless
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.with_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None] if self._unless is None else [None, self._unless], "description": f"Not supported: {self._instead}."}
+
+    def _check(self, value: Any, info: core_schema.ValidationInfo[Any]) -> Any:
+        if value is not None and (value != self._unless or isinstance(value, bool) != isinstance(self._unless, bool)):
+            name = info.field_name
+            raise HttpError(400, f"{name} is not supported here; {self._instead}", param=name, code="unsupported_parameter")
+        return value
 
 
 class JsonSchemaFormat(Body):
@@ -91,20 +112,6 @@ class StreamOptions(Body):
 class CommonBody(Body):
     """Whatever generates text."""
 
-    # Fields that would change the answer, and what to do instead. A value in the second place is harmless, as is null.
-    refused: ClassVar[dict[str, tuple[Any, str]]] = {
-        "logit_bias": ({}, "leave it out"),
-        "use_beam_search": (False, "beam search is not done here; sample with `n`"),
-        "length_penalty": (1.0, "it is of beam search, which is not done here; leave it out"),
-        "prompt_logprobs": (0, "log probabilities are of the answer's tokens only; leave it out"),
-        "allowed_token_ids": ([], "use response_format or structured_outputs to hold the answer to a form"),
-        "bad_words": ([], "leave it out"),
-        "include_stop_str_in_output": (False, "the text ends before the stop string, which `stop_reason` tells"),
-        "truncate_prompt_tokens": (-1, "shorten the prompt before sending it"),
-        "logits_processors": ([], "code is not taken from clients; leave it out"),
-        "kv_transfer_params": ({}, "the router pairs workers itself; leave it out"),
-    }
-
     model: str = ""
     """Empty: the only model that is served."""
     stream: bool | None = None
@@ -123,8 +130,6 @@ class CommonBody(Body):
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     user: str | None = None
     """Ignored."""
-    logit_bias: dict[str, JsonValue] | None = None
-    """Refused unless empty."""
 
     top_k: int | None = Field(default=None, ge=-1, le=1 << 31)
     """0 and -1 switch it off."""
@@ -167,6 +172,17 @@ class CommonBody(Body):
     return_phases: bool | None = None
     """How long each phase took, as `twostep` in the body or the last chunk; header `x-twostep-phases: 1`."""
 
+    logit_bias: Annotated[Any, Refused("leave it out", unless={})] = None
+    allowed_token_ids: Annotated[Any, Refused("use response_format or structured_outputs to hold the answer to a form", unless=[])] = None
+    bad_words: Annotated[Any, Refused("leave it out", unless=[])] = None
+    logits_processors: Annotated[Any, Refused("code is not taken from clients; leave it out", unless=[])] = None
+    use_beam_search: Annotated[Any, Refused("beam search is not done here; sample with `n`", unless=False)] = None
+    length_penalty: Annotated[Any, Refused("it is of beam search, which is not done here; leave it out", unless=1.0)] = None
+    prompt_logprobs: Annotated[Any, Refused("log probabilities are of the answer's tokens only; leave it out")] = None
+    include_stop_str_in_output: Annotated[Any, Refused("the text ends before the stop string: `stop_reason` tells it", unless=False)] = None
+    truncate_prompt_tokens: Annotated[Any, Refused("shorten the prompt before sending it", unless=-1)] = None
+    kv_transfer_params: Annotated[Any, Refused("the router pairs workers itself; leave it out", unless={})] = None
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -180,25 +196,9 @@ AnyBody = TypeVar("AnyBody", bound=BaseModel)
 def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """Raises HttpError 400 that names the first field that is wrong."""
     try:
-        body = kind.model_validate_json(raw)
+        return kind.model_validate_json(raw)
     except ValidationError as error:
         raise _said(error) from None
-    refused: dict[str, tuple[Any, str]] = getattr(kind, "refused", {})
-    if refused:
-        _refuse(raw, refused)
-    return body
-
-
-def _refuse(raw: bytes, refused: dict[str, tuple[Any, str]]) -> None:
-    # Only bodies that name one are read once more.
-    named = [name for name in refused if f'"{name}"'.encode() in raw]
-    if not named:
-        return
-    given = json.loads(raw)
-    for name in named:
-        harmless, instead = refused[name]
-        if given.get(name) not in (None, harmless):
-            raise HttpError(400, f"{name} is not supported here; {instead}", param=name, code="unsupported_parameter")
 
 
 def _said(error: ValidationError) -> HttpError:

@@ -7,7 +7,7 @@ import asyncio
 import openai
 import pytest
 from http_fakes import MESSAGES, RENDERED, blocking_client, open_client
-from router_fakes import Cluster
+from router_fakes import ANSWER_TEXT, Cluster
 
 
 async def test_an_answer_whole(cluster: Cluster) -> None:
@@ -70,3 +70,29 @@ async def test_the_synchronous_client_too(cluster: Cluster) -> None:
 
     async with cluster.serving():
         await asyncio.to_thread(ask)
+
+
+async def test_what_the_client_builds_on_streams(cluster: Cluster) -> None:
+    """Its own helpers: accumulated streams, raw responses, models, legacy completions."""
+    await cluster.prefill()
+    await cluster.decode()
+    text = cluster.text_of(cluster.expected(20))
+    async with cluster.serving(), open_client(cluster) as client:
+        async with client.chat.completions.stream(model="m", messages=MESSAGES, max_tokens=400, stop="the end") as stream:
+            async for _ in stream:
+                pass
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.content == ANSWER_TEXT[: ANSWER_TEXT.index("the end")]
+        raw = await client.chat.completions.with_raw_response.create(
+            model="m", messages=MESSAGES, max_tokens=20, extra_headers={"x-request-id": "of-the-client"}
+        )
+        assert (raw.request_id, raw.headers["x-request-id"]) == ("of-the-client", "of-the-client")
+        assert raw.parse().choices[0].message.content == text
+        assert [model.id async for model in client.models.list()] == ["m"]
+        assert (await client.models.retrieve("m")).owned_by == "twostep"
+        pieces = await client.completions.create(model="m", prompt="x", max_tokens=20, stream=True)
+        assert "".join([piece.choices[0].text async for piece in pieces]) == text
+        several = await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=20, n=2, logprobs=True, top_logprobs=1)
+        for choice in several.choices:
+            assert choice.logprobs is not None
+            assert len(choice.logprobs.content or ()) == 20

@@ -77,7 +77,7 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-_FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *ChatBody.refused, *CompletionBody.refused})
+_FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields})
 
 
 @given(st.dictionaries(st.sampled_from(_FIELDS) | st.text(max_size=8), _JSON, max_size=6), st.booleans())
