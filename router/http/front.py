@@ -54,6 +54,7 @@ SPAN: web.RequestKey[Span] = web.RequestKey("span", Span)
 
 def forwarded(request: web.Request) -> Metadata:
     """The trace context of what is done for this request: of its own span, or what its client sent."""
-    if (span := request.get(SPAN)) is not None:
+    span: Span | None = request.get(SPAN)
+    if span is not None:
         return span.metadata
     return tuple((name, request.headers[name]) for name in _FORWARDED if name in request.headers)
