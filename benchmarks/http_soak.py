@@ -3,9 +3,10 @@
     python benchmarks/http_soak.py                                500 streams for 300 s
     python benchmarks/http_soak.py --streams 20 --seconds 20      a dry run
 
-`twostep up --runner fake`: router, a prefill and a decode worker, Redis and Ray, as deployed; only the model is not there. Every stream
-asks one of a few questions for an answer as long as the run; each answer's text must be that which the SDK gets over gRPC meanwhile,
-whole, and its last event [DONE]. Memory: the resident set of every process, once every few seconds, after the streams are open.
+`twostep up --runner fake`: router, a prefill and a decode worker, Redis and Ray, as deployed; only the model is not there. Every client
+asks one of a few questions, reads the answer, and asks again, so that as many streams are open all the time; each answer's text must be
+that which the SDK got over gRPC, whole, and its last event [DONE]. Memory: the resident set of every process, once every few seconds,
+from when all streams are open and each has had an answer.
 """
 
 from __future__ import annotations
@@ -31,27 +32,29 @@ from twostep.local.ports import free_ports
 _QUESTIONS = 8
 _START_S = 120.0
 _SAMPLE_S = 5.0
+_MOST_PROBLEMS = 3
 
 
-class Stream:
-    """One answer on its way."""
+class Reader:
+    """One client, whose answers come one after the other."""
 
-    def __init__(self, question: str) -> None:
-        self.question = question
-        self.text = ""
-        self.num_events = 0
-        self.done = False
-        self.problem = ""
-        self.opened = asyncio.Event()
+    def __init__(self, question: str, right: str) -> None:
+        self.question, self.right = question, right
+        self.num_events = self.num_answers = self.num_wrong = 0
+        self.problems: list[str] = []
         self.longest_gap_s = 0.0
 
-    async def run(self, http: aiohttp.ClientSession, num_tokens: int) -> None:
+    async def run(self, http: aiohttp.ClientSession, num_tokens: int, until: float) -> None:
+        while time.monotonic() < until and len(self.problems) < _MOST_PROBLEMS:
+            await self.ask(http, num_tokens)
+
+    async def ask(self, http: aiohttp.ClientSession, num_tokens: int) -> None:
         body = {"model": "soak", "prompt": self.question, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        last = None
+        last, text, done = None, "", False
         try:
             async with http.post("/v1/completions", json=body) as answer:
                 if answer.status != 200:
-                    self.problem = f"{answer.status}: {await answer.text()}"
+                    self.problems.append(f"{answer.status}: {await answer.text()}")
                     return
                 async for line in answer.content:
                     if not line.startswith(b"data: "):
@@ -59,17 +62,21 @@ class Stream:
                     now = time.monotonic()
                     self.longest_gap_s, last = max(self.longest_gap_s, now - (last or now)), now
                     if line.startswith(b"data: [DONE]"):
-                        self.done = True
+                        done = True
                         continue
                     event = json.loads(line[6:])
                     if "error" in event:
-                        self.problem = event["error"]["message"]
+                        self.problems.append(event["error"]["message"])
                         return
                     self.num_events += 1
-                    self.opened.set()
-                    self.text += event["choices"][0]["text"] if event["choices"] else ""
+                    text += event["choices"][0]["text"] if event["choices"] else ""
         except (aiohttp.ClientError, TimeoutError) as error:
-            self.problem = f"{type(error).__name__}: {error}"
+            self.problems.append(f"{type(error).__name__}: {error}")
+            return
+        if not done:
+            self.problems.append("the answer ended without [DONE]")
+        self.num_answers += 1
+        self.num_wrong += text != self.right
 
 
 def role_of(process: psutil.Process) -> str:
@@ -103,35 +110,35 @@ def wait_ready(client: Client, log: Path) -> None:
 
 
 async def soak(arguments: argparse.Namespace, root: psutil.Process, url: str, client: Client) -> bool:
-    num_tokens = int(arguments.seconds / arguments.step_ms * 1e3)
+    num_tokens = arguments.tokens
+    answer_s = num_tokens * arguments.step_ms / 1e3
     questions = [f"Question {i}: what is {i} times {i}?" for i in range(_QUESTIONS)]
-    options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
-    # What is right, over gRPC at the same time.
-    asked = {question: client.generate(question, **options) for question in questions}  # type: ignore[arg-type]
-    told = asyncio.create_task(asyncio.to_thread(lambda: {question: answer.result().text for question, answer in asked.items()}))
-    streams = [Stream(questions[i % _QUESTIONS]) for i in range(arguments.streams)]
+    asked = [client.generate(question, max_tokens=num_tokens, temperature=0.0, ignore_eos=True) for question in questions]
+    right = await asyncio.to_thread(lambda: [answer.result().text for answer in asked])
+    readers = [Reader(questions[i % _QUESTIONS], right[i % _QUESTIONS]) for i in range(arguments.streams)]
     samples: dict[str, list[float]] = {}
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_read=120)
     async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as http:
         began = time.monotonic()
-        running = [asyncio.create_task(stream.run(http, num_tokens)) for stream in streams]
-        opened = [asyncio.create_task(stream.opened.wait()) for stream in streams]
-        await asyncio.wait([asyncio.gather(*opened), asyncio.gather(*running)], return_when=asyncio.FIRST_COMPLETED)
-        print(f"{sum(stream.opened.is_set() for stream in streams)} streams open after {time.monotonic() - began:.1f} s", flush=True)
-        watching = asyncio.create_task(watch(root, arguments.seconds * 0.95, samples))
+        until = began + answer_s + arguments.seconds
+        running = []
+        for reader in readers:
+            running.append(asyncio.create_task(reader.run(http, num_tokens, until)))
+            # They end one by one then, and not all at once.
+            await asyncio.sleep(answer_s / len(readers))
+        print(f"{len(readers)} streams open after {time.monotonic() - began:.1f} s", flush=True)
+        watching = asyncio.create_task(watch(root, arguments.seconds, samples))
         await asyncio.gather(*running)
         wall = time.monotonic() - began
         watching.cancel()
         await asyncio.wait([watching])
-    right = await told
-    problems = [stream.problem for stream in streams if stream.problem]
-    wrong = [stream for stream in streams if not stream.problem and stream.text != right[stream.question]]
-    unfinished = sum(not stream.done for stream in streams)
-    events = sum(stream.num_events for stream in streams)
-    print(f"{len(streams)} streams, {events:,} events in {wall:.0f} s ({events / wall:,.0f} a second)")
-    print(f"dropped: {len(problems)}, without [DONE]: {unfinished}, wrong text: {len(wrong)}")
-    gaps = sorted(stream.longest_gap_s for stream in streams)
-    print(f"longest gap of a stream: median {gaps[len(gaps) // 2]:.2f} s, worst {gaps[-1]:.2f} s")
+    problems = [problem for reader in readers for problem in reader.problems]
+    num_wrong = sum(reader.num_wrong for reader in readers)
+    events = sum(reader.num_events for reader in readers)
+    print(f"{sum(reader.num_answers for reader in readers):,} answers, {events:,} events in {wall:.0f} s ({events / wall:,.0f} a second)")
+    print(f"dropped: {len(problems)}, wrong text: {num_wrong}")
+    gaps = sorted(reader.longest_gap_s for reader in readers)
+    print(f"longest gap of a client: median {gaps[len(gaps) // 2]:.2f} s, worst {gaps[-1]:.2f} s")
     for problem in sorted(set(problems))[:5]:
         print(f"  {problem}")
     flat = True
@@ -139,15 +146,15 @@ async def soak(arguments: argparse.Namespace, root: psutil.Process, url: str, cl
         third = max(1, len(values) // 3)
         early, late = statistics.median(values[:third]), statistics.median(values[-third:])
         print(f"{name}: {early:.0f} MiB in the first third, {late:.0f} MiB in the last ({min(values):.0f} to {max(values):.0f})")
-        # What answers themselves hold grows with them: token ids of each stream, some MiB.
-        flat = flat and late < early * 1.1 + 16
-    return flat and not problems and not wrong and not unfinished
+        flat = flat and late < early * 1.05 + 2
+    return flat and not problems and not num_wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--tokens", type=int, default=150, help="of each answer")
     parser.add_argument("--step-ms", type=float, default=200.0, help="of the fake engines: a token of every stream")
     arguments = parser.parse_args()
     port, http_port = free_ports(2)
