@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from http_fakes import CHAT, open_client, open_http, raw_events
+from http_fakes import CHAT, open_client, open_http, raw_events, url
 from router_fakes import EOS_ID, Cluster, RedisServer, Reply, make_model_dir
 from tokenizers import AddedToken, Tokenizer
 
@@ -124,6 +125,17 @@ async def test_calls_whole_and_streamed(hermes: Cluster) -> None:
         ids = [call.id for call in final.choices[0].message.tool_calls or []]
         assert len(set(ids)) == 2
         assert all(i.startswith("call_") for i in ids)
+
+
+async def test_the_documented_example(hermes: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tool-calls.md").read_text(encoding="utf-8")
+    example = page.split("```python\n")[1].split("```")[0]
+    answer_with(hermes, CALLS)
+    async with hermes.serving(default_max_tokens=200):
+        example = example.replace("http://localhost:8000", url(hermes))
+        await asyncio.to_thread(exec, compile(example, "docs/tool-calls.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines() == ["weather {'city': 'größer 🙂'}", "time {'city': 'Rome'}", "I look.", ""]
+    assert "<|im_start|>tool\nrain<|im_end|>" in prompt_of(hermes)
 
 
 async def test_streamed_chunks_are_what_they_are_described_as(hermes: Cluster) -> None:
