@@ -23,6 +23,39 @@ def access_flags(parser: FlagParser) -> None:
         default=4096,
         help="HTTP connections at once; idle ones make room for new ones, and where none is idle new ones are refused",
     )
+    parser.flag(
+        "--hold-back",
+        default="",
+        metavar="MODULE:FUNCTION",
+        help="show all text to this function before it is sent: it may replace it or end the answer (docs/access.md)",
+    )
+    parser.flag(
+        "--hold-back-chars",
+        type=_not_negative,
+        default=64,
+        help="characters of an answer that are kept back, so that the function sees what follows them before they are sent",
+    )
+    parser.flag("--hold-back-timeout", type=_seconds, default=1.0, help="seconds that the function may take for each piece of text")
+    parser.flag(
+        "--hold-back-failure",
+        default="closed",
+        choices=["closed", "open"],
+        help="what it could not judge in time is not sent, and the request fails; open: it is sent",
+    )
+
+
+def _not_negative(text: str) -> int:
+    return 0 if text.strip() == "0" else _at_least_one(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0, 3600 at most")
+    return value
 
 
 def _at_least_one(text: str) -> int:

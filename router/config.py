@@ -35,6 +35,10 @@ class RouterConfig:
     api_keys_file: Path | None = None
     api_keys: str = ""
     max_connections: int = 4096
+    hold_back: str = ""
+    hold_back_chars: int = 64
+    hold_back_timeout: float = 1.0
+    hold_back_failure: str = "closed"
     served_model_name: str = ""
     secret_file: Path | None = None
     router_id: str = ""

@@ -33,6 +33,7 @@ from router.admission import Admission
 from router.answer import Answer, Finish
 from router.dispatch import Dispatcher, time_is_up
 from router.fair_queue import AGEING_S, Claim
+from router.hold_back import HeldAnswer, HoldBack
 from router.job import Job, Metadata
 from router.output import Output
 from router.prompt import Prompt, PromptReader
@@ -42,6 +43,7 @@ from router.report import Report
 from router.targets import Targets, class_of, tenant_of
 from router.workers import WorkerPool
 from twostep.errors import InternalError, InvalidRequest, NotFound
+from twostep.hold_back import HeldRequest, class_name
 from twostep.metrics.router import RouterMetrics
 from twostep.rpc.v1 import inference_pb2
 from twostep.tracing import Tracer
@@ -107,9 +109,11 @@ class Inference:
         pool: WorkerPool,
         metrics: RouterMetrics,
         tracer: Tracer | None = None,
+        hold_back: HoldBack | None = None,
     ) -> None:
         self._config = config
         self._tracer = tracer
+        self._hold_back = hold_back
         self._metrics = metrics
         self._prompts = prompts
         self._admission = admission
@@ -236,13 +240,18 @@ class Inference:
         output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel, resumed=job.resumed)
         claim, num_tokens = Claim.of(job, ageing_s=self._config.ageing_s), len(job.prompt) + len(job.resumed)
         slot = self._admission.slot(claim, num_tokens, lambda: len(job.prompt) + output.next_position if report.placed else 0)
+        held = None if self._hold_back is None else self._held_answer(self._hold_back, job, report, caller)
         try:
             async with asyncio.timeout(job.remaining_s()), slot, self._serving(job, output, report):
                 await asyncio.shield(told)
                 while True:
                     batch = await output.take()
                     response = answer.response(batch.tokens)
-                    if response is not None:
+                    if held is not None:
+                        last = answer.finish is not None and (batch.last or answer.stopped_by_text)
+                        if not await held.push(response, last=last):
+                            return Finish(inference_pb2.FINISH_REASON_CONTENT_FILTER)
+                    elif response is not None:
                         if response.piece.text:
                             report.on_visible()
                         self._metrics.num_generation_tokens += len(response.piece.token_ids)
@@ -261,6 +270,24 @@ class Inference:
         finally:
             if report.placed:
                 self._lengths.observe(job.tenant, output.next_position)
+
+    def _held_answer(self, hold_back: HoldBack, job: Job, report: Report, caller: Caller) -> HeldAnswer:
+        """What passes the operator's hook is written as other answers are."""
+
+        async def write(response: inference_pb2.GenerateResponse) -> None:
+            if response.piece.text:
+                report.on_visible()
+            self._metrics.num_generation_tokens += len(response.piece.token_ids)
+            await caller.write(response)
+
+        request = HeldRequest(
+            request_id=job.request_id,
+            model=self.model_name,
+            tenant=job.tenant,
+            key_id=caller.identity.key_id,
+            request_class=class_name(job.request_class),
+        )
+        return hold_back.begin(request, write, sent=self._prompts.text_of(job.resumed), position=len(job.resumed))
 
     @asynccontextmanager
     async def _serving(self, job: Job, output: Output, report: Report) -> AsyncIterator[None]:

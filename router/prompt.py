@@ -217,6 +217,10 @@ class PromptReader:
         tokens = resumed_tokens(token_ids, sampling, eos_token_ids=self._card.eos_token_ids, vocab_size=self._card.vocab_size)
         await self._in_thread_if_long(lambda: answer.resume(tokens), len(tokens) * _CHARS_FOR_TOKEN)
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """As a client sees it that has these tokens of an answer."""
+        return self._tokenizer.decode(token_ids) if token_ids else ""
+
     def _check_length(self, num_chars: int) -> None:
         """Megabytes that can never fit would keep the tokenizer's threads from everybody else for seconds."""
         if (least := self._tokenizer.least_tokens(num_chars)) >= self._card.max_model_len:

@@ -19,6 +19,7 @@ from router.cleanup import Cleanup
 from router.config import DEFAULT_HTTP_PORT, RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
 from router.grammar_check import GrammarChecker
+from router.hold_back import hold_back_of
 from router.http.front import Front
 from router.http.server import HttpServer
 from router.inference import Inference, InferenceConfig
@@ -134,6 +135,12 @@ class Router:
         register_process(registry, "router", self._tracer)
         self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
         metrics = RouterMetrics(registry, self._state)
+        self._hold_back = hold_back_of(
+            config.hold_back,
+            window=config.hold_back_chars,
+            timeout_s=config.hold_back_timeout,
+            fail_open=config.hold_back_failure == "open",
+        )
         self._inference = Inference(
             InferenceConfig(
                 model_name=config.served_model_name or config.model.resolve().name,
@@ -150,6 +157,7 @@ class Router:
             pool=self.pool,
             metrics=metrics,
             tracer=self._tracer,
+            hold_back=self._hold_back,
         )
         self._last_tick = time.monotonic()
         self._draining = self._able = False
@@ -264,6 +272,8 @@ class Router:
         await self._index.close()
         await self.pool.close()
         self._prompts.close()
+        if self._hold_back is not None:
+            self._hold_back.close()
         await self._grammars.close()
         await self._redis.aclose()
         await self._index_redis.aclose()

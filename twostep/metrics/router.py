@@ -18,7 +18,8 @@ REQUESTS = counter(
 REFUSED = counter(
     "twostep_requests_refused_total",
     "Requests that were refused, or ran out of time, before any worker had begun with them: bounded (too many wait, or too many of the "
-    "tenant's), target_ttft and target_tpot (could not be kept), deadline (passed in the queue).",
+    "tenant's), target_ttft and target_tpot (could not be kept), deadline (passed in the queue), "
+    "quota (an API key's tokens were used up).",
     ["reason", "request_class"],
 )
 SLO = counter(
