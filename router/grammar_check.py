@@ -31,14 +31,17 @@ _START_S = 60.0
 _MAX_VERDICTS = 4096
 # Of a probe's answer.
 _MAX_LINE = 1 << 16
+_MEMORY_BYTES = 512 << 20
 
 
 class GrammarChecker:
     """Of one router. Belongs to its event loop."""
 
-    def __init__(self, tokenizer_file: Path, *, check_s: float = _CHECK_S) -> None:
+    def __init__(self, tokenizer_file: Path, *, check_s: float = _CHECK_S, memory_bytes: int = _MEMORY_BYTES) -> None:
+        """`check_s`, `memory_bytes`: what one grammar may take."""
         self._file = tokenizer_file
         self._check_s = check_s
+        self._memory_bytes = memory_bytes
         # By hash: what is wrong, or nothing.
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
         self._idle: list[_Probe] = []
@@ -90,7 +93,7 @@ class GrammarChecker:
 
     async def _start(self) -> _Probe:
         """Raises SetupError."""
-        probe, trouble = await _Probe.start(self._file), "its start was given up"
+        probe, trouble = await _Probe.start(self._file, self._memory_bytes), "its start was given up"
         try:
             trouble = await probe.answer(_START_S) or ""
         except _Lost as lost:
@@ -124,7 +127,7 @@ class _Probe:
         self._process = process
 
     @classmethod
-    async def start(cls, tokenizer_file: Path) -> _Probe:
+    async def start(cls, tokenizer_file: Path, memory_bytes: int) -> _Probe:
         """Its first answer says whether it can be asked."""
         return cls(
             await asyncio.create_subprocess_exec(
@@ -133,6 +136,7 @@ class _Probe:
                 "-m",
                 "twostep.text.grammar_probe",
                 str(tokenizer_file),
+                str(memory_bytes),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,

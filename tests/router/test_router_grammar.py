@@ -7,12 +7,16 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 from grammar_cases import save_tokenizer
+from router_fakes import Cluster
 
 from router import grammar_check
 from router.grammar_check import GrammarChecker
 from twostep.errors import InvalidRequest, ResourceExhausted, SetupError
+from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.sampling_params import Grammar, GrammarKind
 
 # Each derivative is a conjunction of more terms than the one before: gigabytes within seconds.
@@ -53,10 +57,12 @@ async def test_good_ones_pass_and_bad_ones_are_named(checker: GrammarChecker) ->
                 await checker.check(grammar)
 
 
-async def test_one_that_takes_all_memory_is_refused_and_others_are_served(checker: GrammarChecker) -> None:
+async def test_one_that_takes_all_memory_is_refused_and_others_are_served(tokenizer_file: Path) -> None:
+    checker = GrammarChecker(tokenizer_file, check_s=60.0, memory_bytes=48 << 20)
     with pytest.raises(InvalidRequest, match="too much memory"):
         await checker.check(schema(BOMB))
     await checker.check(Grammar(GrammarKind.REGEX, "[0-9]+"))
+    await checker.close()
 
 
 async def test_one_that_takes_long_is_refused(tokenizer_file: Path) -> None:
@@ -94,3 +100,18 @@ async def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None
     with pytest.raises(SetupError, match=r"tokenizer\.json"):
         await checker.check(Grammar(GrammarKind.JSON_OBJECT))
     await checker.close()
+
+
+async def test_a_request_s_grammar_reaches_both_workers_or_none(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving():
+        good = pb.Grammar(json_schema='{"type": "object"}')
+        await cluster.ask(max_tokens=5, grammar=good)
+        assert prefill.requests[0].sampling.grammar == decode.requests[0].sampling.grammar == good
+        for grammar, says in ((pb.Grammar(regex="(yes"), "unclosed group"), (pb.Grammar(), "grammar is empty")):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await cluster.ask(max_tokens=5, grammar=grammar)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert says in (refused.value.details() or "")
+        await cluster.all_free()
+    assert len(decode.requests) == 1

@@ -76,8 +76,12 @@ def make_runner(**options: Any) -> FakeRunner:
     return FakeRunner(**{"num_blocks": 256, "block_size": BLOCK, "vocab_size": VOCAB, "max_model_len": 512} | options)
 
 
-def make_model(runner: FakeRunner, *, fingerprint: str = "fake", eos: frozenset[int] = frozenset()) -> ServedModel:
-    return ServedModel(name="fake", runner=runner, layout=layout_of(runner.kv_shape, fingerprint), eos_token_ids=eos)
+def make_model(
+    runner: FakeRunner, *, fingerprint: str = "fake", eos: frozenset[int] = frozenset(), tokenizer_file: Path | None = None
+) -> ServedModel:
+    return ServedModel(
+        name="fake", runner=runner, layout=layout_of(runner.kv_shape, fingerprint), eos_token_ids=eos, tokenizer_file=tokenizer_file
+    )
 
 
 def worker_config(role: str, redis_url: str, **options: Any) -> WorkerConfig:
@@ -318,18 +322,19 @@ async def started(
     eos: frozenset[int] = frozenset(),
     decode_fingerprint: str = "fake",
     secrets: tuple[bytes, bytes] = (SECRET, SECRET),
+    tokenizer_file: Path | None = None,
 ) -> AsyncIterator[Pair]:
     transports = make_transports or local_transports(LocalHub(), budget_bytes=budget_bytes)
     runners = prefill_runner or make_runner(), decode_runner or make_runner()
     prefill = Worker(
         worker_config("prefill", redis_url, **(prefill_options or {})),
-        make_model(runners[0], eos=eos),
+        make_model(runners[0], eos=eos, tokenizer_file=tokenizer_file),
         secrets[0],
         prefill_edge(transports),
     )
     decode = Worker(
         worker_config("decode", redis_url, **(decode_options or {})),
-        make_model(runners[1], eos=eos, fingerprint=decode_fingerprint),
+        make_model(runners[1], eos=eos, fingerprint=decode_fingerprint, tokenizer_file=tokenizer_file),
         secrets[1],
         decode_edge(transports, limits, floors),
     )

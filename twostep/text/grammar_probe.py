@@ -1,11 +1,12 @@
 """A process that tries grammars of strangers, so that whoever asks it survives them.
 
-    python -P -m twostep.text.grammar_probe TOKENIZER_JSON        (started by router/grammar_check.py)
+    python -P -m twostep.text.grammar_probe TOKENIZER_JSON BYTES        (started by router/grammar_check.py)
 
 Most of what a grammar may cost is bounded by llguidance's own limits, but not all: conjunctions of a dozen regular expressions take more
 memory than there is, and a library that gets none ends its process. Here the memory is limited, and the time by whoever waits.
 
-A line of JSON in: kind, text. A line out: `error`, what is wrong with the grammar, or null. It ends with its standard input.
+BYTES is how much memory a grammar may take, beside the tokenizer's. A line of JSON in: kind, text. A line out: `error`, what is wrong
+with the grammar, or null. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text.grammar import library, limits, refused, source_of, tokenizer_text
 
-# Beside what the tokenizer takes.
-_MEMORY_BYTES = 512 << 20
 # Of an answer that is made up: what grows, as a rule grows soon.
 _NUM_TOKENS = 24
 _NICENESS = 5
@@ -36,7 +35,7 @@ def main(argv: list[str]) -> None:
     except (SetupError, OSError, ValueError) as error:
         print(json.dumps({"error": str(error)}), flush=True)  # noqa: T201
         return
-    limit = _virtual_bytes() + _MEMORY_BYTES
+    limit = _virtual_bytes() + int(argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     print(json.dumps({"error": None}), flush=True)  # noqa: T201
     for line in sys.stdin:

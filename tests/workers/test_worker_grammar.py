@@ -1,0 +1,208 @@
+"""Answers in a grammar through both workers: those worked out token by token, whoever samples which token."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grammar_cases import EOS, OTHER_EOS, VOCAB, Case, Reference, cases, object_case, regex_case, save_tokenizer, schema_case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from worker_harness import WAIT_S, RouterDouble, make_runner, routed, started
+
+from twostep.engine import constraint
+from twostep.engine import grammar as engine_grammar
+from twostep.engine.fake import fake_next_token
+from twostep.engine.grammar import Step
+from twostep.engine.types import EngineRequest, FinishReason
+from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
+from twostep.text.grammar import source_of
+
+EOS_IDS = frozenset({EOS, OTHER_EOS})
+CONTEXT = 512
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def reference(tokenizer_file: Path) -> Reference:
+    return Reference(tokenizer_file)
+
+
+def pair_of(redis_url: str, tokenizer_file: Path | None, **options: Any) -> Any:
+    runners = {f"{role}_runner": make_runner(vocab_size=VOCAB, **options.pop("runner", {})) for role in ("prefill", "decode")}
+    return started(redis_url, tokenizer_file=tokenizer_file, eos=EOS_IDS, **runners, **options)
+
+
+def want(reference: Reference, case: Case, prompt: Sequence[int], max_tokens: int, **params: Any) -> tuple[list[int], FinishReason]:
+    request = EngineRequest(
+        seq_id="",
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **params),
+        eos_token_ids=EOS_IDS,
+    )
+    return reference.answer(request, source_of(case.grammar), max_model_len=CONTEXT)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [3 + (i * 7 + seed * 13) % 300 for i in range(length)]
+
+
+def free_answer(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count and not (len(tokens) > len(prompt) and tokens[-1] in EOS_IDS):
+        tokens.append(fake_next_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(work=st.lists(st.tuples(st.none() | cases(), st.integers(1, 20), st.integers(1, 40), st.booleans()), min_size=2, max_size=6))
+def test_the_pair_gives_the_answers_worked_out(
+    redis_url: str, tokenizer_file: Path, reference: Reference, work: list[tuple[Case | None, int, int, bool]]
+) -> None:
+    """Handed over or computed on the decode worker, many at once, in small chunks, beside answers without a grammar."""
+
+    async def serve() -> None:
+        async with pair_of(redis_url, tokenizer_file, prefill_options={"max_num_batched_tokens": 8}) as pair, routed(pair) as router:
+
+            async def one(i: int, case: Case | None, length: int, max_tokens: int, here: bool) -> None:
+                prompt = prompt_of(length, i)
+                options: dict[str, Any] = {} if case is None else {"grammar": case.grammar}
+                answer = await (router.generate_here if here else router.generate)(f"r{i}", prompt, max_tokens, **options)
+                assert answer.failed is None, answer.failed
+                if case is None:
+                    assert answer.tokens == free_answer(prompt, max_tokens)
+                    return
+                tokens, reason = want(reference, case, prompt, max_tokens)
+                assert answer.tokens == tokens
+                if reason is FinishReason.STOP:
+                    case.judge(reference.text(tokens[:-1]))
+
+            await asyncio.gather(*(one(i, *item) for i, item in enumerate(work)))
+            await pair.settled()
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("cut", [1, 4, 9])
+async def test_another_attempt_goes_on_in_the_grammar(
+    redis_url: str, tokenizer_file: Path, reference: Reference, cut: int, here: bool
+) -> None:
+    """What a migration, or a client that resumes, sends: the prompt with the tokens so far behind it."""
+    case, prompt = schema_case({"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 3, "maxItems": 5}), prompt_of(11, 5)
+    tokens, _ = want(reference, case, prompt, 60)
+    async with pair_of(redis_url, tokenizer_file) as pair, routed(pair) as router:
+        ask = router.generate_here if here else router.generate
+        answer = await ask("r", [*prompt, *tokens[:cut]], 60, num_prompt_tokens=len(prompt), attempt=2, grammar=case.grammar)
+        assert answer.tokens == tokens[cut:]
+        assert answer.positions == list(range(cut, len(tokens)))
+        await pair.settled()
+
+
+async def refused(router: RouterDouble, **options: Any) -> list[grpc.aio.AioRpcError]:
+    """By both workers."""
+    errors = []
+    for ask in (lambda: router.reserve("r", [5, 6], 9, **options), lambda: router.run("r", [5, 6], 9, **options).read()):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await ask()
+        errors.append(error.value)
+    return errors
+
+
+async def test_what_is_no_grammar_is_an_invalid_request(redis_url: str, tokenizer_file: Path) -> None:
+    async with pair_of(redis_url, tokenizer_file) as pair, routed(pair) as router:
+        for grammar, says in (
+            (Grammar(GrammarKind.REGEX, "(yes|no"), "unclosed group"),
+            (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "strin"}'), "strin"),
+        ):
+            for error in await refused(router, grammar=grammar):
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert says in (error.details() or "")
+        # As are tokens that are no beginning of its sentences.
+        for error in await refused(router, grammar=Grammar(GrammarKind.REGEX, "[0-9]+"), num_prompt_tokens=1):
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await pair.settled()
+
+
+async def test_a_worker_without_llguidance_or_tokenizer_says_so(
+    redis_url: str, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = Grammar(GrammarKind.JSON_OBJECT)
+    async with pair_of(redis_url, None) as pair, routed(pair) as router:
+        for error in await refused(router, grammar=grammar):
+            assert (error.code(), "tokenizer.json" in (error.details() or "")) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    async with pair_of(redis_url, tokenizer_file) as pair, routed(pair) as router:
+        for error in await refused(router, grammar=grammar):
+            assert (error.code(), "pip install" in (error.details() or "")) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+        assert (await router.generate("free", prompt_of(5, 1), 4)).tokens == free_answer(prompt_of(5, 1), 4)
+
+
+async def test_a_grammar_that_fails_ends_its_answer_and_no_other(
+    redis_url: str, tokenizer_file: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them in a row than failed steps would end the worker's engine."""
+    real = constraint._result
+
+    def result(which: constraint.Constraint, step: Step) -> constraint.Advanced:
+        return constraint.Advanced(None, "too many states") if which.live.tokens[1:] else real(which, step)
+
+    async with pair_of(redis_url, tokenizer_file) as pair, routed(pair) as router:
+        prompt = prompt_of(9, 2)
+        monkeypatch.setattr(constraint, "_result", result)
+        for i in range(5):
+            answer = await router.generate(f"r{i}", prompt, 30, grammar=regex_case("[0-9]{9}").grammar)
+            assert answer.failed is not None
+            assert (answer.failed.code, answer.failed.retryable) == ("INVALID_ARGUMENT", False)
+            assert "too many states" in answer.failed.message
+        monkeypatch.setattr(constraint, "_result", real)
+        assert (await router.generate("free", prompt, 12)).tokens == free_answer(prompt, 12)
+        case = object_case()
+        assert (await router.generate("held", prompt, 12, grammar=case.grammar)).tokens == want(reference, case, prompt, 12)[0]
+        await pair.settled()
+
+
+async def test_a_cancelled_one_leaves_nothing(redis_url: str, tokenizer_file: Path) -> None:
+    async with pair_of(redis_url, tokenizer_file, runner={"step_s": 0.01}) as pair, routed(pair) as router:
+        asking = [
+            asyncio.create_task(router.generate_here(f"r{i}", prompt_of(5, i), 400, grammar=object_case().grammar, ignore_eos=True))
+            for i in range(4)
+        ]
+        await asyncio.sleep(0.2)
+        for i in range(4):
+            await router.cancel(f"r{i}")
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+        await pair.settled()
+
+
+async def test_compiling_holds_up_neither_loop_nor_engine(redis_url: str, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While grammars are compiled, others are served."""
+    go = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    real = engine_grammar.Vocabulary.state
+
+    def slow(self: Any, grammar: Grammar) -> Any:
+        asyncio.run_coroutine_threadsafe(go.wait(), loop).result(WAIT_S)
+        return real(self, grammar)
+
+    monkeypatch.setattr(engine_grammar.Vocabulary, "state", slow)
+    async with pair_of(redis_url, tokenizer_file) as pair, routed(pair) as router:
+        held = asyncio.create_task(router.generate("held", prompt_of(5, 1), 6, grammar=object_case().grammar))
+        assert (await router.generate("free", prompt_of(9, 2), 12)).tokens == free_answer(prompt_of(9, 2), 12)
+        assert not held.done()
+        go.set()
+        assert len((await held).tokens) == 6
+        await pair.settled()
