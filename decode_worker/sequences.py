@@ -257,7 +257,7 @@ class Sequences:
         self._tell(sequence.withheld)
         sequence.withheld = []
         if not fetched.acknowledged:
-            self._spawn(self._fetcher.acknowledge(ticket, kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED))
+            self._spawn(self._fetcher.acknowledge(ticket, kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED), sequence)
 
     def _committed(self, sequence: DecodeSequence, target: Target, fetched: Fetched) -> None:
         self.bytes_fetched += fetched.num_bytes
@@ -347,7 +347,7 @@ class Sequences:
         """Takes the sequence out of the table now, and frees it as soon as nothing writes into its blocks."""
         del self._sequences[sequence.seq_id]
         self._num_ending += 1
-        return self._spawn(self._free(sequence, reason))
+        return self._spawn(self._free(sequence, reason), sequence)
 
     async def _free(self, sequence: DecodeSequence, reason: str) -> None:
         source = sequence.source if isinstance(sequence.source, HandedOver) else None
@@ -361,10 +361,11 @@ class Sequences:
             if sequence.span is not None:
                 sequence.span.end(reason)
         if source is not None and source.ticket is not None and sequence.state is State.FETCHING:
-            self._spawn(self._fetcher.acknowledge(source.ticket, kv_pb2.AcknowledgeRequest.OUTCOME_ABORTED, reason))
+            aborted = kv_pb2.AcknowledgeRequest.OUTCOME_ABORTED
+            self._spawn(self._fetcher.acknowledge(source.ticket, aborted, reason), sequence)
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+    def _spawn(self, work: Coroutine[object, object, None], sequence: DecodeSequence) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, context=sequence.context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task

@@ -271,7 +271,7 @@ class HandOvers:
             return
         self._apply(job, PublisherStarted(job.outlet.transport.copies_out))
         if job.lease.publishing:
-            job.publisher = asyncio.create_task(self._publish(job), name=f"publish {job.seq_id}", context=job.context)
+            job.publisher = asyncio.create_task(self._publish(job), name=f"publish {job.seq_id}", context=job.context.copy())
 
     async def _publish(self, job: Job) -> None:
         """Publishes all of it and says so to the lease. Cancelling leaves that to the canceller."""
@@ -306,9 +306,9 @@ class HandOvers:
                     if not self._engine.release(job.seq_id):
                         self._engine.cancel(job.seq_id)
                 case Action.CANCEL_PUBLISHER:
-                    self._spawn(self._stop_publisher(job))
+                    self._spawn(self._stop_publisher(job), job)
                 case Action.DROP_OBJECTS:
-                    self._spawn(self._drop(job))
+                    self._spawn(self._drop(job), job)
         if job.lease.finished and self._jobs.pop(job.lease_id, None) is not None:
             del self._by_seq[job.seq_id]
             if job.outlet is not None:
@@ -333,8 +333,8 @@ class HandOvers:
             # Whatever went wrong there, the transport's own time limit frees the rest; the lease must not wait for it.
             self._apply(job, Freed())
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, work: Coroutine[object, object, None], job: Job) -> None:
+        task = asyncio.create_task(work, context=job.context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
