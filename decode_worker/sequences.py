@@ -391,12 +391,8 @@ class Sequences:
     def _drop_router(self, outbox: Outbox) -> None:
         orphans = [s for s in self._sequences.values() if s.router_id == outbox.router_id]
         if orphans:
-            log.warning(
-                "router %s has had no stream for %g s: dropping its %d sequences",
-                outbox.router_id,
-                self.config.router_lease_s,
-                len(orphans),
-            )
+            name, lease_s = outbox.router_id, self.config.router_lease_s
+            log.warning("router %s has had no stream for %g s: dropping its %d sequences", name, lease_s, len(orphans))
         del self._outboxes[outbox.router_id]
         for sequence in orphans:
             self._end(sequence, "its router is gone")
