@@ -79,8 +79,9 @@ def _open(side: Sequence[Candidate]) -> Sequence[Candidate]:
 
 
 def _prefill_s(candidate: Candidate, fallback: StepCurve, prompt_tokens: float) -> float:
-    queued = max(mean_load(candidate, int(prompt_tokens)).queued_tokens, candidate.queued_tokens)
-    return _computing_s(candidate, fallback, queued, prompt_tokens)
+    mean = mean_load(candidate, int(prompt_tokens))
+    # Prompts come and go between two heartbeats; of its own ones the router knows better.
+    return _computing_s(candidate, fallback, max(mean.queued_tokens, mean.own_queued_tokens), prompt_tokens)
 
 
 def _decode_s(candidate: Candidate, fallback: StepCurve, prompt_tokens: float, answer_tokens: float) -> float:
@@ -90,7 +91,7 @@ def _decode_s(candidate: Candidate, fallback: StepCurve, prompt_tokens: float, a
     known = load.num_running and load.num_context_tokens
     context = load.num_context_tokens / load.num_running if known else prompt_tokens + answer_tokens / 2
     decoding_s = (begun / 2 + reserved) * answer_tokens * _token_s(candidate, fallback, context)
-    return decoding_s + _computing_s(candidate, fallback, mean.queued_tokens, prompt_tokens)
+    return decoding_s + _computing_s(candidate, fallback, max(mean.queued_tokens, mean.own_queued_tokens), prompt_tokens)
 
 
 def _computing_s(candidate: Candidate, fallback: StepCurve, num_tokens: float, prompt_tokens: float) -> float:

@@ -126,7 +126,7 @@ export class Dashboard {
       const value = el("span", { class: "figure" });
       const more = el("span", { class: "more" });
       const spark = el("span", { class: "sparkbox" });
-      return { ...tile, value, extra: more, spot: spark, root: el("div", { class: "tile panel" }, el("dt", { text: tile.label }), el("dd", {}, value, more), spark) };
+      return { ...tile, value, extra: more, spot: spark, root: el("div", { class: "tile panel" }, el("dt", { text: tile.label }), el("dd", {}, el("span", { class: "values" }, value, more), spark)) };
     });
     this.quiet = el(
       "p",

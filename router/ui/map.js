@@ -4,7 +4,7 @@
 import { sparkline } from "./charts.js";
 import { bytesPerSecond, count, el, percent, perSecond, plural, ratio, seconds, setText, svg } from "./format.js";
 import { balance } from "./scale.js";
-import { conditionOf, hitRate, kvUsage, workersOf } from "./state.js";
+import { conditionOf, hitRate, kvUsage, latest, workersOf } from "./state.js";
 
 const SIDES = { prefill: "Prefill", decode: "Decode" };
 // A line is full at so much a second.
@@ -25,7 +25,7 @@ export class ClusterMap {
     };
     this.router = meters("Router", ["running", "waiting", "requests", "handed over", "local"]);
     this.router.root.classList.add("router");
-    this.kv = meters("KV hand-over", ["rate", "hit rate"]);
+    this.kv = meters("KV cache", ["hand-over", "prefix hits"]);
     this.kv.root.classList.add("kv");
     this.balance = new Balance();
     this.router.root.append(this.balance.root);
@@ -62,15 +62,15 @@ export class ClusterMap {
     this.nobody.hidden = state.workers.size > 0;
     this.router.set("running", count(load.num_running));
     this.router.set("waiting", count(load.num_waiting), load.num_waiting > 0 ? "warn" : "");
-    this.router.set("requests", perSecond(load.requests_per_s));
-    this.router.set("handed over", perSecond(load.handed_over_per_s));
-    this.router.set("local", perSecond(load.local_per_s));
+    for (const [label, name] of [["requests", "requests_per_s"], ["handed over", "handed_over_per_s"], ["local", "local_per_s"]]) {
+      this.router.set(label, perSecond(latest(state, name) ?? load[name]));
+    }
     this.balance.set(load.prefill_decode_load_ratio);
     const live = [...state.workers.values()].filter((worker) => !worker.gone);
     const sum = (name) => live.reduce((total, worker) => total + worker[name], 0);
     const queried = sum("queried_tokens_per_s");
-    this.kv.set("rate", bytesPerSecond(sum("fetched_bytes_per_s")));
-    this.kv.set("hit rate", queried > 0 ? percent(sum("hit_tokens_per_s") / queried) : "–");
+    this.kv.set("hand-over", bytesPerSecond(sum("fetched_bytes_per_s")));
+    this.kv.set("prefix hits", queried > 0 ? percent(sum("hit_tokens_per_s") / queried) : "–");
     this.#route(state);
   }
 

@@ -41,7 +41,7 @@ export function phasesView({ phases, transfer, attempts }, usage) {
           "table",
           {},
           el("caption", { class: "unseen", text: "Phases of this answer" }),
-          el("thead", {}, el("tr", {}, ...["Phase", "Time", "Share", "What it is"].map((text) => el("th", { scope: "col", text })))),
+          el("thead", {}, el("tr", {}, ...["Phase", "Time", "Share", "What it is"].map((text, i) => el("th", { scope: "col", class: i === 3 && "words", text })))),
           el(
             "tbody",
             {},

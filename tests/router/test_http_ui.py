@@ -147,6 +147,52 @@ def test_classes_of_the_script_have_a_style() -> None:
     assert written - styled - {"plain", "lines"} == set()
 
 
+def _colours(scheme: str) -> dict[str, tuple[float, float, float]]:
+    text = (FOLDER / "style.css").read_text()
+    start = text.index(":root {") if scheme == "light" else text.index(':root[data-theme="dark"] {')
+    block = text[start : text.index("}", start)]
+    found = re.findall(r"--([\w-]+): #([0-9a-f]{6});", block)
+    return {name: tuple(int(value[i : i + 2], 16) / 255 for i in (0, 2, 4)) for name, value in found}  # type: ignore[misc]
+
+
+def _contrast(one: tuple[float, float, float], other: tuple[float, float, float]) -> float:
+    """WCAG 2.2's contrast ratio, from relative luminance."""
+
+    def luminance(colour: tuple[float, float, float]) -> float:
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrasts_are_enough_to_read(scheme: str) -> None:
+    colours = _colours(scheme)
+    texts = [(text, back) for text in ("text", "muted", "accent", "ok", "warn", "bad") for back in ("back", "panel")]
+    texts += [("text", "sunk"), ("muted", "sunk"), ("on-accent", "accent")] + [(name, f"{name}-back") for name in ("ok", "warn", "bad")]
+    texts += [(name, "panel") for name in ("prefill", "decode", "kv", "one", "two", "three")]
+    for text, back in texts:
+        assert _contrast(colours[text], colours[back]) >= 4.5, (text, back)
+    # Edges of what can be used, and the ring around what has the focus.
+    for line in ("strong-line", "accent"):
+        assert _contrast(colours[line], colours["panel"]) >= 3.0, line
+
+
+def test_phases_can_be_read_on_their_colours() -> None:
+    found = re.findall(r"\.phase-(\w+) { background: #([0-9a-f]{6}); }", (FOLDER / "playground.css").read_text())
+    assert len(found) == 7
+    for name, value in found:
+        colour = tuple(int(value[i : i + 2], 16) / 255 for i in (0, 2, 4))
+        assert _contrast((1.0, 1.0, 1.0), colour) >= 4.5, name  # type: ignore[arg-type]
+
+
+def test_dark_is_the_same_by_choice_and_by_the_systems_wish() -> None:
+    blocks = re.findall(r"color-scheme: dark;\s+(--.*?)}", (FOLDER / "style.css").read_text(), re.DOTALL)
+    chosen, wished = ({line.strip() for line in block.splitlines() if line.strip()} for block in blocks)
+    assert chosen == wished
+
+
 def _history() -> dict[str, Any]:
     state = RouterState(num_running=0, num_waiting=0, num_streams=0, workers={})
     return dict(columns([point([Sample(at=0.0), Sample(at=1.0)], state, None, [], 0.0)]))

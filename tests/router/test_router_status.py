@@ -235,6 +235,12 @@ def test_prefill_work_is_the_time_of_its_steps() -> None:
         assert found.decode_s == 0
 
 
+def test_prompts_that_no_heartbeat_tells_of_are_known_to_the_router() -> None:
+    told = prefill(512.0)
+    own = dataclasses.replace(told, mean=MeanLoad(own_queued_tokens=512.0))
+    assert role_load(Snapshot(prefill=[own], decode=[])) == role_load(Snapshot(prefill=[told], decode=[]))
+
+
 def test_decode_work_is_the_rest_of_the_answers_at_the_rate_of_a_full_batch() -> None:
     curve = _RECORD.curve
     assert curve is not None
