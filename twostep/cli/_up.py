@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         target = "" if system.plan.port == 50051 else f" --target {system.target}"
         say(f"  {command} chat{target}")
         say(f'  {command} generate "Once upon a time"{target}')
-        say(f"OpenAI's API: {system.http_url}/v1")
+        say(f"OpenAI's API: {system.http_url}/v1, the page: {system.http_url}/ui")
         say(f"Workers: {', '.join(f'{worker.worker_id} {worker.address}' for worker in system.plan.workers)}")
         if options.num_prefill:
             say(f"  {command} role HOST:PORT prefill|decode --secret-file {system.plan.run_dir / 'secret'}")
