@@ -25,6 +25,8 @@ _FINISH = {
     inference_pb2.FINISH_REASON_CONTENT_FILTER: "content_filter",
 }
 
+_MAX_MODEL_CHARS = 128
+
 
 class Record:
     """`job`, `report` and `answer` as soon as there are any, `end` if the request ended well. `metadata` goes along with every call to a
@@ -43,7 +45,7 @@ class Record:
         """What this router and the workers call it. In the task that serves it, before that starts others."""
         concerning(request_id, trace_id_of(self.metadata))
         if self.span is not None:
-            self.span.set({"gen_ai.response.id": request_id})
+            self.span.set({"gen_ai.response.id": request_id, "twostep.request_id": request_id})
 
     @property
     def tpot_s(self) -> float | None:
@@ -68,7 +70,8 @@ def recorded(
             {
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": tracing.PROVIDER,
-                "gen_ai.request.model": request.model or model,
+                # The only attribute that is a client's own text.
+                "gen_ai.request.model": request.model[:_MAX_MODEL_CHARS] or model,
                 "gen_ai.response.model": model,
             }
         )

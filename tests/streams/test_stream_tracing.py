@@ -13,10 +13,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from otlp_receiver import Collector, Received, collecting
 from whole_system import WholeSystem, whole_system
 
+from kv_transfer.tracing import TransferSpans
 from twostep.client import AsyncClient
 from twostep.errors import Unavailable
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
+from twostep.worker.worker import Worker
 
 CLIENT_TRACE, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"
@@ -55,10 +57,19 @@ def check_times(parent: Received, children: dict[str, Received], order: list[str
         at = child.end
 
 
+def open_spans(worker: Worker) -> TransferSpans:
+    service: Any = next(iter(worker.edge.services.values()))
+    found: TransferSpans = service._spans.transfers
+    return found
+
+
 async def test_one_trace_over_all_processes(fake_model_dir: Path, tmp_path: Path, collector: Collector) -> None:
     async with whole_system(fake_model_dir, tmp_path, otlp_endpoint=collector.endpoint) as system:
         end = await generate(system)
         await system.settled()
+        assert system.prefill is not None
+        for worker in (system.prefill, *system.decodes):
+            assert len(open_spans(worker)) == 0, "nothing of a request is kept"
     assert {span.trace_id for span in collector.spans} == {CLIENT_TRACE}
     assert {(span.service, span.instance) for span in collector.spans} >= {(PREFILL, "prefill-0"), (DECODE, "decode-0")}
 
