@@ -63,7 +63,7 @@ class Asked(Generic[AnyBody]):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"x-twostep-seed": str(self.seed)}
+        return {"x-request-id": self._name, "x-twostep-seed": str(self.seed)}
 
     def request(self, index: int) -> pb.GenerateRequest:
         """That of the choice, but for its prompt."""

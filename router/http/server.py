@@ -33,7 +33,7 @@ class HttpServer:
     def __init__(self, front: Front, *, host: str, port: int, tls: TlsFiles, max_connections: int) -> None:
         """Raises SetupError for unreadable TLS files."""
         self.host, self.port = host, port
-        self._ssl = _ssl_context(tls)
+        self._ssl = ssl_context(tls)
         self._max_connections = max_connections
         self._runner = web.AppRunner(
             make_app(front), keepalive_timeout=_KEEPALIVE_S, access_log=None, handler_cancellation=True, logger=connection_log()
@@ -104,11 +104,11 @@ async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
     concerning(request[REQUEST_ID], trace_id_of(forwarded(request)))
     response = await handler(request)
     if not response.prepared:
-        response.headers["x-request-id"] = request[REQUEST_ID]
+        response.headers.setdefault("x-request-id", request[REQUEST_ID])
     return response
 
 
-def _ssl_context(tls: TlsFiles) -> ssl.SSLContext | None:
+def ssl_context(tls: TlsFiles) -> ssl.SSLContext | None:
     if not tls.enabled or tls.cert is None or tls.key is None:
         return None
     tls.read()  # says which flag is wrong

@@ -213,6 +213,7 @@ async def test_ids_of_requests(cluster: Cluster) -> None:
                 assert prefill.requests[-1].request_id.startswith("mine.1~")
         async with http.post(CHAT, json=chat(max_tokens=1, request_id="body-1"), headers={"x-request-id": "mine.1"}) as answer:
             assert (await answer.json())["id"] == "chatcmpl-body-1"
+            assert answer.headers["x-request-id"] == "body-1"
 
 
 async def test_endpoints_that_are_not_served_say_so(cluster: Cluster) -> None:
@@ -252,8 +253,11 @@ async def test_a_router_that_goes_says_so_in_its_streams(cluster: Cluster) -> No
     decode.script.step_s = 600.0
     async with cluster.serving(), open_http(cluster) as http, http.post(CHAT, json=chat(stream=True, max_tokens=30)) as answer:
         await answer.content.readuntil(b"\n\n")
+        whole = asyncio.create_task(http.post(CHAT, json=chat(max_tokens=30)))
+        await until(lambda: len(decode.attaches) == 2, "both are under way")
         await cluster.router.drain(0.1)
         events = events_of(await answer.read())
+        assert (await whole).status == 503
     assert "repeat" in events[-1]["error"]["message"]
     await cluster.all_free()
 
