@@ -26,6 +26,8 @@ END = pb.End(
     transfer=pb.Transfer(transport="ray", bytes=4096, chunks=2, blocks_moved=3, blocks_reused=1, prefill_worker="p0", decode_worker="d0"),
     attempts=1,
 )
+# Questions of the examples in docs/sdk.md.
+DOCUMENTED = {"What is 6 times 7?": "think", "A city, as JSON.": "form"}
 WORDS = ("one ", "two ", "three")
 
 
@@ -33,7 +35,7 @@ class ScriptedInference(pb_grpc.InferenceServicer):
     """Prompts: "ok" answers WORDS; "refuse-N" is refused N times first; "later-MS" is refused once, with a retry delay of MS milliseconds;
     "break" breaks after two words; "crash" does so too, tells its seed and can go on; "stumble" does so after each word;
     "endless" never stops; "silent" says nothing; "noend" ends without an End; "skip" leaves a position out; "think" reasons before it
-    answers; "down-N" is UNAVAILABLE N times first; "bare" shows escape sequences; anything else answers WORDS.
+    answers; "form" answers JSON; "down-N" is UNAVAILABLE N times first; "bare" shows escape sequences; anything else answers WORDS.
 
     `health` is what the server says of itself; `away`: every Generate is UNAVAILABLE."""
 
@@ -52,6 +54,7 @@ class ScriptedInference(pb_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         prompt = request.text or (request.chat.messages[-1].content if request.HasField("chat") else "ids")
+        prompt = DOCUMENTED.get(prompt, prompt)
         self.calls[prompt] += 1
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
@@ -78,9 +81,11 @@ class ScriptedInference(pb_grpc.InferenceServicer):
                     yield pb.GenerateResponse(piece=pb.Piece(reasoning=word, token_ids=[200 + position], position=position))
                     position += 1
                 yield pb.GenerateResponse(piece=pb.Piece(text="42", token_ids=[300], position=position))
+            if prompt == "form":
+                yield pb.GenerateResponse(piece=pb.Piece(text='{"city": "Bonn", "people": 330000}', token_ids=[1], position=0))
             if prompt == "bare":
                 yield pb.GenerateResponse(piece=pb.Piece(text="a\x1b[31mb\x07c\x9b2Jd", token_ids=[1], position=0))
-            while prompt == "endless" or (position < len(WORDS) and prompt not in ("think", "bare")):
+            while prompt == "endless" or (position < len(WORDS) and prompt not in ("think", "form", "bare")):
                 if prompt == "stumble" and position == len(request.resume_token_ids) + 1:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the router was lost")
                 if (prompt == "break" and position == 2) or (prompt == "crash" and position == len(request.resume_token_ids) + 2):

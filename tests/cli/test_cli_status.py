@@ -48,7 +48,7 @@ def test_the_live_table(server: tuple[ScriptedInference, str], leave: str) -> No
         assert terminal.screen.cursor_hidden
         lines = terminal.screen.lines()
         assert lines[0] == "scripted  router-0  0.1.0  up 1 h 6 min  ready"
-        assert any(line.split() == ["decode-0", "ready", "12/64", "0", "████░░", "60", "%", "–", "640", "1.61", "GB/s"] for line in lines)
+        assert any(line.split() == ["decode-0", "ready", "12/64", "0", "████··", "60", "%", "–", "640", "1.61", "GB/s"] for line in lines)
         servicer.cluster.workers[1].num_running = 33
         terminal.expect("33/64")
         servicer.away = True
@@ -156,7 +156,10 @@ def test_no_line_is_wider_than_the_terminal(cluster: pb.ClusterStatus, width: in
             [instant(s) for s in (0, 0.0012, 0.0099, 0.012, 0.999, 1.5, 75.2)],
             ["–", "1.2 ms", "9.9 ms", "12 ms", "999 ms", "1.50 s", "75 s"],
         ),
-        ([amount(n) for n in (0, 0.25, 4.0, 9.96, 640, 1500, 2.5e6, 3e9)], ["0", "0.2", "4", "10.0", "640", "1.5k", "2.5M", "3.0G"]),
+        (
+            [amount(n) for n in (0, 0.02, 0.25, 1.25, 4.0, 9.96, 640, 1500, 2.5e6, 3e9)],
+            ["0", "0.02", "0.2", "1.2", "4", "10.0", "640", "1.5k", "2.5M", "3.0G"],
+        ),
         ([percent(1, 4), percent(0, 0)], ["25 %", "–"]),
         ([duration(s) for s in (5, 65, 4000, 200_000)], ["5 s", "1 min", "1 h 6 min", "2 d 7 h"]),
     ],

@@ -26,7 +26,7 @@ from twostep.errors import InvalidRequest, TwostepError
 _TICK_S = 0.1
 _MAX_QUEUED_PIECES = 1024
 _BLOCK = '"""'
-_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_SPINNER = "|/-\\"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,7 +104,7 @@ class Chat:
             self._say(f"twostep: {error.message}", "red")
             return
         self._session.answered(answer.text, answer.reasoning)
-        self._say(summary(answer, pace, cancelled=cancelled), "dim")
+        self._say(summary(answer, pace, cancelled=cancelled) + "\n", "dim")
 
     def _ask(self) -> Generation:
         sampling = cast(SamplingOptions, self._session.settings)

@@ -116,7 +116,7 @@ def _columns() -> list[_Column]:
         _Column("KV used", _kv),
         _Column("hit", lambda w: percent(w.hit_tokens_per_s, w.queried_tokens_per_s) if w.queried_tokens_per_s else "–", narrowest=56),
         _Column("tokens/s", lambda w: amount(w.tokens_per_s), narrowest=70),
-        _Column("KV in", lambda w: f"{w.fetched_bytes_per_s / 1e9:.2f} GB/s" if w.fetched_bytes_per_s else "–", narrowest=76),
+        _Column("KV in", lambda w: _bytes(w.fetched_bytes_per_s), narrowest=76),
         _Column("queued", lambda w: amount(w.num_queued_tokens), narrowest=100),
         _Column("context", lambda w: amount(w.num_context_tokens), narrowest=100),
         _Column("address", lambda w: _clean(w.address), narrowest=130, left=True),
@@ -133,7 +133,7 @@ def _kv(worker: WorkerStatus) -> str:
         return "–"
     share = 1 - worker.num_free_blocks / worker.num_blocks
     full = round(_BAR * share)
-    return f"{'█' * full}{'░' * (_BAR - full)} {100 * share:3.0f} %"
+    return f"{'█' * full}{'·' * (_BAR - full)} {100 * share:3.0f} %"
 
 
 def _instant(percentiles: Percentiles, which: str) -> str:
@@ -155,7 +155,15 @@ def amount(value: float) -> str:
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.1f}{unit}"
-    return f"{value:.1f}" if value and value < 10 and value != int(value) else f"{value:.0f}"
+    if value == int(value) or value >= 10:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 0.95 else f"{value:.1g}"
+
+
+def _bytes(per_second: float) -> str:
+    if not per_second:
+        return "–"
+    return f"{per_second / 1e9:.2f} GB/s" if per_second >= 1e8 else f"{per_second / 1e6:.2f} MB/s"
 
 
 def percent(part: float, whole: float) -> str:
