@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import sys
 
 from router.config import RouterConfig, parse_config
@@ -19,7 +21,12 @@ async def _serve(config: RouterConfig) -> None:
     stop = stop_event(config.drain_timeout)
     router = Router(config)
     await router.start()
-    await stop.wait()
+    asked = [asyncio.create_task(event.wait()) for event in (stop, router.drain_asked)]
+    await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    if not stop.is_set():
+        # As a supervisor asks for it, so that there is one way out.
+        signal.raise_signal(signal.SIGTERM)
+        await stop.wait()
     await router.drain(config.drain_timeout)
     log.info("drained")
 

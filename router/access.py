@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from router.access_keys import Key
 from router.access_limits import HOUR_S, Bucket, Day, Shortage, duration, worst
 from router.targets import Reason, Refused
+from twostep.api_keys import Key
 from twostep.errors import InvalidRequest, PermissionDenied
 from twostep.request_class import RequestClass
 from twostep.rpc.v1 import inference_pb2

@@ -18,6 +18,20 @@ def access_flags(parser: FlagParser) -> None:
     )
     parser.flag("--api-keys", default="", choices=["", "redis"], metavar="redis", help="the same, with the keys in Redis, for all routers")
     parser.flag(
+        "--admin-port",
+        type=_port,
+        default=-1,
+        help="HTTP for operators: API keys, workers' roles, the log's level, a drain; none if not given, 0 for any free one",
+    )
+    parser.flag("--admin-host", default="127.0.0.1", help="address of --admin-port; whoever can reach it needs the admin key all the same")
+    parser.flag(
+        "--admin-key-file",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="what opens --admin-port; if not given, a key that follows from the deployment's secret",
+    )
+    parser.flag(
         "--max-connections",
         type=_at_least_one,
         default=4096,
@@ -42,6 +56,16 @@ def access_flags(parser: FlagParser) -> None:
         choices=["closed", "open"],
         help="what it could not judge in time is not sent, and the request fails; open: it is sent",
     )
+
+
+def _port(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 1 << 16
+    if not -1 <= value < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give one up to 65535, 0 for any free one, -1 for none")
+    return value
 
 
 def _not_negative(text: str) -> int:

@@ -35,6 +35,9 @@ class RouterConfig:
     api_keys_file: Path | None = None
     api_keys: str = ""
     max_connections: int = 4096
+    admin_port: int = -1
+    admin_host: str = "127.0.0.1"
+    admin_key_file: Path | None = None
     hold_back: str = ""
     hold_back_chars: int = 64
     hold_back_timeout: float = 1.0

@@ -20,8 +20,10 @@ from router.config import DEFAULT_HTTP_PORT, RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
 from router.grammar_check import GrammarChecker
 from router.hold_back import hold_back_of
+from router.http.admin import Administration
+from router.http.admin_server import AdminServer, load_admin_key
 from router.http.front import Front
-from router.http.server import HttpServer
+from router.http.server import HttpServer, ssl_context
 from router.inference import Inference, InferenceConfig
 from router.placement import Demand, Placement, place
 from router.placement_log import PlacementLog
@@ -205,6 +207,9 @@ class Router:
             )
             port = config.http_port if config.http_port is not None else DEFAULT_HTTP_PORT if config.port else 0
             self._http = HttpServer(front, host=config.host, port=port, tls=config.tls, max_connections=config.max_connections)
+        # Set when an operator asks for it over the admin port: whoever runs the router drains it then.
+        self.drain_asked = asyncio.Event()
+        self._admin = None if config.admin_port == -1 else self._admin_server(secret)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -219,6 +224,11 @@ class Router:
     def http_port(self) -> int:
         """0: no HTTP is served."""
         return 0 if self._http is None else self._http.port
+
+    @property
+    def admin_port(self) -> int:
+        """0: there is none."""
+        return 0 if self._admin is None else self._admin.port
 
     @property
     def metrics_port(self) -> int:
@@ -237,6 +247,8 @@ class Router:
             await self._server.start()
             if self._http is not None:
                 await self._http.start()
+            if self._admin is not None:
+                await self._admin.start()
         except BaseException:
             await self._close()
             raise
@@ -265,7 +277,22 @@ class Router:
         await self.cleanup.drain(2.0)
         await self._close()
 
+    def _admin_server(self, secret: bytes) -> AdminServer:
+        config = self.config
+        administration = Administration(
+            key=load_admin_key(config.admin_key_file, secret),
+            access=self.access,
+            board=self.board,
+            pool=self.pool,
+            secret=secret,
+            tls=config.tls,
+            drain=self.drain_asked.set,
+        )
+        return AdminServer(administration, host=config.admin_host, port=config.admin_port, ssl_context=ssl_context(config.tls))
+
     async def _close(self) -> None:
+        if self._admin is not None:
+            await self._admin.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -190,6 +190,21 @@ def hash_of(told: str) -> str:
     return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def system_key(secret: bytes) -> str:
+    """What processes of the deployment show each other, and whoever holds its secret may: everything a key allows, without limits."""
+    return "ts-system-" + hmac.new(secret, b"twostep.system-key.v1", hashlib.sha256).hexdigest()
+
+
+def admin_key(secret: bytes) -> str:
+    """What opens a router's --admin-port, unless it was given a key of its own for that."""
+    return "ts-admin-" + hmac.new(secret, b"twostep.admin-key.v1", hashlib.sha256).hexdigest()
+
+
+def same_key(told: str, key: str) -> bool:
+    """In constant time."""
+    return len(told) <= MAX_KEY_CHARS and hmac.compare_digest(told.encode("utf-8", "surrogatepass"), key.encode())
+
+
 class KeyTable:
     """Keys by their hashes. What a lookup's time could tell is how a hash begins, and whoever guesses keys cannot choose their hashes; the
     hash that is found is compared in constant time all the same."""

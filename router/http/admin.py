@@ -1,0 +1,198 @@
+"""What operators may do to a running router, on a port of its own (--admin-port): nothing of it can be reached through the others.
+
+    GET    /admin/keys              all API keys, with what they have used; never the keys themselves, nor their hashes
+    POST   /admin/keys              makes one: {"name", "tenant", "requests_per_minute", ...}; `key` in the answer is told this once
+    GET    /admin/keys/{id}         one
+    PATCH  /admin/keys/{id}         changes what is given: limits, "disabled", "expires", ...
+    DELETE /admin/keys/{id}         revokes it
+    GET    /admin/status            the deployment as this router sees it: twostep.v1.ClusterStatus
+    POST   /admin/workers/{id}/role {"role": "prefill" | "decode", "drain_timeout_s": 30}: answers when the worker serves it
+    GET    /admin/log-level         {"level"}
+    POST   /admin/log-level         {"level": "debug" | "info" | "warning" | "error"}, of this router until it ends
+    POST   /admin/drain             this router takes nothing new, lets what runs end, and exits
+
+Each call shows the admin key: `authorization: Bearer KEY`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from router.access import Account
+from router.access_control import Access
+from router.http.calls import json_body
+from router.http.errors import Handler, errors
+from router.status_board import StatusBoard
+from router.workers import WorkerPool
+from twostep.api_keys import Key, make_key, same_key
+from twostep.errors import InvalidRequest, NotFound, Unauthenticated
+from twostep.rpc.channel import TlsFiles, open_channel
+from twostep.rpc.worker_role import switch_role
+
+log = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 64 << 10
+_MAX_DRAIN_S = 3600.0
+_LEVELS = ("debug", "info", "warning", "error")
+# Made by the router, and never anybody's to say.
+_OURS = frozenset({"id", "hash", "created"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Administration:
+    """What the handlers work on. `key` opens the port; `secret` and `tls` are the deployment's; `drain` begins it and returns."""
+
+    key: str
+    access: Access
+    board: StatusBoard
+    pool: WorkerPool
+    secret: bytes
+    tls: TlsFiles
+    drain: Callable[[], None]
+
+
+ADMINISTRATION: web.AppKey[Administration] = web.AppKey("administration", Administration)
+
+routes = web.RouteTableDef()
+
+
+def make_admin_app(administration: Administration) -> web.Application:
+    app = web.Application(middlewares=[errors, _let_in], client_max_size=_MAX_BODY_BYTES)
+    app[ADMINISTRATION] = administration
+    app.add_routes(routes)
+    return app
+
+
+@web.middleware
+async def _let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
+    scheme, _, told = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not same_key(told.strip(), request.app[ADMINISTRATION].key):
+        raise Unauthenticated(
+            "this port wants the admin key: `twostep keys` shows it when it is given the deployment's --secret-file, or the router's "
+            "--admin-key-file if it has one"
+        )
+    response = await handler(request)
+    response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+# ---- keys -------------------------------------------------------------------------------------------------------------------
+
+
+@routes.get("/admin/keys")
+async def list_keys(request: web.Request) -> web.Response:
+    return web.json_response({"object": "list", "data": [_told(each) for each in request.app[ADMINISTRATION].access.accounts()]})
+
+
+@routes.post("/admin/keys")
+async def create_key(request: web.Request) -> web.Response:
+    access = request.app[ADMINISTRATION].access
+    wanted = await _object(request)
+    told, made = make_key()
+    key = _changed(made, wanted)
+    await access.put(key)
+    log.info("API key %s was made", key.id)
+    return web.json_response({"key": told, **key.to_dict()}, status=201)
+
+
+@routes.get("/admin/keys/{id}")
+async def get_key(request: web.Request) -> web.Response:
+    return web.json_response(_told(_account(request)))
+
+
+@routes.patch("/admin/keys/{id}")
+async def change_key(request: web.Request) -> web.Response:
+    wanted = await _object(request)
+    key = _changed(_account(request).key, wanted)
+    await request.app[ADMINISTRATION].access.put(key)
+    log.info("API key %s was changed: %s", key.id, ", ".join(sorted(wanted)))
+    return web.json_response(_told(_account(request)))
+
+
+@routes.delete("/admin/keys/{id}")
+async def revoke_key(request: web.Request) -> web.Response:
+    key_id = request.match_info["id"]
+    await request.app[ADMINISTRATION].access.remove(key_id)
+    log.info("API key %.64s was revoked", key_id)
+    return web.json_response({"id": key_id, "deleted": True})
+
+
+def _account(request: web.Request) -> Account:
+    return request.app[ADMINISTRATION].access.account(request.match_info["id"])
+
+
+def _changed(key: Key, wanted: dict[str, Any]) -> Key:
+    """Raises BadKey, InvalidRequest."""
+    if ours := sorted(_OURS & set(wanted)):
+        raise InvalidRequest(f"{ours[0]} is not yours to say; leave it out")
+    return Key.from_dict(json.loads(key.to_json()) | wanted)
+
+
+def _told(account: Account) -> dict[str, Any]:
+    return {**account.key.to_dict(), "usage": account.usage()}
+
+
+# ---- the deployment and this router --------------------------------------------------------------------------------------------
+
+
+@routes.get("/admin/status")
+async def status(request: web.Request) -> web.Response:
+    return web.json_response(request.app[ADMINISTRATION].board.status_json())
+
+
+@routes.post("/admin/workers/{id}/role")
+async def set_role(request: web.Request) -> web.Response:
+    administration, worker_id = request.app[ADMINISTRATION], request.match_info["id"]
+    wanted = await _object(request)
+    role, drain_s = wanted.get("role"), wanted.get("drain_timeout_s", 30.0)
+    if role not in ("prefill", "decode"):
+        raise InvalidRequest("role: give prefill or decode")
+    if isinstance(drain_s, bool) or not isinstance(drain_s, int | float) or not 0 <= drain_s <= _MAX_DRAIN_S:
+        raise InvalidRequest(f"drain_timeout_s: give seconds from 0 to {_MAX_DRAIN_S:g}")
+    address = next((record.address for record in administration.pool.records() if record.worker_id == worker_id), None)
+    if address is None:
+        raise NotFound(f"there is no worker {worker_id[:64]!r}; GET /admin/status lists those that there are")
+    log.info("worker %s is asked to take the %s role", worker_id, role)
+    async with open_channel(address, tls=administration.tls) as channel:
+        change = await switch_role(channel, administration.secret, role=role, drain_timeout_s=float(drain_s))
+    told = {"worker_id": worker_id, "role": change.role, "epoch": change.epoch, "drain_s": change.drain_s, "switch_s": change.switch_s}
+    return web.json_response(told)
+
+
+@routes.get("/admin/log-level")
+async def log_level(request: web.Request) -> web.Response:
+    return web.json_response({"level": logging.getLevelName(logging.getLogger().level).lower()})
+
+
+@routes.post("/admin/log-level")
+async def set_log_level(request: web.Request) -> web.Response:
+    level = (await _object(request)).get("level")
+    if level not in _LEVELS:
+        raise InvalidRequest(f"level: give one of {', '.join(_LEVELS)}")
+    logging.getLogger().setLevel(level.upper())
+    log.warning("the log's level is %s from now on", level)
+    return web.json_response({"level": level})
+
+
+@routes.post("/admin/drain")
+async def drain(request: web.Request) -> web.Response:
+    log.warning("this router drains, and ends: it was asked to")
+    request.app[ADMINISTRATION].drain()
+    return web.json_response({"draining": True}, status=202)
+
+
+async def _object(request: web.Request) -> dict[str, Any]:
+    """The body. Raises InvalidRequest, HttpError 415."""
+    try:
+        found = json.loads(await json_body(request))
+    except (ValueError, RecursionError):
+        raise InvalidRequest("the body is not JSON; send an object") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("the body is not a JSON object; send one")
+    return found
