@@ -23,16 +23,22 @@ from twostep.rpc.v1 import inference_pb2 as pb
 
 AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody)
 # Request headers that say what a body may say too, or concern the connection.
-HEADERS = (
-    ("x-request-id", "the request's name; one is made if it is missing or has other than 1 to 128 of A-Z a-z 0-9 . _ : -"),
-    ("x-twostep-class", "interactive, standard or batch"),
-    ("x-twostep-ttft-ms", "the first token is promised within so many milliseconds"),
-    ("x-twostep-tpot-ms", "each further token is promised within so many milliseconds"),
-    ("x-twostep-timeout-ms", "the request ends after so many milliseconds"),
-    ("x-twostep-phases", "1: the answer says how long each phase took"),
+_NUMBER = {"type": "string", "pattern": r"^[1-9][0-9]{0,5}$"}
+HEADERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (
+        "x-request-id",
+        "the request's name; one is made if it is missing or has other than 1 to 128 of A-Z a-z 0-9 . _ : -",
+        {"type": "string"},
+    ),
+    ("x-twostep-class", "how urgent it is", {"type": "string", "enum": ["interactive", "standard", "batch"]}),
+    ("x-twostep-ttft-ms", "the first token is promised within so many milliseconds", _NUMBER),
+    ("x-twostep-tpot-ms", "each further token is promised within so many milliseconds", _NUMBER),
+    ("x-twostep-timeout-ms", "the request ends after so many milliseconds", _NUMBER),
+    ("x-twostep-phases", "1: the answer says how long each phase took", {"type": "string", "enum": ["0", "1"]}),
     (
         "x-twostep-keep-alive-s",
         "of streams: comments after so many silent seconds, also before the first token, whose failures then are events",
+        {"type": "string", "pattern": "^[1-9][0-9]{0,2}$"},
     ),
 )
 Send = Callable[[bytes], Awaitable[None]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, WithJsonSchema
 
 from router.http.errors import HttpError
 from router.http.fields import MAX_TOKENS, Body, CommonBody, Refused
@@ -16,8 +16,8 @@ _MAX_TOOLS = 1024
 
 
 class ContentPart(Body):
-    type: str
-    """`text`; others are refused: models here read text."""
+    type: Annotated[str, WithJsonSchema({"type": "string", "enum": ["text", "refusal"]})]
+    """Others are refused: models here read text."""
     text: str | None = None
     refusal: str | None = None
 

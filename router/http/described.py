@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -14,14 +14,14 @@ _ATTRIBUTE = "__described__"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
     """`bodies`: what the request's body may be, one of them. `reply` is that of status 200 in JSON; `events` the data of each
-    event, where the body asks for a stream; `media` that of a reply that is no JSON. `headers`: names of request headers, what they say."""
+    event, where the body asks for a stream; `media` that of a reply that is no JSON. `headers`: of requests: name, what it says, schema."""
 
     summary: str
     bodies: tuple[type[BaseModel], ...] = ()
     reply: type[BaseModel] | None = None
     events: type[BaseModel] | None = None
     media: str = "application/json"
-    headers: tuple[tuple[str, str], ...] = ()
+    headers: tuple[tuple[str, str, dict[str, Any]], ...] = ()
 
 
 Handler = TypeVar("Handler", bound=Callable[..., object])
@@ -34,7 +34,7 @@ def described(
     reply: type[BaseModel] | None = None,
     events: type[BaseModel] | None = None,
     media: str = "application/json",
-    headers: tuple[tuple[str, str], ...] = (),
+    headers: tuple[tuple[str, str, dict[str, Any]], ...] = (),
 ) -> Callable[[Handler], Handler]:
     """Goes between the route and the handler."""
     description = Description(summary=summary, bodies=bodies, reply=reply, events=events, media=media, headers=headers)

@@ -87,8 +87,8 @@ def _operation(path: str, method: str, description: Description, refs: dict[type
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in _PARAMETER.findall(path)
     ]
     parameters += [
-        {"name": name, "in": "header", "required": False, "description": says, "schema": {"type": "string"}}
-        for name, says in description.headers
+        {"name": name, "in": "header", "required": False, "description": says, "schema": schema}
+        for name, says, schema in description.headers
     ]
     if parameters:
         operation["parameters"] = parameters

@@ -142,7 +142,7 @@ def _escaped(text: str) -> str:
 
 def _class(body: CommonBody, headers: Mapping[str, str]) -> pb.RequestClass.ValueType:
     named = body.request_class or headers.get("x-twostep-class")
-    if named is not None:
+    if named:
         if named not in _CLASSES:
             raise HttpError(400, f"x-twostep-class is {named[:40]!r}; give one of {', '.join(_CLASSES)}", param="x-twostep-class")
         return _CLASSES[named]
@@ -169,7 +169,7 @@ def keep_alive_of(headers: Mapping[str, str]) -> float | None:
 
 def _number(headers: Mapping[str, str], name: str, most: float) -> float | None:
     text = headers.get(name)
-    if text is None:
+    if not text:
         return None
     try:
         value = float(text)
