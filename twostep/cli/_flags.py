@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from twostep import __version__
-from twostep.cli import _bench_flags, _plan_flags
+from twostep.cli import _bench_flags, _keys_flags, _plan_flags
 from twostep.flags import KV_WIRES, FlagParser, kv_transports
 
 # Also the SDK's default; not imported from there, that would load grpc.
@@ -74,6 +74,13 @@ def parser() -> FlagParser:
     )
     _role(role)
 
+    keys = commands.add_parser(
+        "keys",
+        help="API keys: make, list, change, revoke",
+        description="API keys of a router's --api-keys-file, or of a running router through its --admin-port. docs/access.md says more.",
+    )
+    _keys_flags.add_flags(keys)
+
     up = commands.add_parser(
         "up",
         help="run a whole system on this machine",
@@ -93,6 +100,7 @@ def parser() -> FlagParser:
     up.flag("--host", default="127.0.0.1", help="address the router listens on")
     up.flag("--port", type=int, default=50051, help="the router's port; 0 for any free one")
     up.flag("--http-port", type=int, default=None, help="OpenAI's API and the page; 8000 if not given, any free one if --port is 0")
+    up.flag("--api-keys-file", type=Path, default=None, metavar="FILE", help="let in those only who show a key of `twostep keys`")
 
     demo = commands.add_parser(
         "demo",

@@ -37,6 +37,7 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
         host=getattr(args, "host", "127.0.0.1"),
         port=getattr(args, "port", 0),
         http_port=getattr(args, "http_port", None),
+        api_keys_file=getattr(args, "api_keys_file", None),
         redis_url=args.redis_url,
         ray_address=args.ray_address,
         kv_transfer=args.kv_transfer,

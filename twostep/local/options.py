@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from twostep.errors import SetupError
 from twostep.text.reasoning import reasoning_format
@@ -32,6 +33,7 @@ class LocalOptions:
     host: str = "127.0.0.1"
     port: int = 50051
     http_port: int | None = None
+    api_keys_file: Path | None = None
     redis_url: str = ""
     ray_address: str = ""
     kv_transfer: str = ""
@@ -74,6 +76,10 @@ class LocalOptions:
         if not 0 <= self.port <= 65534:
             raise SetupError(f"--port {self.port} is not a port; give one from 1 to 65534, or 0 for any free one")
 
+        if self.api_keys_file is not None and not self.api_keys_file.is_file():
+            raise SetupError(
+                f"--api-keys-file {self.api_keys_file} is no file; make the first key with `twostep keys create --api-keys-file FILE`"
+            )
         if not 0 <= self.wanted_http_port <= 65535:
             raise SetupError(f"--http-port {self.http_port} is not a port; give one from 1 to 65535, or 0 for any free one")
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from twostep.api_keys import system_key
 from twostep.client import AsyncClient
 from twostep.errors import SetupError, TwostepError
 from twostep.local import redis_server
@@ -29,6 +30,7 @@ from twostep.local.ports import check_free, check_reachable, free_ports
 from twostep.local.probes import Probes, ray_up
 from twostep.local.supervisor import Component, ComponentFailed, Observer, Supervisor
 from twostep.models.store import default_cache_dir, resolve
+from twostep.secret import load_secret
 
 # Ray's unix sockets lie deep below its directory, and a socket's name has 107 bytes.
 _MAX_RUN_DIR_BYTES = 36
@@ -240,7 +242,7 @@ class LocalSystem:
     async def _until_serving(self) -> None:
         deadline = time.monotonic() + self._options.start_timeout_s
         missing = "the router does not answer"
-        async with AsyncClient(self.target, max_retries=0) as client:
+        async with AsyncClient(self.target, api_key=self._key(), max_retries=0) as client:
             while time.monotonic() < deadline:
                 missing = await self._missing(client)
                 if not missing:
@@ -268,6 +270,12 @@ class LocalSystem:
                 return f"{worker.worker_id} has no KV transport that is ready"
         return ""
 
+    def _key(self) -> str | None:
+        """What this process shows the router, if it wants a key of everybody: its own way to them may be another variable."""
+        if self._options.api_keys_file is None and not self._environ.get("TWOSTEP_API_KEYS"):
+            return None
+        return system_key(load_secret(self._secret))
+
     @property
     def _secret(self) -> Path:
         return self.plan.run_dir / "secret"
@@ -292,6 +300,8 @@ class LocalSystem:
         drain = ("--drain-timeout", f"{options.drain_timeout_s:g}")
         router_ports = [f"--host={options.host}", f"--port={plan.port}", f"--health-port={plan.router_health_port}"]
         router_ports += [f"--metrics-port={plan.router_metrics_port}", f"--http-port={plan.http_port}"]
+        if options.api_keys_file is not None:
+            router_ports.append(f"--api-keys-file={options.api_keys_file.resolve()}")
         health_host = options.host if options.host not in ("", "0.0.0.0", "::") else _LOOPBACK
         components.append(
             Component(
