@@ -1,0 +1,88 @@
+"""What the pages tell users to type works as printed: every `curl`, and the README's Python with OpenAI's client."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import System, free_port, running
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/http-api.md", "docs/tool-calls.md", "docs/structured-output.md")
+PRINTED = "http://localhost:8000"
+MODEL = "smollm2-135m-instruct"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    path = ROOT / page
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE) if path.exists() else []
+
+
+def commands_of(block: str) -> Iterator[str]:
+    """A command goes on until its quotes are closed and no line ends with a backslash. With the comment before it, if there is one."""
+    command = ""
+    for line in block.splitlines(keepends=True):
+        command += line
+        with contextlib.suppress(ValueError):
+            shlex.split(command, comments=True)
+            if not command.endswith("\\\n") and not line.startswith("#"):
+                yield command
+                command = ""
+    assert not command, f"a quote is never closed: {command}"
+
+
+def curls() -> list[tuple[str, str]]:
+    """Page and command."""
+    return [
+        (page, command) for page in PAGES for block in blocks(page, "sh") for command in commands_of(block) if command.startswith("curl ")
+    ]
+
+
+@pytest.fixture(scope="module")
+def url(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    port = free_port()
+    extra = ("--dtype", "float32", "--served-model-name", MODEL, "--http-port", str(port))
+    with running(tiny_llama_dir, tmp_path_factory.mktemp("readme"), prefill=0, decode=1, extra=extra) as system:
+        assert isinstance(system, System)
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_every_curl_is_answered(url: str) -> None:
+    commands = curls()
+    assert len(commands) > 8
+    for page, command in commands:
+        told = subprocess.run(
+            ["bash", "-c", command.replace(PRINTED, url).replace("curl ", "curl -sS --fail-with-body --max-time 60 ", 1)],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        if refused := re.match(r"# answered with (\d+)", command):
+            assert f"error: {refused[1]}" in told.stderr, f"{page}: {command}"
+            assert json.loads(told.stdout)["error"]["message"]
+            continue
+        assert told.returncode == 0, f"{page}: {command}\n{told.stdout}\n{told.stderr}"
+        if "/metrics" in command:
+            assert "twostep_process_info" in told.stdout
+        elif told.stdout.startswith("data: "):
+            assert told.stdout.rstrip().endswith("data: [DONE]"), f"{page}: {command}"
+        else:
+            assert "error" not in json.loads(told.stdout), f"{page}: {command}"
+
+
+def test_openais_client_as_the_readme_has_it(url: str) -> None:
+    (program,) = [block for block in blocks("README.md", "python") if "from openai" in block]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(program.replace(PRINTED, url), "README.md", "exec"), {})
+    assert out.getvalue()
