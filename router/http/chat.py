@@ -16,7 +16,7 @@ from router.http.fields import parse_body
 from router.http.front import FRONT, Front
 from router.http.logprobs import chat_logprobs
 from router.http.replies import ChatChunk, ChatCompletion
-from router.http.tool_use import ToolUse, deltas_of, finish_with_calls
+from router.http.tool_use import ToolMessage, ToolUse, deltas_of, finish_with_calls
 from router.http.usage import finish_of, stop_reason_of, usage_of
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -76,7 +76,7 @@ class WholeChoice:
 
     def __init__(self, chat: Chat, index: int) -> None:
         self._chat, self._index = chat, index
-        self._text: list[str] = []
+        self._said = ToolMessage(chat.tools.parser())
         self._reasoning: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -85,7 +85,8 @@ class WholeChoice:
 
     async def write(self, response: pb.GenerateResponse) -> None:
         piece = response.piece
-        self._text.append(piece.text)
+        if piece.text:
+            self._said.write(piece.text)
         if piece.reasoning:
             self._reasoning.append(piece.reasoning)
         if self._chat.body.return_token_ids:
@@ -95,18 +96,18 @@ class WholeChoice:
 
     async def end(self, end: pb.End) -> None:
         self.finished = end
+        self._said.end()
 
     def choice(self) -> dict[str, Any]:
         body = self._chat.body
-        said = self._chat.tools.read("".join(self._text))
-        message: dict[str, Any] = {"role": "assistant", "refusal": None, **said.fields()}
+        message: dict[str, Any] = {"role": "assistant", "refusal": None, **self._said.fields()}
         if self._reasoning and body.include_reasoning is not False:
             message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
         choice = {
             "index": self._index,
             "message": message,
             "logprobs": None if body.num_logprobs is None else {"content": self._logprobs, "refusal": None},
-            "finish_reason": finish_with_calls(finish_of(self.finished), len(said.tool_calls)),
+            "finish_reason": finish_with_calls(finish_of(self.finished), self._said.num_calls),
             "stop_reason": stop_reason_of(self.finished, body.stop_strings),
         }
         if body.return_token_ids:

@@ -80,36 +80,55 @@ class ToolUse:
             return None
         return ToolCallParser(self.format, names=[function.name for function in self.functions], parallel=self.parallel)
 
-    def read(self, text: str) -> ToolMessage:
-        """A whole answer."""
-        parser = self.parser()
-        if parser is None:
-            return ToolMessage(text)
-        message = ToolMessage("")
-        for event in [*parser.push(text), *parser.finish()]:
-            message.add(event)
-        return message
 
-
-@dataclass(slots=True)
 class ToolMessage:
-    content: str
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """A whole answer, put together from its pieces."""
 
-    def add(self, event: Event) -> None:
-        match event:
-            case Content(text):
-                self.content += text
-            case CallBegun(_, call_id, name):
-                self.tool_calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
-            case CallArguments(index, text):
-                self.tool_calls[index]["function"]["arguments"] += text
+    def __init__(self, parser: ToolCallParser | None) -> None:
+        self._parser = parser
+        self._content: list[str] = []
+        self._calls: list[_Called] = []
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def write(self, text: str) -> None:
+        if self._parser is None:
+            self._content.append(text)
+        else:
+            self._add(self._parser.push(text))
+
+    def end(self) -> None:
+        if self._parser is not None:
+            self._add(self._parser.finish())
 
     def fields(self) -> dict[str, Any]:
         """Of the message; the content of one that only calls is null."""
-        if not self.tool_calls:
-            return {"content": self.content}
-        return {"content": self.content or None, "tool_calls": self.tool_calls}
+        content = "".join(self._content)
+        if not self._calls:
+            return {"content": content}
+        return {"content": content or None, "tool_calls": [call.told() for call in self._calls]}
+
+    def _add(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case Content(text):
+                    self._content.append(text)
+                case CallBegun(_, call_id, name):
+                    self._calls.append(_Called(call_id, name))
+                case CallArguments(index, text):
+                    self._calls[index].arguments.append(text)
+
+
+@dataclass(slots=True)
+class _Called:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+    def told(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": "".join(self.arguments)}}
 
 
 def deltas_of(events: Sequence[Event]) -> list[dict[str, Any]]:

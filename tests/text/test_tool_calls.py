@@ -63,6 +63,8 @@ _FRAGMENTS = [
     '{"arguments": {"x": [1, 2]}, "name": "h"}',
     '{"name": "f", "arguments": "{\\"a\\": 1}"}',
     '{"name": "f", "arguments": {"a": oops}}',
+    '{"id": "x", "name": "f", "arguments": {"a": 1}, "id": "abc", "more": [{}]}',
+    '{"name": "f", "arguments": {"a": 1}, "id": oops',
     '{"name": "f"',
     '"arguments": {"a": "\\"',
     '{"answer": 42}',
@@ -250,6 +252,7 @@ def test_ids() -> None:
     [
         '<tool_call>{"name": "' + "x" * 70_000,
         "<tool_call>" * 3000,
+        '<tool_call>{"name": "f", "arguments": {}}' * 3000,
         '<tool_call>{"name": "f", "arguments": {' + "[" * 100_000,
         "[TOOL_CALLS]" + "a" * 100_000,
         "<tool_call>[" + '{"name": "f", "arguments": {}},' * 5000,
@@ -261,6 +264,7 @@ def test_work_is_bounded(text: str) -> None:
     """A long answer, however odd, costs about the same for each of its characters."""
     for format in FORMATS:
         found = read(format, [text[i : i + 4] for i in range(0, len(text), 4)])
+        assert read(format, [text]) == found
         if not found.calls:
             assert found.content == text
         assert len(found.calls) <= 1024

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Iterator
+from functools import lru_cache
+from itertools import groupby
 
 from twostep.text.tool_events import CallArguments, CallBegun, Content, Event
 
@@ -26,6 +28,17 @@ _CALL_KEYS = frozenset({"name", "type", "id", "arguments", "parameters"})
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 
 
+def _kind(event: Event) -> tuple[type[Event], int | None]:
+    return type(event), None if isinstance(event, Content) else event.index
+
+
+@lru_cache
+def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
+    """What finds the first of them, and what may become one."""
+    beginnings = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
+    return re.compile("|".join(map(re.escape, markers))), beginnings
+
+
 class _NoCall(Exception):
     """What follows the mark is something else."""
 
@@ -40,7 +53,7 @@ class Reader:
         self._new_id = new_id
         self._text = ""
         self._at = 0  # next character to read
-        self._marked = False  # keep the text from 0 on
+        self._mark: int | None = None  # text from here on is kept, where it stands
         self._ended = False
         self._events: list[Event] = []
         # White space that is dropped if it turns out to stand next to a call.
@@ -51,7 +64,7 @@ class Reader:
     # ---- for the parser ----------------------------------------------------------------------------------------------
 
     def feed(self, text: str) -> None:
-        if not self._marked:
+        if self._mark is None:
             self._text, self._at = self._text[self._at :], 0
         self._text += text
 
@@ -61,30 +74,30 @@ class Reader:
     def taken(self) -> list[Event]:
         """Events since the last time; deltas of one kind that follow each other are one."""
         merged: list[Event] = []
-        for event in self._events:
-            last = merged[-1] if merged else None
-            if isinstance(event, Content) and isinstance(last, Content):
-                merged[-1] = Content(last.text + event.text)
-            elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
-                merged[-1] = CallArguments(event.index, last.text + event.text)
+        for (kind, index), run in groupby(self._events, key=_kind):
+            if kind is CallBegun:
+                merged += run
             else:
-                merged.append(event)
+                text = "".join(event.text for event in run if not isinstance(event, CallBegun))
+                merged.append(Content(text) if index is None else CallArguments(index, text))
         self._events = []
         return merged
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """The place to come back to."""
-        self._text, self._at, self._marked = self._text[self._at :], 0, True
+        """The place to come back to. Places in the text are good until it is released."""
+        self._mark = self._at
 
     def release(self) -> None:
-        self._marked = False
+        self._mark = None
 
-    def rewind(self, num_chars: int) -> None:
+    def rewind(self, num_chars: int = 0) -> None:
         """Back to the mark; so many characters from there are content, and what follows is read again."""
-        self._at, self._marked = num_chars, False
-        self.say(self._text[:num_chars])
+        assert self._mark is not None, "nothing is marked"
+        self._at, start = self._mark + num_chars, self._mark
+        self.say(self._text[start : self._at])
+        self.release()
 
     def peek(self) -> _Read:
         """The next character, empty at the end."""
@@ -106,7 +119,7 @@ class Reader:
     def follows(self, marker: str) -> Generator[None, None, bool]:
         """Takes `marker` if it comes next."""
         while not self._text.startswith(marker, self._at):
-            rest = self._text[self._at :]
+            rest = self._text[self._at : self._at + len(marker)]
             if self._ended or not marker.startswith(rest):
                 return False
             yield
@@ -115,18 +128,18 @@ class Reader:
 
     def content_until(self, *markers: str) -> _Read:
         """Says everything before the first of `markers`, which is not taken; empty at the end of the text."""
-        beginnings = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
-        longest = max(len(marker) for marker in markers) - 1
+        pattern, beginnings = _patterns(markers)
         while True:
-            text = self._text[self._at :]
-            found = min(((at, marker) for marker in markers if (at := text.find(marker)) >= 0), default=None)
+            found = pattern.search(self._text, self._at)
             if found is not None:
-                self.say(text[: found[0]])
-                self._at += found[0]
-                return found[1]
+                self.say(self._text[self._at : found.start()])
+                self._at = found.start()
+                return found.group()
+            text = self._text[self._at :]
             keep = 0
             if not self._ended:
-                keep = next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in beginnings), 0)
+                longest = min(len(text), max(map(len, markers)) - 1)
+                keep = next((n for n in range(longest, 0, -1) if text[-n:] in beginnings), 0)
             self.say(text[: len(text) - keep])
             self._at += len(text) - keep
             if self._ended:
@@ -262,17 +275,19 @@ class Reader:
                 else:
                     yield from self.value()
                 if begun:
-                    self._text, self._at = self._text[self._at :], 0
+                    self.mark()
                 if (yield from self.skip_space()) == ",":
                     self._at += 1
             if (yield from self.take()) != "}":
                 raise _NoCall
         except _NoCall:
             if begun:
-                self._at = 0  # behind the arguments: the call stands, the rest is content
+                self.rewind()  # behind the last key: the call stands, the rest is content
                 return
             raise
-        if not begun:
+        if begun:
+            self.release()
+        else:
             if name is None or (held is None and bare) or (held is not None and not held.startswith("{")):
                 raise _NoCall
             self.begin_call(name)
@@ -291,7 +306,7 @@ class Reader:
             except _NoCall:
                 if self._num_found == num_before:
                     raise
-                self.rewind(0)
+                self.rewind()
                 return
             self.mark()
             if (yield from self.skip_space()) == ",":
@@ -301,7 +316,7 @@ class Reader:
                 self._at += 1
                 self.release()
             else:
-                self.rewind(0)
+                self.rewind()
             return
 
 
@@ -369,7 +384,7 @@ def llama3_json_calls(reader: Reader) -> Iterator[None]:
     reader.mark()
     first = yield from reader.skip_space()
     tagged = first == tag[0]
-    reader.rewind(0)
+    reader.rewind()
     if not tagged and first != "{":
         tagged = True  # a call may still come, but only with a tag
     while True:
@@ -386,7 +401,7 @@ def llama3_json_calls(reader: Reader) -> Iterator[None]:
                 if (yield from reader.skip_space()) in (";", ","):
                     yield from reader.take()
                 if (yield from reader.skip_space()) != "{":
-                    reader.rewind(0)
+                    reader.rewind()
                     break
                 yield from reader.call_object(bare=True)
         except _NoCall:
