@@ -106,7 +106,7 @@ def batches(draw: st.DrawFn) -> list[tuple[Case | None, dict[str, Any]]]:
     return made
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(work=batches(), budget=st.integers(1, 40), num_seqs=st.integers(1, 6), num_blocks=st.integers(50, 110), ahead=st.booleans())
 def test_any_batch_gives_the_answers_worked_out(
     compiler: GrammarCompiler,
@@ -134,7 +134,7 @@ def test_any_batch_gives_the_answers_worked_out(
     assert_idle(engine)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(case=cases(), prompt=st.lists(st.integers(3, 300), min_size=1, max_size=30), cuts=st.lists(st.integers(1, 12), max_size=3))
 def test_hand_over_and_migration_replay_the_tokens(
     compiler: GrammarCompiler, reference: Reference, case: Case, prompt: list[int], cuts: list[int]

@@ -28,7 +28,7 @@ from twostep.text.grammar import library, limits, refused, source_of, tokenizer_
 # Compiled grammars kept: some ten kilobytes each, some megabytes with the automaton of one that was much used.
 _MAX_CACHED = 64
 # Beside the engine's thread.
-_MAX_THREADS = 4
+_MAX_THREADS = 8
 _MAX_WHY_CHARS = 300
 
 
@@ -96,18 +96,20 @@ def advance_all(grammars: Sequence[tuple[LiveGrammar, Sequence[int]]]) -> Sequen
 
 
 class Vocabulary:
-    """A model's tokens as llguidance sees them. From any thread."""
+    """A model's tokens as llguidance sees them. From any thread, one grammar from one at a time."""
 
     def __init__(self, tokenizer_file: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         """`vocab_size`: rows of the embedding; ids that the tokenizer does not know never follow. Takes a second for 100,000 tokens.
         Raises SetupError."""
         self._words = num_words(vocab_size)
-        library_ = library()
+        make = library().LLTokenizer
         try:
             text = tokenizer_text(tokenizer_file)
-            known = library_.LLTokenizer(text)
-            eos = sorted(token for token in eos_token_ids if token < known.vocab_size)
-            self._tokenizer = library_.LLTokenizer(text, eos_token=eos) if eos else known
+            try:
+                # The ends only have to be among those of the model that have no text: which of them come is the engine's business.
+                self._tokenizer = make(text, eos_token=sorted(eos_token_ids) or None)
+            except ValueError:
+                self._tokenizer = make(text)
         except (OSError, ValueError) as error:
             raise SetupError(f"{tokenizer_file} cannot be used for grammars: {error}") from error
         self._limits = limits()
@@ -115,8 +117,7 @@ class Vocabulary:
         size = min(vocab_size, int(self._tokenizer.vocab_size))
         # Of one mask of llguidance's.
         self._mask_words = num_words(int(self._tokenizer.vocab_size))
-        ends = frozenset(self._tokenizer.eos_tokens)
-        self._others = make_bits(self._words, [token for token in range(size) if token not in ends])
+        self._others = make_bits(self._words, range(size)) & ~make_bits(self._words, self._tokenizer.eos_tokens)
 
     def matcher(self, grammar: Grammar) -> Any:
         """Raises InvalidRequest if the grammar is none."""
@@ -215,5 +216,6 @@ class GrammarCompiler:
 def make_bits(words: int, tokens: Iterable[int]) -> npt.NDArray[np.int32]:
     """int32 [words] with these tokens' bits set, and no others; tokens beyond them are left out."""
     flags = np.zeros(words * WORD, np.uint8)
-    flags[[token for token in tokens if 0 <= token < len(flags)]] = 1
+    there = np.fromiter(tokens, np.int64)
+    flags[there[(there >= 0) & (there < len(flags))]] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)

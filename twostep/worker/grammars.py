@@ -17,7 +17,7 @@ from twostep.sampling_params import Grammar
 _THREADS = 2
 _MAX_PENDING = 256
 # The first one loads the tokenizer.
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 60.0
 
 
 class Grammars:
