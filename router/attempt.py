@@ -172,6 +172,8 @@ class Attempt:
             link.tenants.discard(self)
         if self._run is not None:
             self._run.close()
+            # Each knows the other: left so, all that both hold would stay until a full garbage collection.
+            self._run = None
         for task in self._tasks:
             if not task.done():
                 task.cancel()
