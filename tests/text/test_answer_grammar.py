@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
-from twostep.engine.grammar import Vocabulary
+from twostep.engine.grammar import LiveGrammar, Vocabulary
+from twostep.engine.token_masks import WORD
 from twostep.errors import InvalidRequest
 from twostep.sampling_params import Grammar, GrammarKind
-from twostep.text import Tokenizer
+from twostep.text import Detokenizer, Tokenizer
 from twostep.text.answer_grammar import Function, after_reasoning, either, strict_grammar, tool_call_grammar
 from twostep.text.reasoning import REASONING_FORMATS, Begun
 from twostep.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ToolCallFormat, ToolCallParser
@@ -38,6 +40,20 @@ class Model:
         file = tmp_dir / "tokenizer.json"
         self.inner.save(str(file))
         self._vocabulary = Vocabulary(file, vocab_size=self.inner.get_vocab_size(), eos_token_ids=frozenset({2}))
+
+    def sentence(self, grammar: Grammar, choose: random.Random, most: int = 200) -> str | None:
+        """Any answer of the grammar, token by token out of all that may follow; None if it becomes too long."""
+        state = self._vocabulary.state(grammar)
+        live, step = LiveGrammar(state), state.step
+        detokenizer, text = Detokenizer(self.tokenizer.showing(self.tokenizer.special_ids)), ""
+        for _ in range(most):
+            allowed = [i for i in range(self.inner.get_vocab_size()) if step.bits[i // WORD] >> (i % WORD) & 1]
+            if step.complete and (not allowed or choose.random() < 0.5):
+                return text + detokenizer.finish()
+            token = choose.choice(allowed)
+            text += detokenizer.push([token])
+            step = live.advance([token])
+        return None
 
     def accepts(self, grammar: Grammar, text: str) -> bool:
         ids = self.inner.encode(text, add_special_tokens=False).ids
@@ -194,3 +210,39 @@ def test_strict_functions_where_the_model_is_free_to_call(request: pytest.Fixtur
 
 def test_what_no_mark_tells_from_text_is_not_held(plain: Model) -> None:
     assert strict_grammar(LLAMA3_JSON, _FUNCTIONS, plain.tokenizer, parallel=True) is None
+
+
+@pytest.mark.parametrize("kind", ["plain", "marked"])
+@pytest.mark.parametrize("format", [HERMES, LLAMA3_JSON, MISTRAL])
+def test_every_sentence_is_read_as_calls(request: pytest.FixtureRequest, kind: str, format: ToolCallFormat) -> None:
+    model: Model = request.getfixturevalue(kind)
+    schema = {
+        "properties": {
+            "unit": {"enum": ["C", "größer 🙂"]},
+            "days": {"type": "integer", "minimum": 0, "maximum": 99},
+            "now": {"type": "boolean"},
+        },
+        "required": ["unit", "days"],
+        "additionalProperties": False,
+    }
+    functions = [Function("get_weather", schema), Function("now")]
+    num_read = 0
+    for parallel in (True, False):
+        grammar = tool_call_grammar(format, functions, model.tokenizer, parallel=parallel)
+        for seed in range(8):
+            text = model.sentence(grammar, random.Random(seed))
+            if text is None:
+                continue
+            calls = calls_of(format, text)
+            num_read += len(calls)
+            assert calls
+            assert parallel or len(calls) == 1
+            for name, arguments in calls:
+                if name == "now":
+                    assert arguments == {}
+                else:
+                    assert name == "get_weather"
+                    assert {"unit", "days"} <= arguments.keys() <= {"unit", "days", "now"}
+                    assert arguments["unit"] in ("C", "größer 🙂")
+                    assert 0 <= arguments["days"] <= 99
+    assert num_read > 8
