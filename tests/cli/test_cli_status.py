@@ -110,7 +110,9 @@ def test_no_workers_yet_and_workers_of_one_role() -> None:
     cluster = some_cluster()
     del cluster.workers[0]
     shown = "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
-    assert "prefill: 0 of 0 ready\n\ndecode: 1 of 2 ready" in shown
+    assert "prefill: no workers; decode workers compute prompts themselves\n\ndecode: 1 of 2 ready" in shown
+    cluster.workers[0].local_prefill = False
+    assert "prefill: no workers, and nothing is served" in "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
 
 
 def test_failures_and_what_was_not_observed() -> None:

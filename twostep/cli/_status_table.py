@@ -93,8 +93,10 @@ def _workers(workers: Sequence[WorkerStatus], width: int, paint: Paint) -> list[
     for role in _ROLES:
         of_role = sorted((worker for worker in workers if worker.role == role), key=lambda worker: worker.worker_id)
         ready = sum(worker.ready and not worker.draining for worker in of_role)
-        title = clipped(f"{role}: {ready} of {len(of_role)} ready", width)
-        lines.append(paint(title, "bold") if of_role else paint(title, "yellow"))
+        if of_role:
+            lines.append(paint(clipped(f"{role}: {ready} of {len(of_role)} ready", width), "bold"))
+        else:
+            lines.append(paint(clipped(f"{role}: {_without(role, workers)}", width), "yellow"))
         if of_role:
             lines.append(paint(row("worker", [column.title for column in columns]), "dim"))
         for worker in of_role:
@@ -103,6 +105,12 @@ def _workers(workers: Sequence[WorkerStatus], width: int, paint: Paint) -> list[
             lines.append(line.replace(f" {state} ", f" {paint(state, _STATE_STYLE[state])} ", 1))
         lines.append("")
     return lines[:-1]
+
+
+def _without(role: str, workers: Sequence[WorkerStatus]) -> str:
+    if role == "prefill" and any(worker.local_prefill for worker in workers):
+        return "no workers; decode workers compute prompts themselves"
+    return "no workers, and nothing is served without"
 
 
 _STATE_STYLE = {"ready": "green", "draining": "yellow", "starting": "yellow"}
