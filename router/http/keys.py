@@ -15,7 +15,7 @@ from router.targets import TENANT_HEADER
 
 # For anybody: what a probe asks, and what is the same everywhere.
 _OPEN = frozenset({"/health", "/ready", "/version", "/openapi.json", "/ui", "/ui/"})
-_OPEN_FOLDER, _CLOSED_FOLDER = "/ui/", "/ui/api"
+_OPEN_FOLDER, _CLOSED_FOLDER = "/ui/", "/ui/api/"
 # Calls that a limit of requests counts: those that cost more than a look.
 _COUNTED = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
 # A body has this long to come, and its size at this rate besides: what is slower only holds a connection.
