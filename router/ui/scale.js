@@ -38,11 +38,19 @@ export function pathOf(values, x, y) {
   return path;
 }
 
+/** What lies below the same lines. */
 export function areaOf(values, x, y, floor) {
-  const known = values.map((value, i) => [i, value]).filter(([, value]) => value !== null && value !== undefined);
-  if (known.length < 2) return "";
-  const points = known.map(([i, value]) => `${x(i).toFixed(1)} ${y(value).toFixed(1)}`).join("L");
-  return `M${x(known[0][0]).toFixed(1)} ${floor}L${points}L${x(known.at(-1)[0]).toFixed(1)} ${floor}Z`;
+  let path = "";
+  let run = [];
+  [...values, null].forEach((value, i) => {
+    if (value !== null && value !== undefined) {
+      run.push([x(i).toFixed(1), y(value).toFixed(1)]);
+      return;
+    }
+    if (run.length > 1) path += `M${run[0][0]} ${floor}L${run.map((at) => at.join(" ")).join("L")}L${run.at(-1)[0]} ${floor}Z`;
+    run = [];
+  });
+  return path;
 }
 
 /** Least, mean, most and last of what is known; null: nothing is. */

@@ -9,7 +9,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,6 @@ class Page:
         self._socket = socket
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._handlers: dict[str, Callable[[dict[str, Any]], Coroutine[Any, Any, None]]] = {}
-        self._handling: set[asyncio.Task[None]] = set()
         self.errors: list[str] = []
         self.asked: list[str] = []
 
@@ -66,10 +64,6 @@ class Page:
                     waiter.set_result(told)
                 continue
             params = told.get("params", {})
-            if told.get("method") in self._handlers:
-                task = asyncio.create_task(self._handlers[told["method"]](params))
-                self._handling.add(task)
-                task.add_done_callback(self._handling.discard)
             match told.get("method"):
                 case "Runtime.exceptionThrown":
                     details = params["exceptionDetails"]
@@ -80,10 +74,6 @@ class Page:
                     self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
                 case "Network.requestWillBeSent":
                     self.asked.append(params["request"]["url"])
-
-    def on(self, method: str, handle: Callable[[dict[str, Any]], Coroutine[Any, Any, None]]) -> None:
-        """`handle` gets the parameters of each such event."""
-        self._handlers[method] = handle
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._ids)

@@ -319,7 +319,7 @@ def test_scales_paths_and_phases(run: Run) -> None:
     console.log(JSON.stringify({
       tops, even: [1 / 8, 1, 8, 0, 1000].map(even.of).map((v) => Number(v.toFixed(6))),
       path: scale.pathOf([1, 2, null, 3, null], x, y), nothing: scale.pathOf([null, undefined], x, y),
-      area: scale.areaOf([null, 1, 2], x, y, 9),
+      area: scale.areaOf([null, 1, 2, null, 5, null, 3, 4], x, y, 9),
       summary: scale.summaryOf([null, 2, 4, null]), none: scale.summaryOf([null]),
       phases: phases.segmentsOf({ route_s: 1, decode_s: 3, fetch_s: 0, total_s: 9 }).map(({ name, s, share }) => [name, s, share]),
     }));
@@ -329,7 +329,7 @@ def test_scales_paths_and_phases(run: Run) -> None:
         "even": [0, 0.5, 1, 0, 1],
         "path": "M0.0 1.0L10.0 2.0M30.0 3.0h0.01",
         "nothing": "",
-        "area": "M10.0 9L10.0 1.0L20.0 2.0L20.0 9Z",
+        "area": "M10.0 9L10.0 1.0L20.0 2.0L20.0 9ZM60.0 9L60.0 3.0L70.0 4.0L70.0 9Z",
         "summary": {"least": 2, "mean": 3, "most": 4, "last": 4},
         "none": None,
         "phases": [["route", 1, 0.25], ["decode", 3, 0.75]],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import struct
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from browser import Page, chromium, running_browser, tab
 from router_fakes import ANSWER_TEXT, Cluster, FakeWorker, Script, until
 
 from router import status_board
+from twostep.api_key_file import put_in_file
+from twostep.api_keys import make_key
 from twostep.cluster.records import WorkerLoad
 from twostep.step_curve import StepCurve
 
@@ -222,43 +224,35 @@ async def test_workers_and_the_router_come_and_go(cluster: Cluster, page: Page) 
     page.errors[:] = [error for error in page.errors if "ERR_" not in error]
 
 
-async def test_a_key_is_asked_for_where_one_is_needed(cluster: Cluster, page: Page) -> None:
-    """The router's part is played by who stands between: it lets nobody through without the key."""
-    async with cluster.serving(), gatekeeper(page, "letmein") as turned_away:
+async def test_a_key_is_asked_for_where_one_is_needed(cluster: Cluster, page: Page, tmp_path: Path) -> None:
+    told, key = make_key()
+    put_in_file(tmp_path / "keys", key)
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(api_keys_file=tmp_path / "keys"):
         await page.open(url(cluster))
         await page.until("document.querySelector('#key-dialog').open")
         assert await page.do("document.activeElement.id") == "key"
         await page.type("wrong")
         await page.press("Enter")
-        await until(lambda: "Bearer wrong" in turned_away, "it was tried")
+        # Refused, and so it is asked for again.
+        await page.until("sessionStorage.length === 1 && document.querySelector('#key-dialog').open")
+        await page.press("Escape")
+        await page.until("document.querySelector('#router-state').innerText === 'no access'")
+        await page.do("document.querySelector('#key-button').click()")
         await page.until("document.querySelector('#key-dialog').open")
         await page.do("document.querySelector('#key').value = ''")
-        await page.type("letmein")
+        await page.type(told)
         await page.press("Enter")
-        await page.until(_LIVE)
+        await page.until(f"{_LIVE} && document.querySelector('#banner').hidden")
         assert await page.do("[sessionStorage.length, localStorage.length]") == [1, 0]
+        assert await page.do("document.cookie") == ""
         await page.open(url(cluster))
         await page.until(_LIVE)
+        await page.do("document.querySelector('#to-playground').click()")
+        await ask(page, "hello")
+        await page.until("document.querySelector('.phases') !== null")
     page.errors[:] = [error for error in page.errors if "401" not in error]
-
-
-@contextlib.asynccontextmanager
-async def gatekeeper(page: Page, key: str) -> AsyncIterator[list[str]]:
-    """Answers 401 to what has not this key. Yields the Authorization headers that were turned away."""
-    turned_away: list[str] = []
-
-    async def decide(params: dict[str, Any]) -> None:
-        given = params["request"]["headers"].get("Authorization", "")
-        if given == f"Bearer {key}":
-            await page.call("Fetch.continueRequest", requestId=params["requestId"])
-            return
-        turned_away.append(given)
-        await page.call("Fetch.fulfillRequest", requestId=params["requestId"], responseCode=401)
-
-    page.on("Fetch.requestPaused", decide)
-    await page.call("Fetch.enable", patterns=[{"urlPattern": "*/ui/api/*"}, {"urlPattern": "*/v1/*"}])
-    yield turned_away
-    await page.call("Fetch.disable")
 
 
 # ---- the playground --------------------------------------------------------------------------------------------------------
