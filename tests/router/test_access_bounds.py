@@ -49,10 +49,10 @@ async def _chunks(data: bytes) -> AsyncIterator[bytes]:
 
 
 async def test_messages_are_bounded(cluster: Cluster) -> None:
-    async with cluster.serving(), open_http(cluster) as http:
-        async with http.post(CHAT, json=chat(messages=[{"role": "user", "content": "a"}] * 5000)) as answer:
-            assert answer.status == 400
-            assert "at most 4096" in (await answer.json())["error"]["message"]
+    body = chat(messages=[{"role": "user", "content": "a"}] * 5000)
+    async with cluster.serving(), open_http(cluster) as http, http.post(CHAT, json=body) as answer:
+        assert answer.status == 400
+        assert "at most 4096" in (await answer.json())["error"]["message"]
 
 
 @asynccontextmanager
