@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from router.access_flags import access_flags
+from router.batches.flags import batch_flags
 from router.fair_queue import AGEING_S
 from router.quota import tenant_weights
 from twostep.flags import FlagParser, tracing_flag
@@ -42,6 +43,11 @@ class RouterConfig:
     hold_back_chars: int = 64
     hold_back_timeout: float = 1.0
     hold_back_failure: str = "closed"
+    batch_dir: Path | None = None
+    batch_concurrency: int = 64
+    max_file_bytes: int = 200 << 20
+    max_owner_bytes: int = 10 << 30
+    file_retention_days: int = 30
     served_model_name: str = ""
     secret_file: Path | None = None
     router_id: str = ""
@@ -101,6 +107,7 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     )
     parser.flag("--max-body-bytes", type=_between(1024, 1 << 40), default=default.max_body_bytes, help="largest HTTP request taken")
     access_flags(parser)
+    batch_flags(parser)
     parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")
     parser.flag("--secret-file", type=Path, default=None, help="deployment secret, the same file on every process")
     parser.flag("--router-id", default="", help="unique name of this replica; drawn at start if not given")

@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 from router.access_control import Access
 from router.access_sources import source_of
 from router.admission import Admission
+from router.batches.service import DAY_S, BatchConfig, Batches
 from router.cleanup import Cleanup
 from router.config import DEFAULT_HTTP_PORT, RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
@@ -22,6 +23,7 @@ from router.grammar_check import GrammarChecker
 from router.hold_back import hold_back_of
 from router.http.admin import Administration
 from router.http.admin_server import AdminServer, load_admin_key
+from router.http.batches import BatchEndpoints
 from router.http.front import Front
 from router.http.server import HttpServer, ssl_context
 from router.inference import Inference, InferenceConfig
@@ -108,7 +110,7 @@ class Router:
             on_charge=self._quota_share.charge,
         )
         template = ChatTemplate.of(card)
-        chat_format = ChatFormat.of(card.chat_template, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
+        chat_format = ChatFormat.of(card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
         self._grammars = GrammarChecker(config.model / "tokenizer.json")
         self._prompts = PromptReader(
             tokenizer,
@@ -188,6 +190,7 @@ class Router:
         self._server.add(service, inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
         self._server.add(StatusService(self.board), status_pb2_grpc.add_StatusServicer_to_server, "twostep.v1.Status")
         self._http: HttpServer | None = None
+        self.batches = self._open_batches()
         if config.http_port != -1:
             front = Front(
                 inference=self._inference,
@@ -204,7 +207,10 @@ class Router:
                 started_unix_s=int(time.time()),
                 max_body_bytes=config.max_body_bytes,
                 tracer=self._tracer,
+                batches=self.batches,
             )
+            if self.batches is not None:
+                self.batches.answer_with(BatchEndpoints(front))
             port = config.http_port if config.http_port is not None else DEFAULT_HTTP_PORT if config.port else 0
             self._http = HttpServer(front, host=config.host, port=port, tls=config.tls, max_connections=config.max_connections)
         # Set when an operator asks for it over the admin port: whoever runs the router drains it then.
@@ -244,6 +250,8 @@ class Router:
             await self.registry.poll()
             await self.access.start()
             await self._index.open()
+            if self.batches is not None:
+                await self.batches.start()
             await self._server.start()
             if self._http is not None:
                 await self._http.start()
@@ -255,6 +263,8 @@ class Router:
         # While any request is there, something goes on.
         collecting = collect_in_quiet_moments(lambda: time.monotonic_ns() if self.admission.num_inflight else 0)
         running = (self.registry.run(), self._quota_share.run(), self.access.run(), self._inference.cut_stuck_clients())
+        if self.batches is not None:
+            self._keep(self.batches.run())
         for work in (*running, self._tick(), self.board.run(), collecting):
             self._keep(work)
         log.info(
@@ -273,9 +283,27 @@ class Router:
         self.admission.close()
         self.board.close()
         http = self._http.drain(grace_s) if self._http is not None else asyncio.sleep(0)
-        await asyncio.gather(self._server.drain(grace_s), http)
+        batches = self.batches.drain(grace_s) if self.batches is not None else asyncio.sleep(0)
+        await asyncio.gather(self._server.drain(grace_s), http, batches)
         await self.cleanup.drain(2.0)
         await self._close()
+
+    def _open_batches(self) -> Batches | None:
+        config = self.config
+        if config.batch_dir is None:
+            return None
+        if config.http_port == -1:
+            raise SetupError("--batch-dir and --http-port -1 contradict each other: batches are asked for over HTTP; leave one of them out")
+        batch_config = BatchConfig(
+            root=config.batch_dir,
+            served=self._inference.model_name,
+            concurrency=config.batch_concurrency,
+            max_file_bytes=config.max_file_bytes,
+            max_line_bytes=config.max_body_bytes,
+            max_owner_bytes=config.max_owner_bytes,
+            lifetime_s=config.file_retention_days * DAY_S,
+        )
+        return Batches(batch_config, redis=self._redis, router_id=self.router_id)
 
     def _admin_server(self, secret: bytes) -> AdminServer:
         config = self.config
@@ -296,6 +324,8 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.batches is not None:
+            await self.batches.close()
         await self._index.close()
         await self.pool.close()
         self._prompts.close()

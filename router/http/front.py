@@ -9,6 +9,7 @@ from aiohttp import web
 
 from router.access import Identity
 from router.access_control import Access
+from router.batches.service import Batches
 from router.inference import Inference
 from router.job import Metadata
 from router.status_board import StatusBoard
@@ -42,6 +43,7 @@ class Front:
     started_unix_s: int
     max_body_bytes: int
     tracer: Tracer | None = None
+    batches: Batches | None = None
 
 
 FRONT: web.AppKey[Front] = web.AppKey("front", Front)

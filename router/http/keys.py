@@ -17,7 +17,7 @@ from router.targets import TENANT_HEADER
 _OPEN = frozenset({"/health", "/ready", "/version", "/openapi.json", "/ui", "/ui/"})
 _OPEN_FOLDER, _CLOSED_FOLDER = "/ui/", "/ui/api/"
 # Calls that a limit of requests counts: those that cost more than a look.
-_COUNTED = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+_COUNTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/files", "/v1/batches", "/tokenize", "/detokenize"})
 # A body has this long to come, and its size at this rate besides: what is slower only holds a connection.
 _BODY_S = 30.0
 _MIN_BYTES_PER_S = 32 << 10
@@ -33,21 +33,27 @@ async def identified(request: web.Request, handler: Handler) -> web.StreamRespon
     request[IDENTITY] = NOBODY
     if not (access.enabled and is_open(request.path)):
         request[IDENTITY] = access.identify(request.headers.get("Authorization"), request.headers.get(TENANT_HEADER))
-    with arriving(request, _BODY_S):
+    with arriving(request, _BODY_S, _largest(request)):
         if request.method == "POST" and request.path in _COUNTED:
             with request[IDENTITY].calling():
                 return await handler(request)
         return await handler(request)
 
 
+def _largest(request: web.Request) -> int:
+    """Bytes of a body there."""
+    batches = request.app[FRONT].batches
+    return batches.config.max_file_bytes if batches is not None and request.path == "/v1/files" else request.client_max_size
+
+
 @contextmanager
-def arriving(request: web.Request, patience_s: float) -> Iterator[None]:
+def arriving(request: web.Request, patience_s: float, most: int) -> Iterator[None]:
     """The body of a request has a time of its own, whoever reads it: HttpError 408 to whoever does then."""
     if not request.body_exists or request.content.is_eof():
         yield
         return
-    size = request.content_length if request.content_length is not None else request.client_max_size
-    seconds = patience_s + min(size, request.client_max_size) / _MIN_BYTES_PER_S
+    size = request.content_length if request.content_length is not None else most
+    seconds = patience_s + min(size, most) / _MIN_BYTES_PER_S
 
     def too_slow() -> None:
         if not request.content.is_eof():

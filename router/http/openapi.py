@@ -90,8 +90,16 @@ def _operation(path: str, method: str, description: Description, refs: dict[type
         {"name": name, "in": "header", "required": False, "description": says, "schema": schema}
         for name, says, schema in description.headers
     ]
+    if description.query is not None:
+        properties = description.query.model_json_schema()["properties"]
+        parameters += [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in properties.items()]
     if parameters:
         operation["parameters"] = parameters
+    if description.form is not None:
+        form = description.form.model_json_schema()
+        form["properties"]["file"] = {"type": "string", "contentMediaType": "application/octet-stream"}
+        form["required"] = [*form.get("required", ()), "file"]
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
     if description.bodies:
         schemas = [refs[body] for body in description.bodies]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}

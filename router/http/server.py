@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from router.http import chat, completions, counting, openapi, refusals, system, tokens, tracing, ui
+from router.http import batches, chat, completions, counting, files, openapi, refusals, system, tokens, tracing, ui
 from router.http.connections import AT_WORK, Connections, at_work, connection_log
 from router.http.errors import Handler, errors
 from router.http.front import FRONT, REQUEST_ID, Front, forwarded
@@ -82,7 +82,7 @@ def make_app(front: Front) -> web.Application:
     app[ANSWERS] = Answers()
     app.cleanup_ctx.append(_keeping_alive)
     app[ui.PAGE] = ui.load_page()
-    for module in (chat, completions, tokens, system, openapi, ui):
+    for module in (chat, completions, files, batches, tokens, system, openapi, ui):
         app.add_routes(module.routes)
     app.add_routes(refusals.routes)
     openapi.describe(app)

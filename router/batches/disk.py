@@ -1,0 +1,85 @@
+"""Changes on disk that are there or not, whenever the power goes. Everything blocks, and raises OSError."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+class Disk:
+    """Of one folder tree, which other routers may share: renames and exclusive creation are what they agree by."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Whole or not at all."""
+        temporary = path.with_name(f".{path.name}.{os.getpid():x}.{os.urandom(4).hex()}")
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                _write_all(descriptor, data)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            self.rename(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def create(self, path: Path, data: bytes) -> None:
+        """By nobody else: raises FileExistsError. A crash may leave less than `data`."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        _sync_folder(path.parent)
+
+    def append(self, path: Path, data: bytes) -> None:
+        """On disk when it returns. What fails may have left a part."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, path: Path, to: Path) -> None:
+        os.rename(path, to)
+        _sync_folder(to.parent)
+
+    def link(self, path: Path, to: Path) -> None:
+        """The same content under another name, also once the first is gone."""
+        try:
+            os.link(path, to)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            # Some shared volumes have no links.
+            shutil.copyfile(path, to)
+
+    def delete(self, path: Path) -> None:
+        """It may be gone already."""
+        path.unlink(missing_ok=True)
+
+    def delete_folder(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # not every shared volume can
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,192 @@
+"""Files of clients on disk. Everything blocks: it runs in threads.
+
+    DIR/OWNER/files/file-….json   what the file is; it exists from here on
+    DIR/OWNER/files/file-….data   its content, there before
+    DIR/OWNER/uploads/            what is still coming
+
+OWNER stands for a tenant: nobody reaches another's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from router.batches.disk import Disk
+from router.batches.records import FILE_ID, FileRecord, from_json, new_id, output_id, to_json
+from twostep.errors import DataLoss, NotFound, ResourceExhausted
+
+_UPLOADS = "uploads"
+# What nobody finishes: uploads that broke off, contents whose records never came.
+_ABANDONED_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Of a list: ids, and whether more follow."""
+
+    ids: Sequence[str]
+    has_more: bool
+
+
+def page_of(ids: Iterable[str], *, after: str | None, limit: int, ascending: bool = False) -> Page:
+    """Newest first, or the other way round. `after`: the last id of the page before, which may be gone by now."""
+    ordered = sorted(ids, reverse=not ascending)
+    if after is not None:
+        ordered = [each for each in ordered if (each > after if ascending else each < after)]
+    return Page(ordered[:limit], len(ordered) > limit)
+
+
+class FileStore:
+    def __init__(self, root: Path, disk: Disk, *, lifetime_s: float, max_owner_bytes: int) -> None:
+        """`lifetime_s`: of files that say nothing themselves. `max_owner_bytes`: of all files of an owner; 0: no bound."""
+        self._root = root
+        self._disk = disk
+        self._lifetime_s = lifetime_s
+        self._max_owner_bytes = max_owner_bytes
+
+    # ---- coming in ---------------------------------------------------------------------------------------------------------
+
+    def begin_upload(self, owner: str) -> Path:
+        """Where to append to. Raises ResourceExhausted."""
+        if self._max_owner_bytes and self._owner_bytes(owner) >= self._max_owner_bytes:
+            raise ResourceExhausted(
+                f"your files have {self._max_owner_bytes} bytes already, and may not have more; delete some, or ask whoever runs this for "
+                "more (--max-owner-bytes)"
+            )
+        folder = self._root / owner / _UPLOADS
+        self._disk.make_folder(folder)
+        self._disk.make_folder(self._folder(owner))
+        return folder / os.urandom(16).hex()
+
+    def append_upload(self, upload: Path, data: bytes) -> None:
+        self._disk.append(upload, data)
+
+    def keep(self, owner: str, upload: Path, record: FileRecord) -> FileRecord:
+        """What has arrived becomes a file."""
+        self._disk.rename(upload, self._data(owner, record.id))
+        self._disk.write(self._record(owner, record.id), to_json(record))
+        return record
+
+    def drop_upload(self, upload: Path) -> None:
+        self._disk.delete(upload)
+
+    def new_record(
+        self, *, filename: str, num_bytes: int, purpose: str, lives_s: int | None, made: tuple[str, int, str] | None = None
+    ) -> FileRecord:
+        """`made`: batch, run and kind of an output."""
+        now = time.time()
+        return FileRecord(
+            id=new_id("file-", now) if made is None else output_id(*made, now),
+            filename=filename,
+            num_bytes=num_bytes,
+            created=int(now),
+            purpose=purpose,
+            expires=int(now + (self._lifetime_s if lives_s is None else lives_s)),
+        )
+
+    # ---- what is there -----------------------------------------------------------------------------------------------------
+
+    def get(self, owner: str, file_id: str) -> FileRecord:
+        """Raises NotFound, DataLoss."""
+        if FILE_ID.fullmatch(file_id):
+            try:
+                return from_json(FileRecord, self._record(owner, file_id).read_bytes())
+            except FileNotFoundError:
+                pass
+        raise NotFound(f"there is no file {file_id[:64]!r}; GET /v1/files lists yours")
+
+    def open_content(self, owner: str, file_id: str) -> BinaryIO:
+        """Raises NotFound, DataLoss."""
+        try:
+            return self.content(owner, file_id).open("rb")
+        except FileNotFoundError:
+            raise NotFound(f"the file {file_id} is gone") from None
+
+    def content(self, owner: str, file_id: str) -> Path:
+        """Raises NotFound, DataLoss."""
+        self.get(owner, file_id)
+        return self._data(owner, file_id)
+
+    def ids(self, owner: str) -> list[str]:
+        return [name.removesuffix(".json") for name in _names(self._folder(owner)) if FILE_ID.fullmatch(name.removesuffix(".json"))]
+
+    def page(self, owner: str, *, after: str | None, limit: int, ascending: bool, purpose: str | None) -> tuple[list[FileRecord], bool]:
+        """And whether more follow. Damaged records are passed over."""
+        found: list[FileRecord] = []
+        ids = page_of(self.ids(owner), after=after, limit=1 << 30, ascending=ascending).ids
+        for file_id in ids:
+            try:
+                record = self.get(owner, file_id)
+            except (NotFound, DataLoss):
+                continue
+            if purpose is None or record.purpose == purpose:
+                if len(found) == limit:
+                    return found, True
+                found.append(record)
+        return found, False
+
+    def delete(self, owner: str, file_id: str) -> None:
+        """Raises NotFound. A batch that has begun with it goes on."""
+        self.get(owner, file_id)
+        self.remove(owner, file_id)
+
+    def remove(self, owner: str, file_id: str) -> None:
+        """It may be gone already."""
+        self._disk.delete(self._record(owner, file_id))
+        self._disk.delete(self._data(owner, file_id))
+
+    def sweep(self, owner: str, now: float) -> None:
+        """Files whose time is over, and what is left of uploads that broke off."""
+        for name in _names(self._root / owner / _UPLOADS):
+            self._drop_old(self._root / owner / _UPLOADS / name, now)
+        for name in _names(self._folder(owner)):
+            path = self._folder(owner) / name
+            file_id, _, kind = name.rpartition(".")
+            if kind != "json" or not FILE_ID.fullmatch(file_id):
+                if not self._record(owner, file_id).exists():
+                    self._drop_old(path, now)
+                continue
+            try:
+                expires = self.get(owner, file_id).expires
+            except (NotFound, DataLoss):
+                continue
+            if expires is not None and expires <= now:
+                self.remove(owner, file_id)
+
+    def _drop_old(self, path: Path, now: float) -> None:
+        try:
+            if now - path.stat().st_mtime > _ABANDONED_S:
+                (self._disk.delete_folder if path.is_dir() else self._disk.delete)(path)
+        except FileNotFoundError:
+            pass
+
+    def _owner_bytes(self, owner: str) -> int:
+        total = 0
+        for folder in (self._folder(owner), self._root / owner / _UPLOADS):
+            try:
+                with os.scandir(folder) as entries:
+                    total += sum(entry.stat().st_size for entry in entries)
+            except FileNotFoundError:
+                continue
+        return total
+
+    def _folder(self, owner: str) -> Path:
+        return self._root / owner / "files"
+
+    def _record(self, owner: str, file_id: str) -> Path:
+        return self._folder(owner) / f"{file_id}.json"
+
+    def _data(self, owner: str, file_id: str) -> Path:
+        return self._folder(owner) / f"{file_id}.data"
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []

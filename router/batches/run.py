@@ -1,0 +1,291 @@
+"""One run of a batch, from where the last one stopped to its end or this router's:
+
+    1. a number of its own, and the state that the run before left                        store.begin_run
+    2. the input is looked through; what is wrong with it ends the batch                  store.read_input
+    3. what no run has answered is asked, so many requests at once, each answer on disk
+       before the next is asked                                                           _answer_all
+    4. answers of all runs go into an output file and an error file, in the input's order    store.publish
+    5. the state that clients see at last                                                 store.close
+
+A run that is cancelled, loses its lease, or fails to write stops wherever it is: the next begins at 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from router.batches.group_writer import GroupWriter
+from router.batches.journal import NO_USAGE, Entry, Usage
+from router.batches.lines import InputLine, answered, body_bytes, unanswered
+from router.batches.records import Asked, BatchStatus, RunState, Tally
+from router.batches.retry import retry_s
+from router.batches.store import BatchStore
+from router.batches.threads import Threads
+from twostep.errors import DeadlineExceeded, InvalidRequest
+
+# How often it looks for a cancel and says how far it is.
+_LOOK_S = 1.0
+_MAX_PASSES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """A request as it is asked: `body` is JSON."""
+
+    endpoint: str
+    body: bytes
+    request_id: str
+    asked: Asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How an endpoint would have refused: the status and body of its answer."""
+
+    status: int
+    body: Mapping[str, Any]
+
+
+class Endpoints(Protocol):
+    """What requests are asked of."""
+
+    async def answer(self, asking: Asking) -> Mapping[str, Any]:
+        """The body of the answer. Raises whatever the endpoint does."""
+        ...
+
+    def failure(self, error: Exception) -> Failure: ...
+
+    def ready(self) -> bool:
+        """Whether asking makes sense now."""
+        ...
+
+
+class LeaseHeld(Protocol):
+    @property
+    def held(self) -> bool: ...
+
+
+class LeaseLost(Exception):
+    """Another router may run the batch by now."""
+
+
+class Left(Exception):
+    """This router goes; another may go on with the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLimits:
+    """`concurrency`: of one batch; the gate is for all. `max_line_bytes`: of a request."""
+
+    concurrency: int
+    max_line_bytes: int
+    look_s: float = _LOOK_S
+
+
+class Run:
+    def __init__(
+        self,
+        store: BatchStore,
+        threads: Threads,
+        owner: str,
+        batch_id: str,
+        *,
+        endpoints: Endpoints,
+        lease: LeaseHeld,
+        gate: asyncio.Semaphore,
+        limits: RunLimits,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._threads = store, threads
+        self._owner, self._batch_id = owner, batch_id
+        self._endpoints, self._lease, self._gate, self._limits, self._wall = endpoints, lease, gate, limits, wall
+        self._tally = Tally()
+        self._writer = GroupWriter(self._write)
+        self._leaving = False
+        self._asked: Asked
+        self._state: RunState
+
+    def leave(self) -> None:
+        """No further requests: run() raises Left once those under way are answered."""
+        self._leaving = True
+
+    async def run(self) -> None:
+        """To the batch's end. Raises LeaseLost, Left, TwostepError (the disk)."""
+        self._state = await self._threads.short(self._store.begin_run, self._owner, self._batch_id)
+        self._asked = (await self._threads.short(self._store.get, self._owner, self._batch_id)).asked
+        if not self._state.status.final:
+            await self._to_the_end()
+        await self._threads.short(self._store.close, self._owner, self._batch_id)
+
+    async def _to_the_end(self) -> None:
+        found = await self._threads.long(lambda: self._store.read_input(self._asked, max_line_bytes=self._limits.max_line_bytes))
+        if found.errors:
+            await self._become(BatchStatus.FAILED, errors=found.errors)
+            return
+        end = await self._why_end()
+        if end is None:
+            await self._become(BatchStatus.IN_PROGRESS, total=len(found.lines))
+            end = await self._answer_all(found.lines)
+        if end is not None:
+            await self._give_up(found.lines, end)
+        await self._become(BatchStatus.FINALIZING, total=len(found.lines))
+        results = await self._threads.long(lambda: self._store.results(self._owner, self._batch_id))
+        self._check_lease()
+        output, errors = await self._threads.long(lambda: self._store.publish(self._asked, self._state.epoch, found.lines, results))
+        self._tally = results.tally
+        await self._become(end or BatchStatus.COMPLETED, output_file_id=output, error_file_id=errors)
+
+    # ---- requests ----------------------------------------------------------------------------------------------------------------
+
+    async def _answer_all(self, lines: list[InputLine]) -> BatchStatus | None:
+        """None: there is an answer to each. Otherwise why there is not."""
+        for _ in range(_MAX_PASSES):
+            pending = await self._pending(lines)
+            if not pending:
+                return None
+            end = await self._ask(deque(pending))
+            if end is not None:
+                return end
+        await self._write(
+            [_no_answer(line, "data_loss", "the answer was lost on disk, again and again") for line in await self._pending(lines)]
+        )
+        return None
+
+    async def _pending(self, lines: list[InputLine]) -> list[InputLine]:
+        results = await self._threads.long(lambda: self._store.results(self._owner, self._batch_id))
+        self._tally = results.tally
+        return [line for line in lines if line.custom_id not in results.places]
+
+    async def _ask(self, pending: deque[InputLine]) -> BatchStatus | None:
+        """Until none is left, or there is a reason to stop."""
+
+        async def work() -> None:
+            while pending and not self._leaving:
+                entry = await self._answer(pending.popleft())
+                await self._writer.write(entry)
+                self._tally = self._tally.plus(entry.ok, entry.usage)
+
+        async def work_together() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(self._limits.concurrency, len(pending))):
+                        group.create_task(work())
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            if pending:
+                raise Left(self._batch_id)
+
+        workers = asyncio.create_task(work_together())
+        watch = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((workers, watch), return_when=asyncio.FIRST_COMPLETED)
+            if workers.done():
+                workers.result()
+                return None
+            return watch.result()
+        finally:
+            for task in (workers, watch):
+                task.cancel()
+            await asyncio.wait((workers, watch))
+
+    async def _watch(self) -> BatchStatus:
+        """Returns why to stop. Raises LeaseLost."""
+        told = self._tally
+        while True:
+            await asyncio.sleep(self._limits.look_s)
+            end = await self._why_end()
+            if end is not None:
+                return end
+            if self._tally != told:
+                told = self._tally
+                await self._become(BatchStatus.IN_PROGRESS)
+
+    async def _why_end(self) -> BatchStatus | None:
+        self._check_lease()
+        if await self._threads.short(self._store.cancelled, self._owner, self._batch_id):
+            return BatchStatus.CANCELLED
+        return BatchStatus.EXPIRED if self._wall() >= self._asked.expires else None
+
+    async def _answer(self, line: InputLine) -> Entry:
+        """However often it takes."""
+        request_id = uuid.uuid4().hex
+        limit = self._limits.max_line_bytes
+        request = await self._threads.short(lambda: self._store.read_request(self._asked, line, max_line_bytes=limit))
+        if request.body.get("stream"):
+            return self._failed(line, request_id, InvalidRequest("stream is not for batches, whose answers come whole; leave it out"))
+        body = await self._threads.short(body_bytes, request.body)
+        asking = Asking(endpoint=self._asked.endpoint, body=body, request_id=request_id, asked=self._asked)
+        num_failed = 0
+        while True:
+            while not self._endpoints.ready():
+                if self._leaving:
+                    raise Left(self._batch_id)
+                await asyncio.sleep(self._limits.look_s)
+            try:
+                async with self._gate:
+                    answer = await self._endpoints.answer(asking)
+                payload = await self._threads.short(answered, request_id, line.custom_id, 200, answer)
+                return Entry(line.custom_id, True, usage_of(answer), payload)
+            except Exception as error:  # noqa: BLE001  # the answer says what, or it is tried again
+                wait_s = retry_s(error, num_failed, random.random())
+                if wait_s is None:
+                    return self._failed(line, request_id, error)
+            num_failed += 1
+            await asyncio.sleep(wait_s)
+
+    def _failed(self, line: InputLine, request_id: str, error: Exception) -> Entry:
+        if isinstance(error, DeadlineExceeded):
+            return _no_answer(line, "request_timeout", error.message, request_id)
+        failure = self._endpoints.failure(error)
+        return Entry(line.custom_id, False, NO_USAGE, answered(request_id, line.custom_id, failure.status, failure.body))
+
+    async def _give_up(self, lines: list[InputLine], end: BatchStatus) -> None:
+        """What has no answer gets none."""
+        code, message = _REASONS[end]
+        pending = await self._pending(lines)
+        for start in range(0, len(pending), 1000):
+            await self._write([_no_answer(line, code, message) for line in pending[start : start + 1000]])
+
+    # ---- disk --------------------------------------------------------------------------------------------------------------------
+
+    async def _write(self, entries: list[Entry]) -> None:
+        await self._threads.short(self._store.record, self._owner, self._batch_id, self._state.epoch, entries)
+
+    async def _become(self, status: BatchStatus, **changes: Any) -> None:
+        self._check_lease()
+        self._state = self._state.to(status, int(self._wall()), tally=self._tally, **changes)
+        await self._threads.short(self._store.write_state, self._owner, self._batch_id, self._state)
+
+    def _check_lease(self) -> None:
+        if not self._lease.held:
+            raise LeaseLost(self._batch_id)
+
+
+_REASONS = {
+    BatchStatus.CANCELLED: ("batch_cancelled", "the batch was cancelled before this request was answered"),
+    BatchStatus.EXPIRED: (
+        "batch_expired",
+        "the batch's completion window was over before this request was answered; send it in another batch",
+    ),
+}
+
+
+def _no_answer(line: InputLine, code: str, message: str, request_id: str = "") -> Entry:
+    return Entry(line.custom_id, False, NO_USAGE, unanswered(request_id or uuid.uuid4().hex, line.custom_id, code, message))
+
+
+def usage_of(answer: Mapping[str, Any]) -> Usage:
+    usage = answer.get("usage") or {}
+    return (
+        usage.get("prompt_tokens", 0),
+        (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+        usage.get("completion_tokens", 0),
+        (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0),
+    )

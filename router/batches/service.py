@@ -1,0 +1,254 @@
+"""Batches of one router: what clients do with theirs, and those that this router runs.
+
+Every router looks at the batches that are open, and takes a lease of one that nobody runs (lease.py), as long as it has room. A router that
+dies loses its leases within ten seconds, and another begins where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from router.batches.disk import Disk
+from router.batches.files import FileStore
+from router.batches.lease import RENEW_S, Lease, Leases
+from router.batches.records import COMPLETION_WINDOWS, Asked, new_id
+from router.batches.run import Endpoints, LeaseLost, Left, Run, RunLimits
+from router.batches.store import BatchStore, Stored
+from router.batches.threads import Threads
+from twostep.errors import DataLoss, NotFound, SetupError, TwostepError, Unavailable
+
+log = logging.getLogger(__name__)
+
+# Batches of one router at once; what they ask at once is --batch-concurrency in all.
+_MAX_RUNS = 16
+_MAX_RUNS_OF_ONE = 4
+_LOOK_S = 2.0
+_SWEEP_S = 3600.0
+# A batch whose run failed for the disk.
+_AGAIN_S = 10.0
+_DAMAGED_S = 60.0
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """`served`: the model's name. `lifetime_s`: how long files and ended batches are kept; `max_owner_bytes`: of files of one tenant."""
+
+    root: Path
+    served: str
+    concurrency: int = 64
+    max_file_bytes: int = 200 << 20
+    max_line_bytes: int = 16 << 20
+    max_owner_bytes: int = 10 << 30
+    lifetime_s: float = 30 * DAY_S
+    look_s: float = _LOOK_S
+
+
+def choose(
+    open_batches: Mapping[str, str], running: Mapping[str, str], *, most: int = _MAX_RUNS, most_of_one: int = _MAX_RUNS_OF_ONE
+) -> list[str]:
+    """Which to try next, of owners by batch: those of owners with the fewest under way here first, then the oldest. Pure."""
+    of_owner, chosen = Counter(running.values()), list[str]()
+    waiting = sorted(set(open_batches) - set(running))
+    while waiting and len(running) + len(chosen) < most:
+        best = min(waiting, key=lambda batch_id: (of_owner[open_batches[batch_id]], batch_id))
+        if of_owner[open_batches[best]] >= most_of_one:
+            break
+        waiting.remove(best)
+        chosen.append(best)
+        of_owner[open_batches[best]] += 1
+    return chosen
+
+
+class Batches:
+    """start(), then run() until cancelled, after drain()."""
+
+    def __init__(self, config: BatchConfig, *, redis: Redis, router_id: str, wall: Callable[[], float] = time.time) -> None:
+        self.config = config
+        self._endpoints: Endpoints
+        self._leases = Leases(redis, router_id)
+        self.threads = Threads()
+        disk = Disk()
+        self.files = FileStore(config.root, disk, lifetime_s=config.lifetime_s, max_owner_bytes=config.max_owner_bytes)
+        self.store = BatchStore(config.root, disk, self.files)
+        self._disk = disk
+        self._wall = wall
+        self._gate = asyncio.Semaphore(config.concurrency)
+        self._runs: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self._owners: dict[str, str] = {}
+        self._not_before: dict[str, float] = {}
+        self._look = asyncio.Event()
+        self._draining = False
+
+    @property
+    def num_running(self) -> int:
+        return len(self._runs)
+
+    def answer_with(self, endpoints: Endpoints) -> None:
+        """Before start()."""
+        self._endpoints = endpoints
+
+    async def start(self) -> None:
+        """Raises SetupError for a directory that is not to be written in."""
+        try:
+            await self.threads.short(self.store.prepare)
+        except Unavailable as error:
+            raise SetupError(f"--batch-dir {self.config.root}: {error.message}") from error
+
+    # ---- clients -----------------------------------------------------------------------------------------------------------------
+
+    async def create(
+        self,
+        *,
+        tenant: str,
+        key_id: str,
+        endpoint: str,
+        input_file_id: str,
+        completion_window: str,
+        metadata: dict[str, str] | None,
+        output_lives_s: int | None,
+    ) -> Stored:
+        """Raises NotFound, ResourceExhausted, Unavailable."""
+        now = self._wall()
+        asked = Asked(
+            id=new_id("batch_", now),
+            tenant=tenant,
+            key_id=key_id,
+            served=self.config.served,
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            completion_window=completion_window,
+            created=int(now),
+            expires=int(now) + COMPLETION_WINDOWS[completion_window],
+            metadata=metadata,
+            output_lives_s=output_lives_s,
+        )
+        stored = await self.threads.short(self.store.create, asked)
+        self._look.set()
+        return stored
+
+    async def cancel(self, owner: str, batch_id: str) -> Stored:
+        """Raises NotFound, Unavailable."""
+        stored = await self.threads.short(self.store.cancel, owner, batch_id, int(self._wall()))
+        self._look.set()
+        return stored
+
+    # ---- runs ------------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Looks for batches until cancelled. Never raises for what disk and Redis do."""
+        task = asyncio.current_task()
+        assert task is not None, "it is awaited"
+        complained = False
+        while True:
+            try:
+                await self._look_once()
+                complained = False
+            except TwostepError as error:
+                if not complained:
+                    log.warning("batches: %s", error.message)
+                complained = True
+            if task.cancelling():
+                # The Redis client can take a cancellation for a lost connection.
+                raise asyncio.CancelledError
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.look_s * (0.75 + random.random() / 2)):
+                    await self._look.wait()
+            self._look.clear()
+
+    async def _look_once(self) -> None:
+        if self._draining:
+            return
+        found, now = await self.threads.short(self.store.open_batches), time.monotonic()
+        self._not_before = {batch_id: then for batch_id, then in self._not_before.items() if batch_id in found}
+        waiting = {batch_id: owner for batch_id, owner in found.items() if self._not_before.get(batch_id, 0.0) <= now}
+        for batch_id in choose(waiting, self._owners):
+            await self._try(batch_id, waiting[batch_id])
+        if await self._leases.take_for("sweep", _SWEEP_S):
+            await self.threads.long(lambda: self.store.sweep(self._wall(), self.config.lifetime_s))
+
+    async def _try(self, batch_id: str, owner: str) -> None:
+        try:
+            stored = await self.threads.short(self.store.get, owner, batch_id)
+        except NotFound:
+            await self.threads.short(self.store.forget_marker, batch_id, self._wall())
+            return
+        except DataLoss as error:
+            log.warning("batch %s: %s", batch_id, error.message)
+            self._not_before[batch_id] = time.monotonic() + _DAMAGED_S
+            return
+        ends = stored.cancelled is not None or self._wall() >= stored.asked.expires
+        if stored.asked.served != self.config.served and not ends:
+            return
+        lease = await self._leases.take(batch_id)
+        if lease is None or self._draining:
+            return
+        run = Run(
+            self.store,
+            self.threads,
+            owner,
+            batch_id,
+            endpoints=self._endpoints,
+            lease=lease,
+            gate=self._gate,
+            limits=RunLimits(concurrency=self.config.concurrency, max_line_bytes=self.config.max_line_bytes),
+            wall=self._wall,
+        )
+        self._owners[batch_id] = owner
+        self._runs[batch_id] = run, asyncio.create_task(self._keep_running(batch_id, run, lease))
+
+    async def _keep_running(self, batch_id: str, run: Run, lease: Lease) -> None:
+        renewing = asyncio.create_task(_renew(lease))
+        try:
+            await run.run()
+            log.info("batch %s is over", batch_id)
+        except (LeaseLost, Left):
+            log.warning("batch %s is left to another router", batch_id)
+        except TwostepError as error:
+            log.warning("batch %s: %s; it is tried again in %.0f s", batch_id, error.message, _AGAIN_S)
+            self._not_before[batch_id] = time.monotonic() + _AGAIN_S
+        except Exception:
+            log.exception("batch %s met a bug; it is tried again in %.0f s", batch_id, _AGAIN_S)
+            self._not_before[batch_id] = time.monotonic() + _AGAIN_S
+        finally:
+            renewing.cancel()
+            del self._runs[batch_id], self._owners[batch_id]
+            await asyncio.wait((renewing,))
+            await lease.release()
+            self._look.set()
+
+    async def drain(self, grace_s: float) -> None:
+        """No further requests; those under way have `grace_s`. Another router goes on at once."""
+        self._draining = True
+        tasks = [task for _, task in self._runs.values()]
+        for run, _ in self._runs.values():
+            run.leave()
+        if not tasks:
+            return
+        await asyncio.wait(tasks, timeout=grace_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    async def close(self) -> None:
+        await self.drain(0.0)
+        self.threads.close()
+
+
+async def _renew(lease: Lease) -> None:
+    task = asyncio.current_task()
+    assert task is not None, "it is awaited"
+    # The Redis client can take a cancellation for a lost connection.
+    while not task.cancelling():
+        await asyncio.sleep(RENEW_S)
+        await lease.renew()

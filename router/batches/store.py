@@ -1,0 +1,338 @@
+"""Batches on disk. Everything blocks: it runs in threads.
+
+    DIR/open/batch_…                            names the owner; every batch that is not over has one, and some are left behind
+    DIR/OWNER/batches/batch_…/asked.json        what the client asked for
+                              input.jsonl       the input file, whatever becomes of that one
+                              cancel            since when a client wants no more of it
+                              run-00000001.json how far the first run came
+                              run-00000001.log  and its answers (journal.py)
+
+A run has a number that no other has, because it creates its .json exclusively; it writes no file of another run. So routers that think
+they run the same batch do each other no harm. Which of them should is another matter: lease.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from router.batches.disk import Disk
+from router.batches.files import FileStore, page_of
+from router.batches.journal import Entry, Results, decode, encode
+from router.batches.lines import MAX_REQUESTS, InputLine, Request, duplicate, parse_line
+from router.batches.records import BATCH_ID, MAX_ERRORS, Asked, LineError, RunState, from_json, is_output_of, owner_of, to_json
+from twostep.errors import DataLoss, NotFound, ResourceExhausted
+
+_RUN = re.compile(r"run-(\d{8})\.json")
+_OWNER = re.compile(r"[0-9a-f]{32}")
+_MAX_OPEN = 1000
+_ABANDONED_S = 3600.0
+_PART_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A batch as it is on disk. `cancelled`: since when a client wants no more of it."""
+
+    asked: Asked
+    state: RunState | None
+    cancelled: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input file, looked through. `errors`: why it is no batch."""
+
+    lines: list[InputLine]
+    errors: tuple[LineError, ...]
+
+
+class BatchStore:
+    def __init__(self, root: Path, disk: Disk, files: FileStore) -> None:
+        self._root = root
+        self._disk = disk
+        self.files = files
+
+    def prepare(self) -> None:
+        self._disk.make_folder(self._root / "open")
+        probe = self._root / "open" / f".probe-{os.urandom(4).hex()}"
+        self._disk.create(probe, b"")
+        self._disk.delete(probe)
+
+    # ---- clients -------------------------------------------------------------------------------------------------------------
+
+    def create(self, asked: Asked) -> Stored:
+        """Raises NotFound (the input file), ResourceExhausted, DataLoss."""
+        owner = owner_of(asked.tenant)
+        source = self.files.content(owner, asked.input_file_id)
+        if len([each for each in self.open_batches().values() if each == owner]) >= _MAX_OPEN:
+            raise ResourceExhausted(f"you have {_MAX_OPEN} batches that are not over; wait for one, or cancel it")
+        making = self._root / owner / "uploads" / asked.id
+        self._disk.make_folder(making)
+        self._disk.make_folder(self._root / owner / "batches")
+        try:
+            self._disk.link(source, making / "input.jsonl")
+        except FileNotFoundError:
+            raise NotFound(f"there is no file {asked.input_file_id!r}; GET /v1/files lists yours") from None
+        self._disk.create(making / "asked.json", to_json(asked))
+        # One more marker than batches does no harm; a batch without one would never be run.
+        self._disk.write(self._marker(asked.id), owner.encode())
+        self._disk.rename(making, self._folder(owner, asked.id))
+        return Stored(asked, None, None)
+
+    def get(self, owner: str, batch_id: str) -> Stored:
+        """Raises NotFound, DataLoss."""
+        if BATCH_ID.fullmatch(batch_id):
+            folder = self._folder(owner, batch_id)
+            try:
+                asked = from_json(Asked, (folder / "asked.json").read_bytes())
+                return Stored(asked, self._state(folder), _cancelled(folder))
+            except FileNotFoundError:
+                pass
+        raise NotFound(f"there is no batch {batch_id[:64]!r}; GET /v1/batches lists yours")
+
+    def page(self, owner: str, *, after: str | None, limit: int) -> tuple[list[Stored], bool]:
+        """Newest first, and whether more follow. Damaged ones are passed over."""
+        try:
+            names = os.listdir(self._root / owner / "batches")
+        except FileNotFoundError:
+            names = []
+        page = page_of((name for name in names if BATCH_ID.fullmatch(name)), after=after, limit=limit)
+        found = []
+        for batch_id in page.ids:
+            try:
+                found.append(self.get(owner, batch_id))
+            except (NotFound, DataLoss):
+                continue
+        return found, page.has_more
+
+    def cancel(self, owner: str, batch_id: str, now: int) -> Stored:
+        """Raises NotFound, DataLoss. The first cancel counts."""
+        stored = self.get(owner, batch_id)
+        if stored.cancelled is None and not (stored.state is not None and stored.state.status.final):
+            try:
+                self._disk.create(self._folder(owner, batch_id) / "cancel", str(now).encode())
+            except FileExistsError:
+                pass
+            stored = self.get(owner, batch_id)
+        return stored
+
+    # ---- runs ----------------------------------------------------------------------------------------------------------------
+
+    def open_batches(self) -> dict[str, str]:
+        """Owners by batch."""
+        found: dict[str, str] = {}
+        for name in os.listdir(self._root / "open"):
+            if BATCH_ID.fullmatch(name):
+                try:
+                    owner = (self._root / "open" / name).read_text("ascii")
+                except (FileNotFoundError, UnicodeDecodeError):
+                    continue
+                if _OWNER.fullmatch(owner):
+                    found[name] = owner
+        return found
+
+    def begin_run(self, owner: str, batch_id: str) -> RunState:
+        """Under a number that nobody else has. Raises NotFound, DataLoss."""
+        folder = self._folder(owner, batch_id)
+        while True:
+            before = self.get(owner, batch_id).state
+            epochs = _epochs(folder)
+            state = (before or RunState(epoch=0)).taken_over(max(epochs, default=0) + 1)
+            try:
+                self._disk.create(folder / f"run-{state.epoch:08}.json", to_json(state))
+                return state
+            except FileExistsError:
+                continue
+
+    def write_state(self, owner: str, batch_id: str, state: RunState) -> None:
+        self._disk.write(self._folder(owner, batch_id) / f"run-{state.epoch:08}.json", to_json(state))
+
+    def record(self, owner: str, batch_id: str, epoch: int, entries: list[Entry]) -> None:
+        """On disk when it returns."""
+        self._disk.append(self._log(self._folder(owner, batch_id), epoch), b"".join(map(encode, entries)))
+
+    def cancelled(self, owner: str, batch_id: str) -> bool:
+        return (self._folder(owner, batch_id) / "cancel").exists()
+
+    def results(self, owner: str, batch_id: str) -> Results:
+        """Of all runs."""
+        folder, found = self._folder(owner, batch_id), Results()
+        for epoch in _epochs(folder):
+            try:
+                with self._log(folder, epoch).open("rb") as log:
+                    found.read(epoch, log)
+            except FileNotFoundError:
+                continue
+        return found
+
+    def read_input(self, asked: Asked, *, max_line_bytes: int) -> Input:
+        try:
+            return self._read_input(asked, max_line_bytes)
+        except FileNotFoundError:
+            return Input([], (LineError(code="input_lost", message="the batch's input is gone from its volume; send it again"),))
+
+    def _read_input(self, asked: Asked, max_line_bytes: int) -> Input:
+        lines: list[InputLine] = []
+        errors: list[LineError] = []
+        known: set[str] = set()
+        with (self._folder(owner_of(asked.tenant), asked.id) / "input.jsonl").open("rb") as file:
+            for number, (offset, raw) in enumerate(_lines(file, max_line_bytes), 1):
+                parsed = parse_line(raw, number, endpoint=asked.endpoint, max_bytes=max_line_bytes)
+                if isinstance(parsed, Request):
+                    parsed = duplicate(parsed.custom_id, number, known) or parsed
+                if isinstance(parsed, LineError):
+                    errors.append(parsed)
+                elif parsed is not None:
+                    known.add(parsed.custom_id)
+                    lines.append(InputLine(parsed.custom_id, offset, len(raw)))
+                if len(lines) > MAX_REQUESTS:
+                    errors.append(
+                        LineError(code="too_many_requests", message=f"there are more than {MAX_REQUESTS} requests; make several batches")
+                    )
+                    break
+                if len(errors) >= MAX_ERRORS:
+                    break
+        if not lines and not errors:
+            errors.append(LineError(code="empty_file", message="the input file has no requests; write one a line"))
+        return Input(lines, tuple(errors))
+
+    def read_request(self, asked: Asked, line: InputLine, *, max_line_bytes: int) -> Request:
+        """One that was read before. Raises DataLoss."""
+        with (self._folder(owner_of(asked.tenant), asked.id) / "input.jsonl").open("rb") as file:
+            file.seek(line.offset)
+            raw = file.read(line.length)
+        parsed = parse_line(raw, 1, endpoint=asked.endpoint, max_bytes=max_line_bytes)
+        if not isinstance(parsed, Request) or parsed.custom_id != line.custom_id:
+            raise DataLoss("the batch's input has changed on disk; send it again")
+        return parsed
+
+    # ---- the end ---------------------------------------------------------------------------------------------------------------
+
+    def publish(self, asked: Asked, epoch: int, wanted: list[InputLine], results: Results) -> tuple[str | None, str | None]:
+        """Writes the output file and the error file, in the order of the input; None for one without lines."""
+        owner = owner_of(asked.tenant)
+        for file_id in self.files.ids(owner):
+            if any(is_output_of(file_id, asked.id, earlier) for earlier in range(1, epoch)):
+                self.files.remove(owner, file_id)
+        ids = [self._publish(asked, epoch, kind, wanted, results) for kind in ("output", "error")]
+        return ids[0], ids[1]
+
+    def _publish(self, asked: Asked, epoch: int, kind: str, wanted: list[InputLine], results: Results) -> str | None:
+        owner = owner_of(asked.tenant)
+        folder, num_bytes = self._folder(owner, asked.id), 0
+        path = folder / f".{kind}-{epoch:08}"
+        self._disk.delete(path)
+        logs = {number: self._log(folder, number).open("rb") for number in {place.epoch for place in results.places.values()}}
+        try:
+            part: list[bytes] = []
+            size = 0
+            for line in wanted:
+                place = results.places.get(line.custom_id)
+                if place is None or place.ok != (kind == "output"):
+                    continue
+                logs[place.epoch].seek(place.offset)
+                entry = decode(logs[place.epoch].read(place.length))
+                if entry is None:
+                    raise DataLoss("a batch's answers have changed on disk while they were put together; look after the volume")
+                part.append(entry.payload + b"\n")
+                size += len(part[-1])
+                if size >= _PART_BYTES:
+                    self._disk.append(path, b"".join(part))
+                    num_bytes += size
+                    part, size = [], 0
+            if part:
+                self._disk.append(path, b"".join(part))
+                num_bytes += size
+        finally:
+            for log in logs.values():
+                log.close()
+        if not num_bytes:
+            return None
+        record = self.files.new_record(
+            filename=f"{asked.id}_{kind}.jsonl",
+            num_bytes=num_bytes,
+            purpose="batch_output",
+            lives_s=asked.output_lives_s,
+            made=(asked.id, epoch, kind),
+        )
+        self._disk.make_folder(self._root / owner / "files")
+        return self.files.keep(owner, path, record).id
+
+    def close(self, owner: str, batch_id: str) -> None:
+        """It is over: nobody looks for it any more, and what it was made of goes."""
+        self._disk.delete(self._marker(batch_id))
+        folder = self._folder(owner, batch_id)
+        for epoch in _epochs(folder):
+            self._disk.delete(self._log(folder, epoch))
+        self._disk.delete(folder / "input.jsonl")
+
+    def forget_marker(self, batch_id: str, now: float) -> None:
+        """Of a batch that is not there: its making was broken off, or it was swept away."""
+        try:
+            if now - self._marker(batch_id).stat().st_mtime > _ABANDONED_S:
+                self._disk.delete(self._marker(batch_id))
+        except FileNotFoundError:
+            pass
+
+    def sweep(self, now: float, lifetime_s: float) -> None:
+        """Everything whose time is over."""
+        for owner in os.listdir(self._root):
+            if not _OWNER.fullmatch(owner):
+                continue
+            self.files.sweep(owner, now)
+            folder = self._root / owner / "batches"
+            for batch_id in os.listdir(folder) if folder.exists() else ():
+                try:
+                    stored = self.get(owner, batch_id)
+                except (NotFound, DataLoss):
+                    continue
+                if stored.state is not None and stored.state.status.final and (stored.state.ended_at or 0) + lifetime_s < now:
+                    self._disk.delete_folder(self._folder(owner, batch_id))
+
+    def _state(self, folder: Path) -> RunState | None:
+        """What the last run says. One that died as it began says nothing."""
+        for epoch in reversed(_epochs(folder)):
+            try:
+                return from_json(RunState, (folder / f"run-{epoch:08}.json").read_bytes())
+            except DataLoss:
+                continue
+        return None
+
+    def _folder(self, owner: str, batch_id: str) -> Path:
+        return self._root / owner / "batches" / batch_id
+
+    def _marker(self, batch_id: str) -> Path:
+        return self._root / "open" / batch_id
+
+    def _log(self, folder: Path, epoch: int) -> Path:
+        return folder / f"run-{epoch:08}.log"
+
+
+def _epochs(folder: Path) -> list[int]:
+    return sorted(int(found[1]) for found in map(_RUN.fullmatch, os.listdir(folder)) if found)
+
+
+def _cancelled(folder: Path) -> int | None:
+    try:
+        text = (folder / "cancel").read_bytes()
+    except FileNotFoundError:
+        return None
+    # Created and written are two steps.
+    return int(text) if text.isdigit() else int((folder / "cancel").stat().st_mtime)
+
+
+def _lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """With their offsets. Of a longer line no more than its beginning."""
+    offset = 0
+    while raw := file.readline(max_bytes + 1):
+        yield offset, raw
+        offset += len(raw)
+        rest = raw
+        while len(rest) > max_bytes and not rest.endswith(b"\n"):
+            rest = file.readline(max_bytes + 1)
+            offset += len(rest)

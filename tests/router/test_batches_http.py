@@ -1,0 +1,295 @@
+"""Files and batches as OpenAI's client has them, against a router and scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import openai
+import pytest
+from batch_fakes import answers, ended, jsonl, line, submit
+from http_fakes import CHAT, TEXT, blocking_client, open_client, open_http
+from router_fakes import Cluster, after, refuse, until
+
+from router.http.batch_replies import BatchList, BatchReply, FileList, FileReply
+
+
+async def test_a_batch_from_its_file_to_its_answers(cluster: Cluster, tmp_path: Path) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(batch_dir=tmp_path / "batches"), open_client(cluster) as client:
+        content = jsonl(*(line(f"request {index}") for index in range(40)), line("broken", temperature=-1), line("stream", stream=True))
+        batch = await submit(client, content, metadata={"night": "first"})
+        assert (batch.status, batch.metadata, batch.endpoint) == ("validating", {"night": "first"}, CHAT)
+        assert batch.expires_at is not None
+        assert batch.expires_at - batch.created_at == 86400
+        batch = await ended(client, batch.id)
+        assert batch.status == "completed"
+        assert batch.request_counts is not None
+        assert batch.usage is not None
+        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (42, 40, 2)
+        assert batch.in_progress_at
+        assert batch.finalizing_at
+        assert batch.completed_at
+        told = await answers(client, batch.output_file_id)
+        assert [each["custom_id"] for each in told] == [f"request {index}" for index in range(40)], "in the order of the input"
+        for each in told:
+            assert each["error"] is None
+            assert each["id"].startswith("batch_req_")
+            body = each["response"]["body"]
+            assert each["response"]["status_code"] == 200
+            assert body["object"] == "chat.completion"
+            assert body["choices"][0]["message"]["content"] == cluster.text_of(cluster.expected(4))
+        assert batch.usage.output_tokens == 160
+        assert batch.usage.input_tokens == sum(each["response"]["body"]["usage"]["prompt_tokens"] for each in told)
+        failed = {each["custom_id"]: each["response"] for each in await answers(client, batch.error_file_id)}
+        assert failed.keys() == {"broken", "stream"}
+        assert failed["broken"]["status_code"] == 400
+        assert failed["broken"]["body"]["error"]["param"] == "temperature"
+        # Everything went in the batch class, whatever the body says.
+        assert {request.request_class for worker in cluster.workers for request in worker.requests} == {3}
+        # The output is a file like others.
+        listed = await client.files.list()
+        assert {each.id for each in listed.data} == {batch.input_file_id, batch.output_file_id, batch.error_file_id}
+        assert {each.purpose for each in listed.data} == {"batch", "batch_output"}
+        assert batch.output_file_id is not None
+        assert (await client.files.delete(batch.output_file_id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await client.files.content(batch.output_file_id)
+        await cluster.all_free()
+
+
+async def test_completions_and_the_blocking_client(cluster: Cluster, tmp_path: Path) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+
+    def work() -> tuple[str, bytes]:
+        path = tmp_path / "in.jsonl"
+        path.write_bytes(b"\xef\xbb\xbf" + jsonl(line("a", TEXT), line("b", TEXT, n=2)) + b"\n\n")
+        with blocking_client(cluster) as client:
+            with path.open("rb") as content:
+                file = client.files.create(file=content, purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200})
+            assert file.expires_at is not None
+            assert abs(file.expires_at - file.created_at - 7200) <= 1
+            assert client.files.retrieve(file.id).filename == "in.jsonl"
+            assert client.files.content(file.id).content == path.read_bytes()
+            batch = client.batches.create(input_file_id=file.id, endpoint=TEXT, completion_window="24h")  # type: ignore[arg-type]
+            client.files.delete(file.id)
+            while batch.status not in ("completed", "failed"):
+                batch = client.batches.retrieve(batch.id)
+            assert batch.output_file_id is not None, batch
+            return batch.status, client.files.content(batch.output_file_id).content
+
+    async with cluster.serving(batch_dir=tmp_path / "batches"):
+        status, output = await asyncio.to_thread(work)
+    assert status == "completed", "a batch outlives its file"
+    bodies = [json.loads(each)["response"]["body"] for each in output.splitlines()]
+    assert [len(body["choices"]) for body in bodies] == [1, 2]
+
+
+async def test_what_is_no_batch_fails_and_says_where(cluster: Cluster, tmp_path: Path) -> None:
+    lines = [
+        b'{"custom_id": "a"',
+        b"[]",
+        json.dumps(line("ok")).encode(),
+        json.dumps(line("ok")).encode(),
+        json.dumps(line("u", TEXT)).encode(),
+        json.dumps({**line("m"), "method": "GET"}).encode(),
+        json.dumps({**line("b"), "body": "x"}).encode(),
+        json.dumps({**line("b"), "custom_id": 7}).encode(),
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ]
+    async with cluster.serving(batch_dir=tmp_path / "batches"), open_client(cluster) as client:
+        batch = await ended(client, (await submit(client, b"\n".join(lines))).id)
+        assert batch.status == "failed"
+        assert batch.failed_at
+        assert batch.errors is not None
+        assert batch.errors.data is not None
+        assert [(each.line, each.code) for each in batch.errors.data] == [
+            (1, "invalid_json_line"),
+            (2, "invalid_json_line"),
+            (4, "duplicate_custom_id"),
+            (5, "invalid_url"),
+            (6, "invalid_method"),
+            (7, "invalid_body"),
+            (8, "invalid_custom_id"),
+            (9, "invalid_json_line"),
+            (10, "invalid_json_line"),
+        ]
+        empty = await ended(client, (await submit(client, b"\n\n")).id)
+        assert empty.errors is not None
+        assert empty.errors.data is not None
+        assert [each.code for each in empty.errors.data] == ["empty_file"]
+
+
+async def test_what_clients_get_wrong(cluster: Cluster, tmp_path: Path) -> None:
+    async with (
+        cluster.serving(batch_dir=tmp_path / "batches", max_file_bytes=2000),
+        open_http(cluster) as http,
+        open_client(cluster) as client,
+    ):
+
+        async def refused(awaitable: Any, status: int, param: str | None = None) -> None:
+            async with awaitable as answer:
+                error = (await answer.json())["error"]
+                assert (answer.status, error["param"]) == (status, param), error
+                assert error["message"]
+
+        def form(*fields: tuple[str, str], file: bytes | None = b"{}", **options: Any) -> aiohttp.FormData:
+            made = aiohttp.FormData()
+            for name, value in fields:
+                made.add_field(name, value)
+            if file is not None:
+                made.add_field("file", file, filename="x", **options)
+            return made
+
+        batch = ("purpose", "batch")
+        await refused(http.post("/v1/files", data=form()), 400, "purpose")
+        await refused(http.post("/v1/files", data=form(("purpose", "fine-tune"))), 400, "purpose")
+        made = form(batch, ("a", "b"), file=None)
+        made.add_field("x", b"y", filename="z")
+        await refused(http.post("/v1/files", data=made), 400, "file")
+        await refused(http.post("/v1/files", data=form(batch, file=b"")), 400, "file")
+        await refused(http.post("/v1/files", data=form(batch, file=b"x" * 2001)), 413, "file")
+        await refused(http.post("/v1/files", data=form(batch, ("expires_after[seconds]", "3599"))), 400, "expires_after[seconds]")
+        await refused(http.post("/v1/files", data=form(batch, ("expires_after[anchor]", "now"))), 400, "expires_after[anchor]")
+        await refused(http.post("/v1/files", data=form(batch, ("note", "x" * 5000))), 400)
+        await refused(http.post("/v1/files", data=form(*[("a", "b")] * 20)), 400)
+        await refused(http.post("/v1/files", json={}), 415)
+        for raw, kind in (
+            (b"", "multipart/form-data; boundary=x"),
+            (b"nothing of the kind", "multipart/form-data; boundary=x"),
+            (b"--x\r\n\r\n", "multipart/form-data; boundary=x"),
+            (b"--x\r\nContent-Disposition: form-data; name=file\r\n\r\n{}\r\n", "multipart/form-data; boundary=x"),
+            (b"--x--", "multipart/form-data"),
+            (b"--x\r\n" * 3, f"multipart/form-data; boundary={'x' * 200}"),
+            (b"--x\r\n" + b"A: b\r\n" * 1000 + b"\r\n", "multipart/form-data; boundary=x"),
+        ):
+            await refused(http.post("/v1/files", data=raw, headers={"content-type": kind}), 400)
+        assert not list((tmp_path / "batches").glob("*/files/*")), "nothing is kept of those"
+        assert not list((tmp_path / "batches").glob("*/uploads/*"))
+
+        file = (await client.files.create(file=b"{}", purpose="batch")).id
+        good = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        for change, param in (
+            ({"endpoint": "/v1/embeddings"}, "endpoint"),
+            ({"completion_window": "1h"}, "completion_window"),
+            ({"input_file_id": 7}, "input_file_id"),
+            ({"metadata": {"a": 1}}, "metadata.a"),
+            ({"metadata": {str(index): "" for index in range(17)}}, "metadata"),
+            ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
+        ):
+            await refused(http.post("/v1/batches", json=good | change), 400, param)
+        for missing in ("file-" + "0" * 32, "../../etc/passwd", "file-x"):
+            await refused(http.post("/v1/batches", json=good | {"input_file_id": missing}), 404)
+        for path in ("/v1/files/x", "/v1/files/..%2f..%2fsecret", "/v1/files/x/content", "/v1/batches/x", "/v1/batches/batch_" + "0" * 32):
+            await refused(http.get(path), 404)
+        await refused(http.post("/v1/batches/x/cancel"), 404)
+        await refused(http.delete("/v1/files/x"), 404)
+        for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("limit=101", "limit"), ("limit=" + "9" * 50, "limit")):
+            await refused(http.get(f"/v1/batches?{query}"), 400, param)
+        await refused(http.get("/v1/files?order=random"), 400, "order")
+
+
+async def test_without_a_directory_the_endpoints_say_so(cluster: Cluster) -> None:
+    async with cluster.serving(), open_client(cluster) as client:
+        with pytest.raises(openai.NotFoundError, match="--batch-dir"):
+            await client.batches.list()
+        with pytest.raises(openai.NotFoundError, match="--batch-dir"):
+            await client.files.create(file=b"x", purpose="batch")
+
+
+async def test_lists_come_in_pages(cluster: Cluster, tmp_path: Path) -> None:
+    async with cluster.serving(batch_dir=tmp_path / "batches"), open_client(cluster) as client, open_http(cluster) as http:
+        batches = [await submit(client, jsonl(line(str(index)))) for index in range(5)]
+        seen = [each.id async for each in client.batches.list(limit=2)]
+        assert seen == [each.id for each in reversed(batches)], "newest first, each once"
+        files = [each.input_file_id for each in batches]
+        assert [each.id async for each in client.files.list(limit=3)] == files[::-1]
+        assert [each.id async for each in client.files.list(limit=2, order="asc")] == files
+        assert [each.id async for each in client.files.list(purpose="batch_output")] == []
+        async with http.get("/v1/batches?limit=2") as answer:
+            page = BatchList.model_validate(await answer.json())
+            assert (len(page.data), page.has_more, page.first_id) == (2, True, batches[-1].id)
+        async with http.get(f"/v1/batches/{batches[0].id}") as answer:
+            BatchReply.model_validate(await answer.json())
+        async with http.get("/v1/files") as answer:
+            assert not FileList.model_validate(await answer.json()).has_more
+        async with http.get(f"/v1/files/{files[0]}") as answer:
+            FileReply.model_validate(await answer.json())
+
+
+async def test_a_cancel_keeps_what_is_answered(cluster: Cluster, tmp_path: Path) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving(batch_dir=tmp_path / "batches", batch_concurrency=2), open_client(cluster) as client:
+        prefill.hooks.extend([after(0)] * 4 + [after(60)] * 2)
+        batch = await submit(client, jsonl(*(line(str(index)) for index in range(20))))
+        await until(lambda: len(prefill.requests) == 6, "four are answered and two under way")
+        batch = await client.batches.cancel(batch.id)
+        assert batch.status == "cancelling"
+        assert batch.cancelling_at
+        batch = await ended(client, batch.id)
+        assert batch.status == "cancelled"
+        assert batch.cancelled_at
+        assert batch.request_counts is not None
+        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (20, 4, 16)
+        done = [each["custom_id"] for each in await answers(client, batch.output_file_id)]
+        undone = await answers(client, batch.error_file_id)
+        assert sorted([*done, *(each["custom_id"] for each in undone)], key=int) == [str(index) for index in range(20)]
+        assert {each["error"]["code"] for each in undone} == {"batch_cancelled"}
+        with pytest.raises(openai.ConflictError, match="is over"):
+            await client.batches.cancel((await ended(client, (await submit(client, b"x")).id)).id)
+        await cluster.all_free()
+
+
+async def test_no_room_and_lost_workers_are_waited_out(cluster: Cluster, tmp_path: Path) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    # More at once than the router takes; workers that refuse; one failure that would end a client's request.
+    prefill.hooks.extend([refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")] * 3 + [refuse(grpc.StatusCode.INTERNAL, "a bug")])
+    async with cluster.serving(batch_dir=tmp_path / "batches", max_inflight=1, max_waiting=0), open_client(cluster) as client:
+        batch = await ended(client, (await submit(client, jsonl(*(line(str(index)) for index in range(8))))).id)
+        assert batch.request_counts is not None
+        assert (batch.status, batch.request_counts.completed) == ("completed", 8)
+
+
+async def test_the_window_is_over(cluster: Cluster, tmp_path: Path) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    prefill.hooks.extend([after(0)] * 2 + [after(60)] * 2)
+    async with cluster.serving(batch_dir=tmp_path / "batches", batch_concurrency=2), open_client(cluster) as client:
+        batch = await submit(client, jsonl(*(line(str(index)) for index in range(6))))
+        await until(lambda: len(prefill.requests) == 4, "two are answered and two under way")
+        (run,) = (run for run, _ in cluster.router.batches._runs.values())  # type: ignore[union-attr]
+        run._asked = dataclasses.replace(run._asked, expires=run._asked.created)
+        batch = await ended(client, batch.id)
+        assert batch.status == "expired"
+        assert batch.expired_at
+        assert len(await answers(client, batch.output_file_id)) == 2
+        assert {each["error"]["code"] for each in await answers(client, batch.error_file_id)} == {"batch_expired"}
+
+
+async def test_tenants_do_not_see_each_other(cluster: Cluster, tmp_path: Path) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(batch_dir=tmp_path / "batches"), open_client(cluster) as client:
+        mine, theirs = (client.with_options(default_headers={"x-twostep-tenant": name}) for name in ("a", "b"))
+        batch = await ended(mine, (await submit(mine, jsonl(line("x")))).id)
+        assert batch.output_file_id is not None
+        assert (await theirs.batches.list()).data == (await theirs.files.list()).data == []
+        for call in (
+            theirs.batches.retrieve(batch.id),
+            theirs.batches.cancel(batch.id),
+            theirs.files.retrieve(batch.input_file_id),
+            theirs.files.content(batch.output_file_id),
+            theirs.files.delete(batch.output_file_id),
+            theirs.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        assert len((await mine.files.list()).data) == 2
+        assert {request.tenant for worker in cluster.workers for request in worker.requests if hasattr(request, "tenant")} <= {"a"}
