@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from twostep.errors import SetupError
-from twostep.text import GenerationDefaults, ModelCard
+from twostep.text import ChatTemplate, GenerationDefaults, ModelCard
+from twostep.text.chat_format import ChatFormat
+from twostep.text.tool_calls import HERMES
 
 
 def make(model_dir: Path, **files: Any) -> Path:
@@ -89,6 +91,10 @@ def test_generation_defaults(tmp_path: Path, generation: dict[str, Any], expecte
         ({"config": {"eos_token_id": [1, -1]}}, ["config.json", "eos_token_id"]),
         ({"config": {"vocab_size": None}}, ["config.json", "vocab_size"]),
         ({"config": {"max_position_embeddings": 0}}, ["max_position_embeddings"]),
+        (
+            {"tokenizer_config": {"chat_template": [{"name": "default", "template": "x"}, {"name": "tool_use", "template": 3}]}},
+            ["tokenizer_config.json", "int"],
+        ),
         ({"tokenizer_config": {"chat_template": 3}}, ["tokenizer_config.json", "chat_template"]),
         ({"tokenizer_config": {"chat_template": [{"name": "rag", "template": "x"}]}}, ["tokenizer_config.json", "default", "rag"]),
     ],
@@ -121,3 +127,34 @@ def test_template_places(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(SetupError, match=r"chat_template\.jinja cannot be read"):
         ModelCard.load(tmp_path)
+
+
+def test_a_template_for_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}, {"name": "rag", "template": "rag"}]
+    card = ModelCard.load(make(tmp_path, tokenizer_config={"chat_template": named}))
+    assert (card.chat_template, card.tool_use_template) == ("plain", "tools")
+    # A file of its own counts instead, with those beside it.
+    (tmp_path / "chat_template.jinja").write_text("file")
+    card = ModelCard.load(tmp_path)
+    assert (card.chat_template, card.tool_use_template) == ("file", None)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools of a file")
+    card = ModelCard.load(tmp_path)
+    assert (card.chat_template, card.tool_use_template) == ("file", "tools of a file")
+    template = ChatTemplate.of(card)
+    messages = [{"role": "user", "content": ""}]
+    assert template.render(messages) == "file"
+    assert template.render(messages, tools=[{}]) == "tools of a file"
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_bytes(b"\xff")
+    with pytest.raises(SetupError, match=r"tool_use\.jinja cannot be read"):
+        ModelCard.load(tmp_path)
+
+
+def test_what_answers_look_like_is_told_by_either_template(tmp_path: Path) -> None:
+    card = ModelCard.load(make(tmp_path, tokenizer_config={"chat_template": "{{ x.split('</think>') }}"}))
+    assert ChatFormat.of(card).reasoning is not None
+    assert ChatFormat.of(card).tool_calls is None
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools }}<tool_call>"}]
+    card = ModelCard.load(make(tmp_path, tokenizer_config={"chat_template": named}))
+    assert ChatFormat.of(card) == ChatFormat(None, HERMES)
+    assert ChatFormat.of(card, reasoning_parser="mistral", tool_call_parser="none").tool_calls is None

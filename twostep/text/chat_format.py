@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from twostep.text.model_card import ModelCard
 from twostep.text.reasoning import ReasoningFormat, reasoning_format
 from twostep.text.tokenizer import Tokenizer
 from twostep.text.tool_calls import ToolCallFormat, tool_call_format
@@ -17,9 +18,10 @@ class ChatFormat:
     tool_calls: ToolCallFormat | None = None
 
     @classmethod
-    def of(cls, chat_template: str | None, *, reasoning_parser: str = "auto", tool_call_parser: str = "auto") -> ChatFormat:
+    def of(cls, card: ModelCard, *, reasoning_parser: str = "auto", tool_call_parser: str = "auto") -> ChatFormat:
         """By the names of --reasoning-parser and --tool-call-parser. Raises SetupError for others."""
-        return cls(reasoning_format(reasoning_parser, chat_template), tool_call_format(tool_call_parser, chat_template))
+        for_tools = card.tool_use_template or card.chat_template
+        return cls(reasoning_format(reasoning_parser, card.chat_template), tool_call_format(tool_call_parser, for_tools))
 
     def special_ids(self, tokenizer: Tokenizer, *, with_tools: bool) -> frozenset[int]:
         """Special tokens that the answer's text has to show, so that its parts can be told apart."""

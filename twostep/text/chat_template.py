@@ -31,22 +31,23 @@ class ChatTemplate:
         source: str | None,
         special_tokens: Mapping[str, str] | None = None,
         *,
+        tool_use: str | None = None,
         max_chars: int = MAX_CHARS,
     ) -> None:
-        """`source` None: a model without a template, every render is refused. `max_chars` bounds what a render comes to. Raises SetupError
-        for a broken template."""
+        """`source` None: a model without a template, every render is refused. `tool_use` renders chats with tools; None: `source` does too.
+        `max_chars` bounds what a render comes to. Raises SetupError for a broken template."""
         self._special_tokens = dict(special_tokens or {})
         self._sandbox = Sandbox(max_chars=max_chars)
-        self.source = source
         try:
             self._template = None if source is None else self._sandbox.from_string(source)
+            self._tool_use = self._template if tool_use is None else self._sandbox.from_string(tool_use)
         except jinja2.TemplateError as error:
             raise SetupError(f"the model's chat template does not compile ({error}); correct or remove it") from error
         self._reserved = _RESERVED | self._special_tokens.keys() | self._sandbox.globals.keys()
 
     @classmethod
     def of(cls, card: ModelCard) -> ChatTemplate:
-        return cls(card.chat_template, card.special_tokens)
+        return cls(card.chat_template, card.special_tokens, tool_use=card.tool_use_template)
 
     @property
     def available(self) -> bool:
@@ -69,7 +70,8 @@ class ChatTemplate:
         `continue_final_message`: the prompt ends where the last message's content does. `max_steps` bounds the work, about a microsecond
         each. Raises InvalidRequest if there are no messages, the model has no template, a variable has a name that is taken, or the
         template refuses what it is given; TooMuchWork."""
-        if self._template is None:
+        template = self._tool_use if tools else self._template
+        if template is None:
             raise InvalidRequest("this model has no chat template; send a plain prompt (text or token ids) instead of messages")
         if not messages:
             raise InvalidRequest("messages is empty; send at least one message with role and content")
@@ -87,7 +89,7 @@ class ChatTemplate:
         if continued is not None:
             everything["add_generation_prompt"] = False
         try:
-            text = self._sandbox.render_bounded(self._template, everything, max_steps)
+            text = self._sandbox.render_bounded(template, everything, max_steps)
         except TooMuch as error:
             raise TooMuchWork(f"the model's chat template refused the messages: {error}") from error
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

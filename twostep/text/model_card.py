@@ -32,6 +32,7 @@ class ModelCard:
     eos_token_ids: frozenset[int]
     generation: GenerationDefaults
     chat_template: str | None  # Jinja source
+    tool_use_template: str | None = None  # for chats with tools, where the model has one of its own for them
     # Strings a chat template may name, by its name for them: bos_token, eos_token, ...; absent if the model has none.
     special_tokens: dict[str, str] = field(default_factory=dict)
 
@@ -44,13 +45,15 @@ class ModelCard:
         generation = read_optional_json(model_dir / "generation_config.json")
         tokenizer_config = read_optional_json(model_dir / "tokenizer_config.json")
         special_tokens = _special_tokens(tokenizer_config, read_optional_json(model_dir / "special_tokens_map.json"))
+        templates = _chat_templates(model_dir, tokenizer_config)
         eos = _ids(config, config_path) | _ids(generation, model_dir / "generation_config.json")
         return cls(
             max_model_len=_positive(config, "max_position_embeddings", config_path),
             vocab_size=_positive(config, "vocab_size", config_path),
             eos_token_ids=eos or _ids_of_token(model_dir, special_tokens.get("eos_token")),
             generation=_defaults(generation, model_dir / "generation_config.json"),
-            chat_template=_chat_template(model_dir, tokenizer_config),
+            chat_template=templates.get("default"),
+            tool_use_template=templates.get("tool_use"),
             special_tokens=special_tokens,
         )
 
@@ -111,29 +114,37 @@ def _defaults(raw: dict[str, Any], path: Path) -> GenerationDefaults:
     return defaults
 
 
-def _chat_template(model_dir: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json (a string, or a list of named ones: "default"), else chat_template.json."""
+def _chat_templates(model_dir: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """By name, "default" if there are any. chat_template.jinja, with others in additional_chat_templates/NAME.jinja; else
+    tokenizer_config.json (a string, or a list of named ones), else chat_template.json."""
     jinja = model_dir / "chat_template.jinja"
     if jinja.is_file():
-        try:
-            return jinja.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SetupError(f"{jinja} cannot be read ({error}); download it again") from error
+        others = sorted((model_dir / "additional_chat_templates").glob("*.jinja"))
+        return {path.stem: _text(path) for path in others} | {"default": _text(jinja)}
     for path, raw in (
         (model_dir / "tokenizer_config.json", tokenizer_config),
         (model_dir / "chat_template.json", read_optional_json(model_dir / "chat_template.json")),
     ):
         value = raw.get("chat_template")
         if isinstance(value, list):
-            named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-            value = named.get("default")
-            if value is None:
-                raise SetupError(f'{path}: none of the chat templates is named "default"; rename one of {sorted(map(str, named))}')
+            named = {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
+            if named.get("default") is None:
+                raise SetupError(f'{path}: none of the chat templates is named "default"; rename one of {sorted(named)}')
+        else:
+            named = {"default": value}
+        for template in named.values():
+            if template is not None and not isinstance(template, str):
+                raise SetupError(f"{path}: chat_template is a {type(template).__name__}; it must be a string or a list of named templates")
         if value is not None:
-            if not isinstance(value, str):
-                raise SetupError(f"{path}: chat_template is a {type(value).__name__}; it must be a string or a list of named templates")
-            return value
-    return None
+            return {name: template for name, template in named.items() if template is not None}
+    return {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SetupError(f"{path} cannot be read ({error}); download it again") from error
 
 
 def _special_tokens(tokenizer_config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str]:
