@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worker_harness import make_runner, prompt_of, routed, started
 
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.errors import InvalidRequest
@@ -124,3 +125,22 @@ def test_parts_that_are_none_are_refused(part: str, value: Any) -> None:
 def test_what_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest):
         WorkerRecord.from_json(text)
+
+
+# ---- of real workers -------------------------------------------------------------------------------------------------------
+
+
+async def test_heartbeats_tell_what_was_computed_found_and_fetched(redis_url: str) -> None:
+    async with started(redis_url) as pair, routed(pair) as router:
+        for name in ("a", "b"):
+            await router.generate(name, prompt_of(41), 20)
+        await pair.settled()
+        prefill, decode = pair.prefill_worker.record().load, pair.decode_worker.record().load
+        assert prefill.tokens_per_s > 0
+        # The second prompt's first 40 of 41 tokens were cached, and those of both were looked up.
+        assert prefill.hit_tokens_per_s == pytest.approx(prefill.queried_tokens_per_s * 40 / 82)
+        assert prefill.fetched_bytes_per_s == 0
+        assert decode.tokens_per_s > 0
+        block_bytes = make_runner().kv_shape.block_bytes
+        # Of the first prompt all 11 blocks, of the second the last one, in the same time as 38 tokens were decoded.
+        assert decode.fetched_bytes_per_s == pytest.approx(decode.tokens_per_s * 12 * block_bytes / 38)
