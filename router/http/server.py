@@ -109,6 +109,7 @@ async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def ssl_context(tls: TlsFiles) -> ssl.SSLContext | None:
+    """With `ca`, clients must show a certificate of it, as they must to gRPC's port: there is no way around. Raises SetupError."""
     if not tls.enabled or tls.cert is None or tls.key is None:
         return None
     tls.read()  # says which flag is wrong
@@ -117,4 +118,10 @@ def ssl_context(tls: TlsFiles) -> ssl.SSLContext | None:
         context.load_cert_chain(tls.cert, tls.key)
     except (ssl.SSLError, OSError) as error:
         raise SetupError(f"--tls-cert {tls.cert} and --tls-key {tls.key} do not go together ({error}); give a matching pair") from error
+    if tls.ca is not None:
+        try:
+            context.load_verify_locations(tls.ca)
+        except (ssl.SSLError, OSError) as error:
+            raise SetupError(f"--tls-ca {tls.ca} holds no certificate ({error}); give a PEM file of the authority") from error
+        context.verify_mode = ssl.CERT_REQUIRED
     return context

@@ -1,0 +1,58 @@
+"""HTTPS, and whose certificate is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import aiohttp
+import pytest
+from router_fakes import Cluster
+
+from router.http.server import ssl_context
+from twostep.errors import SetupError
+from twostep.rpc.channel import TlsFiles
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate, which is its own authority, and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command")
+    directory = tmp_path_factory.mktemp("tls")
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+    subprocess.run([openssl, "req", "-x509", *kind, "-keyout", key, "-out", cert, *subject], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.mark.parametrize("with_ca", [False, True])
+async def test_certificates(cluster: Cluster, pair: tuple[Path, Path], with_ca: bool) -> None:
+    cert, key = pair
+    stranger = ssl.create_default_context(cafile=cert)
+    known = ssl.create_default_context(cafile=cert)
+    await asyncio.to_thread(known.load_cert_chain, cert, key)
+    async with cluster.serving(tls=TlsFiles(cert=cert, key=key, ca=cert if with_ca else None)), aiohttp.ClientSession() as http:
+        url = f"https://127.0.0.1:{cluster.router.http_port}/v1/models"
+        async with http.get(url, ssl=known) as answer:
+            assert (await answer.json())["data"][0]["id"] == "m"
+        if with_ca:
+            with pytest.raises(aiohttp.ClientError):
+                await http.get(url, ssl=stranger)
+        else:
+            async with http.get(url, ssl=stranger) as answer:
+                assert answer.status == 200
+
+
+def test_files_that_are_no_certificates(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    cert, key = pair
+    bad = tmp_path / "bad.pem"
+    bad.write_text("this is no certificate")
+    for files in (TlsFiles(cert=bad, key=key), TlsFiles(cert=cert, key=key, ca=bad)):
+        with pytest.raises(SetupError, match="--tls"):
+            ssl_context(files)
