@@ -186,7 +186,7 @@ class Access:
             account = self._accounts.get(key.id)
             if account is None:
                 account = Account(key, self._share.used)
-            else:
+            elif account.key != key:
                 account.change(key)
             accounts[key.id] = account
         self._table, self._accounts = table, accounts

@@ -68,5 +68,7 @@ def arriving(request: web.Request, patience_s: float, most: int) -> Iterator[Non
 
 async def tell_limits(request: web.Request, response: web.StreamResponse) -> None:
     """As the answer's head goes out: of a stream with its first event, of others when they are whole."""
+    # Whose version is known is known to have its bugs.
+    response.headers["Server"] = "twostep"
     for name, value in request.get(IDENTITY, NOBODY).headers().items():
         response.headers[name] = value

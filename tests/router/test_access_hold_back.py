@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from http_fakes import CHAT, TEXT, chat, open_http, raw_events
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_fakes import ANSWER_TEXT, Cluster, Reply
 
@@ -95,6 +95,7 @@ parts = st.tuples(st.lists(texts, max_size=5), st.lists(texts, min_size=1, max_s
 )
 
 
+@settings(max_examples=50)
 @given(parts, st.integers(0, 10))
 def test_what_is_allowed_arrives_as_it_is_and_never_early(parts: list[tuple[str, str]], window: int) -> None:
     told: list[Held] = []
@@ -118,6 +119,7 @@ def test_what_is_allowed_arrives_as_it_is_and_never_early(parts: list[tuple[str,
     assert told[-1].whole == "".join(text for _, text in parts)
 
 
+@settings(max_examples=50)
 @given(parts, st.integers(0, 10), st.integers(1, 10))
 def test_a_veto_keeps_back_all_that_is_unsent(parts: list[tuple[str, str]], window: int, at: int) -> None:
     calls: list[Held] = []
@@ -134,6 +136,7 @@ def test_a_veto_keeps_back_all_that_is_unsent(parts: list[tuple[str, str]], wind
         assert len(last.sent) <= max(0, sum(len(r + t) for r, t in parts) - window)
 
 
+@settings(max_examples=50)
 @given(parts, st.integers(0, 10))
 def test_a_replacement_shows_nothing_of_what_it_replaced(parts: list[tuple[str, str]], window: int) -> None:
     """All `a` become `*`: no piece that the client gets has one, and ids that would tell stop at the first."""

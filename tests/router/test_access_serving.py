@@ -91,6 +91,7 @@ async def test_everything_but_probes_and_the_page_wants_a_key(cluster: Cluster, 
         for path in ("/v1/models", "/metrics", "/ui/api/status"):
             async with http.get(path, headers=bearer(told)) as answer:
                 assert answer.status == 200, path
+                assert answer.headers["Server"] == "twostep", "and not of which versions it is made"
 
 
 async def test_openais_client_is_let_in_with_its_key(cluster: Cluster, keys: Keys) -> None:
