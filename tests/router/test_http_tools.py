@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from http_fakes import CHAT, open_client, open_http, raw_events, url
 from router_fakes import EOS_ID, Cluster, RedisServer, Reply, make_model_dir
@@ -125,6 +126,22 @@ async def test_calls_whole_and_streamed(hermes: Cluster) -> None:
         ids = [call.id for call in final.choices[0].message.tool_calls or []]
         assert len(set(ids)) == 2
         assert all(i.startswith("call_") for i in ids)
+
+
+class weather(pydantic.BaseModel):
+    city: str
+
+
+async def test_the_clients_typed_tools(hermes: Cluster) -> None:
+    answer_with(hermes, CALLS)
+    async with hermes.serving(), open_client(hermes) as client:
+        answer = await client.chat.completions.parse(
+            model="m", messages=USER, tools=[openai.pydantic_function_tool(weather)], parallel_tool_calls=False, max_tokens=200
+        )
+        [call] = answer.choices[0].message.tool_calls or []
+        assert call.function.parsed_arguments == weather(city="größer 🙂")
+        # Its schemas are strict, and so is the answer's grammar.
+        assert "FREE" in hermes.workers[0].requests[-1].sampling.grammar.lark
 
 
 async def test_the_documented_example(hermes: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
