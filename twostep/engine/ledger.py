@@ -33,12 +33,13 @@ from twostep.engine.constrained import ConstrainedSequences
 from twostep.engine.constraint import Advanced
 from twostep.engine.host_blocks import HostRows
 from twostep.engine.host_tier import HostLoad, HostTier
+from twostep.engine.ledger_check import check_sequences
 from twostep.engine.preemptor import Preemptor
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_planner import StepPlanner
 from twostep.engine.step_work import BlockSave, StepResult, StepWork
 from twostep.engine.types import PrefillProgress, Reservation, SequenceFailure, TokenOutput
-from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
+from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.request_class import RequestClass
 
 
@@ -46,14 +47,7 @@ class SequenceLedger:
     """Not thread-safe: the engine's lock guards it. At most two steps are planned and not yet settled or failed, which happens in the
     order they were planned."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        config: EngineConfig,
-        block_size: int,
-        block_bytes: int,
-    ) -> None:
+    def __init__(self, pool: BlockPool, *, config: EngineConfig, block_size: int, block_bytes: int) -> None:
         self._pool = pool
         self._block_size = block_size
         self._block_bytes = block_bytes
@@ -74,14 +68,7 @@ class SequenceLedger:
         self._admission = Admission(pool, self.tier, self.preemptor, self._running, block_size=block_size)
         self.constrained = ConstrainedSequences()
         self.planner = StepPlanner(
-            pool,
-            self.preemptor,
-            self._admission,
-            self.constrained,
-            self._sequences,
-            self._running,
-            config=config,
-            block_size=block_size,
+            pool, self.preemptor, self._admission, self.constrained, self._sequences, self._running, config=config, block_size=block_size
         )
         self._num_arrived = 0
         # Nothing could be planned, and nothing has changed since.
@@ -401,14 +388,6 @@ class SequenceLedger:
         used = [[*(copy.source for copy in work.copies), *work.exchanged] for work in self._planned]
         self._pool.check_integrity([*(sequence.blocks for sequence in self._sequences.values()), *used])
         self.tier.check_integrity([sequence for sequence in self._sequences.values() if sequence.loading])
-        counted = dict.fromkeys(SequenceState, 0)
-        for sequence in self._sequences.values():
-            counted[sequence.state] += 1
-            num_uses = sum(sequence in work.sequences for work in self._planned) + (sequence in self.preemptor.saving) + sequence.loading
-            if sequence.num_steps != num_uses:
-                raise InternalError(f"{sequence.seq_id} counts {sequence.num_steps} uses and has {num_uses}")
-            if sequence.state is SequenceState.ENDED and not num_uses:
-                raise InternalError(f"{sequence.seq_id} has ended, is in no step and still owns blocks")
         listed = {
             SequenceState.WAITING: len(self._admission.waiting),
             SequenceState.RESERVED: self.num_reserved,
@@ -416,6 +395,4 @@ class SequenceLedger:
             SequenceState.HELD: self.num_held,
             SequenceState.PREEMPTED: self.num_waiting - len(self._admission.waiting),
         }
-        for state, count in listed.items():
-            if counted[state] != count:
-                raise InternalError(f"{counted[state]} sequences are {state.value} and {count} are listed so")
+        check_sequences(self._sequences.values(), self._planned, self.preemptor.saving, listed)
