@@ -279,15 +279,6 @@ async def test_developers_are_heard_by_templates_that_know_no_such_role(cluster:
     assert text.startswith("<|im_start|>system\nbe\nbrief<|im_end|>")
 
 
-async def test_a_body_that_never_ends_is_not_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http.calls._MAX_UPLOAD_S", 0.2)
-    async with cluster.serving():
-        reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
-        writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{{".encode())
-        assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 408")
-        writer.close()
-
-
 async def test_prompts_that_can_never_fit_are_refused_before_they_are_read(cluster: Cluster) -> None:
     async with cluster.serving(), open_http(cluster) as http:
         async with http.post(TEXT, json={"prompt": [5] * 300_000}) as answer:
