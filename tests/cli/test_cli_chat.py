@@ -118,6 +118,17 @@ def test_ctrl_c_cancels_the_answer_and_nothing_else(server: tuple[ScriptedInfere
         time.sleep(0.01)
 
 
+def test_what_is_typed_too_early_waits_for_the_prompt(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:
+    with chat(server, tmp_path) as terminal:
+        say(terminal, "later-2000\n")
+        terminal.expect("waiting for the first token")
+        terminal.type("ok\n")
+        terminal.until(lambda: terminal.screen.text().count("[3 tokens") == 2)
+        shown = terminal.screen.text()
+        assert shown.count("ok\n") == 1, "and shown once"
+        assert shown.index("[3 tokens") < shown.index("> ok")
+
+
 def test_waiting_is_shown(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:
     with chat(server, tmp_path) as terminal:
         say(terminal, "silent\n")

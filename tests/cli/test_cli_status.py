@@ -48,7 +48,7 @@ def test_the_live_table(server: tuple[ScriptedInference, str], leave: str) -> No
         assert terminal.screen.cursor_hidden
         lines = terminal.screen.lines()
         assert lines[0] == "scripted  router-0  0.1.0  up 1 h 6 min  ready"
-        assert any(line.split() == ["decode-0", "ready", "12/64", "0", "████··", "60", "%", "–", "640", "1.61", "GB/s"] for line in lines)
+        assert any(line.split() == ["decode-0", "ready", "12/64", "0", "████··", "60", "%", "–", "640", "1.6GB/s"] for line in lines)
         servicer.cluster.workers[1].num_running = 33
         terminal.expect("33/64")
         servicer.away = True

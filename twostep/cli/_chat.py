@@ -19,7 +19,7 @@ from twostep.cli._chat_session import Session, commands
 from twostep.cli._connect import client_of
 from twostep.cli._flags import sampling_of, urgency_of
 from twostep.cli._flow import Flow
-from twostep.cli._terminal import Terminal, harmless
+from twostep.cli._terminal import Terminal, harmless, unechoed
 from twostep.client import Client, Generation, Piece, SamplingOptions
 from twostep.errors import InvalidRequest, TwostepError
 
@@ -97,8 +97,9 @@ class Chat:
 
     def _turn(self) -> None:
         try:
-            answer = self._ask()
-            cancelled, pace = self._show(answer)
+            with unechoed():
+                answer = self._ask()
+                cancelled, pace = self._show(answer)
         except TwostepError as error:
             self._session.failed()
             self._say(f"twostep: {error.message}", "red")

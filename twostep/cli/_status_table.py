@@ -169,9 +169,7 @@ def amount(value: float) -> str:
 
 
 def _bytes(per_second: float) -> str:
-    if not per_second:
-        return "–"
-    return f"{per_second / 1e9:.2f} GB/s" if per_second >= 1e8 else f"{per_second / 1e6:.2f} MB/s"
+    return f"{amount(per_second)}B/s" if per_second else "–"
 
 
 def percent(part: float, whole: float) -> str:

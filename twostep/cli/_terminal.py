@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import shutil
+import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -81,3 +84,21 @@ def harmless(text: str) -> str:
 
 def _picture(char: str) -> str:
     return chr(0x2400 + ord(char)) if char < " " else "\u2421" if char == "\x7f" else "\ufffd"
+
+
+@contextlib.contextmanager
+def unechoed() -> Iterator[None]:
+    """What is typed meanwhile does not show up in the midst of what is written; it is there when it is read."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    termios = importlib.import_module("termios")
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    try:
+        termios.tcsetattr(descriptor, termios.TCSANOW, silent)
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
