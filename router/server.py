@@ -9,9 +9,6 @@ import uuid
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
-
 from router.access_control import Access
 from router.access_sources import source_of
 from router.admission import Admission
@@ -34,6 +31,7 @@ from router.prefix_lookup import PrefixLookup
 from router.prompt import PromptReader
 from router.quota import Quota
 from router.quota_share import QuotaShare
+from router.redis_start import wait_for_redis
 from router.registry import Deployment, Registry
 from router.room import Room
 from router.service import InferenceService
@@ -246,7 +244,7 @@ class Router:
         try:
             if self._metrics_server is not None:
                 self._metrics_server.start()
-            await _wait_for_redis(self._redis, self.config.redis_start_timeout)
+            await wait_for_redis(self._redis, self.config.redis_start_timeout)
             await self.registry.poll()
             await self.access.start()
             await self._index.open()
@@ -387,18 +385,3 @@ class Router:
                 self._able = isinstance(place(self.pool.snapshot(NO_HINTS, frozenset()), probe), Placement)
                 self._server.health.set(READINESS, self._able)
             await asyncio.sleep(_TICK_S)
-
-
-async def _wait_for_redis(redis: Redis, timeout_s: float) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while True:
-        try:
-            await redis.ping()
-            return
-        except (RedisError, OSError) as error:
-            if time.monotonic() >= give_up_at:
-                raise SetupError(
-                    f"no Redis answers at --redis-url within {timeout_s:g} s ({error}); start one (`redis-server`, or `twostep up` "
-                    "brings its own), or give another --redis-url"
-                ) from error
-        await asyncio.sleep(0.2)
