@@ -83,7 +83,7 @@ _NO_FAILURE = frozenset({"OK", "CANCELLED"})
 
 
 def take_sample(metrics: RouterMetrics, at: float) -> Sample:
-    """About half a millisecond."""
+    """Less than a millisecond, whatever has been counted."""
     requests = dict(_counted(metrics.requests, "status"))
     paths = dict(_counted(metrics.placements, "path"))
     ttft = _buckets(metrics.ttft)

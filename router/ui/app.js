@@ -75,7 +75,7 @@ function showView(moved) {
     else link.removeAttribute("aria-current");
   }
   dashboard.show();
-  if (moved) byId("main").focus();
+  if (moved) byId("main").focus({ preventScroll: true });
   if (name === "playground" && moved) playground.input.focus();
 }
 addEventListener("hashchange", () => showView(true));

@@ -5,7 +5,7 @@ import { areaOf, balance, linear, pathOf, summaryOf } from "./scale.js";
 import { lastOf } from "./state.js";
 
 const HEIGHT = 132;
-const PAD = { left: 52, right: 8, top: 8, bottom: 20 };
+const PAD = { left: 60, right: 8, top: 8, bottom: 20 };
 const TABLE_ROWS = 12;
 
 export class TimeChart {

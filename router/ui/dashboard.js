@@ -15,7 +15,7 @@ const percentiles = (name) => LINES.map((line) => ({ ...line, name: `${name}_s_$
 
 const CHARTS = [
   { title: "Time to first token", about: "from a request's arrival", series: percentiles("ttft"), format: seconds },
-  { title: "Time per output token", about: "mean gap of each answer that ended", series: percentiles("tpot"), format: seconds },
+  { title: "Time per output token", about: "of answers that ended", series: percentiles("tpot"), format: seconds },
   { title: "Inter-token latency", about: "each gap between two tokens", series: percentiles("itl"), format: seconds },
   {
     title: "Tokens per second",
@@ -40,7 +40,7 @@ const CHARTS = [
   },
   {
     title: "Prefix cache hit rate",
-    about: "of prompt tokens looked up, on all workers",
+    about: "of tokens looked up, all workers",
     format: percent,
     top: 1,
     area: true,
@@ -70,7 +70,7 @@ const CHARTS = [
       { name: "decode_kv_usage", label: "decode", tone: "decode", dash: "long" },
     ],
   },
-  { title: "Queue time", about: "from arrival until a worker computes the prompt", series: percentiles("queue"), format: seconds },
+  { title: "Queue time", about: "until a worker computes the prompt", series: percentiles("queue"), format: seconds },
   {
     title: "Where prompts are computed",
     about: "requests per second",
