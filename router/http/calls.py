@@ -24,7 +24,7 @@ MAX_AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What is known of a request besides its body. `received` is in time.monotonic() seconds."""
+    """What is known of a request besides its body. `received` is in time.monotonic() seconds: all of its body was there."""
 
     request_id: str
     identity: Identity

@@ -32,8 +32,10 @@ routes = web.RouteTableDef()
     headers=HEADERS,
 )
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    body = parse_body(ChatBody, await json_body(request))
-    return await respond(request, Chat(request.app[FRONT], body, Call.of(request)), stream=bool(body.stream))
+    raw = await json_body(request)
+    call = Call.of(request)
+    body = parse_body(ChatBody, raw)
+    return await respond(request, Chat(request.app[FRONT], body, call), stream=bool(body.stream))
 
 
 class Chat(Asked[ChatBody]):

@@ -32,8 +32,10 @@ routes = web.RouteTableDef()
     headers=HEADERS,
 )
 async def completions(request: web.Request) -> web.StreamResponse:
-    body = parse_body(CompletionBody, await json_body(request))
-    return await respond(request, Completion(request.app[FRONT], body, Call.of(request)), stream=bool(body.stream))
+    raw = await json_body(request)
+    call = Call.of(request)
+    body = parse_body(CompletionBody, raw)
+    return await respond(request, Completion(request.app[FRONT], body, call), stream=bool(body.stream))
 
 
 class Completion(Asked[CompletionBody]):
