@@ -38,6 +38,22 @@ class Disk:
             os.close(descriptor)
         _sync_folder(path.parent)
 
+    def create_whole(self, path: Path, data: bytes) -> None:
+        """By nobody else, and whole or not at all: raises FileExistsError."""
+        temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+        try:
+            self.create(temporary, data)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise
+            except OSError:
+                # Some shared volumes have no links.
+                self.create(path, data)
+            _sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
     def append(self, path: Path, data: bytes) -> None:
         """On disk when it returns. What fails may have left a part."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

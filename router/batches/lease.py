@@ -15,10 +15,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 LEASE_S = 10.0
-RENEW_S = 2.5
 # Before others may take it, its holder knows that it has lapsed.
-_MARGIN_S = 2.0
-_TIMEOUT_S = 1.0
+_MARGIN = 0.2
 
 # KEYS[1]: the lease; ARGV: its holder, milliseconds.
 _RENEW = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) else return 0 end"
@@ -34,6 +32,11 @@ class Lease:
         self._until = 0.0
 
     @property
+    def renew_s(self) -> float:
+        """How often."""
+        return self._lease_s / 4
+
+    @property
     def held(self) -> bool:
         return time.monotonic() < self._until
 
@@ -42,7 +45,7 @@ class Lease:
         asked = time.monotonic()
         if not await self._redis.set(self._key, self._holder, nx=True, px=int(self._lease_s * 1000)):
             return False
-        self._until = asked + self._lease_s - _MARGIN_S
+        self._until = asked + self._lease_s * (1 - _MARGIN)
         return True
 
     async def renew(self) -> None:
@@ -51,7 +54,7 @@ class Lease:
         try:
             renewed = await self._redis.eval(_RENEW, 1, self._key, self._holder, str(int(self._lease_s * 1000)))
             if renewed:
-                self._until = asked + self._lease_s - _MARGIN_S
+                self._until = asked + self._lease_s * (1 - _MARGIN)
             elif not (self.held and await self.acquire()):
                 self._until = 0.0
         except (RedisError, OSError):
@@ -67,7 +70,7 @@ class Lease:
 
 
 class Leases:
-    def __init__(self, redis: Redis, router_id: str, lease_s: float = LEASE_S) -> None:
+    def __init__(self, redis: Redis, router_id: str, lease_s: float) -> None:
         self._redis = redis
         self._router_id = router_id
         self._lease_s = lease_s

@@ -3,7 +3,7 @@
     validating ──► in_progress ──► finalizing ──► completed
         │               │               ├───────► expired       after the completion window
         │               └─ cancelling ──┴───────► cancelled     cancelling is what clients see from their cancel on
-        └──► failed       the input file is no batch
+        └───────────────┴──► failed       the input file is no batch, or lost
 
 Ids begin with the time, so that their order is that of creation.
 """
@@ -46,7 +46,7 @@ _FINAL = frozenset({BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.EXPIR
 # Finished work is kept in every case, so every end but "failed" goes through "finalizing".
 NEXT: Mapping[BatchStatus, frozenset[BatchStatus]] = {
     BatchStatus.VALIDATING: frozenset({BatchStatus.IN_PROGRESS, BatchStatus.FAILED, BatchStatus.FINALIZING}),
-    BatchStatus.IN_PROGRESS: frozenset({BatchStatus.FINALIZING}),
+    BatchStatus.IN_PROGRESS: frozenset({BatchStatus.FINALIZING, BatchStatus.FAILED}),
     BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED}),
 }
 

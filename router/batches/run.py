@@ -5,7 +5,7 @@
     3. what no run has answered is asked, so many requests at once, each answer on disk
        before the next is asked                                                           _answer_all
     4. answers of all runs go into an output file and an error file, in the input's order    store.publish
-    5. the state that clients see at last                                                 store.close
+    5. the state that clients see at last                                                 store.end, store.close
 
 A run that is cancelled, loses its lease, or fails to write stops wherever it is: the next begins at 1.
 """
@@ -194,6 +194,9 @@ class Run:
             for task in (workers, watch):
                 task.cancel()
             await asyncio.wait((workers, watch))
+            for task in (workers, watch):
+                if not task.cancelled():
+                    task.exception()  # of the other one; the first is raised
 
     async def _watch(self) -> BatchStatus:
         """Returns why to stop. Raises LeaseLost."""
@@ -209,7 +212,9 @@ class Run:
 
     async def _why_end(self) -> BatchStatus | None:
         self._check_lease()
-        if await self._threads.short(self._store.cancelled, self._owner, self._batch_id):
+        if await self._threads.short(self._store.is_over, self._owner, self._batch_id):
+            raise LeaseLost(self._batch_id)
+        if await self._threads.short(self._store.is_cancelled, self._owner, self._batch_id):
             return BatchStatus.CANCELLED
         return BatchStatus.EXPIRED if self._wall() >= self._asked.expires else None
 
@@ -261,7 +266,8 @@ class Run:
     async def _become(self, status: BatchStatus, **changes: Any) -> None:
         self._check_lease()
         self._state = self._state.to(status, int(self._wall()), tally=self._tally, **changes)
-        await self._threads.short(self._store.write_state, self._owner, self._batch_id, self._state)
+        write = self._store.end if status.final else self._store.write_state
+        await self._threads.short(write, self._owner, self._batch_id, self._state)
 
     def _check_lease(self) -> None:
         if not self._lease.held:

@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from router.batches.disk import Disk
 from router.batches.files import FileStore
-from router.batches.lease import RENEW_S, Lease, Leases
+from router.batches.lease import LEASE_S, Lease, Leases
 from router.batches.records import COMPLETION_WINDOWS, Asked, new_id
 from router.batches.run import Endpoints, LeaseLost, Left, Run, RunLimits
 from router.batches.store import BatchStore, Stored
@@ -52,6 +52,7 @@ class BatchConfig:
     max_owner_bytes: int = 10 << 30
     lifetime_s: float = 30 * DAY_S
     look_s: float = _LOOK_S
+    lease_s: float = LEASE_S
 
 
 def choose(
@@ -76,7 +77,7 @@ class Batches:
     def __init__(self, config: BatchConfig, *, redis: Redis, router_id: str, wall: Callable[[], float] = time.time) -> None:
         self.config = config
         self._endpoints: Endpoints
-        self._leases = Leases(redis, router_id)
+        self._leases = Leases(redis, router_id, config.lease_s)
         self.threads = Threads()
         disk = Disk()
         self.files = FileStore(config.root, disk, lifetime_s=config.lifetime_s, max_owner_bytes=config.max_owner_bytes)
@@ -250,5 +251,5 @@ async def _renew(lease: Lease) -> None:
     assert task is not None, "it is awaited"
     # The Redis client can take a cancellation for a lost connection.
     while not task.cancelling():
-        await asyncio.sleep(RENEW_S)
+        await asyncio.sleep(lease.renew_s)
         await lease.renew()

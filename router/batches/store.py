@@ -6,6 +6,7 @@
                               cancel            since when a client wants no more of it
                               run-00000001.json how far the first run came
                               run-00000001.log  and its answers (journal.py)
+                              end.json          how it ended, as the first run that got there has it
 
 A run has a number that no other has, because it creates its .json exclusively; it writes no file of another run. So routers that think
 they run the same batch do each other no harm. Which of them should is another matter: lease.py.
@@ -144,7 +145,8 @@ class BatchStore:
             epochs = _epochs(folder)
             state = (before or RunState(epoch=0)).taken_over(max(epochs, default=0) + 1)
             try:
-                self._disk.create(folder / f"run-{state.epoch:08}.json", to_json(state))
+                if not state.status.final:
+                    self._disk.create(folder / f"run-{state.epoch:08}.json", to_json(state))
                 return state
             except FileExistsError:
                 continue
@@ -156,8 +158,21 @@ class BatchStore:
         """On disk when it returns."""
         self._disk.append(self._log(self._folder(owner, batch_id), epoch), b"".join(map(encode, entries)))
 
-    def cancelled(self, owner: str, batch_id: str) -> bool:
+    def end(self, owner: str, batch_id: str, state: RunState) -> None:
+        """It ended so, unless another run has ended it otherwise."""
+        path = self._folder(owner, batch_id) / "end.json"
+        try:
+            self._disk.create_whole(path, to_json(state))
+        except FileExistsError:
+            if _end(path.parent) is None:
+                # Half of one, on a volume without links.
+                self._disk.write(path, to_json(state))
+
+    def is_cancelled(self, owner: str, batch_id: str) -> bool:
         return (self._folder(owner, batch_id) / "cancel").exists()
+
+    def is_over(self, owner: str, batch_id: str) -> bool:
+        return (self._folder(owner, batch_id) / "end.json").exists()
 
     def results(self, owner: str, batch_id: str) -> Results:
         """Of all runs."""
@@ -215,10 +230,6 @@ class BatchStore:
 
     def publish(self, asked: Asked, epoch: int, wanted: list[InputLine], results: Results) -> tuple[str | None, str | None]:
         """Writes the output file and the error file, in the order of the input; None for one without lines."""
-        owner = owner_of(asked.tenant)
-        for file_id in self.files.ids(owner):
-            if any(is_output_of(file_id, asked.id, earlier) for earlier in range(1, epoch)):
-                self.files.remove(owner, file_id)
         ids = [self._publish(asked, epoch, kind, wanted, results) for kind in ("output", "error")]
         return ids[0], ids[1]
 
@@ -264,12 +275,17 @@ class BatchStore:
         return self.files.keep(owner, path, record).id
 
     def close(self, owner: str, batch_id: str) -> None:
-        """It is over: nobody looks for it any more, and what it was made of goes."""
-        self._disk.delete(self._marker(batch_id))
+        """It is over: what it was made of goes, and what other runs published; then nobody looks for it any more."""
         folder = self._folder(owner, batch_id)
-        for epoch in _epochs(folder):
+        epochs, end = _epochs(folder), _end(folder)
+        kept = () if end is None else (end.output_file_id, end.error_file_id)
+        for file_id in self.files.ids(owner):
+            if file_id not in kept and any(is_output_of(file_id, batch_id, epoch) for epoch in epochs):
+                self.files.remove(owner, file_id)
+        for epoch in epochs:
             self._disk.delete(self._log(folder, epoch))
         self._disk.delete(folder / "input.jsonl")
+        self._disk.delete(self._marker(batch_id))
 
     def forget_marker(self, batch_id: str, now: float) -> None:
         """Of a batch that is not there: its making was broken off, or it was swept away."""
@@ -295,7 +311,10 @@ class BatchStore:
                     self._disk.delete_folder(self._folder(owner, batch_id))
 
     def _state(self, folder: Path) -> RunState | None:
-        """What the last run says. One that died as it began says nothing."""
+        """The end, or what the last run says. One that died as it began says nothing."""
+        end = _end(folder)
+        if end is not None:
+            return end
         for epoch in reversed(_epochs(folder)):
             try:
                 return from_json(RunState, (folder / f"run-{epoch:08}.json").read_bytes())
@@ -315,6 +334,13 @@ class BatchStore:
 
 def _epochs(folder: Path) -> list[int]:
     return sorted(int(found[1]) for found in map(_RUN.fullmatch, os.listdir(folder)) if found)
+
+
+def _end(folder: Path) -> RunState | None:
+    try:
+        return from_json(RunState, (folder / "end.json").read_bytes())
+    except (FileNotFoundError, DataLoss):
+        return None
 
 
 def _cancelled(folder: Path) -> int | None:

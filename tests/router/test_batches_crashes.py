@@ -1,0 +1,277 @@
+"""Routers that die at any moment: every request of a batch is answered at least once, and has one line in what comes out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from router.batches.disk import Disk
+from router.batches.files import FileStore
+from router.batches.records import Asked, BatchStatus, owner_of
+from router.batches.run import Asking, Failure, Run, RunLimits
+from router.batches.store import BatchStore
+from router.batches.threads import Threads
+from twostep.errors import InvalidRequest, NotFound
+
+IDS = [f"request {index}" for index in range(7)]
+REFUSED = {IDS[2], IDS[5]}
+TENANT = "a tenant"
+OWNER = owner_of(TENANT)
+ENDPOINT = "/v1/completions"
+
+
+class PowerCut(RuntimeError):
+    pass
+
+
+class MortalDisk(Disk):
+    """Does `lives` changes, then half of one, then nothing."""
+
+    def __init__(self, lives: int | None = None) -> None:
+        self._lives = lives
+
+    def _live(self) -> bool:
+        """False: this is the one that is done by half."""
+        if self._lives is None:
+            return True
+        self._lives -= 1
+        if self._lives < -1:
+            raise PowerCut
+        return self._lives >= 0
+
+    def make_folder(self, path: Path) -> None:
+        if not self._live():
+            raise PowerCut
+        super().make_folder(path)
+
+    def write(self, path: Path, data: bytes) -> None:
+        if not self._live():
+            path.with_name(f".{path.name}.left").write_bytes(data[: len(data) // 2])
+            raise PowerCut
+        super().write(path, data)
+
+    def create(self, path: Path, data: bytes) -> None:
+        if not self._live():
+            super().create(path, data[: len(data) // 2])
+            raise PowerCut
+        super().create(path, data)
+
+    def append(self, path: Path, data: bytes) -> None:
+        if not self._live():
+            super().append(path, data[: len(data) // 2])
+            raise PowerCut
+        super().append(path, data)
+
+    def rename(self, path: Path, to: Path) -> None:
+        if not self._live():
+            raise PowerCut
+        super().rename(path, to)
+
+    def link(self, path: Path, to: Path) -> None:
+        if not self._live():
+            raise PowerCut
+        super().link(path, to)
+
+    def delete(self, path: Path) -> None:
+        if not self._live():
+            raise PowerCut
+        super().delete(path)
+
+
+class Answers:
+    """Counts what is asked."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+
+    async def answer(self, asking: Asking) -> Mapping[str, Any]:
+        prompt = json.loads(asking.body)["prompt"]
+        self.asked[prompt] += 1
+        await asyncio.sleep(0)
+        if prompt in REFUSED:
+            raise InvalidRequest("not this one")
+        return {"text": prompt, "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+
+    def failure(self, error: Exception) -> Failure:
+        return Failure(status=400, body={"error": str(error)})
+
+    def ready(self) -> bool:
+        return True
+
+
+class Held:
+    held = True
+
+
+def store_of(root: Path, lives: int | None = None) -> BatchStore:
+    disk = MortalDisk(lives)
+    return BatchStore(root, disk, FileStore(root, disk, lifetime_s=1e9, max_owner_bytes=0))
+
+
+def make_input(store: BatchStore) -> str:
+    lines = [{"custom_id": each, "method": "POST", "url": ENDPOINT, "body": {"prompt": each}} for each in IDS]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    upload = store.files.begin_upload(OWNER)
+    store.files.append_upload(upload, content)
+    return store.files.keep(OWNER, upload, store.files.new_record(filename="in", num_bytes=len(content), purpose="batch", lives_s=None)).id
+
+
+def asked_for(input_file_id: str, number: int = 0) -> Asked:
+    return Asked(
+        id=f"batch_{number:032x}",
+        tenant=TENANT,
+        key_id="",
+        served="m",
+        endpoint=ENDPOINT,
+        input_file_id=input_file_id,
+        completion_window="24h",
+        created=1,
+        expires=1 << 40,
+    )
+
+
+async def run_once(store: BatchStore, batch_id: str, answers: Answers, threads: Threads) -> bool:
+    """False: the power was cut."""
+    run = Run(
+        store,
+        threads,
+        OWNER,
+        batch_id,
+        endpoints=answers,
+        lease=Held(),
+        gate=asyncio.Semaphore(3),
+        limits=RunLimits(concurrency=3, max_line_bytes=1 << 16, look_s=0.01),
+    )
+    try:
+        await run.run()
+    except PowerCut:
+        return False
+    return True
+
+
+def lines_of(store: BatchStore, file_id: str | None) -> list[Any]:
+    if file_id is None:
+        return []
+    with store.files.open_content(OWNER, file_id) as file:
+        return [json.loads(each) for each in file]
+
+
+def check_answers(root: Path, batch_id: str, answers: Answers, *, orphans: bool) -> None:
+    store = store_of(root)
+    stored = store.get(OWNER, batch_id)
+    assert stored.state is not None
+    assert stored.state.status is BatchStatus.COMPLETED
+    done, failed = lines_of(store, stored.state.output_file_id), lines_of(store, stored.state.error_file_id)
+    assert [each["custom_id"] for each in done] == [each for each in IDS if each not in REFUSED], "each once, in the input's order"
+    assert [each["custom_id"] for each in failed] == [each for each in IDS if each in REFUSED]
+    assert all(each["response"]["body"]["text"] == each["custom_id"] for each in done)
+    assert (stored.state.total, stored.state.tally.completed, stored.state.tally.failed) == (7, 5, 2)
+    assert (stored.state.tally.input_tokens, stored.state.tally.output_tokens) == (15, 10)
+    assert set(answers.asked) == set(IDS)
+    assert store.open_batches() == {}, "nobody looks for it any more"
+    assert not list((root / OWNER / "batches" / batch_id).glob("*.log"))
+    if not orphans:
+        wanted = {stored.asked.input_file_id, stored.state.output_file_id, stored.state.error_file_id}
+        assert set(store.files.ids(OWNER)) == wanted, "what dead runs published is gone"
+
+
+@pytest.fixture(autouse=True)
+def _no_power_cuts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 30), max_size=4))
+@example([0, 1, 2, 3, 4, 5])
+@example([12, 12, 12])
+def test_every_request_has_one_line_whenever_routers_die(lives: list[int]) -> None:
+    asyncio.run(_routers_that_die(lives))
+
+
+async def _routers_that_die(lives: Sequence[int]) -> None:
+    threads, answers = Threads(), Answers()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            store = store_of(root)
+            store.prepare()
+            batch_id = store.create(asked_for(make_input(store))).asked.id
+            ended = False
+            for each in lives:
+                ended = await run_once(store_of(root, each), batch_id, answers, threads)
+            # Nobody looks for a batch whose marker is gone; whoever finds one that is over leaves it so.
+            if not ended or OWNER in store.open_batches().values():
+                assert await run_once(store, batch_id, answers, threads)
+            check_answers(root, batch_id, answers, orphans=False)
+    finally:
+        threads.close()
+
+
+@settings(max_examples=25)
+@given(st.lists(st.one_of(st.none(), st.integers(0, 30)), min_size=2, max_size=4))
+def test_runs_that_do_not_know_of_each_other_do_no_harm(lives: list[int | None]) -> None:
+    """As after a router that stood still for longer than its lease."""
+
+    async def work() -> None:
+        threads, answers = Threads(), Answers()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                root = Path(folder)
+                store = store_of(root)
+                store.prepare()
+                batch_id = store.create(asked_for(make_input(store))).asked.id
+                # One that ends takes away what the others read: they fail, and that is all.
+                await asyncio.gather(
+                    *(run_once(store_of(root, each), batch_id, answers, threads) for each in lives), return_exceptions=True
+                )
+                await run_once(store, batch_id, answers, threads)
+                check_answers(root, batch_id, answers, orphans=True)
+        finally:
+            threads.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("lives", range(9))
+def test_a_batch_is_there_with_its_marker_or_not_at_all(lives: int, tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    store.prepare()
+    asked = asked_for(make_input(store))
+    try:
+        store_of(tmp_path, lives).create(asked)
+    except PowerCut:
+        pass
+    try:
+        store.get(OWNER, asked.id)
+    except NotFound:
+        # A marker alone is forgotten in time.
+        store.forget_marker(asked.id, 1e12)
+        store.sweep(1e8, 1e9)
+        assert store.open_batches() == {}
+    else:
+        assert store.open_batches() == {asked.id: OWNER}
+
+
+@pytest.mark.parametrize("lives", range(5))
+def test_a_file_is_there_whole_or_not_at_all(lives: int, tmp_path: Path) -> None:
+    store_of(tmp_path).prepare()
+    dying = store_of(tmp_path, lives)
+    try:
+        make_input(dying)
+    except PowerCut:
+        assert store_of(tmp_path).files.ids(OWNER) == []
+    else:
+        assert lives >= 4
+    store = store_of(tmp_path)
+    store.sweep(1e12, 1e9)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [], "what is left is swept"

@@ -1,0 +1,105 @@
+"""Batches of several routers on one directory: one runs each, and another goes on when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.exceptions
+from batch_fakes import answers, ended, jsonl, line, submit
+from http_fakes import open_client, url
+from openai import AsyncOpenAI
+from router_fakes import Cluster, after, until
+
+from router.server import Router
+from twostep.api_key_file import put_in_file, remove_from_file
+from twostep.api_keys import Limits, make_key
+
+NUM = 12
+
+
+@asynccontextmanager
+async def second_router(cluster: Cluster, **options: Any) -> AsyncIterator[Router]:
+    router = Router(cluster.config(**options))
+    await router.start()
+    try:
+        yield router
+    finally:
+        await router.drain(0.0)
+
+
+class NoRedis:
+    async def eval(self, *_: Any) -> None:
+        raise redis.exceptions.ConnectionError("cut off")
+
+
+@pytest.mark.parametrize("death", ["drained", "cut off"])
+async def test_another_router_goes_on(cluster: Cluster, tmp_path: Path, death: str) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    prefill.hooks.extend([after(0)] * 5 + [after(60)] * 2)
+    options: dict[str, Any] = {"batch_dir": tmp_path / "batches", "batch_concurrency": 2}
+    async with cluster.serving(**options), open_client(cluster) as client:
+        first = cluster.router.batches
+        assert first is not None
+        first._leases._lease_s = 1.2
+        batch = await submit(client, jsonl(*(line(str(index)) for index in range(NUM))))
+        await until(lambda: len(prefill.requests) == 7, "five are answered and two under way")
+        async with second_router(cluster, **options) as second:
+            assert second.batches is not None
+            await asyncio.sleep(0.3)
+            assert second.batches.num_running == 0, "the first one has it"
+            if death == "drained":
+                await first.drain(0.0)
+            else:
+                ((run, _),) = first._runs.values()
+                run._lease._redis = NoRedis()  # type: ignore[attr-defined]
+            batch = await ended(client, batch.id)
+            assert batch.status == "completed"
+            output = await answers(client, batch.output_file_id)
+            assert [each["custom_id"] for each in output] == [str(index) for index in range(NUM)]
+            assert batch.request_counts is not None
+            assert batch.request_counts.completed == NUM
+        # What was on disk was not asked again.
+        assert len(prefill.requests) == NUM + 2
+
+
+async def test_batches_run_in_the_name_of_the_key_that_asked(cluster: Cluster, tmp_path: Path) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    path = tmp_path / "keys"
+    # No more than two requests at once: the batch waits for its own.
+    told, key = make_key(name="mine", limits=Limits(max_concurrent=2))
+    other_told, other = make_key(name="other")
+    for each in (key, other):
+        put_in_file(path, each)
+    async with cluster.serving(batch_dir=tmp_path / "batches", api_keys_file=path):
+        base = f"{url(cluster)}/v1"
+        async with (
+            AsyncOpenAI(base_url=base, api_key=told, max_retries=0) as mine,
+            AsyncOpenAI(base_url=base, api_key=other_told) as theirs,
+        ):
+            batch = await ended(mine, (await submit(mine, jsonl(*(line(str(index)) for index in range(4))))).id)
+            assert batch.request_counts is not None
+            assert batch.request_counts.completed == 4
+            assert (await theirs.batches.list()).data == []
+            account = cluster.router.access.account(key.id)
+            assert account.num_calls == 0
+            assert account.usage()["tokens_this_day"] > 0
+            # Its key is revoked while the batch runs.
+            prefill.hooks.extend([after(0)] * 2 + [after(2.5)])
+            batch = await submit(mine, jsonl(*(line(str(index)) for index in range(10))))
+            await until(lambda: len(prefill.requests) == 4 + 3, "some are answered")
+            remove_from_file(path, key.id)
+            store = cluster.router.batches
+            assert store is not None
+            await until(lambda: not store.num_running, "it is over")
+        stored = store.store.get(next(iter((tmp_path / "batches").glob("*/batches"))).parent.name, batch.id)
+        assert stored.state is not None
+        assert stored.state.status.value == "completed"
+        assert stored.state.tally.completed >= 3
+        assert stored.state.tally.failed >= 1
+        assert stored.state.tally.completed + stored.state.tally.failed == 10
+        await cluster.all_free()
