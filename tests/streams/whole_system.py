@@ -188,6 +188,7 @@ async def whole_system(
                 runner=runner,
                 layout=layout_of(runner.kv_shape, model_fingerprint(model_dir)),
                 eos_token_ids=ModelCard.load(model_dir).eos_token_ids,
+                tokenizer_file=model_dir / "tokenizer.json",
             )
             config = WorkerConfig(
                 role=role,
