@@ -2,7 +2,7 @@
 
     grammar ─ known? ─┬─ yes ───────────────────────────────────────▶ verdict
                       └─ no ─ a probe that is free ─ tries it ──────▶ verdict, remembered
-                                 └─ out of memory, or of time: ended ─▶ refused, remembered
+                                 └─ out of memory, or of processor time: it is over ─▶ refused, remembered
 
 Probes (twostep/text/grammar_probe.py) start with the first grammar; a router that never sees one has none.
 """
@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import signal
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -24,10 +25,11 @@ log = logging.getLogger(__name__)
 
 _MAX_PROBES = 2
 _MAX_WAITING = 64
-# A grammar takes milliseconds; thousands of properties a second or two.
-_CHECK_S = 5.0
-# Reads the tokenizer.
+# Of the processor. A grammar takes milliseconds; thousands of properties a second or two.
+_CHECK_S = 4.0
+# On the clock, however busy the machine is. The start reads the tokenizer.
 _START_S = 60.0
+_WAIT_S = 30.0
 _MAX_VERDICTS = 4096
 # Of a probe's answer.
 _MAX_LINE = 1 << 16
@@ -78,8 +80,10 @@ class GrammarChecker:
         probe = self._idle.pop() if self._idle else await self._start()
         sound = False
         try:
-            verdict = await probe.ask(grammar, self._check_s)
+            verdict = await probe.ask(grammar)
             sound = True
+        except TimeoutError as error:
+            raise ResourceExhausted("the machine is too busy to look at grammars; repeat later", retry_after_s=1.0) from error
         except _Lost as lost:
             log.warning("a grammar of %d characters ended its probe: %s", len(grammar.text), lost)
             return f"grammar: the {grammar.kind.value} takes too much {lost} to compile; make it simpler"
@@ -93,11 +97,13 @@ class GrammarChecker:
 
     async def _start(self) -> _Probe:
         """Raises SetupError."""
-        probe, trouble = await _Probe.start(self._file, self._memory_bytes), "its start was given up"
+        probe, trouble = await _Probe.start(self._file, self._memory_bytes, self._check_s), "its start was given up"
         try:
             trouble = await probe.answer(_START_S) or ""
-        except _Lost as lost:
-            trouble = f"the process that looks at them ended, or took too much {lost}"
+        except _Lost:
+            trouble = "the process that looks at them ended"
+        except TimeoutError:
+            trouble = f"the process that looks at them was not there after {_START_S:g} s"
         finally:
             if trouble:
                 self._end(probe)
@@ -127,7 +133,7 @@ class _Probe:
         self._process = process
 
     @classmethod
-    async def start(cls, tokenizer_file: Path, memory_bytes: int) -> _Probe:
+    async def start(cls, tokenizer_file: Path, memory_bytes: int, check_s: float) -> _Probe:
         """Its first answer says whether it can be asked."""
         return cls(
             await asyncio.create_subprocess_exec(
@@ -137,6 +143,7 @@ class _Probe:
                 "twostep.text.grammar_probe",
                 str(tokenizer_file),
                 str(memory_bytes),
+                str(check_s),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
@@ -144,24 +151,22 @@ class _Probe:
             )
         )
 
-    async def ask(self, grammar: Grammar, timeout_s: float) -> str | None:
-        """What is wrong with it. Raises _Lost."""
+    async def ask(self, grammar: Grammar) -> str | None:
+        """What is wrong with it. Raises _Lost, TimeoutError."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode() + b"\n")
-            return await self.answer(timeout_s)
+            return await self.answer(_WAIT_S)
         except ConnectionError as error:
             raise _Lost("memory") from error
 
     async def answer(self, timeout_s: float) -> str | None:
-        """What is wrong. Raises _Lost."""
+        """What is wrong. Raises _Lost, TimeoutError."""
         assert self._process.stdout is not None
-        try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), timeout_s)
-        except TimeoutError as error:
-            raise _Lost("time") from error
-        if not line:
-            raise _Lost("memory")
+        async with asyncio.timeout(timeout_s):
+            line = await self._process.stdout.readline()
+            if not line:
+                raise _Lost("time" if await self._process.wait() == -signal.SIGPROF else "memory")
         trouble: str | None = json.loads(line)["error"]
         return trouble
 

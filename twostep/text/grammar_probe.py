@@ -1,12 +1,13 @@
 """A process that tries grammars of strangers, so that whoever asks it survives them.
 
-    python -P -m twostep.text.grammar_probe TOKENIZER_JSON BYTES        (started by router/grammar_check.py)
+    python -P -m twostep.text.grammar_probe TOKENIZER_JSON BYTES SECONDS        (started by router/grammar_check.py)
 
 Most of what a grammar may cost is bounded by llguidance's own limits, but not all: conjunctions of a dozen regular expressions take more
-memory than there is, and a library that gets none ends its process. Here the memory is limited, and the time by whoever waits.
+memory than there is, and a library that gets none ends its process. Here memory and processor time are limited, by the kernel: nothing
+of Python can run while the library does.
 
-BYTES is how much memory a grammar may take, beside the tokenizer's. A line of JSON in: kind, text. A line out: `error`, what is wrong
-with the grammar, or null. It ends with its standard input.
+BYTES is how much memory a grammar may take, beside the tokenizer's, and SECONDS how much time: SIGPROF ends the process then. A line of
+JSON in: kind, text. A line out: `error`, what is wrong with the grammar, or null. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,13 @@ def main(argv: list[str]) -> None:
     limit = _virtual_bytes() + int(argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     print(json.dumps({"error": None}), flush=True)  # noqa: T201
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for line in sys.stdin:
         asked = json.loads(line)
-        print(json.dumps({"error": trouble(tokenizer, asked["kind"], asked["text"])}), flush=True)  # noqa: T201
+        signal.setitimer(signal.ITIMER_PROF, float(argv[2]))
+        wrong = trouble(tokenizer, asked["kind"], asked["text"])
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        print(json.dumps({"error": wrong}), flush=True)  # noqa: T201
 
 
 def trouble(tokenizer: Any, kind: str, text: str) -> str | None:
