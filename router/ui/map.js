@@ -172,7 +172,7 @@ class WorkerCard {
     this.kv = new Bar("KV", "Share of its KV blocks that are in use");
     this.seqs = new Bar(role === "prefill" ? "Prompts" : "Seqs", "Sequences that run, and behind them those that wait");
     this.tokens = el("b");
-    this.second = el("span");
+    this.second = el("span", { class: "second" });
     this.spark = el("span", { class: "sparkbox" });
     this.root = el(
       "li",
