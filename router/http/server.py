@@ -23,6 +23,7 @@ from twostep.tracing import trace_id_of
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _KEEPALIVE_S = 75.0
+_HANDSHAKE_S = 10.0
 # For what is no answer, once answers have ended.
 _LAST_S = 1.0
 
@@ -47,7 +48,13 @@ class HttpServer:
         connections = Connections(self._runner.server, self._max_connections, self._runner.app[AT_WORK])
         try:
             self._listening = await asyncio.get_running_loop().create_server(
-                connections, self.host, self.port, ssl=self._ssl, backlog=1024, reuse_address=True
+                connections,
+                self.host,
+                self.port,
+                ssl=self._ssl,
+                ssl_handshake_timeout=None if self._ssl is None else _HANDSHAKE_S,
+                backlog=1024,
+                reuse_address=True,
             )
         except OSError as error:
             await self._runner.cleanup()

@@ -19,6 +19,7 @@ from router_fakes import SECRET, RedisServer, until
 from router.access_control import Access
 from router.access_share import UsageShare, Use
 from router.access_sources import KEYS, VERSION, FileKeys, RedisKeys
+from router.targets import Refused
 from twostep.api_key_file import put_in_file, read_file, remove_from_file
 from twostep.api_keys import BadKey, Key, KeyTable, Limits, hash_of, make_key, system_key
 from twostep.cluster.registration import connect
@@ -274,6 +275,25 @@ async def test_without_readable_keys_nothing_starts(tmp_path: Path, client: redi
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(SetupError, match="twostep keys create"):
             await Access(FileKeys(path), secret=SECRET, redis=client, router_id="r").start()
+
+
+async def test_without_redis_the_last_keys_go_on(redis_server: RedisServer, client: redis.asyncio.Redis) -> None:
+    told, key = make_key(limits=Limits(tokens_per_minute=100))
+    await RedisKeys(client).put(key)
+    access = Access(RedisKeys(client), secret=SECRET, redis=client, router_id="r")
+    await access.start()
+    redis_server.kill()
+    await access.refresh()
+    identity = access.identify(f"Bearer {told}")
+    with identity.spending(90) as spending:
+        spending.placed = True
+    with pytest.raises(Refused), access.identify(f"Bearer {told}").spending(90):
+        pass
+    redis_server.start()
+    await access.refresh()
+    await access.refresh()
+    assert await RedisKeys(client).read() == [key], "it has its keys, whatever it kept of them"
+    access.identify(f"Bearer {told}")
 
 
 async def test_changes_are_followed(access: Access, tmp_path: Path) -> None:

@@ -87,6 +87,17 @@ async def test_everything_but_probes_and_the_page_wants_a_key(cluster: Cluster, 
                     error = (await answer.json())["error"]
                     assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
                     assert "twostep keys create" in error["message"]
+        # However a path is written.
+        for path in (
+            "/ui/%61pi/status",
+            "/ui/api//status",
+            "/ui/../v1/models",
+            "/ui/%2e%2e/v1/models",
+            "//v1/models",
+            "/ui/..%2fv1%2fmodels",
+        ):
+            answered = await raw_answer(cluster, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            assert answered.split(b" ")[1] in (b"401", b"404"), path
         assert not cluster.held()
         for path in ("/v1/models", "/metrics", "/ui/api/status"):
             async with http.get(path, headers=bearer(told)) as answer:
@@ -128,6 +139,10 @@ async def test_grpc_wants_a_key_too(cluster: Cluster, keys: Keys) -> None:
                 assert "twostep keys create" in (refused.value.details() or "")
             for right in (told, system_key(SECRET)):
                 await call(grpc_bearer(right))
+        reflection = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await reflection(iter([b""]), timeout=10).read()
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         probe = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert await probe(b"", timeout=10), "probes show no key"
         await cluster.all_free()
