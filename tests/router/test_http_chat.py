@@ -6,7 +6,7 @@ import asyncio
 
 import openai
 import pytest
-from http_fakes import MESSAGES, RENDERED, blocking_client, open_client
+from http_fakes import MESSAGES, RENDERED, blocking_client, open_client, open_http
 from router_fakes import ANSWER_TEXT, Cluster
 
 
@@ -96,3 +96,21 @@ async def test_what_the_client_builds_on_streams(cluster: Cluster) -> None:
         for choice in several.choices:
             assert choice.logprobs is not None
             assert len(choice.logprobs.content or ()) == 20
+
+
+async def test_how_a_prompt_ends_is_the_callers_choice(cluster: Cluster) -> None:
+    beginning = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    async with cluster.serving(), open_http(cluster) as http:
+        for fields, end in (
+            ({"messages": MESSAGES}, "<|im_start|>assistant\n"),
+            ({"messages": MESSAGES, "add_generation_prompt": False}, "the capital of France<|im_end|>\n"),
+            ({"messages": beginning, "continue_final_message": True, "add_generation_prompt": False}, "<|im_start|>assistant\nIt is"),
+        ):
+            async with http.post("/tokenize", json=fields) as answer:
+                told = await answer.json()
+            assert answer.status == 200, told
+            assert cluster.tokenizer.decode(told["tokens"], skip_special_tokens=False).endswith(end)
+        async with http.post(
+            "/tokenize", json={"messages": beginning, "continue_final_message": True, "add_generation_prompt": True}
+        ) as answer:
+            assert (answer.status, (await answer.json())["error"]["param"]) == (400, "continue_final_message")
