@@ -66,7 +66,7 @@ def main() -> None:
             masks(name, compiler, grammar, args.steps)
         for count in (1, 16, 64, 256):
             side_by_side(compiler.compile(GRAMMARS["json_schema"]), count)
-        for constrained in (0, 1, 32, 256, 0):
+        for constrained in (0, 1, 32, 0):
             steps(compiler, args.vocab_size, constrained, args.steps)
 
 
