@@ -216,7 +216,12 @@ def prompt_s(
         # What the reading of the weights hides.
         rows = (full * (room - free) if room > free else 0.0) + (rest - free if rest > free else 0.0)
     stall = curve.per_row_s * rows + curve.per_pair_s * pairs
-    return (full + 1 if rest else full) * base + stall, stall
+    num_steps = full + 1 if rest else full
+    total = num_steps * base + stall
+    if curve.mixed_s and decodes > 0 and total < num_steps * curve.mixed_s:
+        stall += num_steps * curve.mixed_s - total
+        total = num_steps * curve.mixed_s
+    return total, stall
 
 
 def hand_over_s(num_bytes: float, transport: str) -> float:

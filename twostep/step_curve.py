@@ -7,6 +7,9 @@ pairs    query-key pairs of the chunks of prompts: n tokens after m others make 
 decodes  sequences that get a token
 context  tokens whose KV they read, in sum
 
+A step with both, prompts and decodes, takes `mixed` at least: it is launched kernel by kernel, where one of decodes alone replays what was
+captured, and for as long as that takes the host nobody gets a token.
+
 Standard library only: routers have no numpy.
 """
 
@@ -36,7 +39,7 @@ class StepWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCurve:
-    """Times in seconds. `knee` in rows."""
+    """Times in seconds. `knee` in rows. `mixed_s` 0: launches take no time worth mentioning, or none was seen yet."""
 
     fixed_s: float
     per_row_s: float
@@ -44,16 +47,18 @@ class StepCurve:
     per_pair_s: float = 0.0
     per_sequence_s: float = 0.0
     per_context_s: float = 0.0
+    mixed_s: float = 0.0
 
     def step_s(self, work: StepWorkload) -> float:
         rows = work.prompt_tokens + work.decodes
-        return (
+        seconds = (
             self.fixed_s
             + self.per_row_s * max(0.0, rows - self.knee)
             + self.per_pair_s * work.pairs
             + self.per_sequence_s * work.decodes
             + self.per_context_s * work.context
         )
+        return max(seconds, self.mixed_s) if work.prompt_tokens and work.decodes else seconds
 
     def decode_step_s(self, decodes: int, context: int) -> float:
         """A step of so many sequences with so many tokens among them, and no prompt."""

@@ -3,6 +3,7 @@ the one worked out by hand, whatever gave way in between."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Sequence
@@ -378,6 +379,16 @@ def test_prompts_beside_decodes_are_cut_to_the_time_that_a_step_may_take(how: st
     run.engine.set_curve(None)
     run.submit(request("q", STANDARD, 30))
     assert chunks(run) == [30]
+    run.finish()
+
+
+def test_chunks_are_no_smaller_than_what_a_mixed_step_takes_anyway() -> None:
+    run = Run(make_engine(max_num_batched_tokens=100, max_step_s=2e-3, min_chunk_tokens=2))
+    run.submit(request("d", STANDARD, 5, max_tokens=40))
+    run.step()
+    run.engine.set_curve(dataclasses.replace(CURVE, mixed_s=3e-3))
+    run.submit(request("p", STANDARD, 30))
+    assert chunks(run) == [19, 11], "1 ms and twenty rows of which one is a decode"
     run.finish()
 
 

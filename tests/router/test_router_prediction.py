@@ -72,6 +72,20 @@ def test_a_prompt_in_closed_form_is_the_sum_of_its_steps(num_tokens: int, cached
     assert stall >= 0
 
 
+def test_a_step_with_prompts_and_decodes_takes_what_its_launch_takes_the_host() -> None:
+    slow = dataclasses.replace(GPU, mixed_s=0.02)
+    total, stall = prompt_s(slow, 100.0, 5000.0, 500, decodes=8.0, context=16_000.0)
+    assert total == pytest.approx(0.02)
+    assert stall == pytest.approx(0.02 - GPU.decode_step_s(8, 16_000))
+    assert prompt_s(slow, 100.0, 5000.0, 500) == prompt_s(GPU, 100.0, 5000.0, 500), "alone it is not launched beside anybody"
+    # So that a neighbour's pause is worth a hand-over.
+    few = (worker("prefill"), worker("decode", seqs=12, local_prefill=True))
+    many = (few[0], worker("decode", seqs=12, local_prefill=True, curve=slow))
+    demand = Demand(request_id="r", num_tokens=64, max_new_tokens=128)
+    chosen = [place(Snapshot(prefill=(p,), decode=(d,)), demand) for p, d in (few, many)]
+    assert [isinstance(each, Placement) and each.prefill is not None for each in chosen] == [False, True]
+
+
 def test_the_bytes_of_a_token() -> None:
     assert token_bytes(LAYOUT) == 2 * 32 * 8 * 128 * 2
     assert token_bytes(dataclasses.replace(LAYOUT, num_kv_heads=4, tp_size=2)) == token_bytes(LAYOUT)

@@ -358,6 +358,20 @@ def test_a_drift_is_followed_within_some_hundred_steps_and_noise_is_not(base: fl
         assert curve.step_s(work) == pytest.approx(GPU.step_s(work), rel=0.1)
 
 
+def test_launches_of_mixed_steps_are_followed_and_a_kernel_that_is_built_is_forgotten() -> None:
+    tracker = CurveTracker(GPU)
+    assert tracker.curve is not None
+    assert tracker.curve.mixed_s == 0.0
+    tracker.observe_mixed_launch(0.7)
+    for _ in range(40):
+        tracker.observe_mixed_launch(0.015)
+    assert tracker.curve.mixed_s == pytest.approx(0.015, rel=0.05)
+    mixed = StepWorkload(prompt_tokens=32, decodes=4, context=400)
+    assert tracker.curve.step_s(mixed) == pytest.approx(0.015, rel=0.05)
+    for alone in (dataclasses.replace(mixed, decodes=0), dataclasses.replace(mixed, prompt_tokens=0)):
+        assert tracker.curve.step_s(alone) == GPU.step_s(alone)
+
+
 def test_a_pause_says_little() -> None:
     tracker = CurveTracker(GPU)
     _served(tracker, GPU, 100, lambda: 1.0)

@@ -66,6 +66,7 @@ class _Launched:
     in_flight: InFlight
     since: float
     failed: bool
+    launch_s: float = 0.0
 
 
 class _NotLaunched:
@@ -238,7 +239,8 @@ class Engine:
             started = time.monotonic()
             if not self._launch():
                 break
-            self._pacing.launched(time.monotonic() - started, prompts=self._launched[-1].work.workload.prompt_tokens > 0)
+            launched = self._launched[-1] = replace(self._launched[-1], launch_s=time.monotonic() - started)
+            self._pacing.launched(launched.launch_s, prompts=launched.work.workload.prompt_tokens > 0)
         return self._settle() if self._launched else StepOutput(step=self._steps, failures=self._take_failures())
 
     def settle_launched(self) -> list[StepOutput]:
@@ -368,6 +370,7 @@ class Engine:
             num_pairs=done.pairs,
             num_context_tokens=done.context,
             duration_s=self._settled_at - since,
+            launch_s=launched.launch_s,
             timed=not self._runner.overlaps or (begin_seen and self._end_seen),
         )
 

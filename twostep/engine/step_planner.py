@@ -184,7 +184,9 @@ class StepPlanner:
         if not decodes:
             return math.inf
         tpot_s = min((s.request.tpot_s for s in decodes if s.request.tpot_s is not None), default=math.inf)
-        return min(self._config.max_step_s or math.inf, _TPOT_SHARE * tpot_s)
+        bound = min(self._config.max_step_s or math.inf, _TPOT_SHARE * tpot_s)
+        # A step that takes so long anyway may as well compute what fits: smaller chunks would only make more such steps.
+        return bound if self.curve is None else max(bound, self.curve.mixed_s)
 
     @property
     def max_step_s(self) -> float:

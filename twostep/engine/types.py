@@ -110,6 +110,8 @@ class StepOutput:
     # The host saw both ends when they came: `duration_s` is the device's. A host that was busy meanwhile, with a long launch, saw one of
     # them late, and made one step too long and the next too short.
     timed: bool = True
+    # What its launch took the host, planning included.
+    launch_s: float = 0.0
 
     @property
     def workload(self) -> StepWorkload:

@@ -8,6 +8,8 @@ same cores) is learned from finished steps, as two factors on the curve:
 
 Each is a geometric mean that forgets: a step moves it by a small share of how far it was off, and one that was far off counts as if it had
 been less so (Huber, 1964), so that a pause says little and a lasting change is followed within some hundred steps.
+
+Beside them, what launches of mixed steps take the host (`StepCurve.mixed_s`), in the same way but faster, since they may be few.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from twostep.step_curve import StepCurve, StepWorkload
 # Share of a step's error that is learned from it, and the error (a factor, as a logarithm) beyond which it counts no more.
 LEARNING_RATE = 0.03
 _FAR = 0.5
+_LAUNCH_RATE, _LAUNCH_FAR = 0.2, 1.0
 # Factors beyond which a curve is a fault rather than wrong.
 MAX_FACTOR = 16.0
 # A prompt's part below this share of a step cannot be told from noise of the rest.
@@ -32,6 +35,7 @@ class CurveTracker:
     def __init__(self, measured: StepCurve | None) -> None:
         self._measured = measured
         self._base = self._prompt = 0.0  # logarithms of the factors
+        self._mixed_s = 0.0
 
     @property
     def base_factor(self) -> float:
@@ -53,7 +57,16 @@ class CurveTracker:
             per_context_s=self._measured.per_context_s * base,
             per_row_s=self._measured.per_row_s * prompt,
             per_pair_s=self._measured.per_pair_s * prompt,
+            mixed_s=max(self._measured.mixed_s, self._mixed_s),
         )
+
+    def observe_mixed_launch(self, seconds: float) -> None:
+        """Launching a step with prompts and decodes took so long."""
+        if seconds <= 0:
+            return
+        if not self._mixed_s:
+            self._mixed_s = seconds
+        self._mixed_s *= math.exp(_LAUNCH_RATE * min(_LAUNCH_FAR, max(-_LAUNCH_FAR, math.log(seconds / self._mixed_s))))
 
     def observe(self, work: StepWorkload, seconds: float) -> None:
         """A step that did this took so long. Empty ones say nothing."""

@@ -347,8 +347,12 @@ class Worker:
     def _on_step(self, output: StepOutput) -> None:
         self.edge.on_step(output)
         self.telemetry.on_step(output)
-        if output.timed and not output.failures:
+        if output.failures:
+            return
+        if output.timed:
             self._curve.observe(output.workload, output.duration_s)
+        if output.num_prefill_tokens and output.num_decode_tokens:
+            self._curve.observe_mixed_launch(output.launch_s)
 
     def _on_layers(self, progress: Sequence[LayerProgress]) -> None:
         self.edge.on_layers(progress)
