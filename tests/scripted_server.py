@@ -37,12 +37,13 @@ class ScriptedInference(pb_grpc.InferenceServicer):
     "endless" never stops; "silent" says nothing; "noend" ends without an End; "skip" leaves a position out; "think" reasons before it
     answers; "form" answers JSON; "down-N" is UNAVAILABLE N times first; "bare" shows escape sequences; anything else answers WORDS.
 
-    `health` is what the server says of itself; `away`: every Generate is UNAVAILABLE."""
+    `health` is what the server says of itself; `away`: every Generate is UNAVAILABLE. `key`: GetStatus wants it."""
 
     def __init__(self) -> None:
         self.health = HealthBoard()
         self.health.set(READINESS, True)
         self.away = False
+        self.key = ""
         self.checks = 0
         self.cluster = some_cluster()
         self.metadata: list[dict[str, str | bytes]] = []
@@ -128,6 +129,8 @@ class ScriptedStatus(status_pb2_grpc.StatusServicer):
 
     async def GetStatus(self, request: status_pb2.StatusRequest, context: Any) -> status_pb2.ClusterStatus:
         self._servicer.metadata.append(dict(context.invocation_metadata()))
+        if self._servicer.key and self._servicer.metadata[-1].get("authorization") != f"Bearer {self._servicer.key}":
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no API key was given; send one")
         if self._servicer.away:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this router drains; ask another")
         return self._servicer.cluster

@@ -97,6 +97,15 @@ def test_nobody_there_and_bad_flags(server: tuple[ScriptedInference, str]) -> No
     assert "16 at most" in run("--target", ",".join(f"127.0.0.1:{port}" for port in range(1, 20))).stderr
 
 
+def test_a_key_is_asked_for_and_shown(server: tuple[ScriptedInference, str]) -> None:
+    servicer, target = server
+    servicer.key = "sk-1"
+    done = run("--once", "--target", target)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"twostep: {target}: no API key was given; send one; here: TWOSTEP_API_KEY, or --api-key\n"
+    assert run("--once", "--target", target, "--api-key", "sk-1").returncode == 0
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from twostep.cli._flags import parser
-from twostep.errors import TwostepError
+from twostep.errors import TwostepError, Unauthenticated
 
 INTERRUPTED = 130
 
@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         status: int = command.run(args)
         sys.stdout.flush()
     except TwostepError as error:
-        print(f"twostep: {error.message}", file=sys.stderr)
+        # Whoever refused speaks of headers; here a key is given otherwise.
+        here = "; here: TWOSTEP_API_KEY, or --api-key" if isinstance(error, Unauthenticated) and "api_key" in args else ""
+        print(f"twostep: {error.message}{here}", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
         print(file=sys.stderr)

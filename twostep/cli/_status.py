@@ -62,11 +62,13 @@ def _look(target: str, client: Client, timeout: float) -> Look:
     try:
         return Look(target, status=client.status(timeout=timeout))
     except TwostepError as error:
-        return Look(target, error=error.message)
+        return Look(target, error=error.message, cause=error)
 
 
 def _error(looks: Sequence[Look]) -> TwostepError:
-    return TwostepError("; ".join(f"{look.target}: {look.error}" if look.target not in look.error else look.error for look in looks))
+    """Of the kind that the first router raised."""
+    kind = type(looks[0].cause) if looks[0].cause is not None else TwostepError
+    return kind("; ".join(f"{look.target}: {look.error}" if look.target not in look.error else look.error for look in looks))
 
 
 def _plain(look: Look) -> dict[str, Any]:

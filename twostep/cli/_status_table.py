@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from twostep.cli._terminal import char_width, clipped, harmless, width_of
 from twostep.client import ClusterStatus, Percentiles, WorkerStatus
+from twostep.errors import TwostepError
 
 # Text in a style of twostep.cli._terminal.
 Paint = Callable[..., str]
@@ -21,6 +22,7 @@ class Look:
     target: str
     status: ClusterStatus | None = None
     error: str = ""
+    cause: TwostepError | None = None
 
 
 @dataclass(frozen=True, slots=True)
