@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from twostep.metrics.router import RouterMetrics
 from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
 
-
 # Refused ones are many where nobody has room.
 _MAX_BEGUN = 32
 
