@@ -93,20 +93,23 @@ class Account:
     def spending(self, num_prompt: int) -> Iterator[Spending]:
         """Around one answer. Raises Refused, or InvalidRequest for a prompt that the key's limits never have room for. A `num_prompt` of 0:
         the prompt was paid for with another answer to it, and an answer is refused only if there is nothing left at all."""
-        now, wall = self._monotonic(), self._wall()
-        wanted = max(1, num_prompt)
-        shortages = []
-        if self._tokens is not None:
-            shortages.append(Shortage("tokens_per_minute", self._tokens.amount, self._tokens.wait_s(wanted, now)))
-        if self._day.amount:
-            shortages.append(Shortage("tokens_per_day", self._day.amount, self._day.wait_s(wanted, wall)))
-        _refuse(shortages, f"a prompt of {num_prompt} tokens")
+        self.check_tokens(max(1, num_prompt), f"a prompt of {num_prompt} tokens")
         self.take_tokens(num_prompt)
         spending = Spending()
         try:
             yield spending
         finally:
             self.take_tokens(spending.num_output - (0 if spending.placed else num_prompt))
+
+    def check_tokens(self, wanted: int, what: str) -> None:
+        """Raises Refused, InvalidRequest."""
+        now, wall = self._monotonic(), self._wall()
+        shortages = []
+        if self._tokens is not None:
+            shortages.append(Shortage("tokens_per_minute", self._tokens.amount, self._tokens.wait_s(wanted, now)))
+        if self._day.amount:
+            shortages.append(Shortage("tokens_per_day", self._day.amount, self._day.wait_s(wanted, wall)))
+        _refuse(shortages, what)
 
     def take_tokens(self, num_tokens: int) -> None:
         """Whether there are so many or not."""
@@ -214,6 +217,11 @@ class Identity:
             return
         with self.account.calling():
             yield
+
+    def check_solvent(self) -> None:
+        """Before a prompt is even tokenized. Raises Refused for a key that has no token left."""
+        if self.account is not None:
+            self.account.check_tokens(1, "any prompt")
 
     @contextmanager
     def spending(self, num_prompt: int) -> Iterator[Spending]:

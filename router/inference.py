@@ -176,6 +176,7 @@ class Inference:
         told = asyncio.create_task(caller.begin(request_id, request.sampling.seed))
         try:
             self._check(request)
+            caller.identity.check_solvent()
             prompt = await self._prompts.prompt(request)
             job = record.job = self._job(request, prompt, name, caller, started, record.metadata)
             await self._prompts.check_grammar(job.sampling)
