@@ -1,26 +1,25 @@
-"""The formats of tool calls, as coroutines that read characters as they come.
+"""What the formats of tool calls (tool_call_formats.py) are read with: coroutines over characters as they come.
 
 A coroutine yields where it needs more text and is resumed when there is some, or none will come. Before a call has begun it reads
-behind a mark: `_NoCall` takes it back there, and what it has read is content. After that nothing is taken back.
+behind a mark: `NoCall` takes it back there, and what it has read is content. After that nothing is taken back.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from functools import lru_cache
 from itertools import groupby
 
 from twostep.text.tool_events import CallArguments, CallBegun, Content, Event
 
-_Read = Generator[None, None, str]
+Read = Generator[None, None, str]
 
 _SPACE = " \t\r\n"
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]]')
-_NAME_CHAR = re.compile(r"[\w.:/-]")
-_MAX_NAME = 256
+MAX_NAME = 256
 # Of what may precede a call's arguments; a longer beginning is no call's.
 _MAX_HELD = 1 << 16
 _MAX_CALLS = 1024
@@ -39,7 +38,7 @@ def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]
     return re.compile("|".join(map(re.escape, markers))), beginnings
 
 
-class _NoCall(Exception):
+class NoCall(Exception):
     """What follows the mark is something else."""
 
 
@@ -99,18 +98,18 @@ class Reader:
         self.say(self._text[start : self._at])
         self.release()
 
-    def peek(self) -> _Read:
+    def peek(self) -> Read:
         """The next character, empty at the end."""
         while self._at >= len(self._text) and not self._ended:
             yield
         return self._text[self._at : self._at + 1]
 
-    def take(self) -> _Read:
+    def take(self) -> Read:
         char = yield from self.peek()
         self._at += len(char)
         return char
 
-    def skip_space(self) -> _Read:
+    def skip_space(self) -> Read:
         """The character after it, not taken."""
         while (char := (yield from self.peek())) and char in _SPACE:
             self._at += 1
@@ -126,7 +125,7 @@ class Reader:
         self._at += len(marker)
         return True
 
-    def content_until(self, *markers: str) -> _Read:
+    def content_until(self, *markers: str) -> Read:
         """Says everything before the first of `markers`, which is not taken; empty at the end of the text."""
         pattern, beginnings = _patterns(markers)
         while True:
@@ -146,15 +145,15 @@ class Reader:
                 return ""
             yield
 
-    def string(self) -> _Read:
-        """A JSON string, decoded. Raises _NoCall for anything else."""
+    def string(self) -> Read:
+        """A JSON string, decoded. Raises NoCall for anything else."""
         start = self._at
         if (yield from self.take()) != '"':
-            raise _NoCall
+            raise NoCall
         while True:
             char = yield from self.take()
             if not char or self._at - start > _MAX_HELD:
-                raise _NoCall
+                raise NoCall
             if char == "\\":
                 yield from self.take()
             elif char == '"':
@@ -162,12 +161,12 @@ class Reader:
         try:
             value = json.loads(self._text[start : self._at])
         except ValueError:
-            raise _NoCall from None
+            raise NoCall from None
         assert isinstance(value, str), "what begins and ends with a quote is a string"
         return value
 
-    def value(self) -> _Read:
-        """Any JSON value, as it is written. Raises _NoCall if there is none."""
+    def value(self) -> Read:
+        """Any JSON value, as it is written. Raises NoCall if there is none."""
         start = self._at
         char = yield from self.peek()
         if char == '"':
@@ -176,15 +175,15 @@ class Reader:
             brackets = Brackets()
             while not brackets.closed:
                 if not (yield from self.peek()) or self._at - start > _MAX_HELD:
-                    raise _NoCall
+                    raise NoCall
                 self._at = brackets.scan(self._text, self._at)
         else:
             while (char := (yield from self.peek())) and (char.isalnum() or char in "+-."):
                 self._at += 1
                 if self._at - start > 64:
-                    raise _NoCall
+                    raise NoCall
         if self._at == start:
-            raise _NoCall
+            raise NoCall
         return self._text[start : self._at]
 
     # ---- what is found -----------------------------------------------------------------------------------------------
@@ -224,7 +223,7 @@ class Reader:
     # ---- a call ------------------------------------------------------------------------------------------------------
 
     def arguments(self, name: str) -> Generator[None, None, None]:
-        """At the value of the call's arguments, which are passed on while they come. The call begins with it. Raises _NoCall if there is
+        """At the value of the call's arguments, which are passed on while they come. The call begins with it. Raises NoCall if there is
         neither an object nor a string with one inside."""
         char = yield from self.peek()
         if char == "{":
@@ -241,16 +240,16 @@ class Reader:
         elif (yield from self.value()) == "null":
             text = "{}"
         else:
-            raise _NoCall
+            raise NoCall
         self.begin_call(name)
         self.release()
         self.argue(text or "{}")
 
     def call_object(self, *, bare: bool) -> Generator[None, None, None]:
         """{"name": "f", "arguments": {...}}, in any order and with other keys. `bare`: nothing but what is in it tells that it is a call.
-        Raises _NoCall, only before the call has begun."""
+        Raises NoCall, only before the call has begun."""
         if (yield from self.take()) != "{":
-            raise _NoCall
+            raise NoCall
         name: str | None = None
         held: str | None = None
         begun = False
@@ -258,15 +257,15 @@ class Reader:
             while (yield from self.skip_space()) == '"':
                 key = yield from self.string()
                 if bare and key not in _CALL_KEYS:
-                    raise _NoCall
+                    raise NoCall
                 if (yield from self.skip_space()) != ":":
-                    raise _NoCall
+                    raise NoCall
                 self._at += 1
                 yield from self.skip_space()
                 if key == "name" and not begun:
                     name = yield from self.string()
-                    if not 0 < len(name) <= _MAX_NAME or (bare and self.names and name not in self.names):
-                        raise _NoCall
+                    if not 0 < len(name) <= MAX_NAME or (bare and self.names and name not in self.names):
+                        raise NoCall
                 elif key in _ARGUMENTS and not begun and name is not None:
                     yield from self.arguments(name)
                     begun = True
@@ -279,8 +278,8 @@ class Reader:
                 if (yield from self.skip_space()) == ",":
                     self._at += 1
             if (yield from self.take()) != "}":
-                raise _NoCall
-        except _NoCall:
+                raise NoCall
+        except NoCall:
             if begun:
                 self.rewind()  # behind the last key: the call stands, the rest is content
                 return
@@ -289,21 +288,21 @@ class Reader:
             self.release()
         else:
             if name is None or (held is None and bare) or (held is not None and not held.startswith("{")):
-                raise _NoCall
+                raise NoCall
             self.begin_call(name)
             self.release()
             self.argue(held or "{}")
 
     def call_list(self) -> Generator[None, None, None]:
-        """[{...}, {...}]. Raises _NoCall, only before the first call has begun."""
+        """[{...}, {...}]. Raises NoCall, only before the first call has begun."""
         if (yield from self.take()) != "[":
-            raise _NoCall
+            raise NoCall
         num_before = self._num_found
         while True:
             yield from self.skip_space()
             try:
                 yield from self.call_object(bare=False)
-            except _NoCall:
+            except NoCall:
                 if self._num_found == num_before:
                     raise
                 self.rewind()
@@ -355,95 +354,3 @@ class Brackets:
                     self._depth = -1
                     return at
         return at
-
-
-# ---- the formats -----------------------------------------------------------------------------------------------------------
-
-
-def hermes_calls(reader: Reader) -> Iterator[None]:
-    opening, closing = "<tool_call>", "</tool_call>"
-    while (yield from reader.content_until(opening)):
-        reader.mark()
-        yield from reader.follows(opening)
-        try:
-            if (yield from reader.skip_space()) == "[":
-                yield from reader.call_list()
-            else:
-                yield from reader.call_object(bare=False)
-        except _NoCall:
-            reader.rewind(len(opening))
-            continue
-        # What else is inside is content, and the tag goes with the call.
-        if (yield from reader.content_until(closing, opening)) == closing:
-            yield from reader.follows(closing)
-    reader.last_words()
-
-
-def llama3_json_calls(reader: Reader) -> Iterator[None]:
-    tag = "<|python_tag|>"
-    reader.mark()
-    first = yield from reader.skip_space()
-    tagged = first == tag[0]
-    reader.rewind()
-    if not tagged and first != "{":
-        tagged = True  # a call may still come, but only with a tag
-    while True:
-        if tagged and not (yield from reader.content_until(tag)):
-            break
-        reader.mark()
-        if tagged:
-            yield from reader.follows(tag)
-        yield from reader.skip_space()
-        try:
-            yield from reader.call_object(bare=not tagged)
-            while True:
-                reader.mark()
-                if (yield from reader.skip_space()) in (";", ","):
-                    yield from reader.take()
-                if (yield from reader.skip_space()) != "{":
-                    reader.rewind()
-                    break
-                yield from reader.call_object(bare=True)
-        except _NoCall:
-            reader.rewind(1 if tagged else 0)
-        tagged = True
-    reader.last_words()
-
-
-def mistral_calls(reader: Reader) -> Iterator[None]:
-    opening = "[TOOL_CALLS]"
-    while (yield from reader.content_until(opening)):
-        reader.mark()
-        yield from reader.follows(opening)
-        try:
-            char = yield from reader.skip_space()
-            if char == "[":
-                yield from reader.call_list()
-            elif char == "{":
-                yield from reader.call_object(bare=False)
-            else:
-                yield from _named_call(reader)
-        except _NoCall:
-            reader.rewind(len(opening))
-    reader.last_words()
-
-
-def _named_call(reader: Reader) -> Generator[None, None, None]:
-    """f[CALL_ID]xyz[ARGS]{...}, the two marks optional."""
-    name = yield from _word(reader)
-    if (yield from reader.follows("[CALL_ID]")):
-        yield from _word(reader)
-    yield from reader.follows("[ARGS]")
-    yield from reader.skip_space()
-    yield from reader.arguments(name)
-
-
-def _word(reader: Reader) -> _Read:
-    word = ""
-    while (char := (yield from reader.peek())) and _NAME_CHAR.fullmatch(char):
-        word += yield from reader.take()
-        if len(word) > _MAX_NAME:
-            raise _NoCall
-    if not word:
-        raise _NoCall
-    return word

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from twostep.errors import SetupError
-from twostep.text.tool_call_reader import Reader, hermes_calls, llama3_json_calls, mistral_calls
+from twostep.text.tool_call_formats import hermes_calls, llama3_json_calls, mistral_calls
+from twostep.text.tool_call_reader import Reader
 from twostep.text.tool_events import Content, Event
 
 
