@@ -260,7 +260,7 @@ def hashes_of(cluster: Cluster, tenant: str) -> list[bytes]:
     return list(prefix_hashes(key, ids[:-1], 64))
 
 
-async def test_tenants_never_share_cached_prefixes(cluster: Cluster, keys: Keys) -> None:
+async def test_tenants_never_share_cached_prefixes(cluster: Cluster, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker announces a prefix of one tenant: only that tenant's requests are told of it, whatever the others say of themselves."""
     alice, bob, gateway = (
         keys.add(tenant="alice"),
@@ -272,12 +272,22 @@ async def test_tenants_never_share_cached_prefixes(cluster: Cluster, keys: Keys)
         prefill = cluster.workers[0]
         await cluster.announce(prefill, hashes_of(cluster, "alice"))
 
-        async def cached(told: str, **headers: str) -> tuple[str, int]:
+        prefixes, hints = cluster.router._inference._dispatcher._prefixes, []
+        look_up = prefixes.cached_tokens
+
+        async def spied(*asked: Any) -> Any:
+            found = await look_up(*asked)
+            hints.append(max((cached.num_tokens for cached in found.values()), default=0))
+            return found
+
+        monkeypatch.setattr(prefixes, "cached_tokens", spied)
+
+        async def served(told: str, **headers: str) -> tuple[str, bool]:
+            """As whose request, and whether a worker was known to hold some of its prompt."""
             body = {"prompt": LONG_PROMPT, "max_tokens": 1}
             async with http.post(TEXT, json=body, headers={**bearer(told), **headers}) as answer:
                 assert answer.status == 200
-            request = prefill.requests[-1]
-            return request.tenant, request.cached_tokens if hasattr(request, "cached_tokens") else -1
+            return prefill.requests[-1].tenant, hints[-1] > 0
 
         for told, headers, tenant in (
             (alice, {}, "alice"),
@@ -286,15 +296,15 @@ async def test_tenants_never_share_cached_prefixes(cluster: Cluster, keys: Keys)
             (gateway, {"x-twostep-tenant": "alice"}, "alice"),
             (gateway, {}, "gateway"),
         ):
-            assert (await cached(told, **headers))[0] == tenant
+            assert await served(told, **headers) == (tenant, tenant == "alice")
         key_id = next(a.key.id for a in cluster.router.access.accounts() if not a.key.tenant)
-        assert (await cached(own))[0] == key_id
+        assert await served(own) == (key_id, False)
         # gRPC: neither the field of the message nor the metadata.
         request = cluster.request(LONG_PROMPT, max_tokens=1)
         request.tenant = "alice"
         async for _ in cluster.stub.Generate(request, metadata=(*grpc_bearer(bob), ("x-twostep-tenant", "alice"))):
             pass
-        assert prefill.requests[-1].tenant == "bob"
+        assert (prefill.requests[-1].tenant, hints[-1]) == ("bob", 0)
         decode = cluster.workers[1]
         assert {r.tenant for r in decode.requests} == {"alice", "bob", "gateway", key_id}
 
