@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -112,46 +111,60 @@ def test_the_engine_tells_its_curve() -> None:
     assert engine._pacing.curve is curve
 
 
+class Clock:
+    """In place of the module `time`: seconds pass when somebody sleeps or works."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(0.0, seconds)
+
+
 class Clocked(HookedRunner):
-    """Each step takes the device 20 ms; the host sees its end then, or later."""
+    """Each step takes the device 20 ms, and its launch the host half a one."""
 
     overlaps = True
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, clock: Clock, **options: Any) -> None:
         super().__init__(**options)
-        self.free_at = 0.0
+        self.clock, self.free_at = clock, 0.0
 
     def launch(self, batch: Batch) -> InFlight:
         sampled = super().launch(batch).result()
-        self.free_at = ends = max(time.monotonic(), self.free_at) + 0.02
-        return Ending(sampled, ends)
+        self.clock.sleep(0.0005)
+        self.free_at = ends = max(self.clock.now, self.free_at) + 0.02
+        return Ending(self.clock, sampled, ends)
 
 
 class Ending:
     layer_marks = ()
 
-    def __init__(self, sampled: Sampled, ends: float) -> None:
-        self._sampled, self._ends = sampled, ends
+    def __init__(self, clock: Clock, sampled: Sampled, ends: float) -> None:
+        self._clock, self._sampled, self._ends = clock, sampled, ends
 
     def result(self) -> Sampled:
-        if (left_s := self._ends - time.monotonic()) > 0:
-            time.sleep(left_s)
+        self._clock.sleep(self._ends - self._clock.now)
         return self._sampled
 
 
 def test_a_step_whose_end_was_not_seen_is_not_timed_nor_is_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A busy machine holds up whoever does not wait, too.
-    monkeypatch.setattr("twostep.engine.engine.UNSEEN_S", 0.005)
-    engine = Engine(Clocked(num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512), EngineConfig(hash_unit=4, look_ahead=True))
+    clock = Clock()
+    monkeypatch.setattr("twostep.engine.engine.time", clock)
+    runner = Clocked(clock, num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
+    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
     engine.submit(make_request("old", [1, 2, 3], max_tokens=30))
     outputs = [engine.step() for _ in range(6)]
-    time.sleep(0.06)
-    outputs += [engine.step() for _ in range(6)]
-    assert [output.timed for output in outputs[6:8]] == [False, False]
-    # A busy machine may see others late too.
-    timed = [output for output in outputs if output.timed]
-    assert len(timed) >= 3
-    assert all(output.duration_s > 0.015 for output in timed)
+    # Something else has the processor for a while.
+    clock.sleep(0.06)
+    outputs += [engine.step() for _ in range(8)]
+    timed = [output.timed for output in outputs]
+    assert timed[:8] == [True] * 6 + [False] * 2
+    assert timed[-3:] == [True] * 3
+    assert all(abs(output.duration_s - 0.02) < 0.0011 for output in outputs[1:] if output.timed)
 
 
 class Arrival(Pacing):
