@@ -79,12 +79,12 @@ export class TimeChart {
       columns: this.series.map((one) => lastOf(state, one.name, rangeS)),
     };
     const summaries = this.#shown.columns.map(summaryOf);
-    summaries.forEach((summary, i) => setText(this.values[i], this.format(summary?.last)));
+    this.#shown.columns.forEach((values, i) => setText(this.values[i], this.format(values.at(-1))));
     const known = summaries.some(Boolean);
     this.empty.hidden = known;
     const told = this.series.map((one, i) =>
       summaries[i]
-        ? `${one.label} ${this.format(summaries[i].last)}, between ${this.format(summaries[i].least)} and ${this.format(summaries[i].most)}`
+        ? `${one.label} ${this.format(this.#shown.columns[i].at(-1))}, between ${this.format(summaries[i].least)} and ${this.format(summaries[i].most)}`
         : `${one.label} unknown`,
     );
     this.plot.setAttribute("aria-label", `${this.title}, the last ${span(rangeS)}. ${told.join("; ")}. Arrow keys read values.`);
