@@ -1,0 +1,209 @@
+"""What `twostep chat` is made of: wrapping, the status line, commands, history."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from terminal_screen import Screen
+
+from twostep.cli import _input_history
+from twostep.cli._chat import Pace, read_message
+from twostep.cli._chat_session import Session as ChatSession
+from twostep.cli._chat_session import commands
+from twostep.cli._flow import Flow, Wrapper
+from twostep.cli._terminal import Terminal, clipped, harmless, width_of
+from twostep.client import Message, Piece
+from twostep.errors import InvalidRequest
+
+WORDS = st.lists(st.text("abcdefgh", min_size=1, max_size=9), max_size=30)
+
+
+@settings(max_examples=80)
+@given(WORDS, st.integers(11, 60), st.integers(0, 1 << 30))
+def test_wrapped_at_words_however_the_text_is_cut(words: list[str], width: int, seed: int) -> None:
+    text, draw = " ".join(words), random.Random(seed)
+    wrapper, screen = Wrapper(), Screen(width, 200)
+    at = 0
+    while at < len(text):
+        end = min(len(text), at + draw.randint(1, 7))
+        screen.feed(wrapper.feed(text[at:end], width).replace("\n", "\r\n"))
+        assert screen.column == wrapper.column
+        at = end
+    assert screen.text().split("\n") == (textwrap.wrap(text, width - 1) or [""])
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text("ab \n日本🙂é`", max_size=12), max_size=12), st.integers(10, 40))
+def test_the_status_line_disturbs_nothing(pieces: list[str], width: int) -> None:
+    """With and without it the text looks the same, at the screen's bottom too."""
+    shown = []
+    for line in ("", "status " * 9):
+        screen = Screen(width, 4)
+        terminal = Terminal(_Tty(screen, width), live=True, color=True)  # type: ignore[arg-type]
+        flow = Flow(terminal)
+        for piece in pieces:
+            flow.write(piece)
+            flow.status(line)
+        flow.status("")
+        shown.append((screen.text(), screen.column))
+    assert shown[0] == shown[1]
+
+
+class _Tty:
+    """Standard output at a terminal whose driver makes \\r\\n of \\n."""
+
+    def __init__(self, screen: Screen, width: int) -> None:
+        self._screen, self._width = screen, width
+
+    def write(self, text: str) -> None:
+        self._screen.feed(text.replace("\n", "\r\n"))
+
+    def flush(self) -> None: ...
+
+    def fileno(self) -> int:
+        raise OSError
+
+
+@pytest.fixture(autouse=True)
+def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Terminal.size
+
+    def size(self: Terminal) -> os.terminal_size:
+        return os.terminal_size((self.stream._width, 4)) if isinstance(self.stream, _Tty) else original(self)
+
+    monkeypatch.setattr(Terminal, "size", size)
+
+
+def test_code_is_left_as_it_is() -> None:
+    wrapper = Wrapper()
+    code = "```python\nx = 1 + 2 + 3 + 4 + 5 + 6\n```\n"
+    assert wrapper.feed(code, 12) == code
+    assert "\n" in wrapper.feed("and words again", 12)
+
+
+def test_widths_and_clips() -> None:
+    assert [width_of(text) for text in ("abc", "日本", "e\u0301", "🙂", "")] == [3, 4, 1, 2, 0]
+    assert [clipped("abcdef", width) for width in (6, 4, 1, 0)] == ["abcdef", "abc…", "…", ""]
+    assert clipped("日本語", 4) == "日…"
+    assert harmless("a\tb\nc\r\x1b\x7f\x85é") == "a\tb\nc␛␡\ufffdé"
+
+
+def test_messages_of_several_lines() -> None:
+    def read(*lines: str) -> str:
+        left = list(lines)
+        return read_message("> ", "… ", lambda _: left.pop(0))
+
+    assert read("hello") == "hello"
+    assert read("a\\", "b\\", "c") == "a\nb\nc"
+    assert read('"""', "x", "", '  y"""') == "x\n\n  y"
+    assert read('"""all at once"""') == "all at once"
+    assert read('""" """') == " "
+
+
+def test_the_pace() -> None:
+    pace = Pace(10.0)
+    assert "waiting for the first token · 0.5 s" in pace.line(10.5)
+    pace.took(Piece("", (1, 2), reasoning="hm"), 11.0)
+    assert "thinking · " in pace.line(11.5)
+    pace.took(Piece("x", (3,)), 12.0)
+    assert "2.0 tokens/s · 3 tokens · first after 1.00 s" in pace.line(12.0)
+    assert pace.first_visible == 12.0
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    session = ChatSession(system="be brief", settings={"temperature": 0.5})
+    assert session.take("hi").ask
+    session.answered("hello", "why not")
+    path = tmp_path / "talk.json"
+    assert "2 messages" in session.take(f"/save {path}").said
+    assert path.stat().st_mode & 0o777 == 0o600
+    other = ChatSession()
+    assert "2 messages" in other.take(f"/load {path}").said
+    assert (other.conversation(), other.settings) == (session.conversation(), session.settings)
+    assert other.messages[1] == Message("assistant", "hello", reasoning="why not")
+    for bad in ("[]", "{", '{"messages": [{"role": 1}], "settings": {}}', '{"messages": 7, "settings": {}}'):
+        path.write_text(bad)
+        with pytest.raises(InvalidRequest, match="no conversation that /save wrote"):
+            other.take(f"/load {path}")
+    assert other.conversation() == session.conversation(), "what failed changed nothing"
+    for line in ("/load", "/save", f"/load {tmp_path}/missing", f"/save {tmp_path}/no/where"):
+        with pytest.raises(InvalidRequest, match=r"give a file|choose another file"):
+            other.take(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/set heat 3", "there is no setting 'heat'"),
+        ("/set temperature hot", "give a number"),
+        ("/set temperature nan", "give a number"),
+        ("/set seed 1.5", "give a whole number"),
+        ("/set reasoning maybe", "show or hide"),
+        ("/retry", "nothing was asked yet"),
+        ("/nope", "there is no command /nope"),
+    ],
+)
+def test_commands_that_cannot_be(line: str, message: str) -> None:
+    session = ChatSession()
+    with pytest.raises(InvalidRequest, match=message):
+        session.take(line)
+    assert session == ChatSession()
+
+
+def test_settings_and_system() -> None:
+    session = ChatSession()
+    assert session.take("/set top-p 0.9").said == "top_p: 0.9"
+    assert session.settings == {"top_p": 0.9}
+    assert "top_p               0.9" in session.take("/set").said
+    session.take("/set top_p default")
+    session.take("/set model small")
+    assert (session.settings, session.model) == ({}, "small")
+    assert session.take("/system").said == "There is no system message."
+    session.take("/system be brief")
+    assert session.conversation() == [Message("system", "be brief")]
+    session.take("/system off")
+    assert session.conversation() == []
+    assert session.take("/quit").leave
+    assert {"/help", "/new", "/system", "/save", "/load", "/retry", "/set", "/quit"} <= set(commands())
+
+
+def test_a_failed_question_is_taken_back() -> None:
+    session = ChatSession()
+    session.take("hi")
+    session.failed()
+    session.take("ho")
+    session.answered("", "")
+    assert session.messages == []
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(max_size=20), max_size=20), st.lists(st.text(max_size=20), max_size=20))
+def test_histories_merge_to_what_is_newest(old: list[str], new: list[str]) -> None:
+    merged = _input_history.merged(old, new)
+    once = [entry for before, entry in zip(["", *old, *new], [*old, *new], strict=False) if entry and entry != before]
+    assert [entry for before, entry in zip(["", *merged], merged, strict=False) if entry != before] == merged
+    assert set(merged) == set(once)
+    assert _input_history.merged(merged, []) == merged
+
+
+def test_histories_have_bounds(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "history"
+    _input_history.save(path, [f"line {n}" for n in range(3 * _input_history.MAX_ENTRIES)])
+    kept = _input_history.load(path)
+    assert (len(kept), kept[-1]) == (_input_history.MAX_ENTRIES, "line 2999")
+    _input_history.save(path, ["x" * 60_000 + str(n) for n in range(30)])
+    assert path.stat().st_size <= _input_history.MAX_BYTES
+    assert _input_history.load(path)[-1].endswith("29")
+    path.write_text('"fine"\nnot json\n7\n"\\ud800"\n')
+    assert _input_history.load(path) == ["fine", "\ud800"]
+    _input_history.save(path, ["one more"])
+    assert json.loads(path.read_text().splitlines()[-1]) == "one more"
+    # Nowhere to write is no reason to fail.
+    _input_history.save(Path("/proc/none/history"), ["x"])
