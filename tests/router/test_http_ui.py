@@ -48,6 +48,8 @@ async def test_files_are_served_and_not_sent_twice(cluster: Cluster) -> None:
                 assert (again.status, await again.read(), again.headers["ETag"]) == (304, b"", etag)
             async with http.get(path, headers={"If-None-Match": '"another"'}) as other:
                 assert other.status == 200
+        async with http.get("/openapi.json") as answer:
+            assert not [path for path in (await answer.json())["paths"] if path.startswith("/ui")], "it is the page's own"
         for path in ("/ui/index.html", "/ui/nothing.js", "/ui/..%2fhttp%2fui.py", "/ui/../server.py", "/ui/%2e%2e/http/ui.py", "/ui/api"):
             async with http.get(path) as answer:
                 assert answer.status == 404, path
