@@ -65,13 +65,8 @@ def source_of(grammar: Grammar) -> str:
     matcher = library().LLMatcher
     source: str
     match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            schema = _schema(grammar.text)
-            if schema is False:
-                raise refused(grammar, "nothing is valid under the schema false")
-            source = matcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _JSON_SPACE})
-        case GrammarKind.JSON_OBJECT:
-            source = matcher.grammar_from_json_schema('{"type": "object"}', defaults={"whitespace_pattern": _JSON_SPACE})
+        case GrammarKind.JSON_SCHEMA | GrammarKind.JSON_OBJECT:
+            source = matcher.grammar_from_json_schema(schema_of(grammar))
         case GrammarKind.REGEX:
             source = matcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
@@ -82,14 +77,8 @@ def source_of(grammar: Grammar) -> str:
 def rule_of(grammar: Grammar) -> str:
     """The right side of a rule of Lark that stands for it, within a larger grammar. Raises InvalidRequest as `source_of` does."""
     match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            schema = _schema(grammar.text)
-            described = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
-            guidance = described.get("x-guidance", {})
-            space = {"whitespace_pattern": _JSON_SPACE}
-            return f"%json {json.dumps({**described, 'x-guidance': space | guidance if isinstance(guidance, dict) else guidance})}"
-        case GrammarKind.JSON_OBJECT:
-            return f"%json {json.dumps({'type': 'object', 'x-guidance': {'whitespace_pattern': _JSON_SPACE}})}"
+        case GrammarKind.JSON_SCHEMA | GrammarKind.JSON_OBJECT:
+            return f"%json {schema_of(grammar)}"
         case GrammarKind.REGEX:
             return f"/{_within_slashes(grammar.text)}/"
         case GrammarKind.LARK:
@@ -102,6 +91,18 @@ def _within_slashes(regex: str) -> str:
         written += "\\/" if char == "/" and not escaped else "\\n" if char == "\n" else char
         escaped = char == "\\" and not escaped
     return written
+
+
+def schema_of(grammar: Grammar) -> str:
+    """Of a grammar of JSON: its schema as llguidance is given it, wherever in a grammar it stands. What it says under "x-guidance" itself
+    holds. Raises InvalidRequest."""
+    schema = _schema(grammar.text) if grammar.kind is GrammarKind.JSON_SCHEMA else {"type": "object"}
+    if schema is False:
+        raise refused(grammar, "nothing is valid under the schema false")
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict):
+        raise refused(grammar, 'its "x-guidance" is no object')
+    return json.dumps(schema | {"x-guidance": {"whitespace_pattern": _JSON_SPACE} | own})
 
 
 def refused(grammar: Grammar, why: str) -> InvalidRequest:
