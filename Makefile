@@ -1,9 +1,10 @@
-# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · clean.  Everything lands in .venv; a stamp says what is there already.
+# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · fuzz · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"                            TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
 #   make up UP_FLAGS="--prefill 2"
 #   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; all of it takes about 12 minutes
+#   make fuzz FUZZ_CASES=100000                                   random requests over HTTP and gRPC; 10,000 of them if not told
 #   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die, for 3 minutes
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   takes PyTorch from there instead of from where pip's own configuration points
 #   PYTHON=python3.12                                  makes .venv with that interpreter (3.11 or newer)
@@ -23,6 +24,7 @@ BENCH_FLAGS ?=
 BENCH ?= gpu_decode_attention
 FAULT_FLAGS ?=
 STORM_FLAGS ?=
+FUZZ_CASES ?= 10000
 
 # A prompt is passed on as it stands, dollar signs and quotes included.
 override PROMPT := $(value PROMPT)
@@ -35,7 +37,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm clean
+.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm fuzz clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -75,8 +77,12 @@ fault-matrix: $(VENV)/.dev
 storm: $(VENV)/.dev
 	@$(BIN)/python benchmarks/hand_over_storm.py $(STORM_FLAGS)
 
+# Other cases each time, for every night; the few that `make test` has are the same for everybody. Its last lines say what was answered.
+fuzz: $(VENV)/.dev
+	@TWOSTEP_FUZZ_CASES=$(FUZZ_CASES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz -s -q -p no:xdist --timeout 0 $(PYTEST_FLAGS)
+
 clean:
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .run
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis .run
 
 # The interpreter is judged before anything is made with it.
 $(VENV)/.made:

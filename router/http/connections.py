@@ -74,12 +74,12 @@ async def at_work(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 class _Discreet(logging.Filter):
-    """aiohttp quotes what it could not read, and that may be a line with somebody's key."""
+    """aiohttp quotes what it could not read, and that may be a line with somebody's key; and tells clients that went away as errors."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and isinstance(error := record.exc_info[1], HttpProcessingError):
+        if record.exc_info and isinstance(error := record.exc_info[1], (HttpProcessingError, ConnectionError)):
             record.levelno, record.levelname = logging.DEBUG, "DEBUG"
-            record.msg, record.args = "a client sent what is no HTTP request (%s)", (type(error).__name__,)
+            record.msg, record.args = "a client sent what is no HTTP request, or went away (%s)", (type(error).__name__,)
             record.exc_info = record.exc_text = None
             return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
         return True
