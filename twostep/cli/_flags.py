@@ -101,6 +101,7 @@ def parser() -> FlagParser:
     up.flag("--port", type=int, default=50051, help="the router's port; 0 for any free one")
     up.flag("--http-port", type=int, default=None, help="OpenAI's API and the page; 8000 if not given, any free one if --port is 0")
     up.flag("--api-keys-file", type=Path, default=None, metavar="FILE", help="let in those only who show a key of `twostep keys`")
+    up.flag("--batch-dir", type=Path, default=None, metavar="DIR", help="keep files and batches here; without it they go with the system")
 
     demo = commands.add_parser(
         "demo",

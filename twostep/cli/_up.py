@@ -38,6 +38,7 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
         port=getattr(args, "port", 0),
         http_port=getattr(args, "http_port", None),
         api_keys_file=getattr(args, "api_keys_file", None),
+        batch_dir=getattr(args, "batch_dir", None),
         redis_url=args.redis_url,
         ray_address=args.ray_address,
         kv_transfer=args.kv_transfer,

@@ -34,6 +34,8 @@ class LocalOptions:
     port: int = 50051
     http_port: int | None = None
     api_keys_file: Path | None = None
+    # Of files and batches; none: they go with the system.
+    batch_dir: Path | None = None
     redis_url: str = ""
     ray_address: str = ""
     kv_transfer: str = ""

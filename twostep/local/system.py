@@ -302,6 +302,8 @@ class LocalSystem:
         router_ports += [f"--metrics-port={plan.router_metrics_port}", f"--http-port={plan.http_port}"]
         if options.api_keys_file is not None:
             router_ports.append(f"--api-keys-file={options.api_keys_file.resolve()}")
+        batch_dir = options.batch_dir if options.batch_dir is not None else plan.run_dir / "batches"
+        router_ports.append(f"--batch-dir={batch_dir.resolve()}")
         health_host = options.host if options.host not in ("", "0.0.0.0", "::") else _LOOPBACK
         components.append(
             Component(
