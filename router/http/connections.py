@@ -77,7 +77,7 @@ class _Discreet(logging.Filter):
     """aiohttp quotes what it could not read, and that may be a line with somebody's key; and tells clients that went away as errors."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and isinstance(error := record.exc_info[1], (HttpProcessingError, ConnectionError)):
+        if record.exc_info and isinstance(error := record.exc_info[1], (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
             record.levelno, record.levelname = logging.DEBUG, "DEBUG"
             record.msg, record.args = "a client sent what is no HTTP request, or went away (%s)", (type(error).__name__,)
             record.exc_info = record.exc_text = None

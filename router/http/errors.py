@@ -112,5 +112,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if error.status < 400:
             raise
         return error_response(error)
+    except web.RequestPayloadError:
+        return error_response(HttpError(400, "the body is not encoded as its headers say; send it whole, as content-encoding has it"))
     except Exception as error:  # noqa: BLE001  # body_of logs whatever is not ours
         return error_response(error)

@@ -44,26 +44,36 @@ class Target:
         self._num_cases = 0
         self._wrong: list[str] = []
         self.outcomes: Counter[str] = Counter()
-        ports = self._heard()
-        self.port: int = ports["http"]
-        self.http_url = f"http://127.0.0.1:{self.port}"
-        self.grpc_target = f"127.0.0.1:{ports['grpc']}"
-        # One look is enough to be warm.
-        self._idle = self._state()["tasks"]
+        self._idle: list[str] = []
+        self.port = 0
+        self.http_url = self.grpc_target = ""
 
     def __enter__(self) -> Target:
+        try:
+            ports = self._heard()
+            self._idle = self._state()["tasks"]
+        except BaseException:
+            self._end()
+            raise
+        self.port = ports["http"]
+        self.http_url = f"http://127.0.0.1:{self.port}"
+        self.grpc_target = f"127.0.0.1:{ports['grpc']}"
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         print(f"{self._num_cases} cases:", ", ".join(f"{name} {count}" for name, count in sorted(self.outcomes.items())))
+        assert self._end() == 0, "the router ended well"
+
+    def _end(self) -> int:
+        """Its status."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
         try:
-            assert self._process.wait(60) == 0, "the router ended well"
+            return self._process.wait(60)
         finally:
             self._process.kill()
             self._process.wait()
-            assert self._process.stdout is not None
             self._process.stdout.close()
 
     def count(self, outcome: str) -> None:

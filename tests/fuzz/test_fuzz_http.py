@@ -43,7 +43,7 @@ def _next(connection: socket.socket) -> bytes:
 
 def statuses(answer: bytes) -> list[int]:
     """Of all answers. No body has such a line: those are JSON or events."""
-    return [int(line.split()[1]) for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+    return [int(line.split()[1]) for line in answer.split(b"\r\n") if line.startswith((b"HTTP/1.1 ", b"HTTP/1.0 "))]
 
 
 def judge(target: Target, sent: bytes, answer: bytes) -> list[int]:
@@ -209,3 +209,12 @@ def test_large_bodies_are_refused_and_not_kept(target: Target, size: int) -> Non
         sent = request(path, b'{"prompt": "' + b"x" * size + b'"}', b"Connection: close")
         found = judge(target, sent, talk(target, sent))
         assert not found or found == [413] or found == [415] or (size < 1 << 18 and found[0] == 400), (path, found)
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
+def test_bodies_that_are_not_encoded_as_they_say(target: Target, encoding: bytes) -> None:
+    for path in PATHS:
+        kind = b"multipart/form-data; boundary=x" if path == "/v1/files" else b"application/json"
+        sent = request(path, b"{}" * 50, b"Content-Encoding: " + encoding, b"Content-Type: " + kind, b"Connection: close")
+        assert judge(target, sent, talk(target, sent)) == [400], path
+    target.check_nothing_is_left()
