@@ -190,7 +190,7 @@ def _no_power_cuts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 30), max_size=4))
 @example([0, 1, 2, 3, 4, 5])
 @example([12, 12, 12])
