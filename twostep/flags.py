@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 KV_TRANSPORTS = ("cuda_ipc", "nixl", "ray", "local")
@@ -46,6 +46,16 @@ def tracing_flag(parser: FlagParser) -> None:
 
 class FlagParser(argparse.ArgumentParser):
     """ArgumentParser whose every option can also come from a TWOSTEP_ variable, and says so in --help."""
+
+    # What the refusal of an unknown flag ends with.
+    unknown_hint = ""
+
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuses what is not known here and now: argparse would let the outermost parser do it, which shows the usage of no command."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self.unknown_hint}")
+        return namespace, unknown
 
     def flag(self, name: str, *shorter: str, **options: Any) -> None:
         """Like add_argument for one `--name`, which names the variable. A boolean is made with `action="store_true"`, or with

@@ -75,6 +75,11 @@ def test_nobody_there_and_wrong_usage() -> None:
     assert "no server answers at 127.0.0.1:9; start one with `twostep up`" in done.stderr
     assert run("generate", "--temperature", "hot").returncode == 2
     assert run("dance").returncode == 2
+    done = run("generate", "hi", "--router", "x")
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: twostep generate")
+    assert done.stderr.endswith("twostep generate: error: unrecognized arguments: --router x\n")
+    assert "given as variables: TWOSTEP_SWAP_SPACE=4" in run("up", "--cpu-offload-gb", "4").stderr
 
 
 def test_models(server: tuple[ScriptedInference, str]) -> None:

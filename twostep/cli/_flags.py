@@ -88,17 +88,18 @@ def parser() -> FlagParser:
         "Ray and no prefill workers. "
         "Further flags of router and workers are taken from their TWOSTEP_ variables.",
     )
+    up.unknown_hint = "; further flags of router and workers are given as variables: TWOSTEP_SWAP_SPACE=4 for --swap-space 4"
     _system(up)
     up.flag("--prefill", type=int, metavar="N", help="prefill workers; 1 if not given")
-    up.flag("--decode", type=int, default=1, metavar="M", help="decode workers; with --aggregated those that do everything")
+    up.flag("--decode", type=int, default=1, metavar="M", help="decode workers, with --aggregated those that do everything; 1 if not given")
     up.flag(
         "--local-prefill",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="decode workers compute prompts too, where that is better than a hand-over",
     )
-    up.flag("--host", default="127.0.0.1", help="address the router listens on")
-    up.flag("--port", type=int, default=50051, help="the router's port; 0 for any free one")
+    up.flag("--host", default="127.0.0.1", help="address the router listens on; 127.0.0.1 if not given")
+    up.flag("--port", type=int, default=50051, help="the router's gRPC port; 50051 if not given, 0: any free one")
     up.flag("--http-port", type=int, default=None, help="OpenAI's API and the page; 8000 if not given, any free one if --port is 0")
     up.flag("--api-keys-file", type=Path, default=None, metavar="FILE", help="let in those only who show a key of `twostep keys`")
     up.flag("--batch-dir", type=Path, default=None, metavar="DIR", help="keep files and batches here; without it they go with the system")
@@ -306,6 +307,7 @@ def _system(command: FlagParser) -> None:
     )
     command.flag("--runner", default="model", choices=["model", "fake"], help="fake: invented tokens, no weights")
     command.flag("--block-size", type=int, metavar="N", help="tokens of one KV block")
+    command.flag("--max-model-len", type=int, metavar="N", help="longest context in tokens; the model's if not given")
     command.flag("--max-num-seqs", type=int, metavar="N", help="sequences of one step")
     command.flag("--max-num-batched-tokens", type=int, metavar="N", help="token budget of one step")
     command.flag("--cpu-threads", type=int, metavar="N", help="threads of each worker; the cores shared out if not given")
@@ -318,8 +320,8 @@ def _system(command: FlagParser) -> None:
     )
     command.flag("--redis-url", default="", metavar="URL", help="use this Redis instead of starting one")
     command.flag("--ray-address", default="", metavar="HOST:PORT", help="join this Ray instead of starting one")
-    command.flag("--start-timeout", type=float, default=180.0, metavar="S", help="how long the start may take")
-    command.flag("--drain-timeout", type=float, default=30.0, metavar="S", help="how long running requests have to end at the stop")
+    command.flag("--start-timeout", type=float, default=180.0, metavar="S", help="how long the start may take; 180 if not given")
+    command.flag("--drain-timeout", type=float, default=30.0, metavar="S", help="time for running requests at the stop; 30 if not given")
     command.flag(
         "--otlp-endpoint",
         "--otlp-traces-endpoint",

@@ -48,6 +48,7 @@ class LocalOptions:
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     block_size: int | None = None
+    max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     cpu_threads: int | None = None

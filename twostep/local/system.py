@@ -342,6 +342,7 @@ class LocalSystem:
             ("--gpu-memory-utilization", options.gpu_memory_utilization if worker.gpu is None else worker.gpu.utilization),
             ("--kv-cache-memory-bytes", options.kv_cache_memory_bytes),
             ("--block-size", options.block_size),
+            ("--max-model-len", options.max_model_len),
             ("--max-num-seqs", options.max_num_seqs),
             ("--max-num-batched-tokens", options.max_num_batched_tokens),
         ):
