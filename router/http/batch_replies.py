@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic_core import PydanticCustomError
 
 from router.batches.records import COMPLETION_WINDOWS
 from router.http.fields import Body
@@ -12,6 +13,7 @@ from router.http.replies import Reply
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 MIN_LIFE_S, MAX_LIFE_S = 3600, 2_592_000
+MAX_METADATA = 16
 assert set(COMPLETION_WINDOWS) == {"24h"}, "the type below says so too"
 
 
@@ -24,18 +26,29 @@ class FileForm(Body):
     purpose: Literal["batch"]
 
 
+def _few(entries: Any) -> Any:
+    # Before each is looked at: a message for each of a million that are wrong would take minutes.
+    if isinstance(entries, dict) and len(entries) > MAX_METADATA:
+        raise PydanticCustomError(
+            "too_long", "it should have at most {most} entries, not {num}", {"most": MAX_METADATA, "num": len(entries)}
+        )
+    return entries
+
+
+Metadata = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+    BeforeValidator(_few),
+]
+
+
 class BatchBody(Body):
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     """A file of purpose `batch`: one request a line."""
     endpoint: Endpoint
     completion_window: Literal["24h"]
     """What is not answered by then is not answered at all."""
-    metadata: (
-        Annotated[
-            dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 

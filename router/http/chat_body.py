@@ -13,6 +13,10 @@ from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.sampling_params import MAX_LOGPROBS
 
 _MAX_TOOLS = 1024
+_MAX_TOOL_CALLS = 1024
+_MAX_MESSAGES = 4096
+# Of one message, and documents of a chat.
+_MAX_PARTS = 4096
 
 
 class ContentPart(Body):
@@ -36,9 +40,9 @@ class ToolCall(Body):
 
 class Message(Body):
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=_MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=_MAX_TOOL_CALLS, fail_fast=True)
     """Of an assistant."""
     tool_call_id: str | None = None
     """Of a tool."""
@@ -74,8 +78,8 @@ class ChatPrompt(Body):
     """The part of a chat that becomes the prompt; /tokenize takes it too."""
 
     model: str = ""
-    messages: list[Message] = Field(min_length=1, max_length=4096)
-    tools: list[Tool] | None = Field(default=None, max_length=_MAX_TOOLS)
+    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
+    tools: list[Tool] | None = Field(default=None, max_length=_MAX_TOOLS, fail_fast=True)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """The last message is the beginning of the answer; `add_generation_prompt` must be false then."""
@@ -110,7 +114,7 @@ class ChatBody(CommonBody, ChatPrompt):
     """Goes to the chat template, for models that know it."""
     include_reasoning: bool | None = None
     """false: what the model thought is left out of the answer."""
-    documents: list[dict[str, JsonValue]] | None = None
+    documents: list[dict[str, JsonValue]] | None = Field(default=None, max_length=_MAX_PARTS, fail_fast=True)
     """Go to the chat template."""
 
     functions: Annotated[Any, Refused("use `tools`", unless=[])] = None

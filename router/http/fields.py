@@ -27,7 +27,8 @@ StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_
 
 
 class Body(BaseModel):
-    """Types are taken at their word: "5" is no number."""
+    """Types are taken at their word: "5" is no number. Lists fail at the first item that is wrong (`fail_fast`): a message for each of a
+    million takes minutes and gigabytes."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
 
@@ -94,7 +95,7 @@ class StructuredOutputs(Body):
     json_: dict[str, JsonValue] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
+    choice: list[str] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
     grammar: str | None = None
     structural_tag: Any | None = None
     """Refused."""
@@ -121,7 +122,7 @@ class CommonBody(Body):
     """Answers to each prompt. The i-th is the same for the same seed, whatever n."""
     seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)
     """Without one the router draws it, and tells it in the header `x-twostep-seed`."""
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     """The text ends before the first of these."""
     temperature: float | None = Field(default=None, ge=0.0, le=100.0)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
@@ -138,7 +139,7 @@ class CommonBody(Body):
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     """No stop token comes before so many tokens."""
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS)
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     skip_special_tokens: bool | None = None
     """false: the text shows special tokens too."""
     return_tokens_as_token_ids: bool | None = None
@@ -156,7 +157,7 @@ class CommonBody(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, JsonValue] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
+    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
     guided_grammar: str | None = None
 
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
@@ -204,18 +205,29 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
 def _said(error: ValidationError) -> HttpError:
     """A union's message of each of its members is one too many: the one that got furthest says what is wrong."""
     errors = error.errors(include_url=False, include_context=False)
-    first = max(errors, key=lambda each: len(each["loc"]))
+    first = max(errors, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     if first["type"] == "json_invalid":
         return HttpError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
     top = errors[0]["loc"][0] if errors[0]["loc"] else None
     if first["loc"][:1] != (top,):
         first = errors[0]
     param = path_of(first["loc"])
-    shown = json.dumps(first["input"], default=str)
-    shown = shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "…"
+    shown = _shown(first["input"])
     message = first["msg"][:1].lower() + first["msg"][1:]
     about = f" (it is {shown})" if first["type"] != "missing" else ""
     return HttpError(400, f"{param or 'the body'}: {message}{about}; see /openapi.json", param=param)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of it as JSON: no more is written than is shown."""
+    if isinstance(value, str):
+        value = value[: _MAX_SHOWN + 1]
+    text = ""
+    for piece in json.JSONEncoder(default=str).iterencode(value):
+        text += piece
+        if len(text) > _MAX_SHOWN:
+            return text[:_MAX_SHOWN] + "…"
+    return text
 
 
 def path_of(location: tuple[int | str, ...]) -> str | None:

@@ -39,7 +39,7 @@ class TokenizeChat(ChatPrompt):
 
 class DetokenizeBody(Body):
     model: str = ""
-    tokens: list[TokenId] = Field(max_length=_MAX_IDS)
+    tokens: list[TokenId] = Field(max_length=_MAX_IDS, fail_fast=True)
 
 
 @routes.post("/tokenize")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from router.http import chat, completions, openapi, system, tokens
+from router.http.batch_replies import BatchBody
 from router.http.chat_body import ChatBody
 from router.http.chunks import CHAT_WRAP, TEXT_WRAP, ChunkWriter, usage_chunk
 from router.http.completion_body import CompletionBody
@@ -30,6 +33,7 @@ from twostep.text.tokenizer import Tokenizer
 
 HEAD = {"id": "i", "created": 1, "model": 'a "model"', "system_fingerprint": "fp_0"}
 MESSAGES = [{"role": "user", "content": "hi"}]
+BATCH = {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}
 
 
 def chat_body(**fields: Any) -> ChatBody:
@@ -106,6 +110,38 @@ def test_bytes_that_are_no_body(raw: bytes) -> None:
     with pytest.raises(HttpError) as caught:
         parse_body(ChatBody, raw)
     assert caught.value.status == 400
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (ChatBody, {"messages": [1] * MANY}, "messages[0]"),
+        (ChatBody, {"messages": [{"role": "user", "content": [1] * MANY}]}, "messages[0].content[0]"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4097}]}, "messages[0].content"),
+        (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [1] * MANY}]}, "messages[0].tool_calls[0]"),
+        (ChatBody, {"messages": MESSAGES, "tools": [1] * MANY}, "tools[0]"),
+        (ChatBody, {"messages": MESSAGES, "documents": [1] * MANY}, "documents[0]"),
+        (ChatBody, {"messages": MESSAGES, "stop": [1] * MANY}, "stop[0]"),
+        (ChatBody, {"messages": MESSAGES, "stop_token_ids": [""] * MANY}, "stop_token_ids[0]"),
+        (ChatBody, {"messages": MESSAGES, "guided_choice": [1] * MANY}, "guided_choice[0]"),
+        (CompletionBody, {"prompt": [0.5] * MANY}, "prompt[0]"),
+        (tokens.DetokenizeBody, {"tokens": [-1] * MANY}, "tokens[0]"),
+        (BatchBody, {**BATCH, "metadata": {str(i): 1 for i in range(MANY)}}, "metadata"),
+    ],
+)
+def test_of_many_mistakes_one_is_looked_at(kind: type[BaseModel], fields: dict[str, Any], param: str) -> None:
+    """A message for each takes minutes and gigabytes, of the one thread that serves everybody."""
+    raw = json.dumps(fields).encode()
+    began = time.process_time()
+    with pytest.raises(HttpError) as refused:
+        parse_body(kind, raw)
+    # Of the 2 s that all of them take; JSON itself takes 10 ms.
+    assert time.process_time() - began < 0.5
+    assert refused.value.param == param
+    assert len(refused.value.message) < 400
 
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1))
