@@ -65,11 +65,11 @@ export function percent(value) {
   return `${parts > 0 && parts < 10 ? digits(parts, 1) : Math.round(parts)} %`;
 }
 
-/** The ratio of prefill work to decode work: 2.5 is "2.5 : 1", 0.4 is "1 : 2.5". */
+/** The ratio of prefill work to decode work: 2.5 is "2.5 : 1", 0.4 is "1 : 2.5", and what has all but faded "0 : 1". */
 export function ratio(value) {
   if (!isNumber(value)) return NONE;
   if (value >= 1) return `${digits(value, 1)} : 1`;
-  return value > 0 ? `1 : ${digits(1 / value, 1)}` : "0 : 1";
+  return value >= 1e-3 ? `1 : ${digits(1 / value, 1)}` : "0 : 1";
 }
 
 export function plural(number, one, many = `${one}s`) {
