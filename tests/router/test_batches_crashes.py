@@ -206,9 +206,13 @@ async def _routers_that_die(lives: Sequence[int]) -> None:
             store = store_of(root)
             store.prepare()
             batch_id = store.create(asked_for(make_input(store))).asked.id
-            ended = False
+            ended, done = False, 0
             for each in lives:
                 ended = await run_once(store_of(root, each), batch_id, answers, threads)
+                state = store.get(OWNER, batch_id).state
+                if state is not None:
+                    assert state.tally.completed >= done, "clients see no step back"
+                    done = state.tally.completed
             # Nobody looks for a batch whose marker is gone; whoever finds one that is over leaves it so.
             if not ended or OWNER in store.open_batches().values():
                 assert await run_once(store, batch_id, answers, threads)
