@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from twostep.tracing import Span, Tracer
 
 # The caller's trace context goes on to the workers.
 _FORWARDED = ("traceparent", "tracestate")
+# What gRPC takes as metadata, and as much as W3C asks of whoever passes it on. A context that is none is left out.
+_SENDABLE = re.compile(r"[\x20-\x7e]{1,512}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,4 +62,5 @@ def forwarded(request: web.Request) -> Metadata:
     span: Span | None = request.get(SPAN)
     if span is not None:
         return span.metadata
-    return tuple((name, request.headers[name]) for name in _FORWARDED if name in request.headers)
+    given = ((name, request.headers.get(name, "")) for name in _FORWARDED)
+    return tuple((name, value) for name, value in given if _SENDABLE.fullmatch(value))
