@@ -36,7 +36,7 @@ from router.fair_queue import AGEING_S, Claim
 from router.hold_back import HeldAnswer, HoldBack
 from router.job import Job, Metadata
 from router.output import Output
-from router.prompt import Prompt, PromptReader
+from router.prompt import Prompt, PromptReader, ReadPrompt
 from router.quota import OutputLengths
 from router.recorder import Record, recorded
 from router.report import Report
@@ -124,12 +124,19 @@ class Inference:
 
     # ---- what is asked ------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: inference_pb2.GenerateRequest, caller: Caller) -> inference_pb2.End:
-        """Pieces go to `caller`; the end is returned once everything that the request held is free. Raises TwostepError."""
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, read_prompt: ReadPrompt | None = None
+    ) -> inference_pb2.End:
+        """Pieces go to `caller`; the end is returned once everything that the request held is free. `read_prompt`: instead of what the
+        request says, where several have one prompt. Raises TwostepError."""
         caller.identity.complete(request)
         with recorded(self._metrics, request, caller.metadata, self._tracer, model=self.model_name) as record:
-            record.end = await self._generate(request, caller, record)
+            record.end = await self._generate(request, caller, record, read_prompt)
             return record.end
+
+    async def read_prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
+        """Raises InvalidRequest, ResourceExhausted if too many long ones are being tokenized."""
+        return await self._prompts.prompt(request)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         self.check_model(request.model)
@@ -165,7 +172,9 @@ class Inference:
 
     # ---- a Generate request -------------------------------------------------------------------------------------------
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, caller: Caller, record: Record) -> inference_pb2.End:
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, record: Record, read_prompt: ReadPrompt | None
+    ) -> inference_pb2.End:
         started = caller.received
         request_id = _request_id(request.request_id)
         name = _unique(request_id) if request.request_id else request_id
@@ -177,7 +186,7 @@ class Inference:
         try:
             self._check(request)
             caller.identity.check_solvent()
-            prompt = await self._prompts.prompt(request)
+            prompt = await (self.read_prompt(request) if read_prompt is None else read_prompt())
             job = record.job = self._job(request, prompt, name, caller, started, record.metadata)
             await self._prompts.check_grammar(job.sampling)
             with caller.identity.spending(len(job.prompt)) as spending:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -70,6 +70,9 @@ class Prompt:
         if self.reasoning is None or sampling.grammar is None:
             return sampling
         return replace(sampling, grammar=after_reasoning(sampling.grammar, self.reasoning, self.tokenizer, self.begun))
+
+
+ReadPrompt = Callable[[], Awaitable[Prompt]]
 
 
 class PromptReader:

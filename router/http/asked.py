@@ -19,6 +19,7 @@ from router.http.logprobs import TokenNames
 from router.http.sse import ANSWERS, DONE, EventStream
 from router.http.translate import choice_seed, flag_of, keep_alive_of, request_of, timeout_of
 from router.http.usage import phases_of, total_usage, usage_of
+from router.prompt import Prompt
 from twostep.rpc.v1 import inference_pb2 as pb
 
 AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody)
@@ -79,10 +80,16 @@ class Asked(Generic[AnyBody]):
         request.request_id = self._name if index == 0 else f"{self._name[:120]}-{index}"
         return request
 
-    async def ask(self, asked: Sequence[tuple[pb.GenerateRequest, Reader]]) -> None:
+    async def read_prompt(self, index: int) -> Prompt:
+        """The index-th of the body. Raises TwostepError."""
+        raise NotImplementedError
+
+    async def ask(self, readers: Sequence[Reader]) -> None:
         """Raises TwostepError; what a message says of a field of the body is said of it by name."""
         with blaming(type(self.body).model_fields):
-            await ask_all(self.front.inference, self.call, asked, timeout_s=self.timeout_s, num_each=self.n)
+            await ask_all(
+                self.front.inference, self.call, readers, self.request, self.read_prompt, timeout_s=self.timeout_s, num_each=self.n
+            )
 
     def usage(self, ends: Sequence[pb.End]) -> dict[str, Any]:
         """`ends` in the order of the choices' indices."""

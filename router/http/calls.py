@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from aiohttp import web
@@ -15,11 +16,14 @@ from router.http.errors import HttpError
 from router.http.front import IDENTITY, REQUEST_ID, forwarded
 from router.inference import Inference
 from router.job import Metadata
+from router.prompt import Prompt, ReadPrompt
 from twostep.errors import TwostepError
 from twostep.rpc.v1 import inference_pb2 as pb
 
 # Of one HTTP request; the others wait for these.
 MAX_AT_ONCE = 128
+# Of its prompts: the threads that tokenize are everybody's, and refuse when too many wait for them.
+_MAX_READ_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,30 +79,64 @@ class HttpCaller:
 
 
 async def ask_all(
-    inference: Inference, call: Call, asked: Sequence[tuple[pb.GenerateRequest, Reader]], *, timeout_s: float, num_each: int = 1
+    inference: Inference,
+    call: Call,
+    readers: Sequence[Reader],
+    request_of: Callable[[int], pb.GenerateRequest],
+    read_prompt: Callable[[int], Awaitable[Prompt]],
+    *,
+    timeout_s: float,
+    num_each: int = 1,
 ) -> None:
-    """Every answer to its reader; `num_each` in a row are to the same prompt. The first that fails ends all of them, and its error is
-    raised."""
+    """Every answer to its reader; `num_each` in a row are to the same prompt, which is read once. `request_of` an answer: all but the
+    prompt; made when its turn comes. The first that fails ends all of them, and its error is raised."""
 
-    async def ask(index: int) -> None:
-        request, reader = asked[index]
-        await reader.end(await inference.generate(request, HttpCaller(call, reader, timeout_s, repeated=index % num_each > 0)))
+    async def ask(index: int, prompt: ReadPrompt) -> None:
+        caller = HttpCaller(call, readers[index], timeout_s, repeated=index % num_each > 0)
+        await readers[index].end(await inference.generate(request_of(index), caller, prompt))
 
-    if len(asked) == 1:
-        await ask(0)
+    if len(readers) == 1:
+        await ask(0, partial(read_prompt, 0))
         return
-    gate = asyncio.Semaphore(MAX_AT_ONCE)
+    gate = asyncio.Semaphore(_MAX_READ_AT_ONCE)
+    prompts = [_SharedPrompt(partial(read_prompt, i), gate) for i in range(len(readers) // num_each)]
+    turns = iter(range(len(readers)))
 
-    async def ask_in_turn(index: int) -> None:
-        async with gate:
-            await ask(index)
+    async def ask_in_turn() -> None:
+        for index in turns:
+            await ask(index, prompts[index // num_each])
 
     try:
         async with asyncio.TaskGroup() as group:
-            for index in range(len(asked)):
-                group.create_task(ask_in_turn(index))
+            for _ in range(min(len(readers), MAX_AT_ONCE)):
+                group.create_task(ask_in_turn())
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
+    finally:
+        for prompt in prompts:
+            prompt.close()
+
+
+class _SharedPrompt:
+    """Read when the first answer to it wants it, for all of them."""
+
+    def __init__(self, read: ReadPrompt, gate: asyncio.Semaphore) -> None:
+        self._read, self._gate = read, gate
+        self._reading: asyncio.Task[Prompt] | None = None
+
+    async def __call__(self) -> Prompt:
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._gated())
+        return await asyncio.shield(self._reading)
+
+    async def _gated(self) -> Prompt:
+        async with self._gate:
+            return await self._read()
+
+    def close(self) -> None:
+        """Nobody wants it any more."""
+        if self._reading is not None and not self._reading.cancel() and not self._reading.cancelled():
+            self._reading.exception()  # whoever waited for it was told
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -18,6 +18,7 @@ from router.http.logprobs import chat_logprobs
 from router.http.replies import ChatChunk, ChatCompletion
 from router.http.tool_use import ToolMessage, ToolUse, deltas_of, finish_with_calls
 from router.http.usage import finish_of, stop_reason_of, usage_of
+from router.prompt import Prompt
 from twostep.rpc.v1 import inference_pb2 as pb
 
 routes = web.RouteTableDef()
@@ -45,20 +46,19 @@ class Chat(Asked[ChatBody]):
         super().__init__(front, body, call, prefix="chatcmpl")
         self._chat = body.prompt()
         adapt_roles(self._chat, front.card.chat_template)
+        self._request.chat.SetInParent()
         self.tools = ToolUse.of(body, front.chat_format)
         self.tools.prepare(self._request, front.tokenizer)
         if self.tools.format is None:
             del self._chat.tools[:]
 
-    def _requests(self) -> list[pb.GenerateRequest]:
-        requests = [self.request(index) for index in range(self.n)]
-        for request in requests:
-            request.chat.CopyFrom(self._chat)
-        return requests
+    async def read_prompt(self, index: int) -> Prompt:
+        request = pb.GenerateRequest(chat=self._chat, keep_special_tokens=self._request.keep_special_tokens)
+        return await self.front.inference.read_prompt(request)
 
     async def whole(self) -> dict[str, Any]:
         readers = [WholeChoice(self, index) for index in range(self.n)]
-        await self.ask(list(zip(self._requests(), readers, strict=True)))
+        await self.ask(readers)
         ends = [reader.finished for reader in readers]
         answer = {"id": self.id, "object": "chat.completion", **self.common}
         answer |= {"choices": [reader.choice() for reader in readers], "usage": self.usage(ends), **self.phases(ends)}
@@ -70,7 +70,7 @@ class Chat(Asked[ChatBody]):
         head = {"id": self.id, "object": "chat.completion.chunk", **self.common}
         finale = Finale(self, head, self.n)
         readers = [StreamedChoice(self, index, head, finale, send) for index in range(self.n)]
-        await self.ask(list(zip(self._requests(), readers, strict=True)))
+        await self.ask(readers)
 
 
 class WholeChoice:

@@ -11,6 +11,8 @@ from router.http.fields import MAX_TOKEN_ID, CommonBody, Refused
 from twostep.sampling_params import MAX_LOGPROBS
 
 MAX_PROMPTS = 2048
+# To all prompts together.
+MAX_ANSWERS = 4096
 # What OpenAI's API has always cut such answers to.
 DEFAULT_MAX_TOKENS = 16
 
@@ -58,6 +60,10 @@ class CompletionBody(CommonBody):
             raise HttpError(400, f"best_of is {self.best_of} and n is {n}; answers are not ranked here: leave best_of out", param="best_of")
         if self.echo and self.logprobs is not None:
             raise HttpError(400, "echo with logprobs: log probabilities of a prompt are not computed; leave one of them out", param="echo")
+        if not isinstance(self.prompt, str) and not isinstance(self.prompt[0], int) and len(self.prompt) * n > MAX_ANSWERS:
+            raise HttpError(
+                400, f"n is {n} and there are {len(self.prompt)} prompts; ask for at most {MAX_ANSWERS} answers at a time", param="n"
+            )
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):

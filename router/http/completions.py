@@ -16,7 +16,9 @@ from router.http.fields import parse_body
 from router.http.front import FRONT, Front
 from router.http.logprobs import TextLogprobs
 from router.http.replies import TextChunk, TextCompletion
+from router.http.tokens import decoded
 from router.http.usage import finish_of, stop_reason_of, usage_of
+from router.prompt import Prompt
 from twostep.errors import ContextExceeded
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -44,6 +46,7 @@ class Completion(Asked[CompletionBody]):
     def __init__(self, front: Front, body: CompletionBody, call: Call) -> None:
         super().__init__(front, body, call, prefix="cmpl")
         self._prompts = body.prompts()
+        self._request.text = ""  # it is one of text; the prompt is read apart
         for prompt in self._prompts:
             # Before millions of them are looked at once more.
             if not isinstance(prompt, str) and len(prompt) >= front.card.max_model_len:
@@ -55,29 +58,27 @@ class Completion(Asked[CompletionBody]):
     def num_choices(self) -> int:
         return len(self._prompts) * self.n
 
-    async def _requests(self) -> list[pb.GenerateRequest]:
-        requests = []
-        for index in range(self.num_choices):
-            request, prompt = self.request(index), self._prompts[index // self.n]
-            if isinstance(prompt, str) and self.body.add_special_tokens is False:
-                prompt = list(await self.front.inference.text_ids(prompt, add_special_tokens=False))
-            if isinstance(prompt, str):
-                request.text = prompt
-            else:
-                request.token_ids.ids.extend(prompt)
-            requests.append(request)
-        return requests
+    async def read_prompt(self, index: int) -> Prompt:
+        inference, prompt = self.front.inference, self._prompts[index]
+        if isinstance(prompt, str) and self.body.add_special_tokens is False:
+            prompt = list(await inference.text_ids(prompt, add_special_tokens=False))
+        request = pb.GenerateRequest(keep_special_tokens=self._request.keep_special_tokens)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        return await inference.read_prompt(request)
 
-    def echoed(self, index: int) -> str:
-        """What the text of a choice begins with."""
+    async def _echoes(self) -> list[str]:
+        """What the texts of each prompt's answers begin with."""
         if not self.body.echo:
-            return ""
-        prompt = self._prompts[index // self.n]
-        return prompt if isinstance(prompt, str) else self.front.tokenizer.decode(prompt)
+            return [""] * len(self._prompts)
+        return [each if isinstance(each, str) else await decoded(self.front.tokenizer, each) for each in self._prompts]
 
     async def whole(self) -> dict[str, Any]:
-        readers = [WholeChoice(self, index) for index in range(self.num_choices)]
-        await self.ask(list(zip(await self._requests(), readers, strict=True)))
+        echoes = await self._echoes()
+        readers = [WholeChoice(self, index, echoes[index // self.n]) for index in range(self.num_choices)]
+        await self.ask(readers)
         ends = [reader.finished for reader in readers]
         answer = {"id": self.id, "object": "text_completion", **self.common}
         return answer | {"choices": [reader.choice() for reader in readers], "usage": self.usage(ends), **self.phases(ends)}
@@ -85,16 +86,17 @@ class Completion(Asked[CompletionBody]):
     async def stream(self, send: Send) -> None:
         head = {"id": self.id, "object": "text_completion", **self.common}
         finale = Finale(self, head, self.num_choices)
-        readers = [StreamedChoice(self, index, head, finale, send) for index in range(self.num_choices)]
-        await self.ask(list(zip(await self._requests(), readers, strict=True)))
+        echoes = await self._echoes()
+        readers = [StreamedChoice(self, index, echoes[index // self.n], head, finale, send) for index in range(self.num_choices)]
+        await self.ask(readers)
 
 
 class WholeChoice:
     """Keeps its answer until it is whole."""
 
-    def __init__(self, completion: Completion, index: int) -> None:
+    def __init__(self, completion: Completion, index: int, echoed: str) -> None:
         self._completion, self._index = completion, index
-        self._text = [completion.echoed(index)]
+        self._text = [echoed]
         self._pieces: list[pb.Piece] = []
         self.prompt: Sequence[int] = ()
         self.finished = pb.End()
@@ -127,14 +129,14 @@ class WholeChoice:
 class StreamedChoice:
     """Sends its answer as it comes: one event a piece."""
 
-    def __init__(self, completion: Completion, index: int, head: dict[str, Any], finale: Finale, send: Send) -> None:
+    def __init__(self, completion: Completion, index: int, echoed: str, head: dict[str, Any], finale: Finale, send: Send) -> None:
         self._completion, self._index, self._finale, self._send = completion, index, finale, send
         body = completion.body
         self._chunks = ChunkWriter(head, index, wrap=TEXT_WRAP, with_usage=completion.include_usage)
         self._logprobs = None if body.logprobs is None else TextLogprobs(completion.names)
         # Pieces have text and nothing else to tell.
         self._plain = body.logprobs is None and not body.return_token_ids and not completion.continuous_usage
-        self._echoed = completion.echoed(index)
+        self._echoed = echoed
         self._num_tokens = 0
         self.prompt: Sequence[int] = ()
 

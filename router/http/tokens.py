@@ -17,6 +17,7 @@ from router.http.fields import Body, TokenId, parse_body
 from router.http.front import FRONT
 from router.http.replies import Detokenized, Tokenized
 from twostep.rpc.v1 import inference_pb2 as pb
+from twostep.text.tokenizer import Tokenizer
 
 routes = web.RouteTableDef()
 
@@ -79,9 +80,11 @@ async def detokenize(request: web.Request) -> web.Response:
     body = parse_body(DetokenizeBody, await json_body(request))
     front = request.app[FRONT]
     front.inference.check_model(body.model)
+    return web.json_response({"prompt": await decoded(front.tokenizer, body.tokens, skip_special_tokens=False)})
 
-    def decode() -> str:
-        return front.tokenizer.decode(body.tokens, skip_special_tokens=False)
 
-    text = decode() if len(body.tokens) <= _MAX_INLINE_IDS else await asyncio.to_thread(decode)
-    return web.json_response({"prompt": text})
+async def decoded(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """Many of them in a thread."""
+    if len(ids) <= _MAX_INLINE_IDS:
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)

@@ -11,6 +11,7 @@ from router_fakes import ANSWER_TEXT, Cluster
 
 from router.http.replies import ChatChunk, ChatCompletion, TextChunk, TextCompletion
 from router.http.translate import choice_seed
+from twostep.text.tokenizer import Tokenizer
 
 
 async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
@@ -209,3 +210,57 @@ async def test_sampling_and_class_reach_the_workers(cluster: Cluster) -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0.0, 0.5, 7)
     assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.min_p) == (0.25, -0.5, 0.125)
     assert (sampling.repetition_penalty, sampling.min_tokens, sampling.ignore_eos) == (1.5, 2, True)
+
+
+async def test_many_long_prompts_wait_for_the_tokenizer_and_each_is_read_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads refuse what is too much for them; one request alone is not."""
+    await cluster.prefill()
+    await cluster.decode()
+    read: list[str] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        read.append(text)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    long = "the capital of France is " * 200
+    async with cluster.serving(), open_http(cluster) as http:
+        for path, body, num_choices, num_read in (
+            (CHAT, {"messages": [{"role": "user", "content": long}], "n": 80}, 80, 1),
+            (TEXT, {"prompt": [long] * 70}, 70, 70),
+            (TEXT, {"prompt": [long, "short"], "n": 2, "add_special_tokens": False}, 4, 2),
+        ):
+            read.clear()
+            async with http.post(path, json={**body, "max_tokens": 1}) as answer:
+                found = await answer.json()
+                assert answer.status == 200, found
+            assert [choice["index"] for choice in found["choices"]] == list(range(num_choices))
+            assert len(read) == num_read
+
+
+async def test_echoed_ids_of_several_answers(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    prompts = [cluster.tokenizer.encode(text).ids for text in ("the capital", "of France")]
+    body = {"prompt": prompts, "n": 2, "max_tokens": 2, "echo": True}
+    wanted = [cluster.text_of(prompt) + cluster.text_of(cluster.expected(2)) for prompt in prompts for _ in range(2)]
+    async with cluster.serving(), open_http(cluster) as http:
+        async with http.post(TEXT, json=body) as answer:
+            assert [choice["text"] for choice in (await answer.json())["choices"]] == wanted
+        texts = [""] * 4
+        async with http.post(TEXT, json={**body, "stream": True}) as answer:
+            for event in (await raw_events(answer))[:-1]:
+                for choice in event["choices"]:
+                    texts[choice["index"]] += choice["text"]
+        assert texts == wanted
+
+
+async def test_a_trace_context_that_is_none_costs_nothing_but_itself(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    async with cluster.serving(), open_http(cluster) as http:
+        for headers in ({"traceparent": parent, "tracestate": "a=é"}, {"traceparent": "é"}, {"tracestate": "a=" + "b" * 7000}):
+            async with http.post(CHAT, json=chat(max_tokens=1), headers=headers) as answer:
+                assert answer.status == 200, await answer.text()

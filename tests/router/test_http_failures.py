@@ -37,6 +37,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"ttft_ms": 0}, "ttft_ms"),
     (CHAT, {"request_id": "white space"}, "request_id"),
     (TEXT, {"prompt": "x", "best_of": 3, "n": 2}, "best_of"),
+    (TEXT, {"prompt": ["x"] * 2048, "n": 3}, "n"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
     (TEXT, {"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
     (TEXT, {"prompt": "x", "use_beam_search": True}, "use_beam_search"),
