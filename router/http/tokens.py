@@ -60,8 +60,20 @@ async def tokenize(request: web.Request) -> web.Response:
             ids = (await front.inference.tokenize(pb.TokenizeRequest(chat=chat))).token_ids
         elif body.prompt:
             ids = await front.inference.text_ids(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    names = [front.token_bytes.text(token_id) for token_id in ids] if body.return_token_strs else None
-    return web.json_response({"count": len(ids), "max_model_len": front.inference.max_model_len, "tokens": list(ids), "token_strs": names})
+    head = {"count": len(ids), "max_model_len": front.inference.max_model_len}
+
+    def told() -> str:
+        names = [front.token_bytes.text(token_id) for token_id in ids] if body.return_token_strs else None
+        return f'{json.dumps(head)[:-1]}, "tokens": {_listed(ids)}, "token_strs": {"null" if names is None else _listed(names)}}}'
+
+    text = told() if len(ids) <= _MAX_INLINE_IDS else await asyncio.to_thread(told)
+    return web.Response(text=text, content_type="application/json")
+
+
+def _listed(values: Sequence[int] | Sequence[str]) -> str:
+    """As JSON, in pieces: nothing else runs in this process while one is written."""
+    pieces = (json.dumps(list(values[i : i + _MAX_INLINE_IDS]))[1:-1] for i in range(0, len(values), _MAX_INLINE_IDS))
+    return f"[{', '.join(pieces)}]"
 
 
 def _is_chat(raw: bytes) -> bool:

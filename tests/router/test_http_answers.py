@@ -264,3 +264,18 @@ async def test_a_trace_context_that_is_none_costs_nothing_but_itself(cluster: Cl
         for headers in ({"traceparent": parent, "tracestate": "a=é"}, {"traceparent": "é"}, {"tracestate": "a=" + "b" * 7000}):
             async with http.post(CHAT, json=chat(max_tokens=1), headers=headers) as answer:
                 assert answer.status == 200, await answer.text()
+
+
+async def test_more_tokens_than_are_written_at_once(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    text = "x1" * 2100
+    async with cluster.serving(), open_http(cluster) as http:
+        for with_names in (True, False):
+            async with http.post("/tokenize", json={"prompt": text, "return_token_strs": with_names}) as answer:
+                assert answer.content_type == "application/json"
+                told = await answer.json()
+            ids = cluster.tokenizer.encode(text).ids
+            assert len(ids) == 4200
+            assert (told["count"], told["tokens"], told["max_model_len"]) == (4200, ids, 2048)
+            assert told["token_strs"] == (["x", "1"] * 2100 if with_names else None)
