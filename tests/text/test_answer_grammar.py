@@ -133,6 +133,7 @@ _GRAMMARS = [
     (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"type": "integer"}}}'), '{"a": 1}'),
     (Grammar(GrammarKind.JSON_OBJECT), '{"a": 1}'),
     (Grammar(GrammarKind.REGEX, "a/b|\\/{2}\n"), "a/b"),
+    (Grammar(GrammarKind.REGEX, "a\\\nb"), "a\nb"),
     (Grammar(GrammarKind.LARK, 'start: "{" inner "}"\ninner: /[0-9]+/'), "{12}"),
 ]
 

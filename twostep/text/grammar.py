@@ -88,7 +88,9 @@ def rule_of(grammar: Grammar) -> str:
 def _within_slashes(regex: str) -> str:
     written, escaped = "", False
     for char in regex:
-        written += "\\/" if char == "/" and not escaped else "\\n" if char == "\n" else char
+        if char == "\n":
+            char = "n" if escaped else "\\n"
+        written += "\\/" if char == "/" and not escaped else char
         escaped = char == "\\" and not escaped
     return written
 
