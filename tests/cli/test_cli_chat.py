@@ -80,8 +80,10 @@ def test_ctrl_c_cancels_the_answer_and_nothing_else(server: tuple[ScriptedInfere
         terminal.type("\x03")
         # readline may be between two looks at what has come; it sees the signal at the next key then.
         give_up = time.monotonic() + 3
+        last = give_up + 60
         while not terminal.screen.text().endswith("> half a li\n>"):
             terminal.read(0.1)
+            assert time.monotonic() < last, terminal.screen.text()
             if time.monotonic() > give_up:
                 terminal.type(" ")
                 give_up += 3

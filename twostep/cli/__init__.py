@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             # A terminal that cannot show a character is no reason to lose the answer.
             stream.reconfigure(errors="replace")
     args = parser().parse_args(argv)
+    if sys.stdin is not None and sys.stdin.isatty() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Begun by a shell that keeps Ctrl-C from what it runs in the background; whoever has a terminal means it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         command = importlib.import_module(f"twostep.cli._{args.command}")
         status: int = command.run(args)
