@@ -66,7 +66,12 @@ def test_metrics_of_every_process_tell_of_the_requests(system: System) -> None:
     assert prefill("twostep_engine_tokens_total", kind="prefill") == NUM_REQUESTS * len(PROMPT)
     assert decode("twostep_engine_tokens_total", kind="decode") == NUM_REQUESTS * (NUM_TOKENS - 1)
 
-    exported = {"router": router, "prefill and decode worker": prefill, "prefill and decode worker, each its own side": decode}
+    exported = {
+        "router": router,
+        "router with an HTTP port": router,
+        "prefill and decode worker": prefill,
+        "prefill and decode worker, each its own side": decode,
+    }
     for _, where, families in catalogue.SECTIONS:
         told = exported.get(where, decode)
         assert {family.name for family in families} <= told.families, where
