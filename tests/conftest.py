@@ -17,6 +17,9 @@ from twostep.models import store
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Tests begin processes by fork and exec: gRPC's handlers of a fork, run in between, write into the new process's terminal.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 # The same cases for everybody, however busy the machine is.
 hypothesis.settings.register_profile(
     "twostep", derandomize=True, deadline=None, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

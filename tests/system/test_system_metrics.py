@@ -60,9 +60,8 @@ def test_metrics_of_every_process_tell_of_the_requests(system: System) -> None:
         assert told("process_resident_memory_bytes")
     assert decode("twostep_kv_transfer_scatter_seconds_count", transport="ray") == NUM_REQUESTS
     assert decode("twostep_kv_transfer_bytes_per_second_count", transport="ray") == NUM_REQUESTS
-    rate = decode("twostep_kv_probe_bytes_per_second", transport="ray", peer="prefill-0")
-    assert rate is not None
-    assert rate > 0
+    # On a busy machine the first probe ends after the requests.
+    scrape_until(ports["decode-0"], lambda told: (told("twostep_kv_probe_bytes_per_second", transport="ray", peer="prefill-0") or 0) > 0)
     assert prefill("twostep_engine_tokens_total", kind="prefill") == NUM_REQUESTS * len(PROMPT)
     assert decode("twostep_engine_tokens_total", kind="decode") == NUM_REQUESTS * (NUM_TOKENS - 1)
 
