@@ -15,8 +15,7 @@ from twostep.models.store import default_cache_dir
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
 
 # Others' tokens are held up no longer than this by a chunk of a prompt, of which it has some 700 tokens of an 8-billion model.
-# Beside prefill workers a decode worker computes few prompts, and nobody's pause has to be longer for them; without any, all.
-GPU_MAX_STEP_MS, GPU_MAX_AGGREGATED_STEP_MS = 12.0, 20.0
+GPU_MAX_STEP_MS = 20.0
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
 # What a step takes where nobody says. A GPU's prefill is compute-bound from about 2000 tokens on, and larger steps read the weights less
 # often; a decode worker's prompts are rare (those of sequences that gave way) and share their steps with others' tokens.
@@ -192,7 +191,7 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
         type=_not_negative,
         default=default.max_step_ms,
         help="longest a step may take that computes prompts beside others' tokens; 0: as those requests' promised TPOT says. "
-        f"If not given: 0; on a GPU {GPU_MAX_STEP_MS:g}, with --kv-transfer none {GPU_MAX_AGGREGATED_STEP_MS:g}",
+        f"If not given: 0, on a GPU {GPU_MAX_STEP_MS:g}",
     )
     parser.flag("--ageing", type=_positive, default=default.ageing, help="seconds of waiting that make a request one class more urgent")
     parser.flag(

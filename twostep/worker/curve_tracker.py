@@ -57,7 +57,7 @@ class CurveTracker:
             per_context_s=self._measured.per_context_s * base,
             per_row_s=self._measured.per_row_s * prompt,
             per_pair_s=self._measured.per_pair_s * prompt,
-            mixed_s=max(self._measured.mixed_s, self._mixed_s),
+            mixed_s=self._mixed_s,
         )
 
     def observe_mixed_launch(self, seconds: float) -> None:

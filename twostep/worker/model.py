@@ -22,7 +22,6 @@ from twostep.worker.calibration import calibrate
 from twostep.worker.config import (
     CPU_NUM_SEQS,
     CPU_STEP_TOKENS,
-    GPU_MAX_AGGREGATED_STEP_MS,
     GPU_MAX_STEP_MS,
     GPU_NUM_SEQS,
     GPU_STEP_TOKENS,
@@ -121,12 +120,11 @@ def settle(config: WorkerConfig) -> WorkerConfig:
     if not config.max_num_batched_tokens and on_gpu:
         other = next(role for role in GPU_STEP_TOKENS if role != config.role)
         config = replace(config, max_num_batched_tokens=GPU_STEP_TOKENS[config.role], other_step_tokens=GPU_STEP_TOKENS[other])
-    longest_ms = GPU_MAX_AGGREGATED_STEP_MS if config.kv_transfer == "none" else GPU_MAX_STEP_MS
     return replace(
         config,
         max_num_batched_tokens=config.max_num_batched_tokens or CPU_STEP_TOKENS,
         max_num_seqs=config.max_num_seqs or (GPU_NUM_SEQS if on_gpu else CPU_NUM_SEQS),
-        max_step_ms=(longest_ms if on_gpu else 0.0) if config.max_step_ms is None else config.max_step_ms,
+        max_step_ms=(GPU_MAX_STEP_MS if on_gpu else 0.0) if config.max_step_ms is None else config.max_step_ms,
     )
 
 
