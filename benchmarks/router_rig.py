@@ -250,7 +250,7 @@ class Client:
 @asynccontextmanager
 async def open_client(port: int) -> AsyncIterator[Client]:
     """With a connection of its own."""
-    options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
+    options = channel_options()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
         yield Client(channel)
 

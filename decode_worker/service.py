@@ -62,8 +62,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         engine_request = await self._reader.read(request)
         if self.refusal is not None:
             raise Unavailable(self.refusal)
+        asked_at = time.monotonic()
         reservation = await self._take(request, engine_request)
-        span = None if self._spans is None else self._spans.begin(request.request_id, request.attempt, metadata)
+        span = None if self._spans is None else self._spans.begin(request.request_id, request.attempt, metadata, at=asked_at)
         self._sequences.trace(request.request_id, request.attempt, span, metadata)
         return decode_pb2.ReserveResponse(
             # What a prompt that waits will find of its prefix is known when it is begun.

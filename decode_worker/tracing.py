@@ -1,4 +1,4 @@
-"""The decode worker's span of an attempt: from its reservation until nothing of it is left, with the times of the engine's steps.
+"""The decode worker's span of an attempt: from asking for its blocks until nothing of it is left, with the times of the engine's steps.
 
 reserved   blocks are set aside, and no ticket has come yet
 fetch      from the manifest to the last block in place (kv_transfer/tracing.py)
@@ -34,9 +34,9 @@ class SequenceSpans:
         self._tracer = tracer
         self.transfers = TransferSpans()
 
-    def begin(self, request_id: str, attempt: int, metadata: Metadata) -> SequenceSpan:
-        """`metadata`: of the call that brought it."""
-        span = self._tracer.start("decode_worker", metadata)
+    def begin(self, request_id: str, attempt: int, metadata: Metadata, *, at: float) -> SequenceSpan:
+        """`metadata`: of the call that brought it. `at`: when it asked for blocks, in monotonic seconds."""
+        span = self._tracer.start("decode_worker", metadata, at=at)
         if span.recording:
             span.set({"twostep.request_id": request_id, "twostep.attempt": attempt})
         return SequenceSpan(span, self.transfers, attempt_id(request_id, attempt))

@@ -71,8 +71,9 @@ class OtelTracer:
     def start(self, name: str, metadata: Metadata, *, kind: Kind = Kind.SERVER, at: float | None = None) -> OtelSpan:
         parent = _PROPAGATOR.extract(dict(metadata), context=Context())
         # Of one request all instants are shifted alike, so that its spans fit together.
-        shift_ns = time.time_ns() - time.monotonic_ns()
-        start = None if at is None else int(at * _NS) + shift_ns
+        now = time.monotonic()
+        shift_ns = time.time_ns() - int(now * _NS)
+        start = int((now if at is None else at) * _NS) + shift_ns
         span = self._tracer.start_span(name, context=parent, kind=_KINDS[kind], start_time=start)
         return OtelSpan(self._tracer, span, shift_ns)
 
@@ -115,7 +116,7 @@ class OtelSpan:
 
     def end(self, *, at: float | None = None, failure: str = "") -> None:
         _fail(self._span, failure)
-        self._span.end(None if at is None else self._ns(at))
+        self._span.end(self._ns(time.monotonic() if at is None else at))
 
     def _ns(self, at: float) -> int:
         return int(at * _NS) + self._shift_ns

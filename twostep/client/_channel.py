@@ -141,8 +141,6 @@ def compression_for(num_bytes: int, compression: grpc.Compression | None) -> grp
 
 def options_for(target: str) -> list[tuple[str, int | str]]:
     options: dict[str, int | str] = dict(channel_options(MAX_MESSAGE_BYTES))
-    # Two channels to one address would share its connection otherwise, and more connections are what the second one is for.
-    options["grpc.use_local_subchannel_pool"] = 1
     # In gRPC's core this is how long a connection may take to come about.
     options["grpc.min_reconnect_backoff_ms"] = _CONNECT_TIMEOUT_MS
     if target.startswith(_LOOPBACK):

@@ -61,6 +61,9 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
+        # Channels to one address would share its connection otherwise, and the pause after its last failure: a worker that starts where
+        # another one was has nothing to do with that.
+        ("grpc.use_local_subchannel_pool", 1),
         # Repeating is decided where it is known to be safe, never by the channel.
         ("grpc.enable_retries", 0),
     ]
