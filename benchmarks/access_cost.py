@@ -9,7 +9,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from router.access import Account, Identity
+from router.access.account import Account
+from router.access.identity import Identity
 from router.hold_back import HoldBack, HoldBackConfig
 from twostep.api_keys import KeyTable, Limits, make_key
 from twostep.hold_back import Held, HeldRequest, Verdict

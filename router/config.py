@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.access_flags import access_flags
+from router.access.flags import access_flags
 from router.batches.flags import batch_flags
 from router.fair_queue import AGEING_S
 from router.quota import tenant_weights

@@ -28,7 +28,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.access import Identity
+from router.access.identity import Identity
 from router.admission import Admission
 from router.answer import Answer, Finish
 from router.dispatch import Dispatcher, time_is_up

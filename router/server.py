@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from router.access_control import Access
-from router.access_sources import source_of
+from router.access.control import Access
+from router.access.sources import source_of
 from router.admission import Admission
 from router.batches.service import DAY_S, BatchConfig, Batches
 from router.cleanup import Cleanup

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio
 
-from router.access_control import Access
+from router.access.control import Access
 from router.inference import Inference
 from router.job import Metadata
 from router.service_access import identify, plain_metadata

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from router.access import Identity
-from router.access_control import Access
+from router.access.control import Access
+from router.access.identity import Identity
 from router.targets import TENANT_HEADER
 from twostep.errors import Unauthenticated, status_of
 

@@ -24,8 +24,8 @@ from typing import Any
 
 from aiohttp import web
 
-from router.access import Account
-from router.access_control import Access
+from router.access.account import Account
+from router.access.control import Access
 from router.http.calls import json_body
 from router.http.errors import Handler, errors
 from router.status_board import StatusBoard

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel
 
-from router.access import Identity
+from router.access.identity import Identity
 from router.batches.records import Asked, owner_of, view
 from router.batches.run import Asking, Failure
 from router.batches.service import Batches

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from router.access import Identity
+from router.access.identity import Identity
 from router.http.errors import HttpError
 from router.http.front import IDENTITY, REQUEST_ID, forwarded
 from router.inference import Inference

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from router.access import Identity
-from router.access_control import Access
+from router.access.control import Access
+from router.access.identity import Identity
 from router.batches.service import Batches
 from router.inference import Inference
 from router.job import Metadata

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from router.access import NOBODY
+from router.access.identity import NOBODY
 from router.http.errors import Handler, HttpError
 from router.http.front import FRONT, IDENTITY
 from router.targets import TENANT_HEADER

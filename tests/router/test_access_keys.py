@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import SECRET, RedisServer, until
 
-from router.access_control import Access
-from router.access_share import UsageShare, Use
-from router.access_sources import KEYS, VERSION, FileKeys, RedisKeys
+from router.access.control import Access
+from router.access.share import UsageShare, Use
+from router.access.sources import KEYS, VERSION, FileKeys, RedisKeys
 from router.targets import Refused
 from twostep.api_key_file import put_in_file, read_file, remove_from_file
 from twostep.api_keys import BadKey, Key, KeyTable, Limits, hash_of, make_key, system_key

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.access import Account, Identity
-from router.access_limits import DAY_HOURS, HOUR_S, MINUTE_S, Bucket, Day, duration
-from router.access_share import Ledger, Use
+from router.access.account import Account
+from router.access.identity import Identity
+from router.access.limits import DAY_HOURS, HOUR_S, MINUTE_S, Bucket, Day, duration
+from router.access.share import Ledger, Use
 from router.targets import Refused
 from twostep.api_keys import Key, Limits, make_key
 from twostep.errors import InvalidRequest, PermissionDenied

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from router.access_limits import DAY_HOURS, HOUR_S
+from router.access.limits import DAY_HOURS, HOUR_S
 
 log = logging.getLogger(__name__)
 

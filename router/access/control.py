@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from router.access import Account, Identity
-from router.access_share import UsageShare, Use
-from router.access_sources import KeySource, unreachable
+from router.access.account import Account
+from router.access.identity import Identity
+from router.access.share import UsageShare, Use
+from router.access.sources import KeySource, unreachable
 from twostep.api_keys import Key, KeyTable, same_key, system_key
 from twostep.errors import NotFound, SetupError, TwostepError, Unauthenticated
 

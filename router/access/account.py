@@ -1,10 +1,4 @@
-"""Who calls, what that caller may do, and what it has used: Identity is what a front says of each call, whatever protocol it speaks.
-
-1. the front takes the Authorization header to router.access_control.Access, which finds the key, or refuses     401
-2. `calling`, around the whole call: one request of the key's minute, one of those that it may have at once      429
-3. `spending`, around each answer: the prompt's tokens are taken before anything is asked of a worker            429
-4. the answer's tokens are taken at its end, however it ends; a prompt that no worker has seen is given back
-"""
+"""One API key's account: what was used of its limits, here and on other routers, and what is left."""
 
 from __future__ import annotations
 
@@ -12,14 +6,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from router.access_limits import HOUR_S, Bucket, Day, Shortage, duration, worst
+from router.access.limits import HOUR_S, Bucket, Day, Shortage, duration, worst
 from router.targets import Reason, Refused
 from twostep.api_keys import Key
-from twostep.errors import InvalidRequest, PermissionDenied
-from twostep.request_class import RequestClass
-from twostep.rpc.v1 import inference_pb2
+from twostep.errors import InvalidRequest
 
 # Of calls that are in each other's way: their ends are not known.
 _CONCURRENCY_RETRY_S = 1.0
@@ -188,68 +180,3 @@ def _refuse(shortages: list[Shortage], what: str) -> None:
         f"{duration(short.wait_s)}, or ask whoever runs this for more",
         retry_after_s=short.wait_s,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """`tenant`: whose share of the system the caller uses. None: nobody knows, and the request may say; if it does not, `fallback`. Without
-    an `account` nothing is counted and everything is allowed. `prompt_paid`: another answer to the same prompt pays for it."""
-
-    tenant: str | None = None
-    fallback: str = ""
-    account: Account | None = None
-    prompt_paid: bool = False
-
-    @property
-    def key_id(self) -> str:
-        """Empty: no key was shown, because none is asked for."""
-        return "" if self.account is None else self.account.key.id
-
-    def again(self) -> Identity:
-        """The same, for a further answer to a prompt."""
-        return self if self.prompt_paid or self.account is None else replace(self, prompt_paid=True)
-
-    @contextmanager
-    def calling(self) -> Iterator[None]:
-        """Around one call of a client that costs something, whatever number of answers it asks for. Raises Refused."""
-        if self.account is None:
-            yield
-            return
-        with self.account.calling():
-            yield
-
-    def check_solvent(self) -> None:
-        """Before a prompt is even tokenized. Raises Refused for a key that has no token left."""
-        if self.account is not None:
-            self.account.check_tokens(1, "any prompt")
-
-    @contextmanager
-    def spending(self, num_prompt: int) -> Iterator[Spending]:
-        """Around one answer to a prompt of so many tokens. Raises Refused, InvalidRequest."""
-        if self.account is None:
-            yield Spending()
-            return
-        with self.account.spending(0 if self.prompt_paid else num_prompt) as spending:
-            yield spending
-
-    def complete(self, request: inference_pb2.GenerateRequest) -> None:
-        """What the key says and the request leaves open."""
-        if self.account is not None and not request.request_class and self.account.key.most_urgent is RequestClass.BATCH:
-            request.request_class = inference_pb2.REQUEST_CLASS_BATCH
-
-    def check_class(self, wanted: RequestClass) -> None:
-        """Raises PermissionDenied."""
-        if self.account is None:
-            return
-        most_urgent = self.account.key.most_urgent
-        if wanted < most_urgent:
-            raise PermissionDenied(
-                f"this API key's requests may be {most_urgent.name.lower()} at best, and this one is {wanted.name.lower()}; ask for less"
-            )
-
-    def headers(self) -> dict[str, str]:
-        """What is left of the key's limits."""
-        return {} if self.account is None else self.account.headers()
-
-
-NOBODY = Identity()
