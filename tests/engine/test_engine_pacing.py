@@ -154,6 +154,7 @@ class Ending:
 def test_a_step_whose_end_was_not_seen_is_not_timed_nor_is_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("twostep.engine.engine.time", clock)
+    monkeypatch.setattr("twostep.engine.step_launcher.time", clock)
     runner = Clocked(clock, num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
     engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
     engine.submit(make_request("old", [1, 2, 3], max_tokens=30))

@@ -9,7 +9,7 @@ A step:
   1. plan     under the lock: running decodes and prompts, which take blocks as they grow, then preempted sequences and waiting prompts;
               batch ones get what the others leave (scheduler.py), and give way for them (step_planner.py)
   2. launch   without the lock: blocks that are shared and will be written to are copied, saved ones are copied back, the batch is queued
-              on the device; then the blocks of those that gave way are copied out
+              on the device (step_launcher.py); then the blocks of those that gave way are copied out (swap_copies.py)
   3. result   without the lock: others submit, reserve, commit and cancel meanwhile
   4. settle   under the lock: count what was computed, make full blocks findable, append and report tokens, free what ended
 
@@ -24,61 +24,31 @@ The launch waits as long as the running step is sure to take (pacing.py).
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from twostep.engine.batch import InFlight, LayerMark, Runner, Sampled
-from twostep.engine.batch_builder import build_batch
+from twostep.engine.batch import Runner
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
 from twostep.engine.constraint import Advanced, MaskMaker
-from twostep.engine.host_blocks import HostSlabs
 from twostep.engine.host_copies import HostCopies
 from twostep.engine.host_tier import HostLoad
-from twostep.engine.layer_progress import MarkedStep, layers_to_mark
+from twostep.engine.layer_progress import MarkedStep
 from twostep.engine.ledger import SequenceLedger
 from twostep.engine.pacing import UNSEEN_S, Pacing
-from twostep.engine.preemption import PreemptionMode
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
-from twostep.engine.step_work import BlockLoad, StepWork
+from twostep.engine.stats import stats_of
+from twostep.engine.step_launcher import LaunchedStep, StepLauncher
+from twostep.engine.step_work import BlockSave
+from twostep.engine.swap_copies import SwapCopies
 from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, SequenceFailure, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound
-from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve
 
 __all__ = ["Engine", "EngineConfig", "PrefixDelta"]
-
-logger = logging.getLogger(__name__)
-
-_PROBE_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Launched:
-    """A step on its way. `failed`: it was never launched, and its result says why."""
-
-    step: int
-    work: StepWork
-    in_flight: InFlight
-    since: float
-    failed: bool
-    launch_s: float = 0.0
-
-
-class _NotLaunched:
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    @property
-    def layer_marks(self) -> Sequence[LayerMark]:
-        return ()
-
-    def result(self) -> Sampled:
-        raise self._error
 
 
 class Engine:
@@ -90,21 +60,22 @@ class Engine:
         self._config = config
         self._pool = BlockPool(shape.num_blocks, block_size=shape.block_size, hash_unit=config.hash_unit)
         self._ledger = SequenceLedger(self._pool, config=config, block_size=shape.block_size, block_bytes=shape.block_bytes)
-        self._host = HostSlabs(shape.block_bytes, runner.new_host_blocks)
         # The one lock, over pool and ledger; notified when there is work.
         self._changed = threading.Condition()
         self.host_copies = HostCopies(runner, self._ledger.tier, self._changed, self._on_loaded)
+        self._swap = SwapCopies(
+            runner, self._ledger.preemptor, self._changed, self._on_saved, mode=config.preemption_mode, swap_bytes=config.swap_bytes
+        )
+        self._launcher = StepLauncher(runner, self._swap)
         self._steps = 0
         self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._masks = MaskMaker()
         self._pacing = Pacing()
         self._settled_at = 0.0
         self._end_seen = True
-        self._on_marked: Callable[[MarkedStep], None] | None = None
         # Since when there is work without a finished step; None: idle.
         self._busy_since: float | None = None
-        self._measure_copies()
 
     def reconfigure(self, *, max_num_batched_tokens: int, max_num_seqs: int, swap_bytes: int) -> bool:
         """Other bounds from now on; the pool, and what is findable in it, stays. Only while nothing is here, not even in a launched step:
@@ -120,8 +91,7 @@ class Engine:
             self._config = config
         if resized:
             # The engine's thread touches it in steps only, and there are none.
-            self._host = HostSlabs(self._runner.kv_shape.block_bytes, self._runner.new_host_blocks)
-            self._measure_copies()
+            self._swap.resize(swap_bytes)
         return True
 
     # ---- work in ----------------------------------------------------------------------------------------------------
@@ -205,7 +175,7 @@ class Engine:
     def follow_layers(self, on_marked: Callable[[MarkedStep], None]) -> None:
         """From now on `on_marked` gets each launched step that tells of its layers, on the engine's thread: it must not block. Only
         prompts submitted with `hold` are told of."""
-        self._on_marked = on_marked
+        self._launcher.on_marked = on_marked
 
     def set_curve(self, curve: StepCurve | None) -> None:
         """How long steps take here, from now on: what bounds mixed steps in time (EngineConfig.max_step_s), and how long a launch waits
@@ -233,14 +203,14 @@ class Engine:
             if self._launched and self._runner.overlaps:
                 running = self._launched[-1]
                 began = max(running.since, self._settled_at)
-                done = running.work.workload
-                prompts = done.prompt_tokens > 0 or self._ledger.num_waiting > 0
-                time.sleep(self._pacing.wait_s(done, time.monotonic() - began, prompts=prompts))
+                prompts = running.workload.prompt_tokens > 0 or self._ledger.num_waiting > 0
+                time.sleep(self._pacing.wait_s(running.workload, time.monotonic() - began, prompts=prompts))
             started = time.monotonic()
             if not self._launch():
                 break
-            launched = self._launched[-1] = replace(self._launched[-1], launch_s=time.monotonic() - started)
-            self._pacing.launched(launched.launch_s, prompts=launched.work.workload.prompt_tokens > 0)
+            launched = self._launched[-1]
+            launched.launch_s = time.monotonic() - started
+            self._pacing.launched(launched.launch_s, prompts=launched.workload.prompt_tokens > 0)
         return self._settle() if self._launched else StepOutput(step=self._steps, failures=self._take_failures())
 
     def settle_launched(self) -> list[StepOutput]:
@@ -252,7 +222,7 @@ class Engine:
 
     def _launch(self) -> bool:
         """False: there is nothing to plan now."""
-        self._save_preempted()
+        self._swap.save_all()
         self.host_copies.copy_all()
         work = None
         while work is None:
@@ -264,99 +234,27 @@ class Engine:
                     self._steps += 1
                 step = self._steps
             # Planning may have made somebody give way, who makes room for others.
-            if work is None and not self._save_preempted() and not self.host_copies.copy_all():
+            if work is None and not self._swap.save_all() and not self.host_copies.copy_all():
                 return False
-        try:
-            # Nobody else changes sequences and blocks of a planned step.
-            shape = self._runner.kv_shape
-            mark_layers = layers_to_mark(work, shape) if self._on_marked is not None and self._runner.marks_layers else ()
-            batch = build_batch(work, block_size=shape.block_size, mark_layers=mark_layers)
-            if mark_layers:
-                for sequence in work.sequences:
-                    sequence.leaves_early = sequence.leaves_early or sequence.hold
-            for copy in work.copies:
-                self._runner.copy_block(copy.source, copy.target)
-            for load in work.loads:
-                self._load(load)
-            in_flight, failed = self._runner.launch(batch), False
-            if self._on_marked is not None and mark_layers and (marks := in_flight.layer_marks):
-                self._on_marked(MarkedStep.of(work, marks))
-        except Exception as error:  # noqa: BLE001 - its result raises it
-            in_flight, failed = _NotLaunched(error), True
-        self._launched.append(_Launched(step=step, work=work, in_flight=in_flight, since=since, failed=failed))
-        self._save_preempted()
+        self._launched.append(self._launcher.launch(work, step=step, since=since))
+        self._swap.save_all()
         return True
-
-    def _measure_copies(self) -> None:
-        """Copies some blocks to the host and back, while nobody writes them: the first slab of host memory is made now, which takes a
-        moment, and the first choice of a way to give way is an informed one."""
-        shape, config = self._runner.kv_shape, self._config
-        if not config.swap_bytes or config.preemption_mode is PreemptionMode.RECOMPUTE:
-            return
-        count = min(shape.num_blocks, config.swap_bytes // shape.block_bytes, max(1, _PROBE_BYTES // shape.block_bytes))
-        try:
-            for _ in range(2 if count else 0):
-                started = time.monotonic()
-                for place, memory in self._host.parts(range(count)):
-                    blocks = list(range(place, place + len(memory)))
-                    self._runner.read_blocks(blocks, memory)
-                    self._runner.write_blocks(blocks, memory)
-                self._ledger.preemptor.start_rates(2 * count, time.monotonic() - started)
-        except Exception:
-            logger.exception("KV blocks cannot be copied to the host: sequences that give way will be computed again")
-
-    def _save_preempted(self) -> bool:
-        """Copies out the blocks of those that gave way; steps that wrote them are settled. False: there are none."""
-        with self._changed:
-            saves = self._ledger.preemptor.take_saves()
-        for save in saves:
-            started = time.monotonic()
-            seconds: float | None = None
-            try:
-                for place, memory in self._host.parts(save.saved.rows):
-                    self._runner.read_blocks(save.blocks[place : place + len(memory)], memory)
-                seconds = time.monotonic() - started
-            except Exception:
-                logger.exception("the KV of %s could not be copied out; it is computed again", save.sequence.seq_id)
-            with self._changed:
-                self._ledger.saved(save, seconds)
-                self._note_work()
-        return bool(saves)
-
-    def _load(self, load: BlockLoad) -> None:
-        started = time.monotonic()
-        for place, memory in self._host.parts(load.rows):
-            self._runner.write_blocks(load.blocks[place : place + len(memory)], memory)
-        with self._changed:
-            self._ledger.preemptor.copied(len(load.blocks), time.monotonic() - started)
 
     def _settle(self) -> StepOutput:
         launched = self._launched[0]
         work = launched.work
-        sampled: Sampled | None = None
-        message = ""
-        asked = time.monotonic()
-        blocked_s = 0.0
-        try:
-            sampled = launched.in_flight.result()
-            blocked_s = time.monotonic() - asked
-            num_rows = sum(work.sampled)
-            if not len(sampled.token_ids) == len(sampled.logprobs) == len(sampled.top_logprobs) == num_rows:
-                raise InternalError(f"the runner returned {len(sampled.token_ids)} tokens for {num_rows} rows")
-        except Exception as error:
-            logger.exception("step %d failed: its %d sequences are given up", launched.step, len(work.sequences))
-            sampled = None
-            message = f"the device failed in this step: {type(error).__name__}: {error}"
+        collected = launched.collect()
+        sampled, blocked_s = collected.sampled, collected.blocked_s
         self._launched.popleft()
         with self._changed:
-            result = self._ledger.fail(work, message) if sampled is None else self._ledger.settle(work, sampled)
+            result = self._ledger.fail(work, collected.message) if sampled is None else self._ledger.settle(work, sampled)
             failures = self._ledger.constrained.take_failures()
             self._busy_since = None
             self._note_work()
             since = max(launched.since, self._settled_at)
             begin_seen, self._end_seen = self._end_seen or launched.since > self._settled_at, blocked_s >= UNSEEN_S
             self._settled_at = time.monotonic()
-            done = work.workload
+            done = launched.workload
             if sampled is not None:
                 self._pacing.settled(done, self._settled_at - since, blocked_s)
                 self._ledger.preemptor.computed(done.prompt_tokens, done.decodes, self._settled_at - since)
@@ -388,27 +286,8 @@ class Engine:
     def stats(self) -> EngineStats:
         with self._changed:
             since = self._busy_since
-            return EngineStats(
-                num_running=self._ledger.num_running,
-                num_waiting=self._ledger.num_waiting,
-                num_reserved=self._ledger.num_reserved,
-                num_held=self._ledger.num_held,
-                num_blocks=self._pool.num_blocks,
-                num_free_blocks=self._pool.num_free,
-                num_cached_blocks=self._pool.num_cached,
-                num_preemptions=self._ledger.preemptor.num_preemptions,
-                swapped_bytes=self._ledger.preemptor.swapped_bytes,
-                num_queried_tokens=self._ledger.num_queried_tokens,
-                num_hit_tokens=self._ledger.num_hit_tokens,
-                num_host_blocks=self._ledger.tier.num_blocks,
-                num_host_hit_tokens=self._ledger.num_host_hit_tokens,
-                steps=self._steps,
-                num_queued_tokens=self._ledger.num_queued_tokens(),
-                max_step_s=self._ledger.planner.max_step_s,
-                num_queued_batch_tokens=self._ledger.num_queued_tokens(RequestClass.BATCH),
-                num_context_tokens=self._ledger.num_context_tokens,
-                stalled_s=0.0 if since is None else time.monotonic() - since,
-            )
+            stalled_s = 0.0 if since is None else time.monotonic() - since
+            return stats_of(self._ledger, self._pool, steps=self._steps, stalled_s=stalled_s)
 
     @property
     def makes_masks(self) -> bool:
@@ -501,4 +380,8 @@ class Engine:
 
     def _on_loaded(self, load: HostLoad, ok: bool) -> None:
         self._ledger.loaded(load, ok=ok)
+        self._note_work()
+
+    def _on_saved(self, save: BlockSave, seconds: float | None) -> None:
+        self._ledger.saved(save, seconds)
         self._note_work()

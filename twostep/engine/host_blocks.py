@@ -1,8 +1,9 @@
-"""Host memory for the blocks of preempted sequences: rows in slabs, which are made when they are first needed and then kept.
+"""Host memory for blocks, of preempted sequences (swap_copies.py) and of the host tier (host_copies.py): rows in slabs, which are made when
+they are first needed and then kept.
 
     slab 0 |row 0|row 1|row 2| … |      slab 1 |row n|row n+1| …      the lowest free rows are taken: few slabs, long runs
 
-Which rows are taken is bookkeeping under the engine's lock; the memory is touched by the engine's thread only.
+Which rows are taken is bookkeeping under the engine's lock; the memory is touched by the one thread that copies.
 """
 
 from __future__ import annotations

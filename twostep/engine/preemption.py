@@ -1,4 +1,5 @@
-"""Who gives way when the pool runs out, and what becomes of its KV. Policy only: the ledger moves the sequences, the engine the bytes.
+"""Who gives way when the pool runs out, and what becomes of its KV. Policy only: preemptor.py moves the sequences, swap_copies.py the
+bytes.
 
 Blocks are taken as sequences grow, not for prompt and max_tokens beforehand: most answers end early, so many more run at once. When
 nothing is left, the sequence that arrived last gives way to those before it, in one of two ways:

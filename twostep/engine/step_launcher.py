@@ -1,0 +1,107 @@
+"""A planned step on the device: its blocks made ready, its batch launched, its result collected.
+
+launch   shared blocks that will be written to are copied, saved ones are copied back, then the batch is queued
+result   what the runner sampled, or why there is nothing: a step that fails, here or there, costs its sequences, not the engine
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from twostep.engine.batch import InFlight, LayerMark, Runner, Sampled
+from twostep.engine.batch_builder import build_batch
+from twostep.engine.layer_progress import MarkedStep, layers_to_mark
+from twostep.engine.step_work import StepWork
+from twostep.engine.swap_copies import SwapCopies
+from twostep.errors import InternalError
+from twostep.step_curve import StepWorkload
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What came of a step. `sampled` None: it failed, and `message` says why. `blocked_s`: how long the host waited for it."""
+
+    sampled: Sampled | None
+    message: str = ""
+    blocked_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchedStep:
+    """A step on its way, planned at `since` (time.monotonic). `failed`: it was never launched, and its result says why."""
+
+    step: int
+    work: StepWork
+    workload: StepWorkload
+    since: float
+    failed: bool
+    in_flight: InFlight
+    # What the launch took the host, planning included; 0 until that is over.
+    launch_s: float = 0.0
+
+    def collect(self) -> Collected:
+        """Blocks until the step is done. Once, in the order of the launches. A failure is logged."""
+        asked = time.monotonic()
+        try:
+            sampled = self.in_flight.result()
+            blocked_s = time.monotonic() - asked
+            num_rows = sum(self.work.sampled)
+            if not len(sampled.token_ids) == len(sampled.logprobs) == len(sampled.top_logprobs) == num_rows:
+                raise InternalError(f"the runner returned {len(sampled.token_ids)} tokens for {num_rows} rows")
+        except Exception as error:
+            logger.exception("step %d failed: its %d sequences are given up", self.step, len(self.work.sequences))
+            return Collected(sampled=None, message=f"the device failed in this step: {type(error).__name__}: {error}")
+        return Collected(sampled=sampled, blocked_s=blocked_s)
+
+
+class _NotLaunched:
+    """The InFlight of a step whose launch failed."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    @property
+    def layer_marks(self) -> Sequence[LayerMark]:
+        return ()
+
+    def result(self) -> Sampled:
+        raise self._error
+
+
+class StepLauncher:
+    """Of one engine's thread, without its lock: nobody else changes sequences and blocks of a planned step."""
+
+    def __init__(self, runner: Runner, swap: SwapCopies) -> None:
+        self._runner = runner
+        self._swap = swap
+        # Told of each step that says how far its layers are; None: nobody asks.
+        self.on_marked: Callable[[MarkedStep], None] | None = None
+
+    def launch(self, work: StepWork, *, step: int, since: float) -> LaunchedStep:
+        """Returns when the step is queued, or done where the runner does not overlap. Never raises: see `failed`."""
+        try:
+            in_flight, failed = self._launch(work), False
+        except Exception as error:  # noqa: BLE001 - its result raises it
+            in_flight, failed = _NotLaunched(error), True
+        return LaunchedStep(step=step, work=work, workload=work.workload, since=since, failed=failed, in_flight=in_flight)
+
+    def _launch(self, work: StepWork) -> InFlight:
+        shape = self._runner.kv_shape
+        mark_layers = layers_to_mark(work, shape) if self.on_marked is not None and self._runner.marks_layers else ()
+        batch = build_batch(work, block_size=shape.block_size, mark_layers=mark_layers)
+        if mark_layers:
+            for sequence in work.sequences:
+                sequence.leaves_early = sequence.leaves_early or sequence.hold
+        for copy in work.copies:
+            self._runner.copy_block(copy.source, copy.target)
+        for load in work.loads:
+            self._swap.load(load)
+        in_flight = self._runner.launch(batch)
+        if self.on_marked is not None and mark_layers and (marks := in_flight.layer_marks):
+            self.on_marked(MarkedStep.of(work, marks))
+        return in_flight
