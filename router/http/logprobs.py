@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.token_bytes import TokenBytes
@@ -26,6 +26,24 @@ class TokenNames:
         return list(self._bytes.of(token_id))
 
 
+class PieceLogprobs(Protocol):
+    """`choices[].logprobs` of one answer."""
+
+    def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
+        """Of its next piece. Lists, which make up the whole answer's one after the other, or None."""
+        ...
+
+
+class ChatLogprobs:
+    """Of /v1/chat/completions."""
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+
+    def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
+        return {"content": chat_logprobs(token_ids, logprobs, self._names), "refusal": None}
+
+
 def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], names: TokenNames) -> list[dict[str, Any]]:
     """Entries of `choices[].logprobs.content`."""
 
@@ -39,7 +57,7 @@ def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]
 
 
 class TextLogprobs:
-    """`choices[].logprobs` of /v1/completions, from one piece to the next: offsets go on counting, in characters of the tokens' names."""
+    """Of /v1/completions. Offsets go on counting from one piece to the next, in characters of the tokens' names."""
 
     def __init__(self, names: TokenNames, offset: int = 0) -> None:
         self._names = names

@@ -1,0 +1,210 @@
+"""What the choices of an answer have in common, whichever endpoint they are of: kept until they are whole, or sent piece by piece.
+
+An endpoint derives its own from these, and says what a piece looks like there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.http.chunks import ChunkWriter, usage_chunk
+from router.http.logprobs import PieceLogprobs
+from router.http.sse import DONE
+from router.http.usage import finish_of, phases_of, stop_reason_of, total_usage, usage_of
+from twostep.rpc.v1 import inference_pb2 as pb
+
+Send = Callable[[bytes], Awaitable[None]]
+# What of a choice is an endpoint's own: {"delta": {"content": "Hel"}}, {"text": "Hel"}.
+Said = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a body asks of all its answers, `n` to each prompt. `logprobs`, `token_ids`, `phases`: they are told."""
+
+    n: int
+    stop_strings: Sequence[str]
+    logprobs: bool
+    token_ids: bool
+    phases: bool
+    include_usage: bool
+    continuous_usage: bool
+
+    def usage_of_all(self, ends: Sequence[pb.End]) -> dict[str, Any]:
+        """`ends` in the order of the choices' indices."""
+        return total_usage([[end.usage for end in ends[i : i + self.n]] for i in range(0, len(ends), self.n)])
+
+    def phases_of_all(self, ends: Sequence[pb.End]) -> dict[str, Any]:
+        """`twostep`, if it is asked for: that of the first choice, and in a list those of all if there are several."""
+        if not self.phases:
+            return {}
+        told = phases_of(ends[0])
+        if len(ends) > 1:
+            told["choices"] = [phases_of(end) for end in ends]
+        return {"twostep": told}
+
+
+class WholeChoice(ABC):
+    """Keeps its answer until it is whole."""
+
+    def __init__(self, index: int, wanted: Wanted, logprobs: PieceLogprobs) -> None:
+        self._index, self._wanted, self._reader = index, wanted, logprobs
+        self._logprobs = logprobs.of((), ()) if wanted.logprobs else None
+        self._token_ids: list[int] = []
+        self.prompt: Sequence[int] = ()
+        self.finished = pb.End()
+
+    @abstractmethod
+    def take(self, piece: pb.Piece) -> None:
+        """More of the answer."""
+
+    @abstractmethod
+    def said(self) -> Said:
+        """All of it, once it has ended."""
+
+    @property
+    def finish_reason(self) -> str:
+        return finish_of(self.finished)
+
+    async def write(self, response: pb.GenerateResponse) -> None:
+        piece = response.piece
+        self.take(piece)
+        if self._wanted.token_ids:
+            self._token_ids += piece.token_ids
+        if self._logprobs is not None:
+            for name, entries in self._reader.of(piece.token_ids, piece.logprobs).items():
+                if entries is not None:
+                    self._logprobs[name] += entries
+
+    async def end(self, end: pb.End) -> None:
+        self.finished = end
+
+    def choice(self) -> dict[str, Any]:
+        choice = {
+            "index": self._index,
+            **self.said(),
+            "logprobs": self._logprobs,
+            "finish_reason": self.finish_reason,
+            "stop_reason": stop_reason_of(self.finished, self._wanted.stop_strings),
+        }
+        if self._wanted.token_ids:
+            choice["token_ids"] = self._token_ids
+        return choice
+
+
+class Events:
+    """What the choices of one stream share: the head of its chunks, the way to the client, and what follows the end of the last choice to
+    end: usage if it is asked for, and `[DONE]`."""
+
+    def __init__(self, wanted: Wanted, head: dict[str, Any], num_choices: int, send: Send) -> None:
+        self.wanted, self.head, self.send = wanted, head, send
+        self._ends: list[pb.End | None] = [None] * num_choices
+
+    def beside(self, end: pb.End) -> dict[str, Any]:
+        """What stands in the chunk that ends a choice, beside it. The usage chunk, if there is one, tells the phases."""
+        others: dict[str, Any] = {}
+        if self.wanted.continuous_usage:
+            others["usage"] = usage_of(end.usage.prompt_tokens, end.usage.completion_tokens)
+        elif self.wanted.include_usage:
+            others["usage"] = None
+        if self.wanted.phases and not self.wanted.include_usage:
+            others["twostep"] = phases_of(end)
+        return others
+
+    def after(self, index: int, end: pb.End) -> bytes:
+        """Nothing while other choices go on."""
+        self._ends[index] = end
+        ends = [each for each in self._ends if each is not None]
+        if len(ends) < len(self._ends):
+            return b""
+        if not self.wanted.include_usage:
+            return DONE
+        return usage_chunk(self.head, self.wanted.usage_of_all(ends), **self.wanted.phases_of_all(ends)) + DONE
+
+
+class StreamedChoice(ABC):
+    """Sends its answer as it comes: one event a piece."""
+
+    def __init__(self, index: int, events: Events, logprobs: PieceLogprobs, *, wrap: tuple[str, str], plain: bool = True) -> None:
+        """`wrap`: see ChunkWriter. `plain`: the text of a piece is said as it is."""
+        wanted = self._wanted = events.wanted
+        self._index, self._events, self._logprobs, self._send = index, events, logprobs, events.send
+        self._chunks = ChunkWriter(events.head, index, wrap=wrap, with_usage=wanted.include_usage)
+        # Pieces have text and nothing else to tell.
+        self._plain = plain and not (wanted.logprobs or wanted.token_ids or wanted.continuous_usage)
+        self._begun = self._quick = False
+        self._num_tokens = 0
+        self.prompt: Sequence[int] = ()
+
+    @abstractmethod
+    def pieces(self, piece: pb.Piece) -> list[Said]:
+        """What a piece adds, an event each; it may be nothing."""
+
+    @abstractmethod
+    def last_words(self, end: pb.End) -> list[Said]:
+        """What was held back, an event each. The last of them, there is one always, is that which tells the end."""
+
+    @abstractmethod
+    def silence(self) -> Said:
+        """Of an event that has other things to tell."""
+
+    def opening(self) -> bytes:
+        """What comes before everything else."""
+        return b""
+
+    def details(self, piece: pb.Piece) -> dict[str, Any]:
+        """What stands beside what was said: log probabilities, token ids."""
+        fields: dict[str, Any] = {}
+        if self._wanted.logprobs:
+            fields["logprobs"] = self._logprobs.of(piece.token_ids, piece.logprobs)
+        if self._wanted.token_ids:
+            fields["token_ids"] = list(piece.token_ids)
+        return fields
+
+    def finish_reason(self, end: pb.End) -> str:
+        return finish_of(end)
+
+    async def write(self, response: pb.GenerateResponse) -> None:
+        piece = response.piece
+        if self._quick and not piece.reasoning:
+            # Nearly every piece comes this way.
+            if text := piece.text:
+                await self._send(self._chunks.text(text))
+        elif event := self._begin() + self._detailed(piece):
+            await self._send(event)
+
+    async def end(self, end: pb.End) -> None:
+        begin = self._begin()
+        *held, last = self.last_words(end)
+        fields = {
+            **last,
+            "logprobs": None,
+            "finish_reason": self.finish_reason(end),
+            "stop_reason": stop_reason_of(end, self._wanted.stop_strings),
+        }
+        rest = begin + b"".join(map(self._event, held)) + self._chunks.choice(fields, **self._events.beside(end))
+        await self._send(rest + self._events.after(self._index, end))
+
+    def _begin(self) -> bytes:
+        if self._begun:
+            return b""
+        self._begun, self._quick = True, self._plain
+        return self.opening()
+
+    def _detailed(self, piece: pb.Piece) -> bytes:
+        said, details = self.pieces(piece), {} if self._plain else self.details(piece)
+        self._num_tokens += len(piece.token_ids)
+        if not said:
+            if not details:
+                return b""
+            said = [self.silence()]
+        return self._event(said[0], **details) + b"".join(map(self._event, said[1:]))
+
+    def _event(self, said: Said, **details: Any) -> bytes:
+        beside: dict[str, Any] = {}
+        if self._wanted.continuous_usage:
+            beside["usage"] = usage_of(len(self.prompt), self._num_tokens)
+        return self._chunks.choice({**said, "logprobs": None, "finish_reason": None, **details}, **beside)
