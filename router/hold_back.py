@@ -53,6 +53,8 @@ class HoldBack:
         self.config = config
         self._hook = hook
         self._threads = None if _is_async(hook) else ThreadPoolExecutor(_THREADS, thread_name_prefix="hold-back")
+        # Calls wait for a thread here, where their time is up some day: behind threads that hang the pool's own queue would only grow.
+        self._free = asyncio.Semaphore(_THREADS)
         self._complained = False
 
     def close(self) -> None:
@@ -82,7 +84,18 @@ class HoldBack:
     async def _ask(self, held: Held) -> Any:
         if self._threads is None:
             return await self._hook(held)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._hook, held)
+        await self._free.acquire()
+        call = asyncio.get_running_loop().run_in_executor(self._threads, self._hook, held)
+        call.add_done_callback(self._over)
+        # Whoever gives up does not cancel it: its thread is not free before it ends.
+        await asyncio.wait((call,))
+        return call.result()
+
+    def _over(self, call: asyncio.Future[Any]) -> None:
+        self._free.release()
+        if not call.cancelled():
+            # Seen, so that nobody logs what it may quote.
+            call.exception()
 
     def _check(self, found: Any) -> Allow | Replace | Stop:
         if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from http_fakes import CHAT, TEXT, chat, open_http, raw_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router_fakes import ANSWER_TEXT, Cluster, Reply
+from router_fakes import ANSWER_TEXT, Cluster, Reply, until
 
 from router.hold_back import HoldBack, HoldBackConfig, hold_back_of, load_hook
 from twostep.errors import SetupError, Unavailable
@@ -179,6 +180,29 @@ async def test_a_hook_without_a_verdict(hook: Callable[[Held], Any], fail_open: 
     assert "secret" not in caplog.text
     assert len(caplog.records) == 1
     hold_back.close()
+
+
+async def test_threads_that_hang_are_waited_for_but_not_queued_behind() -> None:
+    go_on, shown = threading.Event(), []
+
+    def hanging(held: Held) -> Verdict:
+        shown.append(held.piece)
+        go_on.wait(20)
+        return None
+
+    hold_back = HoldBack(hanging, HoldBackConfig(window=0, timeout_s=0.1, fail_open=False))
+    asked = [Held(request=REQUEST, kind="text", sent="", waiting="", piece=str(i), last=False) for i in range(30)]
+    try:
+        verdicts = await asyncio.gather(*map(hold_back.verdict, asked), return_exceptions=True)
+        assert all(isinstance(verdict, Unavailable) for verdict in verdicts)
+        assert len(shown) == 8
+        go_on.set()
+        await until(lambda: not hold_back._free.locked(), "a thread is free")
+        assert await hold_back.verdict(asked[-1]) == Allow()
+        assert shown[8:] == ["29"], "nobody's question is asked who does not wait for it any more"
+    finally:
+        go_on.set()
+        hold_back.close()
 
 
 @pytest.mark.parametrize("name", ["nothing", ":x", "no_such_module:x", f"{HERE}:nothing", f"{HERE}:HERE"])
