@@ -11,8 +11,10 @@ import pytest
 from twostep.cli._flags import parser
 from twostep.cli._up import options_of
 from twostep.errors import SetupError
-from twostep.local import system
+from twostep.local.components import Components
 from twostep.local.options import LocalOptions
+from twostep.local.plan import make_plan
+from twostep.local.probes import Probes
 
 
 def told(*words: str) -> LocalOptions:
@@ -22,10 +24,9 @@ def told(*words: str) -> LocalOptions:
 
 def commands(options: LocalOptions) -> dict[str, tuple[str, ...]]:
     """Command lines by component."""
-    where = system.plan(options, environ={}, progress=lambda _: None)
+    where = make_plan(options, environ={}, progress=lambda _: None)
     try:
-        local = system.LocalSystem(options, where, environ={}, observer=None)  # type: ignore[arg-type]
-        return {component.name: component.argv for component in local.supervisor._components.values()}
+        return {component.name: component.argv for component in Components(options, where, environ={}, probes=Probes()).all()}
     finally:
         shutil.rmtree(where.run_dir)
 

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.local import gpus, system
+from twostep.local import gpus
+from twostep.local.components import Components
 from twostep.local.gpus import count_gpus, describe, share_gpus
 from twostep.local.options import LocalOptions
+from twostep.local.plan import make_plan
+from twostep.local.probes import Probes
 
 
 @given(st.integers(1, 20), st.integers(0, 9), st.integers(1, 4))
@@ -65,11 +68,10 @@ def test_workers_are_started_on_their_gpus(
     monkeypatch.setattr(gpus, "_count_by_driver", lambda: 2)
     lines: list[str] = []
     chosen = LocalOptions(model=str(tiny_llama_dir), num_decode=2, port=0, redis_url="redis://r", ray_address="r:1", **options)  # type: ignore[arg-type]
-    where = system.plan(chosen, environ={}, progress=lines.append)
+    where = make_plan(chosen, environ={}, progress=lines.append)
     try:
-        local = system.LocalSystem(chosen, where, environ={}, observer=None)  # type: ignore[arg-type]
         found = []
-        for component in local._components()[-3:]:
+        for component in Components(chosen, where, environ={}, probes=Probes()).all()[-3:]:
             flags = dict(zip(component.argv, component.argv[1:], strict=False))
             assert flags.get("--kv-cache-dtype", "") == chosen.kv_cache_dtype
             found.append([flags[name] for name in ("--device", "--gpu-memory-utilization") if name in flags])

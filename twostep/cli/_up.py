@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"OpenAI's API: {system.http_url}/v1, the page: {system.http_url}/ui")
         say(f"Workers: {', '.join(f'{worker.worker_id} {worker.address}' for worker in system.plan.workers)}")
         if options.num_prefill:
-            say(f"  {command} role HOST:PORT prefill|decode --secret-file {system.plan.run_dir / 'secret'}")
+            say(f"  {command} role HOST:PORT prefill|decode --secret-file {system.plan.secret_file}")
         say(f"Metrics: {', '.join(f'{name} {url}' for name, url in system.metrics_urls.items())}")
         say(f"Logs: {system.plan.run_dir / 'logs'}. Ctrl-C drains and stops.")
         say("")

@@ -7,8 +7,9 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping
 
 from twostep.local.options import LocalOptions
+from twostep.local.plan import make_plan
 from twostep.local.report import LogFollower, Report
-from twostep.local.system import LocalSystem, plan
+from twostep.local.system import LocalSystem
 
 INTERRUPTED = 130
 
@@ -21,7 +22,7 @@ def run_system(
     The first SIGINT or SIGTERM cancels the start or the work, and drains; the second kills what is left.
     """
     report = Report(write)
-    where = plan(options, environ=environ, progress=report.line)
+    where = make_plan(options, environ=environ, progress=report.line)
     return asyncio.run(_run(LocalSystem(options, where, environ=environ, observer=report), work, options.verbose, write))
 
 

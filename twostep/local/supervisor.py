@@ -1,6 +1,6 @@
 """Keeps a set of processes running on this machine: starts them side by side, restarts what dies, stops them in order.
 
-Knows nothing of what the processes do; twostep.local.system says that.
+Knows nothing of what the processes do; twostep.local.components says that.
 
   1. start(): each component starts as soon as those it names in `after` are ready; the first failure ends the start: ComponentFailed.
   2. A component that exits later is started again after a pause that doubles from 0.5 s to 30 s, and is 0.5 s again after a minute's life.

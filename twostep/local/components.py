@@ -1,0 +1,160 @@
+"""Which processes a system on this machine consists of, and with which flags and environment each is started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from twostep.local import redis_server
+from twostep.local.options import LocalOptions
+from twostep.local.plan import LOOPBACK, RAY_HOST, LocalWorker, Plan
+from twostep.local.probes import Probes, ray_up
+from twostep.local.supervisor import Component
+
+# Meant for a client of another system, or true of one process only: wrong for every process of this one.
+_NOT_FOR_CHILDREN = frozenset(f"TWOSTEP_{name}" for name in ("TLS_CA", "TLS_CERT", "TLS_KEY", "ADVERTISE_ADDRESS", "ROUTER_ID", "RUN_DIR"))
+
+
+def write_secret(path: Path) -> None:
+    """A new one, for its owner's eyes only."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+class Components:
+    """Of one plan. `all` also makes what the processes find in the run directory."""
+
+    def __init__(self, options: LocalOptions, plan: Plan, *, environ: Mapping[str, str], probes: Probes) -> None:
+        self._options = options
+        self._plan = plan
+        self._environ = environ
+        self._probes = probes
+
+    def all(self) -> list[Component]:
+        """In the order in which they are started, as far as none waits for another."""
+        plan, options = self._plan, self._options
+        components: list[Component] = []
+        if plan.own_redis:
+            components.append(self._redis())
+        if plan.own_ray:
+            components.append(self._ray())
+        needs = ("redis",) if plan.own_redis else ()
+        shared: tuple[str, ...] = ("--model", str(plan.model_dir), "--redis-url", plan.redis_url, "--secret-file", str(plan.secret_file))
+        shared += ("--served-model-name", plan.model_name)
+        if options.otlp_endpoint:
+            shared += ("--otlp-endpoint", options.otlp_endpoint)
+        shared += ("--drain-timeout", f"{options.drain_timeout_s:g}")
+        components.append(self._router(shared, needs))
+        components += [self._worker(worker, shared, needs) for worker in plan.workers]
+        return components
+
+    def _router(self, shared: tuple[str, ...], needs: tuple[str, ...]) -> Component:
+        plan, options = self._plan, self._options
+        flags = [*shared, f"--host={options.host}", f"--port={plan.port}", f"--health-port={plan.router_health_port}"]
+        flags += [f"--metrics-port={plan.router_metrics_port}", f"--http-port={plan.http_port}"]
+        flags += [f"--reasoning-parser={options.reasoning_parser}", f"--tool-call-parser={options.tool_call_parser}"]
+        if options.api_keys_file is not None:
+            flags.append(f"--api-keys-file={options.api_keys_file.resolve()}")
+        batch_dir = options.batch_dir if options.batch_dir is not None else plan.run_dir / "batches"
+        flags.append(f"--batch-dir={batch_dir.resolve()}")
+        health_host = options.host if options.host not in ("", "0.0.0.0", "::") else LOOPBACK
+        return Component(
+            name="router",
+            argv=(sys.executable, "-P", "-m", "router", *flags),
+            env=self._env(),
+            ready=lambda: self._probes.healthy(f"{health_host}:{plan.router_health_port}", "liveness"),
+            after=needs,
+            ready_timeout_s=options.start_timeout_s,
+            stop_order=0,
+            stop_grace_s=options.drain_timeout_s + 5,
+        )
+
+    def _worker(self, worker: LocalWorker, shared: tuple[str, ...], needs: tuple[str, ...]) -> Component:
+        options = self._options
+        threads = str(options.threads_per_worker)
+        flags = [*shared, "--host", LOOPBACK, "--port", str(worker.port), "--health-port", str(worker.health_port)]
+        flags += ["--metrics-port", str(worker.metrics_port)]
+        flags += ["--worker-id", worker.worker_id, "--run-dir", str(self._plan.run_dir / worker.worker_id)]
+        # Prefill workers are told too: they may change their role.
+        flags.append("--local-prefill" if options.local_prefill else "--no-local-prefill")
+        flags += ["--runner", options.runner, "--cpu-threads", threads]
+        if self._plan.own_ray:
+            flags += ["--kv-budget-bytes", str(options.budget_bytes)]
+        for flag, value in (
+            ("--ray-address", self._plan.ray_address),
+            ("--kv-transfer", "none" if options.aggregated else options.kv_transfer),
+            ("--kv-wire", options.kv_wire),
+            ("--dtype", options.dtype),
+            ("--kv-cache-dtype", options.kv_cache_dtype),
+            ("--device", options.device if worker.gpu is None else f"{options.device or 'auto'}:{worker.gpu.index}"),
+            ("--tensor-parallel-size", options.tensor_parallel_size if options.tensor_parallel_size > 1 else None),
+            ("--gpu-memory-utilization", options.gpu_memory_utilization if worker.gpu is None else worker.gpu.utilization),
+            ("--kv-cache-memory-bytes", options.kv_cache_memory_bytes),
+            ("--block-size", options.block_size),
+            ("--max-model-len", options.max_model_len),
+            ("--max-num-seqs", options.max_num_seqs),
+            ("--max-num-batched-tokens", options.max_num_batched_tokens),
+        ):
+            if value not in (None, ""):
+                flags += [flag, str(value)]
+        return Component(
+            name=worker.worker_id,
+            argv=(sys.executable, "-P", "-m", worker.module, *flags),
+            env=self._env(OMP_NUM_THREADS=threads),
+            ready=lambda: self._probes.healthy(worker.health_address, "readiness"),
+            after=needs,
+            ready_timeout_s=options.start_timeout_s,
+            stop_order=1,
+            stop_grace_s=options.drain_timeout_s + 5,
+        )
+
+    def _redis(self) -> Component:
+        directory = self._plan.run_dir / "redis"
+        directory.mkdir(mode=0o700)
+
+        async def ready() -> bool:
+            return not await redis_server.answers(self._plan.redis_url)
+
+        return Component(
+            name="redis",
+            argv=redis_server.server_argv(redis_server.server_binary(), directory),
+            env=self._env(),
+            ready=ready,
+            ready_timeout_s=20,
+            stop_order=2,
+            hint="Or run a Redis of your own and give --redis-url.",
+        )
+
+    def _ray(self) -> Component:
+        directory = self._plan.ray_dir
+        write_secret(directory / "token")
+        flags = ["--port", str(self._plan.ray_port), "--client-port", str(self._plan.ray_client_port)]
+        flags += ["--object-store-bytes", str(self._options.store_bytes)]
+        return Component(
+            name="ray",
+            argv=(sys.executable, "-P", "-m", "kv_transfer.ray_local", "--temp-dir", str(directory), *flags),
+            env=self._env(),
+            ready=lambda: ray_up(directory, RAY_HOST, self._plan.ray_port),
+            # An earlier life's sign of being up.
+            prepare=lambda: (directory / "ray_current_cluster").unlink(missing_ok=True),
+            ready_timeout_s=self._options.start_timeout_s,
+            stop_order=2,
+            hint="Or join a Ray that runs already with --ray-address.",
+        )
+
+    def _env(self, **more: str) -> dict[str, str]:
+        env = {name: value for name, value in self._environ.items() if name not in _NOT_FOR_CHILDREN}
+        env |= {"PYTHONUNBUFFERED": "1", **more}
+        # A proxy set for the internet knows nothing of this machine.
+        local = ",".join(filter(None, (env.get("no_grpc_proxy") or env.get("no_proxy", ""), "localhost,127.0.0.1,127.0.0.2")))
+        env["no_grpc_proxy"] = local
+        if self._plan.own_ray:
+            # Whoever joins this Ray needs its token. Its actors run at niceness 15 unless told: a busy machine would starve the hand-overs.
+            env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._plan.ray_dir / "token"), "RAY_USAGE_STATS_ENABLED": "0"}
+            env |= {"RAY_enable_worker_prestart": "0", "RAY_worker_niceness": "0"}
+        return env
