@@ -190,7 +190,11 @@ class Access:
             elif account.key != key:
                 account.change(key)
             accounts[key.id] = account
+        unknown = accounts.keys() - self._accounts.keys()
         self._table, self._accounts = table, accounts
+        if unknown:
+            # Others may have served them already; and a file that was empty for a moment is no new day.
+            self._share.recall(unknown)
 
 
 def _why(error: Exception) -> str:

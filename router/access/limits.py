@@ -65,7 +65,8 @@ class Day:
 
     def take(self, taken: float, hour: int) -> None:
         self._hours[hour] = self._hours.get(hour, 0.0) + taken
-        for old in [when for when in self._hours if when <= max(self._hours) - DAY_HOURS]:
+        over = max(self._hours) - DAY_HOURS
+        for old in [when for when in self._hours if when <= over]:
             del self._hours[old]
 
     def left(self, hour: int) -> float:
@@ -102,9 +103,10 @@ def duration(seconds: float) -> str:
     """As OpenAI's x-ratelimit-reset headers write it: 12ms, 1.5s, 6m0s, 2h0m0s."""
     if seconds <= 0:
         return "0s"
-    if seconds < 1:
-        return f"{math.ceil(seconds * 1000)}ms"
-    whole = math.ceil(seconds * 1000) / 1000
+    milliseconds = math.ceil(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    whole = milliseconds / 1000
     if whole < 60:
         return f"{whole:.3f}".rstrip("0").rstrip(".") + "s"
     minutes, rest = divmod(math.ceil(whole), 60)

@@ -17,7 +17,8 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -45,61 +46,74 @@ class Use(NamedTuple):
     amount: int
 
 
+class _Heard(NamedTuple):
+    """A field as it was read. An `entry` of None: it is this router's own, or makes no sense."""
+
+    value: bytes
+    entry: Entry | None
+    total: int
+
+
 class Ledger:
     """Pure: this router's totals by window, and how much of the others' has been heard."""
 
     def __init__(self, writer: str, *, num_windows: int) -> None:
         self._writer = writer
         self._num_windows = num_windows
-        self._own: dict[int, Counter[str]] = {}
-        self._untold: dict[int, set[str]] = {}
-        self._names: dict[Entry, str] = {}
-        self._heard: dict[int, dict[bytes, tuple[bytes, int]]] = {}
+        self._own: dict[int, Counter[Entry]] = {}
+        self._untold: dict[int, set[Entry]] = {}
+        self._heard: dict[int, dict[bytes, _Heard]] = {}
 
     def count(self, entry: Entry, amount: int, window: int) -> None:
-        name = self._names.get(entry)
-        if name is None:
-            name = self._names[entry] = json.dumps([self._writer, *entry])
-        self._own.setdefault(window, Counter())[name] += amount
-        self._untold.setdefault(window, set()).add(name)
+        self._own.setdefault(window, Counter())[entry] += amount
+        self._untold.setdefault(window, set()).add(entry)
 
     def forget_before(self, window: int) -> None:
         """Windows that nobody reads any more."""
         for book in (self._own, self._untold, self._heard):
             for old in [known for known in book if known < window]:
                 del book[old]
-        if len(self._names) > 1 << 16:
-            self._names.clear()
 
-    def untold(self) -> Mapping[int, Mapping[str, int]]:
+    def field(self, entry: Entry) -> str:
+        """What this router's totals of it are called."""
+        return json.dumps([self._writer, *entry])
+
+    def untold(self) -> Mapping[int, Mapping[Entry, int]]:
         """Totals that have changed since they were told."""
-        return {window: {name: self._own[window][name] for name in names} for window, names in self._untold.items() if names}
+        return {window: {entry: self._own[window][entry] for entry in entries} for window, entries in self._untold.items() if entries}
 
-    def told(self, totals: Mapping[int, Mapping[str, int]]) -> None:
+    def told(self, totals: Mapping[int, Mapping[Entry, int]]) -> None:
         """Those have arrived."""
         for window, fields in totals.items():
             untold = self._untold.get(window, set())
-            untold -= {name for name, total in fields.items() if self._own[window][name] == total}
+            untold -= {entry for entry, total in fields.items() if self._own[window][entry] == total}
 
     def hear(self, window: int, fields: Mapping[bytes, bytes]) -> list[Use]:
-        """What others have used since the last time. Fields that make no sense are passed over."""
+        """What others have used since the last time. Fields that make no sense are passed over. Most are as they were: those cost a
+        comparison, and a name is parsed once."""
         heard, news = self._heard.setdefault(window, {}), []
         for field, value in fields.items():
             before = heard.get(field)
-            if before is not None and before[0] == value:
+            if before is None:
+                before = heard[field] = _Heard(b"", self._entry(field), 0)
+            if before.entry is None or before.value == value:
                 continue
-            entry = self._entry(field)
             try:
                 total = int(value)
             except ValueError:
                 continue
-            if entry is None or abs(total) > _MAX_TOTAL:
+            if abs(total) > _MAX_TOTAL:
                 continue
-            amount = total - (0 if before is None else before[1])
-            heard[field] = (value, total)
-            if amount:
-                news.append(Use(window, entry, amount))
+            heard[field] = _Heard(value, before.entry, total)
+            if total != before.total:
+                news.append(Use(window, before.entry, total - before.total))
         return news
+
+    def all_of(self, key_ids: Collection[str]) -> list[Use]:
+        """What is known of those keys' use, on all routers."""
+        own = ((window, entry, total) for window, totals in self._own.items() for entry, total in totals.items())
+        heard = ((window, each.entry, each.total) for window, fields in self._heard.items() for each in fields.values())
+        return [Use(window, entry, total) for window, entry, total in chain(own, heard) if entry and entry[0] in key_ids and total]
 
     def windows(self, now: int, *, all_of_them: bool) -> Sequence[int]:
         """Those to read: others write into the last one for a little while after it is over."""
@@ -132,7 +146,7 @@ class _Exchange:
         totals, windows = self.ledger.untold(), self.ledger.windows(now, all_of_them=self._read_all)
         pipeline = redis.pipeline(transaction=False)
         for window, fields in totals.items():
-            pipeline.hset(f"{self._prefix}{window}", mapping={name: str(total) for name, total in fields.items()})
+            pipeline.hset(f"{self._prefix}{window}", mapping={self.ledger.field(entry): str(total) for entry, total in fields.items()})
             pipeline.expire(f"{self._prefix}{window}", (self._num_windows + 1) * self._window_s)
         for window in windows:
             pipeline.hgetall(f"{self._prefix}{window}")
@@ -166,6 +180,13 @@ class UsageShare:
         self._minute.ledger.count((key_id, kind), amount, self._minute.window())
         if kind == "tokens":
             self._day.ledger.count((key_id, kind), amount, self._day.window())
+
+    def recall(self, key_ids: Collection[str]) -> None:
+        """Tells again all that is known of those keys' use, here too: of keys that this router hears of only now, or again."""
+        for use in self._minute.ledger.all_of(key_ids):
+            self._on_minute(use)
+        for use in self._day.ledger.all_of(key_ids):
+            self._on_day(use)
 
     async def run(self) -> None:
         """Exchanges until cancelled."""

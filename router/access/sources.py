@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,8 +127,10 @@ class RedisKeys:
 
 
 def _usable(records: Mapping[Any, Any]) -> dict[str, Key]:
+    if len(records) > MAX_KEYS:
+        log.error("Redis has %d API keys, and %d of them are known here; revoke those that nobody uses", len(records), MAX_KEYS)
     known: dict[str, Key] = {}
-    for name, record in list(records.items())[:MAX_KEYS]:
+    for name, record in islice(records.items(), MAX_KEYS):
         try:
             key = Key.from_json(record)
         except BadKey as error:

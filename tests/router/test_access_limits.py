@@ -111,7 +111,8 @@ def test_no_twenty_four_hours_get_more_than_a_day(amount: int, asked: list[tuple
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"), [(0, "0s"), (0.0121, "13ms"), (1, "1s"), (1.5, "1.5s"), (59.9999, "1m0s"), (360, "6m0s"), (7200, "2h0m0s")]
+    ("seconds", "told"),
+    [(0, "0s"), (0.0121, "13ms"), (0.9995, "1s"), (1, "1s"), (1.5, "1.5s"), (59.9999, "1m0s"), (360, "6m0s"), (7200, "2h0m0s")],
 )
 def test_durations_look_like_openais(seconds: float, told: str) -> None:
     assert duration(seconds) == told
@@ -231,7 +232,7 @@ def test_every_ledger_hears_what_the_others_counted_once(steps: list[tuple[int, 
     def exchange(i: int, *, lost: bool) -> None:
         totals = ledgers[i].untold()
         for fields in totals.values():
-            store.update({name.encode(): str(total).encode() for name, total in fields.items()})
+            store.update({ledgers[i].field(entry).encode(): str(total).encode() for entry, total in fields.items()})
         if not lost:
             ledgers[i].told(totals)
             heard[i].extend(ledgers[i].hear(7, store))
@@ -246,12 +247,16 @@ def test_every_ledger_hears_what_the_others_counted_once(steps: list[tuple[int, 
         for entry in {(key, kind) for _, key, kind, _ in counted}:
             elsewhere = sum(amount for who, *whose, amount in counted if who != i and tuple(whose) == entry)
             assert sum(use.amount for use in heard[i] if use.entry == entry) == elsewhere
+            everywhere = sum(amount for _, *whose, amount in counted if tuple(whose) == entry)
+            assert sum(use.amount for use in ledgers[i].all_of({entry[0]}) if use.entry == entry) == everywhere
         assert not ledgers[i].untold()
 
 
 def test_a_damaged_store_is_passed_over() -> None:
     fields = {b"": b"1", b"[]": b"1", b'["x","k","tokens"]': b"many", b'["x","k","spoons"]': b"1", b'["y","k","tokens"]': b"9" * 40}
-    assert Ledger("me", num_windows=2).hear(1, {**fields, b'["z","k","tokens"]': b"3"}) == [Use(1, ("k", "tokens"), 3)]
+    ledger = Ledger("me", num_windows=2)
+    assert ledger.hear(1, {**fields, b'["z","k","tokens"]': b"3"}) == [Use(1, ("k", "tokens"), 3)]
+    assert ledger.hear(1, {**fields, b'["x","k","tokens"]': b"2"}) == [Use(1, ("k", "tokens"), 2)], "what is mended counts"
 
 
 def test_old_windows_are_forgotten() -> None:
