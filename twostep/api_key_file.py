@@ -1,6 +1,7 @@
 """API keys in a file: a JSON object a line; empty lines and those that begin with # are left as they are.
 
-It is replaced whole when it is written, and writers take turns by a lock beside it. All of it blocks for the disk.
+It is replaced whole when it is written, keeping its owner and mode, and writers take turns by a lock beside it. Where its name is a link,
+that is what the link points to. All of it blocks for the disk.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from twostep.api_keys import MAX_KEYS, BadKey, Key
 from twostep.errors import InvalidRequest
+
+# Another writer has the lock for as long as a small file takes: one that has it for longer hangs.
+_LOCK_S = 4.0
 
 
 def read_file(path: Path) -> list[Key]:
@@ -71,31 +76,49 @@ def _lines(path: Path) -> list[tuple[str, Key | None]]:
 
 
 def _rewrite(path: Path, change: Callable[[list[tuple[str, Key | None]]], list[str]], *, create: bool = False) -> None:
+    path = path.resolve()
     with _alone(path):
         exists = path.exists()
         if not exists and not create:
             raise InvalidRequest(f"{path} does not exist; give the file that holds the API keys")
         lines = change(_lines(path) if exists else [])
-        mode = path.stat().st_mode & 0o777 if exists else 0o600
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in lines))
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(name, mode)
+            if exists:
+                _take_after(path, name)
             os.replace(name, path)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
 
 
+def _take_after(path: Path, name: str) -> None:
+    """The new file's owner and mode are the old one's: a router that may read it still may when root has changed a key."""
+    old = path.stat()
+    with suppress(OSError):
+        os.chown(name, old.st_uid, old.st_gid)
+    os.chmod(name, old.st_mode & 0o777)
+
+
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """No other writer meanwhile. The lock is a file of its own, because the other one is replaced."""
-    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    """No other writer meanwhile. The lock is a file of its own, because the other one is replaced. Raises TimeoutError."""
+    lock = path.with_name(f".{path.name}.lock")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    deadline = time.monotonic() + _LOCK_S
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"another process is writing it, and has the lock {lock}") from None
+                time.sleep(0.01)
         yield
     finally:
         os.close(descriptor)

@@ -26,6 +26,8 @@ MAX_KEY_CHARS = 512
 _MAX_NAME_CHARS = 128
 _MAX_ID_CHARS = 64
 _MAX_LIMIT = 1 << 50
+# 9999-12-31T23:59:59Z: what is later, or before 1970, could be written but not read again.
+_MAX_INSTANT = 253_402_300_799
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_concurrent")
 
 
@@ -155,16 +157,19 @@ def instant(name: str, value: object) -> float:
     """Unix seconds of a number, or of a time as ISO 8601 has it (without a zone: UTC). None and empty: 0."""
     if value is None or value == "":
         return 0.0
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e11:
-        return float(value)
-    if isinstance(value, str):
+    seconds = -1.0
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = value if 0 <= value <= _MAX_INSTANT else -1.0
+    elif isinstance(value, str):
         try:
             parsed = datetime.fromisoformat(value)
         except ValueError:
             pass
         else:
-            return (parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)).timestamp()
-    raise BadKey(f"{name}: give a time like 2027-01-31T12:00:00Z")
+            seconds = (parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)).timestamp()
+    if not 0 <= seconds <= _MAX_INSTANT:
+        raise BadKey(f"{name}: give a time like 2027-01-31T12:00:00Z, from 1970 to 9999")
+    return float(seconds)
 
 
 def _written(seconds: float) -> str:

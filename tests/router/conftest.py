@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import redis.asyncio
 from router_fakes import Cluster, RedisServer, make_model_dir
+
+from twostep.cluster.registration import connect
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +24,13 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     server = RedisServer(directory)
     yield server
     server.kill()
+
+
+@pytest.fixture
+async def redis_client(redis_server: RedisServer) -> AsyncIterator[redis.asyncio.Redis]:
+    made = connect(redis_server.url)
+    yield made
+    await made.aclose()
 
 
 @pytest.fixture
