@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twostep.cli import main
+from twostep.errors import SetupError
 from twostep.local import gpus
 from twostep.local.components import Components
-from twostep.local.gpus import count_gpus, describe, share_gpus
+from twostep.local.gpus import check_device, count_gpus, describe, share_gpus
 from twostep.local.options import LocalOptions
 from twostep.local.plan import make_plan
 from twostep.local.probes import Probes
+from twostep.local.process import Process
 
 
 @given(st.integers(1, 20), st.integers(0, 9), st.integers(1, 4))
@@ -50,6 +53,60 @@ def test_the_plan_in_words() -> None:
 def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: int) -> None:
     monkeypatch.setattr(gpus, "_count_by_driver", lambda: 4)
     assert count_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+@pytest.mark.parametrize(("libraries", "expected"), [((), 0), ((gpus._CUDA,), None)])
+def test_a_driver_that_does_not_tell_is_not_none(monkeypatch: pytest.MonkeyPatch, libraries: tuple[str, ...], expected: int | None) -> None:
+    monkeypatch.setattr(gpus, "_library", lambda name: object() if name in libraries else None)
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "present", "visible", "message"),
+    [
+        ("cuda", 0, None, "shows no NVIDIA GPU; install its driver .* or give --device cpu"),
+        ("cuda:1", 0, "0", "shows no NVIDIA GPU"),
+        ("cuda", 2, "", "CUDA_VISIBLE_DEVICES='' hides every GPU"),
+        ("cuda:2", 2, None, "the last GPU that workers would see is cuda:1; give a lower number"),
+        ("cuda:1", 2, "1", "would see is cuda:0"),
+        ("gpu", 2, None, "--device gpu is not understood; give auto, cpu, cuda or cuda:N"),
+        ("cpu:0", 2, None, "is not understood"),
+        ("cuda:", 2, None, "is not understood"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, present: int, visible: str | None, message: str
+) -> None:
+    monkeypatch.setattr(gpus, "_count_by_driver", lambda: present)
+    with pytest.raises(SetupError, match=message):
+        check_device(device, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+
+
+@pytest.mark.parametrize(
+    ("device", "present"), [("", 0), ("auto", 0), ("auto:1", 0), ("cpu", 0), ("cuda", 1), ("cuda:1", 2), ("cuda", None), ("cuda:3", None)]
+)
+def test_a_device_that_may_be_there_is_left_to_the_workers(monkeypatch: pytest.MonkeyPatch, device: str, present: int | None) -> None:
+    monkeypatch.setattr(gpus, "_count_by_driver", lambda: present)
+    check_device(device, {})
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_without_a_gpu_nothing_is_fetched_or_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("something was begun")
+
+    monkeypatch.setattr(gpus, "_count_by_driver", lambda: 0)
+    monkeypatch.setattr("twostep.local.plan.resolve", never)
+    monkeypatch.setattr(Process, "start", never)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--device", "cuda"])
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.startswith("twostep: --device cuda: this machine shows no NVIDIA GPU")) == ("", True)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

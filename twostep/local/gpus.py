@@ -1,4 +1,4 @@
-"""Which GPU each worker of a local system gets.
+"""Which GPU each worker of a local system gets, and whether there are any.
 
 4 workers, 2 GPUs:   prefill-0 → GPU 0, prefill-1 → GPU 1, decode-0 → GPU 0, decode-1 → GPU 1;   each takes half of 0.9 of its GPU
 """
@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from twostep.errors import SetupError
+
 DEFAULT_UTILIZATION = 0.9
 _NVML = "libnvidia-ml.so.1"
+_CUDA = "libcuda.so.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +27,12 @@ class GpuShare:
     num_sharing: int
 
 
-def count_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs that workers will see: those named by CUDA_VISIBLE_DEVICES, else all that the driver knows of. Loads neither torch nor CUDA."""
+def count_gpus(environ: Mapping[str, str]) -> int | None:
+    """GPUs that workers will see: those named by CUDA_VISIBLE_DEVICES, else all that the driver knows of. None: there is a driver that
+    does not tell, as in a container without its `utility` part. Loads no torch and starts no CUDA."""
     present = _count_by_driver()
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    if present is None or visible is None:
         return present
     count = 0
     for name in visible.split(","):
@@ -36,6 +41,26 @@ def count_gpus(environ: Mapping[str, str]) -> int:
             break
         count += 1
     return min(count, present)
+
+
+def check_device(device: str, environ: Mapping[str, str]) -> None:
+    """Refuses, before anything starts, a device that no worker can have. Raises SetupError. What only torch can tell is left to the
+    workers (twostep/engine/device.py)."""
+    match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", device or "auto")
+    if match is None or device.startswith("cpu:"):
+        raise SetupError(f"--device {device} is not understood; give auto, cpu, cuda or cuda:N")
+    if match[1] != "cuda" or (num_gpus := count_gpus(environ)) is None:
+        return
+    if not num_gpus and _count_by_driver():
+        hiding = environ.get("CUDA_VISIBLE_DEVICES")
+        raise SetupError(f"--device {device}: CUDA_VISIBLE_DEVICES={hiding!r} hides every GPU; name some in it, or give --device cpu")
+    if not num_gpus:
+        raise SetupError(
+            f"--device {device}: this machine shows no NVIDIA GPU; install its driver (in a container: let the GPUs in, as with "
+            "`docker run --gpus all`), or give --device cpu"
+        )
+    if int(match[2] or 0) >= num_gpus:
+        raise SetupError(f"--device {device}: the last GPU that workers would see is cuda:{num_gpus - 1}; give a lower number, or cuda")
 
 
 def share_gpus(num_workers: int, num_gpus: int, *, per_worker: int = 1, utilization: float | None = None) -> list[GpuShare]:
@@ -64,11 +89,10 @@ def describe(names: Sequence[str], shares: Sequence[GpuShare]) -> str:
     return ", ".join(parts)
 
 
-def _count_by_driver() -> int:
-    try:
-        nvml = ctypes.CDLL(_NVML)
-    except OSError:
-        return 0
+def _count_by_driver() -> int | None:
+    nvml = _library(_NVML)
+    if nvml is None:
+        return 0 if _library(_CUDA) is None else None
     count = ctypes.c_uint()
     if nvml.nvmlInit_v2() != 0:
         return 0
@@ -76,3 +100,10 @@ def _count_by_driver() -> int:
         return int(count.value) if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
     finally:
         nvml.nvmlShutdown()
+
+
+def _library(name: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from twostep.errors import SetupError
 from twostep.local import redis_server
-from twostep.local.gpus import GpuShare, count_gpus, describe, share_gpus
+from twostep.local.gpus import GpuShare, check_device, count_gpus, describe, share_gpus
 from twostep.local.options import LocalOptions
 from twostep.local.ports import check_free, free_ports
 from twostep.models.store import default_cache_dir, resolve
@@ -73,6 +73,9 @@ class Plan:
 
 def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callable[[str], None]) -> Plan:
     """Checks what can be known before anything starts. Fetches and converts a model given by name. Blocks; raises SetupError."""
+    if options.runner == "model":
+        # Before a model is fetched for nothing.
+        check_device(options.device, environ)
     model_dir = resolve(options.model, cache_dir=default_cache_dir(environ), progress=progress).resolve()
     _check_model(model_dir)
     if options.port:
@@ -116,7 +119,7 @@ def _deal_gpus(
 ) -> Sequence[GpuShare | None]:
     """Each worker's GPU; None where it is not for us to choose."""
     num_gpus = count_gpus(environ) if options.runner == "model" and options.device in ("", "auto", "cuda") else 0
-    shares = share_gpus(len(names), num_gpus, per_worker=options.tensor_parallel_size, utilization=options.gpu_memory_utilization)
+    shares = share_gpus(len(names), num_gpus or 0, per_worker=options.tensor_parallel_size, utilization=options.gpu_memory_utilization)
     if not shares:
         return [None] * len(names)
     progress(describe(names, shares))
