@@ -18,7 +18,7 @@ from router.http.front import FRONT, Front
 from router.http.logprobs import ChatLogprobs
 from router.http.replies import ChatChunk, ChatCompletion
 from router.http.tool_use import ToolMessage, ToolUse, deltas_of, finish_with_calls
-from router.http.usage import usage_of
+from router.http.usage import usage_of, was_cut
 from router.prompt import Prompt
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -85,7 +85,7 @@ class WholeMessage(WholeChoice):
 
     async def end(self, end: pb.End) -> None:
         await super().end(end)
-        self._message.end()
+        self._message.end(cut=was_cut(end))
 
     def said(self) -> Said:
         message: dict[str, Any] = {"role": "assistant", "refusal": None, **self._message.fields()}
@@ -122,7 +122,7 @@ class StreamedMessage(StreamedChoice):
         return [{"delta": delta} for delta in deltas]
 
     def last_words(self, end: pb.End) -> list[Said]:
-        deltas = [] if self._parser is None else deltas_of(self._parser.finish())
+        deltas = [] if self._parser is None else deltas_of(self._parser.finish(cut=was_cut(end)))
         return [{"delta": delta} for delta in (*deltas, {})]
 
     def silence(self) -> Said:

@@ -78,7 +78,7 @@ class ToolUse:
         """Of one answer."""
         if self.format is None:
             return None
-        return ToolCallParser(self.format, names=[function.name for function in self.functions], parallel=self.parallel)
+        return ToolCallParser(self.format, names=[function.name for function in self.functions], parallel=self.parallel, must=self.must)
 
 
 class ToolMessage:
@@ -99,9 +99,9 @@ class ToolMessage:
         else:
             self._add(self._parser.push(text))
 
-    def end(self) -> None:
+    def end(self, *, cut: bool) -> None:
         if self._parser is not None:
-            self._add(self._parser.finish())
+            self._add(self._parser.finish(cut=cut))
 
     def fields(self) -> dict[str, Any]:
         """Of the message; the content of one that only calls is null."""

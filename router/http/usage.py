@@ -16,6 +16,11 @@ def finish_of(end: pb.End) -> str:
     return _FINISH.get(end.finish_reason, "stop")
 
 
+def was_cut(end: pb.End) -> bool:
+    """The model did not end the answer itself: it was too long, was held back, or hit something that the client asked to stop at."""
+    return finish_of(end) != "stop" or bool(end.stop_reason)
+
+
 def stop_reason_of(end: pb.End, stop_strings: Sequence[str]) -> str | int | None:
     """The stop string, or the id of the stop token, that was asked for by name and ended the answer."""
     reason = end.stop_reason

@@ -190,6 +190,39 @@ async def test_at_most_one_call_and_calls_cut_off(hermes: Cluster) -> None:
         assert '{"city": "Rome"}'.startswith(second.function.arguments)
 
 
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Verona"}}\n</tool_call>'),
+        ("llama3_json", '{"name": "weather", "parameters": {"city": "Verona"}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Verona"}}]'),
+    ],
+)
+async def test_a_call_that_must_be_is_cut_off_anywhere(hermes: Cluster, parser: str, text: str) -> None:
+    tokens = answer_with(hermes, text)
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+    seen: set[tuple[str, str]] = set()
+    async with hermes.serving(tool_call_parser=parser), open_client(hermes) as client:
+        for max_tokens in range(1, len(tokens)):
+            asked: dict[str, Any] = {"model": "m", "messages": USER, "tools": TOOLS, "max_tokens": max_tokens}
+            asked["tool_choice"] = choices[max_tokens % 2]
+            whole = (await client.chat.completions.create(**asked)).choices[0]
+            called = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or []]
+            assert (whole.finish_reason, whole.message.content or "") == ("length", "")
+            assert all(name == "weather" and '{"city": "Verona"}'.startswith(arguments) for name, arguments in called)
+            seen.update(called)
+            chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            assert "".join(delta.content or "" for delta in deltas) == ""
+            told = [call.function for delta in deltas for call in delta.tool_calls or []]
+            streamed = [("".join(f.name or "" for f in told if f), "".join(f.arguments or "" for f in told if f))] if told else []
+            assert streamed == called
+            assert chunks[-1].choices[0].finish_reason == "length"
+    # It was cut off in all of its parts.
+    assert {("weather", ""), ("weather", '{"city": "Verona"}')} <= seen
+    assert len(seen) > 3
+
+
 async def test_what_is_no_call_is_content(hermes: Cluster) -> None:
     for text in ("<tool_call>weather in Rome</tool_call>", '{"name": "weather", "arguments": {}}', "  plain\n"):
         answer_with(hermes, text)

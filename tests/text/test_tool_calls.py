@@ -23,12 +23,20 @@ class Found:
     calls: list[tuple[str, str, str]] = field(default_factory=list)
 
 
-def read(format: ToolCallFormat, pieces: list[str], *, names: tuple[str, ...] = (), parallel: bool = True) -> Found:
+def read(
+    format: ToolCallFormat,
+    pieces: list[str],
+    *,
+    names: tuple[str, ...] = (),
+    parallel: bool = True,
+    must: bool = False,
+    cut_off: bool = False,
+) -> Found:
     """Checks the order of events on the way."""
     numbers = count()
-    parser = ToolCallParser(format, names=names, parallel=parallel, new_id=lambda: f"id{next(numbers)}")
+    parser = ToolCallParser(format, names=names, parallel=parallel, must=must, new_id=lambda: f"id{next(numbers)}")
     found = Found()
-    for events in [*map(parser.push, pieces), parser.finish()]:
+    for events in [*map(parser.push, pieces), parser.finish(cut=cut_off)]:
         for event in events:
             match event:
                 case Content(text):
@@ -196,6 +204,74 @@ def test_nothing_is_lost_and_nothing_comes_twice(format: ToolCallFormat, fragmen
 def test_examples(format: ToolCallFormat, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     found = read(format, list(text))
     assert (found.content, [(name, arguments) for _, name, arguments in found.calls]) == (content, calls)
+
+
+ANSWERS = [
+    (
+        HERMES,
+        '<tool_call>\n{"name": "f", "arguments": {"a": "}"}}\n</tool_call>\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+    ),
+    (HERMES, '<tool_call>[{"name": "f", "arguments": {"a": "}"}}, {"arguments": {}, "name": "g"}]</tool_call>'),
+    (HERMES, '<tool_call>{"id": "x", "name": "f", "arguments": "{\\"a\\": \\"}\\"}"}</tool_call><tool_call>{"name": "g"}</tool_call>'),
+    (LLAMA3_JSON, '{"name": "f", "parameters": {"a": "}"}}; {"name": "g", "parameters": {}}'),
+    (LLAMA3_JSON, '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": "}"}}<|python_tag|>{"name": "g", "parameters": {}}'),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "}"}}, {"name": "g", "arguments": {}}]'),
+    (MISTRAL, '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": "}"}[TOOL_CALLS]g[ARGS]{}'),
+    (MISTRAL, '[TOOL_CALLS]f{"a": "}"}[TOOL_CALLS]g {}'),
+]
+
+
+@pytest.mark.parametrize(("format", "answer"), ANSWERS)
+def test_nothing_of_a_call_that_is_cut_off_is_content(format: ToolCallFormat, answer: str) -> None:
+    whole = [("f", '{"a": "}"}'), ("g", "{}")]
+    num_calls = []
+    for end in range(len(answer) + 1):
+        found = read(format, list(answer[:end]), names=("f", "g"), must=True, cut_off=True)
+        assert found == read(format, [answer[:end]], names=("f", "g"), must=True, cut_off=True)
+        assert found.content == "", answer[:end]
+        assert len(found.calls) <= len(whole)
+        for (_, name, arguments), (its_name, its_arguments) in zip(found.calls, whole, strict=False):
+            assert name == its_name
+            assert its_arguments.startswith(arguments)
+        num_calls.append(len(found.calls))
+    assert num_calls == sorted(num_calls)
+    assert [(name, arguments) for _, name, arguments in found.calls] == whole
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "content", "calls"),
+    [
+        (HERMES, "I look.\n<tool_call>", "I look.\n", []),
+        (HERMES, '<tool_call>\n{"na', "", []),
+        (HERMES, '<tool_call>\n{"name": "f', "", []),
+        (HERMES, '<tool_call>\n{"name": "f", "arg', "", [("f", "")]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}\n</tool', "", [("f", "{}")]),
+        # It may as well be anything else.
+        (HERMES, "a <too", "a <too", []),
+        (HERMES, "<tool_call>oops", "<tool_call>oops", []),
+        (HERMES, '<tool_call>{"name": 5, "ar', '<tool_call>{"name": 5, "ar', []),
+        (LLAMA3_JSON, '{"na', '{"na', []),
+        (LLAMA3_JSON, '{"name": "Ada", "na', '{"name": "Ada", "na', []),
+        (LLAMA3_JSON, '{"name": "f", "par', "", [("f", "")]),
+        (LLAMA3_JSON, "Look: <|python_tag|> ", "Look: ", []),
+        (MISTRAL, "[TOOL_CALLS]weat", "", []),
+        (MISTRAL, "[TOOL_CALLS]f[AR", "", []),
+        (MISTRAL, "[TOOL_CALLS]f[ARGS]", "", [("f", "")]),
+        (MISTRAL, "a [TOOL", "a [TOOL", []),
+    ],
+)
+def test_an_answer_that_need_not_call_is_cut_off(format: ToolCallFormat, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    found = read(format, list(text), names=("f", "g"), cut_off=True)
+    assert (found.content, [(name, arguments) for _, name, arguments in found.calls]) == (content, calls)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(FORMATS), anything, st.booleans(), st.booleans())
+def test_being_cut_off_adds_no_content(format: ToolCallFormat, text: str, parallel: bool, must: bool) -> None:
+    ended, cut_off = (read(format, list(text), parallel=parallel, must=must, cut_off=cut) for cut in (False, True))
+    assert ended.content.startswith(cut_off.content)
+    assert cut_off.calls[: len(ended.calls)] == ended.calls
+    assert len(cut_off.calls) <= len(ended.calls) + 1
 
 
 def test_arguments_come_as_they_are_written() -> None:

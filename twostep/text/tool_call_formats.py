@@ -13,7 +13,7 @@ _NAME_CHAR = re.compile(r"[\w.:/-]")
 def hermes_calls(reader: Reader) -> Iterator[None]:
     opening, closing = "<tool_call>", "</tool_call>"
     while (yield from reader.content_until(opening)):
-        reader.mark()
+        reader.mark(certain=True)
         yield from reader.follows(opening)
         try:
             if (yield from reader.skip_space()) == "[":
@@ -40,7 +40,7 @@ def llama3_json_calls(reader: Reader) -> Iterator[None]:
     while True:
         if tagged and not (yield from reader.content_until(tag)):
             break
-        reader.mark()
+        reader.mark(certain=tagged)
         if tagged:
             yield from reader.follows(tag)
         yield from reader.skip_space()
@@ -63,7 +63,7 @@ def llama3_json_calls(reader: Reader) -> Iterator[None]:
 def mistral_calls(reader: Reader) -> Iterator[None]:
     opening = "[TOOL_CALLS]"
     while (yield from reader.content_until(opening)):
-        reader.mark()
+        reader.mark(certain=True)
         yield from reader.follows(opening)
         try:
             char = yield from reader.skip_space()
@@ -83,7 +83,8 @@ def _named_call(reader: Reader) -> Generator[None, None, None]:
     name = yield from _word(reader)
     if (yield from reader.follows("[CALL_ID]")):
         yield from _word(reader)
-    yield from reader.follows("[ARGS]")
+    if not (yield from reader.follows("[ARGS]")) and reader.cut_in_call:
+        raise NoCall  # the name may have gone on
     yield from reader.skip_space()
     yield from reader.arguments(name)
 

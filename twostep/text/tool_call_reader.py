@@ -2,6 +2,9 @@
 
 A coroutine yields where it needs more text and is resumed when there is some, or none will come. Before a call has begun it reads
 behind a mark: `NoCall` takes it back there, and what it has read is content. After that nothing is taken back.
+
+An answer that was cut off may end in the middle of a call that has not begun yet. Where nothing but a call can have been meant, that is no
+content: it is dropped, and of the call remains its name, if there is one already.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class Reader:
         self._text = ""
         self._at = 0  # next character to read
         self._mark: int | None = None  # text from here on is kept, where it stands
+        self._certain = False  # what follows the mark is a call, as far as it goes
         self._ended = False
+        self.cut_in_call = False
         self._events: list[Event] = []
         # White space that is dropped if it turns out to stand next to a call.
         self._space: list[str] = []
@@ -67,8 +72,12 @@ class Reader:
             self._text, self._at = self._text[self._at :], 0
         self._text += text
 
-    def end(self) -> None:
+    def end(self, *, cut: bool = False, must: bool = False) -> None:
+        """`cut`: more would have followed. `must`: there is nothing but calls."""
         self._ended = True
+        if cut and (must or self._num_found or (self._mark is not None and self._certain)):
+            self.cut_in_call = True
+            self._text = self._text[: self._at if self._mark is None else self._mark]
 
     def taken(self) -> list[Event]:
         """Events since the last time; deltas of one kind that follow each other are one."""
@@ -84,9 +93,9 @@ class Reader:
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def mark(self) -> None:
-        """The place to come back to. Places in the text are good until it is released."""
-        self._mark = self._at
+    def mark(self, *, certain: bool = False) -> None:
+        """The place to come back to. Places in the text are good until it is released. `certain`: only a call looks as what comes next."""
+        self._mark, self._certain = self._at, certain
 
     def release(self) -> None:
         self._mark = None
@@ -217,7 +226,7 @@ class Reader:
     def last_words(self) -> None:
         """The text is over. White space around calls is nobody's; without any, it is content like everything else."""
         space, self._space = "".join(self._space), []
-        if space and not self._num_found:
+        if space and not self._num_found and not self.cut_in_call:
             self._events.append(Content(space))
 
     # ---- a call ------------------------------------------------------------------------------------------------------
@@ -226,7 +235,7 @@ class Reader:
         """At the value of the call's arguments, which are passed on while they come. The call begins with it. Raises NoCall if there is
         neither an object nor a string with one inside."""
         char = yield from self.peek()
-        if char == "{":
+        if char == "{" or (not char and self.cut_in_call):
             self.begin_call(name)
             self.release()
             brackets = Brackets()
@@ -266,6 +275,7 @@ class Reader:
                     name = yield from self.string()
                     if not 0 < len(name) <= MAX_NAME or (bare and self.names and name not in self.names):
                         raise NoCall
+                    self._certain = self._certain or name in self.names
                 elif key in _ARGUMENTS and not begun and name is not None:
                     yield from self.arguments(name)
                     begun = True
@@ -282,6 +292,11 @@ class Reader:
         except NoCall:
             if begun:
                 self.rewind()  # behind the last key: the call stands, the rest is content
+                return
+            if self.cut_in_call and name is not None:
+                self.begin_call(name)
+                self.release()
+                self.argue(held if held is not None and held.startswith("{") else "")
                 return
             raise
         if begun:

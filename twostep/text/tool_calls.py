@@ -5,7 +5,8 @@
     mistral       [TOOL_CALLS][{"name": "f", "arguments": {...}}]                Mistral; newer ones: [TOOL_CALLS]f[ARGS]{...}
 
 What precedes a call's arguments is held back until it is certain that there is a call: if not, it is given out as content, every character
-of it, once. From then on arguments are passed on as the model writes them, also where it writes no valid JSON.
+of it, once. From then on arguments are passed on as the model writes them, also where it writes no valid JSON. What an answer that was cut
+off has of a call that did not get so far is no content either.
 """
 
 from __future__ import annotations
@@ -82,10 +83,13 @@ class ToolCallParser:
         *,
         names: Collection[str] = (),
         parallel: bool = True,
+        must: bool = False,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         """`names`: the functions that there are; a bare JSON object is a call only if it names one of them (all formats with a mark take
-        any name: whoever executes calls says that there is no such function). Without `parallel`, calls after the first are dropped."""
+        any name: whoever executes calls says that there is no such function). Without `parallel`, calls after the first are dropped.
+        `must`: a grammar holds the answer to calls."""
+        self._must = must
         self._reader = Reader(names=frozenset(names), parallel=parallel, new_id=new_id or format.new_id)
         self._reading = format.read(self._reader)
         self._ended = False
@@ -105,11 +109,12 @@ class ToolCallParser:
         self._reader.feed(text)
         return self._advance()
 
-    def finish(self) -> list[Event]:
-        """The answer is over: what was held back is no call."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """The answer is over: what was held back is no call. `cut`: the model would have gone on; then it is dropped where it can only have
+        become one."""
         if self._ended:
             return []
-        self._reader.end()
+        self._reader.end(cut=cut, must=self._must)
         return self._advance()
 
     def _advance(self) -> list[Event]:
