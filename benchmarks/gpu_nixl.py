@@ -4,7 +4,7 @@ of the `nixl` transport; then a peer that is killed or stopped in mid-read.
     PYTHONPATH=. python benchmarks/gpu_nixl.py [--section link raw fetch kill stop probe] [--cpu]
 
 341 MB: 163 blocks of 2 MiB, a prompt of 2600 tokens of Llama-3.1-8B's shape in bfloat16. Wall times on the host, medians. The source is
-a process on cuda:0, the reader this one on cuda:1. What arrives is compared bit for bit. `--cpu`: both pools in host
+a process on cuda:0, the reader this one on cuda:1 (nixl_rig.py). What arrives is compared bit for bit. `--cpu`: both pools in host
 memory, to try the script itself.
 """
 
@@ -12,131 +12,41 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
-import statistics
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 
 import numpy as np
 import torch
+from nixl_rig import (
+    BLOCK_BYTES,
+    FAR,
+    MEMORY,
+    NEAR,
+    NUM_BLOCKS,
+    NUM_BYTES,
+    ON_CPU,
+    POOL_BLOCKS,
+    Source,
+    median_ms,
+    memory_of,
+    pool_of,
+    show,
+    transport_of,
+    wait_for,
+)
 
 from kv_transfer import nixl_device
 from kv_transfer.nixl_agent import NixlAgent
-from kv_transfer.nixl_device import DeviceMemory
 from kv_transfer.nixl_endpoint import NixlEndpoint, laid_out
-from kv_transfer.nixl_memory import HostMemory, NixlMemory
 from kv_transfer.nixl_read import Peer, Read
-from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import TwostepError
 from twostep.kernels.triton_pull import PullShape, pull_blocks
 
-BLOCK_BYTES = 2 << 20
-NUM_BLOCKS = 163
-POOL_BLOCKS = 400
-NUM_BYTES = NUM_BLOCKS * BLOCK_BYTES
-ARENA_BYTES = 1 << 30
 THREADED = {"num_threads": "4", "split_batch_size": "8"}
-ON_CPU = "--cpu" in sys.argv
-FAR, NEAR, MEMORY = ("cpu", "cpu", "DRAM") if ON_CPU else ("cuda:0", "cuda:1", "VRAM")
-PROBE_BYTES = 16 << 20
-
-
-# The source's pool, for comparison.
-TRUTH = torch.empty(0)
-
-
-def pool_of(device: str, seed: int) -> torch.Tensor:
-    if not seed:
-        return torch.zeros(POOL_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randint(0, 256, (POOL_BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=device, generator=generator)
-
-
-def memory_of(pool: torch.Tensor) -> NixlMemory:
-    if ON_CPU:
-        return HostMemory(pool.numpy(), arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
-    return DeviceMemory(pool, arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
-
-
-def transport_of(pool: torch.Tensor, piece_bytes: int = 0, **params: str) -> NixlTransport:
-    return NixlTransport(memory_of(pool), piece_bytes=piece_bytes, backend_params=params or None)
-
-
-def wait_for(device: str) -> None:
-    if not ON_CPU:
-        torch.cuda.synchronize(device)
-
-
-async def be_source() -> None:
-    """Says where it is, then publishes what standard input asks for."""
-    transport = transport_of(pool_of(FAR, 1))
-    await transport.start()
-    print("ANSWER", json.dumps(transport.endpoint), flush=True)
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        lease, index, ids = json.loads(line)
-        start = time.perf_counter()
-        chunk = await transport.publish(lease, index, 0, ids, ttl_s=60, deadline=time.monotonic() + 10)
-        print("ANSWER", json.dumps([asdict(chunk), time.perf_counter() - start]), flush=True)
-    await transport.close()
-
-
-class Source:
-    """The other process."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--source", *(["--cpu"] if ON_CPU else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ,
-        )
-        self.endpoint: str = self._answer()
-        self._leases = 0
-
-    def publish(self, ids: list[int], num_chunks: int = 1) -> tuple[list[ChunkInfo], float]:
-        assert self.process.stdin is not None
-        self._leases += 1
-        chunks, seconds = [], 0.0
-        for index, part in enumerate(np.array_split(ids, num_chunks)):
-            self.process.stdin.write(json.dumps([f"l{self._leases}", index, part.tolist()]) + "\n")
-            self.process.stdin.flush()
-            fields, took = self._answer()
-            chunks.append(ChunkInfo(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}))
-            seconds += took
-        return chunks, seconds
-
-    def _answer(self) -> list:
-        assert self.process.stdout is not None
-        while not (line := self.process.stdout.readline()).startswith("ANSWER "):
-            assert line, "the source ended"
-            print("source:", line, end="")
-        return json.loads(line.removeprefix("ANSWER "))
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def median_ms(run: Callable[[], object], repeats: int = 9, warm: int = 2) -> float:
-    times = []
-    for _ in range(warm + repeats):
-        wait_for(NEAR)
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[warm:]) * 1e3
-
-
-def show(what: str, ms: float, num_bytes: int = NUM_BYTES) -> None:
-    print(f"{what:66s} {ms:8.3f} ms {num_bytes / ms / 1e6:7.1f} GB/s", flush=True)
 
 
 def link() -> None:
@@ -277,6 +187,8 @@ async def fetches(source: Source, cuts: tuple[tuple[int, int], ...], piece_mib: 
         f"fetches in pieces of {piece_mib} MiB, backend parameters {params}: probe {probe.bytes_per_s / 1e9:.1f} GB/s, "
         f"in all {1e3 * (time.perf_counter() - start):.1f} ms"
     )
+    # The source's pool, for comparison.
+    truth = pool_of(FAR, 1).cpu()
     rng = np.random.default_rng(7)
     far, near = rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist(), rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
     if consecutive:
@@ -303,7 +215,7 @@ async def fetches(source: Source, cuts: tuple[tuple[int, int], ...], piece_mib: 
             f"fetch, {num_chunks} chunks, {at_once} at once (best {lows[0]:.2f}); published in {1e3 * published:.2f} ms",
             lows[len(lows) // 2],
         )
-        assert torch.equal(pool[near].cpu(), TRUTH[far]), "what arrived differs"
+        assert torch.equal(pool[near].cpu(), truth[far]), "what arrived differs"
     await reader.close()
 
 
@@ -384,22 +296,16 @@ def attempt(section: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    global TRUTH
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", nargs="+", default=["link", "raw", "fetch", "kill", "stop"])
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--source", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.source:
-        asyncio.run(be_source())
-        return
     if "link" in args.section:
         link()
     if {"raw", "fetch", "probe"} & set(args.section):
         source = Source()
         try:
             if "fetch" in args.section:
-                TRUTH = pool_of(FAR, 1).cpu()
                 one, many = ((1, 1),), ((1, 1), (2, 2), (4, 4), (11, 4), (43, 4))
                 attempt(lambda: asyncio.run(fetches(source, one, 64)))
                 attempt(lambda: asyncio.run(fetches(source, many, 64, **THREADED)))
