@@ -11,7 +11,12 @@ class Disk:
     """Of one folder tree, which other routers may share: renames and exclusive creation are what they agree by."""
 
     def make_folder(self, path: Path) -> None:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """With those above it that are missing, all of them this user's alone: mkdir's own `parents` would be anybody's to list."""
+        if not path.parent.is_dir():
+            self.make_folder(path.parent)
+        if not path.is_dir():
+            path.mkdir(mode=0o700, exist_ok=True)
+            _sync_folder(path.parent)
 
     def write(self, path: Path, data: bytes) -> None:
         """Whole or not at all."""

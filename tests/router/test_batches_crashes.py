@@ -279,3 +279,16 @@ def test_a_file_is_there_whole_or_not_at_all(lives: int, tmp_path: Path) -> None
     store = store_of(tmp_path)
     store.sweep(1e12, 1e9)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [], "what is left is swept"
+
+
+def test_what_is_kept_is_its_users_alone(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "batches"
+    disk = Disk()
+    for _ in range(2):
+        disk.make_folder(root / "owner" / "files")
+    for write in (disk.write, disk.create, disk.create_whole, disk.append):
+        write(root / "owner" / "files" / write.__name__, b"a prompt")
+    kept = list(root.parent.rglob("*"))
+    assert len(kept) == 3 + 4
+    for path in (root.parent, *kept):
+        assert path.stat().st_mode & 0o077 == 0, path
