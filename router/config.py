@@ -11,7 +11,7 @@ from router.access.flags import access_flags
 from router.batches.flags import batch_flags
 from router.fair_queue import AGEING_S
 from router.quota import tenant_weights
-from twostep.flags import FlagParser, tracing_flag
+from twostep.flags import FlagParser, allowed_origins, tracing_flag
 from twostep.rpc.channel import COMPRESSIONS, PLAINTEXT, TlsFiles
 from twostep.text.reasoning import REASONING_PARSERS
 from twostep.text.tool_calls import TOOL_CALL_PARSERS
@@ -33,6 +33,7 @@ class RouterConfig:
     metrics_port: int | None = None
     http_port: int | None = None
     max_body_bytes: int = 16 << 20
+    allowed_origins: tuple[str, ...] = ()
     api_keys_file: Path | None = None
     api_keys: str = ""
     max_connections: int = 4096
@@ -106,6 +107,13 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         help=f"OpenAI's API and the page; {DEFAULT_HTTP_PORT} if not given, any free one if --port is 0, -1 for none",
     )
     parser.flag("--max-body-bytes", type=_between(1024, 1 << 40), default=default.max_body_bytes, help="largest HTTP request taken")
+    parser.flag(
+        "--allowed-origins",
+        type=allowed_origins,
+        default=default.allowed_origins,
+        metavar="JSON",
+        help='origins whose pages may ask from a browser, as in ["https://chat.example"]; ["*"]: any; none if not given',
+    )
     access_flags(parser)
     batch_flags(parser)
     parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")

@@ -204,6 +204,7 @@ class Router:
                 ready=self._ready,
                 started_unix_s=int(time.time()),
                 max_body_bytes=config.max_body_bytes,
+                allowed_origins=config.allowed_origins,
                 tracer=self._tracer,
                 batches=self.batches,
             )

@@ -6,7 +6,9 @@ The one place that reads the environment; `__main__` modules parse once into a f
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +25,23 @@ def kv_transports(text: str) -> str:
     if not set(names) <= set(KV_TRANSPORTS) or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor none nor a list of some of {', '.join(KV_TRANSPORTS)}, each once")
     return ",".join(names)
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,@?#A-Z]+")
+
+
+def allowed_origins(text: str) -> tuple[str, ...]:
+    """Type of --allowed-origins: a JSON list as vLLM has it, or one origin, or several behind commas."""
+    try:
+        given = json.loads(text) if text.lstrip().startswith("[") else [part.strip() for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON list; give one like ["https://chat.example"]') from None
+    for origin in given:
+        if not isinstance(origin, str) or not (origin == "*" or _ORIGIN.fullmatch(origin)):
+            raise argparse.ArgumentTypeError(
+                f"{origin!r} is no origin; give scheme, host and port as a browser sends them, such as https://chat.example:8443, or *"
+            )
+    return tuple(given)
 
 
 def traces_endpoint(environ: Mapping[str, str]) -> str:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from router.http.errors import Handler
+from router.http.protocol import Protocol
 
 # Somebody who is refused reads the answer within so long, or not at all.
 _LINGER_S = 1.0
@@ -27,10 +30,11 @@ _REFUSAL = (
 
 
 class Connections:
-    """Makes a protocol for each new connection of `server`."""
+    """Makes a protocol for each new connection of `server`; `options` are those of web.RequestHandler."""
 
-    def __init__(self, server: web.Server, limit: int, at_work: set[asyncio.BaseProtocol]) -> None:
+    def __init__(self, server: web.Server, limit: int, at_work: set[asyncio.BaseProtocol], options: Mapping[str, Any]) -> None:
         self._server = server
+        self._options = options
         self._limit = limit
         self._at_work = at_work
 
@@ -39,12 +43,15 @@ class Connections:
         # The oldest first. Those that are closed already may still be listed.
         open_ones = [each for each in connections if each.transport is not None] if len(connections) >= self._limit else ()
         if len(open_ones) < self._limit:
-            return self._server()
+            return self._protocol()
         idle = next((each for each in open_ones if each not in self._at_work), None)
         if idle is None:
             return _Refused()
         idle.force_close()
-        return self._server()
+        return self._protocol()
+
+    def _protocol(self) -> asyncio.BaseProtocol:
+        return Protocol(self._server, loop=asyncio.get_running_loop(), **self._options)
 
 
 class _Refused(asyncio.Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -45,6 +45,7 @@ class Front:
     ready: Callable[[], bool]
     started_unix_s: int
     max_body_bytes: int
+    allowed_origins: Collection[str] = ()
     tracer: Tracer | None = None
     batches: Batches | None = None
 

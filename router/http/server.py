@@ -12,6 +12,7 @@ from aiohttp import web
 
 from router.http import batches, chat, completions, counting, files, openapi, refusals, system, tokens, tracing, ui
 from router.http.connections import AT_WORK, Connections, at_work, connection_log
+from router.http.cors import preflights, tell_origin
 from router.http.errors import Handler, errors
 from router.http.front import FRONT, REQUEST_ID, Front, forwarded
 from router.http.keys import identified, tell_limits
@@ -36,16 +37,15 @@ class HttpServer:
         self.host, self.port = host, port
         self._ssl = ssl_context(tls)
         self._max_connections = max_connections
-        self._runner = web.AppRunner(
-            make_app(front), keepalive_timeout=_KEEPALIVE_S, access_log=None, handler_cancellation=True, logger=connection_log()
-        )
+        self._runner = web.AppRunner(make_app(front), handler_cancellation=True)
         self._listening: asyncio.Server | None = None
 
     async def start(self) -> int:
         """Returns the real port. Raises SetupError if it is taken."""
         await self._runner.setup()
         assert self._runner.server is not None, "it is set up"
-        connections = Connections(self._runner.server, self._max_connections, self._runner.app[AT_WORK])
+        options = {"keepalive_timeout": _KEEPALIVE_S, "access_log": None, "logger": connection_log()}
+        connections = Connections(self._runner.server, self._max_connections, self._runner.app[AT_WORK], options)
         try:
             self._listening = await asyncio.get_running_loop().create_server(
                 connections,
@@ -80,9 +80,11 @@ class HttpServer:
 
 def make_app(front: Front) -> web.Application:
     app = web.Application(
-        middlewares=[at_work, counting.counted, tracing.traced, _named, errors, identified], client_max_size=front.max_body_bytes
+        middlewares=[at_work, counting.counted, preflights, tracing.traced, _named, errors, identified],
+        client_max_size=front.max_body_bytes,
     )
     app.on_response_prepare.append(tell_limits)
+    app.on_response_prepare.append(tell_origin)
     app[FRONT] = front
     app[AT_WORK] = set()
     counting.count(app)

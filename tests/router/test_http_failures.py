@@ -286,3 +286,28 @@ async def test_prompts_that_can_never_fit_are_refused_before_they_are_read(clust
             assert (answer.status, (await answer.json())["error"]["code"]) == (400, "context_length_exceeded")
         async with http.post(TEXT, data=io.BytesIO(b" " * (17 << 20)), headers={"content-type": "application/json"}) as answer:
             assert (answer.status, (await answer.json())["error"]["type"]) == (413, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\r\n\r\n", "no HTTP request"),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization Bearer sk-secret\r\n\r\n", "no HTTP request"),
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 10_000 + b"\r\n\r\n", "8 KiB"),
+        (b"GET /" + b"y" * 10_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", "8 KiB"),
+    ],
+)
+async def test_what_is_no_http_is_refused_like_everything_else(cluster: Cluster, head: bytes, says: str) -> None:
+    async with cluster.serving():
+        reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
+        writer.write(head)
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+    answered, _, body = answer.partition(b"\r\n\r\n")
+    assert answered.split(b"\r\n")[0].split()[1] == b"400"
+    assert b"content-type: application/json" in answered.lower()
+    assert b"aiohttp" not in answered.lower()
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
+    assert says in error["message"]
+    assert "sk-secret" not in error["message"]

@@ -9,7 +9,7 @@ from typing import Literal, TypedDict
 
 from twostep import __version__
 from twostep.cli import _bench_flags, _keys_flags, _plan_flags
-from twostep.flags import KV_WIRES, FlagParser, kv_transports
+from twostep.flags import KV_WIRES, FlagParser, allowed_origins, kv_transports
 
 # Also the SDK's default; not imported from there, that would load grpc.
 DEFAULT_TARGET = "localhost:50051"
@@ -102,6 +102,13 @@ def parser() -> FlagParser:
     up.flag("--port", type=int, default=50051, help="the router's gRPC port; 50051 if not given, 0: any free one")
     up.flag("--http-port", type=int, default=None, help="OpenAI's API and the page; 8000 if not given, any free one if --port is 0")
     up.flag("--api-keys-file", type=Path, default=None, metavar="FILE", help="let in those only who show a key of `twostep keys`")
+    up.flag(
+        "--allowed-origins",
+        type=allowed_origins,
+        default=(),
+        metavar="JSON",
+        help='origins whose pages may ask from a browser, as in ["https://chat.example"]; ["*"]: any; none if not given',
+    )
     up.flag("--batch-dir", type=Path, default=None, metavar="DIR", help="keep files and batches here; without it they go with the system")
 
     demo = commands.add_parser(

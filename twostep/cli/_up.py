@@ -38,6 +38,7 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
         port=getattr(args, "port", 0),
         http_port=getattr(args, "http_port", None),
         api_keys_file=getattr(args, "api_keys_file", None),
+        allowed_origins=getattr(args, "allowed_origins", ()),
         batch_dir=getattr(args, "batch_dir", None),
         redis_url=args.redis_url,
         ray_address=args.ray_address,

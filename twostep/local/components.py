@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import sys
@@ -60,6 +61,8 @@ class Components:
         flags += [f"--reasoning-parser={options.reasoning_parser}", f"--tool-call-parser={options.tool_call_parser}"]
         if options.api_keys_file is not None:
             flags.append(f"--api-keys-file={options.api_keys_file.resolve()}")
+        if options.allowed_origins:
+            flags.append(f"--allowed-origins={json.dumps(options.allowed_origins)}")
         batch_dir = options.batch_dir if options.batch_dir is not None else plan.run_dir / "batches"
         flags.append(f"--batch-dir={batch_dir.resolve()}")
         health_host = options.host if options.host not in ("", "0.0.0.0", "::") else LOOPBACK

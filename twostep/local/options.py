@@ -34,6 +34,7 @@ class LocalOptions:
     port: int = 50051
     http_port: int | None = None
     api_keys_file: Path | None = None
+    allowed_origins: tuple[str, ...] = ()
     # Of files and batches; none: they go with the system.
     batch_dir: Path | None = None
     redis_url: str = ""
@@ -78,7 +79,6 @@ class LocalOptions:
             raise SetupError(f"--tensor-parallel-size {self.tensor_parallel_size} is no number of GPUs; give 1 or more")
         if not 0 <= self.port <= 65534:
             raise SetupError(f"--port {self.port} is not a port; give one from 1 to 65534, or 0 for any free one")
-
         if self.api_keys_file is not None and not self.api_keys_file.is_file():
             raise SetupError(
                 f"--api-keys-file {self.api_keys_file} is no file; make the first key with `twostep keys create --api-keys-file FILE`"
