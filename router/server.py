@@ -188,7 +188,7 @@ class Router:
         self._server.add(service, inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
         self._server.add(StatusService(self.board), status_pb2_grpc.add_StatusServicer_to_server, "twostep.v1.Status")
         self._http: HttpServer | None = None
-        self.batches = self._open_batches()
+        self.batches = self._open_batches(registry)
         if config.http_port != -1:
             front = Front(
                 inference=self._inference,
@@ -287,7 +287,7 @@ class Router:
         await self.cleanup.drain(2.0)
         await self._close()
 
-    def _open_batches(self) -> Batches | None:
+    def _open_batches(self, metrics: MetricsRegistry) -> Batches | None:
         config = self.config
         if config.batch_dir is None:
             return None
@@ -302,7 +302,7 @@ class Router:
             max_owner_bytes=config.max_owner_bytes,
             lifetime_s=config.file_retention_days * DAY_S,
         )
-        return Batches(batch_config, redis=self._redis, router_id=self.router_id)
+        return Batches(batch_config, redis=self._redis, router_id=self.router_id, metrics=metrics)
 
     def _admin_server(self, secret: bytes) -> AdminServer:
         config = self.config

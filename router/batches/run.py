@@ -29,6 +29,7 @@ from router.batches.retry import retry_s
 from router.batches.store import BatchStore
 from router.batches.threads import Threads
 from twostep.errors import DeadlineExceeded, InvalidRequest
+from twostep.metrics.batches import BatchMetrics
 
 # How often it looks for a cancel and says how far it is.
 _LOOK_S = 1.0
@@ -101,11 +102,14 @@ class Run:
         lease: LeaseHeld,
         gate: asyncio.Semaphore,
         limits: RunLimits,
+        metrics: BatchMetrics,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._threads = store, threads
         self._owner, self._batch_id = owner, batch_id
         self._endpoints, self._lease, self._gate, self._limits, self._wall = endpoints, lease, gate, limits, wall
+        self._metrics = metrics
+        self.status = BatchStatus.VALIDATING
         self._tally = Tally()
         self._writer = GroupWriter(self._write)
         self._leaving = False
@@ -120,7 +124,7 @@ class Run:
         """To the batch's end. Raises LeaseLost, Left, TwostepError (the disk)."""
         self._state = await self._threads.short(self._store.begin_run, self._owner, self._batch_id)
         # Nobody sees it fall back.
-        self._tally = self._state.tally
+        self._tally, self.status = self._state.tally, self._state.status
         self._asked = (await self._threads.short(self._store.get, self._owner, self._batch_id)).asked
         if not self._state.status.final:
             await self._to_the_end()
@@ -155,7 +159,7 @@ class Run:
             end = await self._ask(deque(pending))
             if end is not None:
                 return end
-        await self._write(
+        await self._write_unanswered(
             [_no_answer(line, "data_loss", "the answer was lost on disk, again and again") for line in await self._pending(lines)]
         )
         return None
@@ -173,6 +177,7 @@ class Run:
                 entry = await self._answer(pending.popleft())
                 await self._writer.write(entry)
                 self._tally = self._tally.plus(entry.ok, entry.usage)
+                self._metrics.requests["ok" if entry.ok else "failed"].inc()
 
         async def work_together() -> None:
             try:
@@ -245,6 +250,7 @@ class Run:
                 if wait_s is None:
                     return self._failed(line, request_id, error)
             num_failed += 1
+            self._metrics.retries.inc()
             await asyncio.sleep(wait_s)
 
     def _failed(self, line: InputLine, request_id: str, error: Exception) -> Entry:
@@ -258,18 +264,25 @@ class Run:
         code, message = _REASONS[end]
         pending = await self._pending(lines)
         for start in range(0, len(pending), 1000):
-            await self._write([_no_answer(line, code, message) for line in pending[start : start + 1000]])
+            await self._write_unanswered([_no_answer(line, code, message) for line in pending[start : start + 1000]])
 
     # ---- disk --------------------------------------------------------------------------------------------------------------------
 
     async def _write(self, entries: list[Entry]) -> None:
         await self._threads.short(self._store.record, self._owner, self._batch_id, self._state.epoch, entries)
 
+    async def _write_unanswered(self, entries: list[Entry]) -> None:
+        await self._write(entries)
+        self._metrics.requests["unanswered"].inc(len(entries))
+
     async def _become(self, status: BatchStatus, **changes: Any) -> None:
         self._check_lease()
         self._state = self._state.to(status, int(self._wall()), tally=self._tally, **changes)
         write = self._store.end if status.final else self._store.write_state
         await self._threads.short(write, self._owner, self._batch_id, self._state)
+        self.status = status
+        if status.final:
+            self._metrics.ended[status.value].inc()
 
     def _check_lease(self) -> None:
         if not self._lease.held:

@@ -26,6 +26,8 @@ from router.batches.run import Endpoints, LeaseLost, Left, Run, RunLimits
 from router.batches.store import BatchStore, Stored
 from router.batches.threads import Threads
 from twostep.errors import DataLoss, NotFound, SetupError, TwostepError, Unavailable
+from twostep.metrics.batches import BatchMetrics, BatchState
+from twostep.metrics.registry import MetricsRegistry
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,9 @@ def choose(
 class Batches:
     """start(), then run() until cancelled, after drain()."""
 
-    def __init__(self, config: BatchConfig, *, redis: Redis, router_id: str, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, config: BatchConfig, *, redis: Redis, router_id: str, metrics: MetricsRegistry, wall: Callable[[], float] = time.time
+    ) -> None:
         self.config = config
         self._endpoints: Endpoints
         self._leases = Leases(redis, router_id, config.lease_s)
@@ -90,6 +94,8 @@ class Batches:
         self._not_before: dict[str, float] = {}
         self._look = asyncio.Event()
         self._draining = False
+        self._num_open = 0
+        self._metrics = BatchMetrics(metrics, self._state)
 
     @property
     def num_running(self) -> int:
@@ -171,6 +177,7 @@ class Batches:
         if self._draining:
             return
         found, now = await self.threads.short(self.store.open_batches), time.monotonic()
+        self._num_open = len(found)
         self._not_before = {batch_id: then for batch_id, then in self._not_before.items() if batch_id in found}
         waiting = {batch_id: owner for batch_id, owner in found.items() if self._not_before.get(batch_id, 0.0) <= now}
         for batch_id in choose(waiting, self._owners):
@@ -203,6 +210,7 @@ class Batches:
             lease=lease,
             gate=self._gate,
             limits=RunLimits(concurrency=self.config.concurrency, max_line_bytes=self.config.max_line_bytes),
+            metrics=self._metrics,
             wall=self._wall,
         )
         self._owners[batch_id] = owner
@@ -227,6 +235,12 @@ class Batches:
             await asyncio.wait((renewing,))
             await lease.release()
             self._look.set()
+
+    def _state(self) -> BatchState:
+        """From any thread."""
+        states = Counter(run.status.value for run, _ in list(self._runs.values()))
+        # Those that this router has begun with since it last looked are there, too.
+        return BatchState(num_open=max(self._num_open, states.total()), running=states)
 
     async def drain(self, grace_s: float) -> None:
         """No further requests; those under way have `grace_s`. Another router goes on at once."""

@@ -14,6 +14,7 @@ from router import config as router_flags
 from router.config import RouterConfig
 from twostep.engine.types import EngineStats
 from twostep.metrics import catalogue
+from twostep.metrics.batches import BatchMetrics, BatchState
 from twostep.metrics.engine import EngineMetrics
 from twostep.metrics.family import Kind
 from twostep.metrics.http import HttpMetrics
@@ -40,6 +41,7 @@ def router() -> MetricsRegistry:
     register_process(registry, "router")
     RouterMetrics(registry, lambda: STATE)
     HttpMetrics(registry)
+    BatchMetrics(registry, lambda: BatchState(num_open=0, running={}))
     return registry
 
 

@@ -22,6 +22,8 @@ from router.batches.run import Asking, Failure, Run, RunLimits
 from router.batches.store import BatchStore
 from router.batches.threads import Threads
 from twostep.errors import InvalidRequest, NotFound
+from twostep.metrics.batches import BatchMetrics, BatchState
+from twostep.metrics.registry import MetricsRegistry
 
 IDS = [f"request {index}" for index in range(7)]
 REFUSED = {IDS[2], IDS[5]}
@@ -151,6 +153,7 @@ async def run_once(store: BatchStore, batch_id: str, answers: Answers, threads: 
         lease=Held(),
         gate=asyncio.Semaphore(3),
         limits=RunLimits(concurrency=3, max_line_bytes=1 << 16, look_s=0.01),
+        metrics=BatchMetrics(MetricsRegistry(), lambda: BatchState(num_open=0, running={})),
     )
     try:
         await run.run()

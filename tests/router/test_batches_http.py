@@ -15,6 +15,7 @@ import pytest
 from batch_fakes import answers, ended, jsonl, line, submit
 from http_fakes import CHAT, TEXT, blocking_client, open_client, open_http
 from router_fakes import Cluster, after, refuse, until
+from scraping import scrape
 
 from router.http.batch_replies import BatchList, BatchReply, FileList, FileReply
 
@@ -231,6 +232,10 @@ async def test_a_cancel_keeps_what_is_answered(cluster: Cluster, tmp_path: Path)
         prefill.hooks.extend([after(0)] * 4 + [after(60)] * 2)
         batch = await submit(client, jsonl(*(line(str(index)) for index in range(20))))
         await until(lambda: len(prefill.requests) == 6, "four are answered and two under way")
+        seen = scrape(cluster.router.metrics_port)
+        assert (seen("twostep_batch_jobs_open"), seen("twostep_batch_jobs")) == (1, 1)
+        assert seen("twostep_batch_jobs", state="in_progress") == 1
+        assert seen("twostep_batch_requests_total", status="ok") == 4
         batch = await client.batches.cancel(batch.id)
         assert batch.status == "cancelling"
         assert batch.cancelling_at
@@ -245,6 +250,13 @@ async def test_a_cancel_keeps_what_is_answered(cluster: Cluster, tmp_path: Path)
         assert {each["error"]["code"] for each in undone} == {"batch_cancelled"}
         with pytest.raises(openai.ConflictError, match="is over"):
             await client.batches.cancel((await ended(client, (await submit(client, b"x")).id)).id)
+        seen = scrape(cluster.router.metrics_port)
+        found = {status: seen("twostep_batch_requests_total", status=status) for status in ("ok", "failed", "unanswered")}
+        assert found == {"ok": 4, "failed": 0, "unanswered": 16}
+        found = {
+            status: seen("twostep_batch_jobs_ended_total", status=status) for status in ("completed", "failed", "cancelled", "expired")
+        }
+        assert found == {"completed": 0, "failed": 1, "cancelled": 1, "expired": 0}
         await cluster.all_free()
 
 
@@ -256,6 +268,9 @@ async def test_no_room_and_lost_workers_are_waited_out(cluster: Cluster, tmp_pat
         batch = await ended(client, (await submit(client, jsonl(*(line(str(index)) for index in range(8))))).id)
         assert batch.request_counts is not None
         assert (batch.status, batch.request_counts.completed) == ("completed", 8)
+        seen = scrape(cluster.router.metrics_port)
+        assert (seen("twostep_batch_requests_total", status="ok"), seen("twostep_batch_requests_total")) == (8, 8)
+        assert (seen("twostep_batch_request_retries_total") or 0) >= 4
 
 
 async def test_the_window_is_over(cluster: Cluster, tmp_path: Path) -> None:

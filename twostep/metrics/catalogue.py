@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from twostep.metrics import engine, http, process, requests, router, transfer, worker
+from twostep.metrics import batches, engine, http, process, requests, router, transfer, worker
 from twostep.metrics.family import Family, Kind
 
 # In the page's order: title, who exports it, the families.
@@ -13,6 +13,7 @@ SECTIONS: Sequence[tuple[str, str, Sequence[Family]]] = (
     ("Every process", "router, prefill and decode worker", (*process.FAMILIES, *requests.FAMILIES)),
     ("Requests", "router", router.FAMILIES),
     ("HTTP", "router with an HTTP port", http.FAMILIES),
+    ("Batches", "router with --batch-dir", batches.FAMILIES),
     ("Engine", "prefill and decode worker", engine.FAMILIES),
     ("Worker", "prefill and decode worker", worker.FAMILIES),
     ("Hand-over", "prefill and decode worker, each its own side", transfer.FAMILIES),

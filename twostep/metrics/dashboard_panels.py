@@ -109,6 +109,21 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 (f"sum by (handler) (twostep_http_open_streams{{{S}}})", "{{handler}}"),
             ),
             lines(
+                "Batch requests",
+                "reqps",
+                "Requests of batches by outcome, and those asked once more.",
+                (rate("twostep_batch_requests_total", "status"), "{{status}}"),
+                (rate("twostep_batch_request_retries_total"), "asked once more"),
+            ),
+            lines(
+                "Batches",
+                "none",
+                "Those that are not over, and those that routers run.",
+                (f"max(twostep_batch_jobs_open{{{S}}})", "open"),
+                (f"sum by (state) (twostep_batch_jobs{{{S}}})", "{{state}}"),
+                (f"sum by (status) (increase(twostep_batch_jobs_ended_total{{{S}}}[{W}]))", "{{status}}"),
+            ),
+            lines(
                 "Begun again elsewhere",
                 "none",
                 "Requests that went on on other workers because one was lost.",
