@@ -150,11 +150,9 @@ def test_classes_of_the_script_have_a_style() -> None:
 
 
 def _colours(scheme: str) -> dict[str, tuple[float, float, float]]:
-    text = (FOLDER / "style.css").read_text()
-    start = text.index(":root {") if scheme == "light" else text.index(':root[data-theme="dark"] {')
-    block = text[start : text.index("}", start)]
-    found = re.findall(r"--([\w-]+): #([0-9a-f]{6});", block)
-    return {name: tuple(int(value[i : i + 2], 16) / 255 for i in (0, 2, 4)) for name, value in found}  # type: ignore[misc]
+    found = re.findall(r"--([\w-]+): light-dark\(#([0-9a-f]{6}), #([0-9a-f]{6})\);", (FOLDER / "style.css").read_text())
+    values = {name: light if scheme == "light" else dark for name, light, dark in found}
+    return {name: tuple(int(value[i : i + 2], 16) / 255 for i in (0, 2, 4)) for name, value in values.items()}  # type: ignore[misc]
 
 
 def _contrast(one: tuple[float, float, float], other: tuple[float, float, float]) -> float:
@@ -189,10 +187,13 @@ def test_phases_can_be_read_on_their_colours() -> None:
         assert _contrast((1.0, 1.0, 1.0), colour) >= 4.5, name  # type: ignore[arg-type]
 
 
-def test_dark_is_the_same_by_choice_and_by_the_systems_wish() -> None:
-    blocks = re.findall(r"color-scheme: dark;\s+(--.*?)}", (FOLDER / "style.css").read_text(), re.DOTALL)
-    chosen, wished = ({line.strip() for line in block.splitlines() if line.strip()} for block in blocks)
-    assert chosen == wished
+def test_every_colour_has_both_schemes() -> None:
+    text = (FOLDER / "style.css").read_text()
+    named = set(re.findall(r"^  --([\w-]+):", text, re.MULTILINE))
+    assert named - {"shadow"} == set(_colours("light")) == set(_colours("dark"))
+    # What is chosen wins over the system's wish.
+    for scheme in ("light", "dark"):
+        assert f':root[data-theme="{scheme}"] {{ color-scheme: {scheme}; }}' in text
 
 
 def _history() -> dict[str, Any]:
