@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -53,22 +54,25 @@ class FileStore:
 
     def begin_upload(self, owner: str) -> Path:
         """Where to append to. Raises ResourceExhausted."""
-        if self._max_owner_bytes and self._owner_bytes(owner) >= self._max_owner_bytes:
-            raise ResourceExhausted(
-                f"your files have {self._max_owner_bytes} bytes already, and may not have more; delete some, or ask whoever runs this for "
-                "more (--max-owner-bytes)"
-            )
+        self._check_room(self._owner_bytes(owner) + 1)
         folder = self._root / owner / _UPLOADS
         self._disk.make_folder(folder)
         self._disk.make_folder(self._folder(owner))
         return folder / os.urandom(16).hex()
 
-    def append_upload(self, upload: Path, data: bytes) -> None:
+    def append_upload(self, owner: str, upload: Path, data: bytes) -> None:
+        """Raises ResourceExhausted: there may be many at once, each of which alone would have room."""
+        self._check_room(_num_bytes(self._root / owner / _UPLOADS) + len(data))
         self._disk.append(upload, data)
 
-    def keep(self, owner: str, upload: Path, record: FileRecord) -> FileRecord:
-        """What has arrived becomes a file."""
-        self._disk.rename(upload, self._data(owner, record.id))
+    def finish_upload(self, owner: str, upload: Path, record: FileRecord) -> FileRecord:
+        """Raises ResourceExhausted: others may have come meanwhile."""
+        self._check_room(self._owner_bytes(owner))
+        return self.keep(owner, upload, record)
+
+    def keep(self, owner: str, path: Path, record: FileRecord) -> FileRecord:
+        """What is at `path` becomes a file."""
+        self._disk.rename(path, self._data(owner, record.id))
         self._disk.write(self._record(owner, record.id), to_json(record))
         return record
 
@@ -165,14 +169,23 @@ class FileStore:
         except FileNotFoundError:
             pass
 
+    def _check_room(self, num_bytes: int) -> None:
+        if self._max_owner_bytes and num_bytes > self._max_owner_bytes:
+            raise ResourceExhausted(
+                f"your files may have {self._max_owner_bytes} bytes in all, and there is no room for another; delete some (of those that a "
+                "batch is made of, wait for its end too), or ask whoever runs this for more (--max-owner-bytes)"
+            )
+
     def _owner_bytes(self, owner: str) -> int:
-        total = 0
-        for folder in (self._folder(owner), self._root / owner / _UPLOADS):
+        """Of files, of what is still coming, and of files that were deleted and that a batch still needs (store.py)."""
+        total = _num_bytes(self._folder(owner)) + _num_bytes(self._root / owner / _UPLOADS)
+        for batch_id in _names(self._root / "open"):
             try:
-                with os.scandir(folder) as entries:
-                    total += sum(entry.stat().st_size for entry in entries)
+                needed = (self._root / owner / "batches" / batch_id / "input.jsonl").stat()
             except FileNotFoundError:
-                continue
+                continue  # another's, or over
+            # With two names it is among the files.
+            total += needed.st_size if needed.st_nlink == 1 else 0
         return total
 
     def _folder(self, owner: str) -> Path:
@@ -190,3 +203,15 @@ def _names(folder: Path) -> list[str]:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
+
+
+def _num_bytes(folder: Path) -> int:
+    total = 0
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    total += entry.stat().st_size
+    except FileNotFoundError:
+        pass
+    return total

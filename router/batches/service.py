@@ -86,7 +86,6 @@ class Batches:
         disk = Disk()
         self.files = FileStore(config.root, disk, lifetime_s=config.lifetime_s, max_owner_bytes=config.max_owner_bytes)
         self.store = BatchStore(config.root, disk, self.files)
-        self._disk = disk
         self._wall = wall
         self._gate = asyncio.Semaphore(config.concurrency)
         self._runs: dict[str, tuple[Run, asyncio.Task[None]]] = {}
@@ -199,7 +198,11 @@ class Batches:
         if stored.asked.served != self.config.served and not ends:
             return
         lease = await self._leases.take(batch_id)
-        if lease is None or self._draining:
+        if lease is None:
+            return
+        if self._draining:
+            # Since this look began: another router need not wait until it lapses.
+            await lease.release()
             return
         run = Run(
             self.store,

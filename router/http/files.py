@@ -37,10 +37,10 @@ async def upload(request: web.Request) -> web.Response:
     whose = owner(request)
     path = await batches.threads.short(batches.files.begin_upload, whose)
     try:
-        form = await _read_form(request, batches, path)
+        form = await _read_form(request, batches, whose, path)
         lives_s = form.checked()
         record = batches.files.new_record(filename=form.filename, num_bytes=form.num_bytes, purpose="batch", lives_s=lives_s)
-        await batches.threads.short(batches.files.keep, whose, path, record)
+        await batches.threads.short(batches.files.finish_upload, whose, path, record)
     except BaseException:
         await asyncio.shield(batches.threads.short(batches.files.drop_upload, path))
         raise
@@ -77,7 +77,7 @@ class _Form:
         return number
 
 
-async def _read_form(request: web.Request, batches: Batches, path: Path) -> _Form:
+async def _read_form(request: web.Request, batches: Batches, whose: str, path: Path) -> _Form:
     """The file goes to `path`, never whole into memory. Raises HttpError 400 and 413."""
     form = _Form()
     try:
@@ -86,7 +86,7 @@ async def _read_form(request: web.Request, batches: Batches, path: Path) -> _For
             part = await reader.next()
             if part is None:
                 return form
-            await _read_part(part, form, batches, path)
+            await _read_part(part, form, batches, whose, path)
     except HttpError:
         raise
     except (ValueError, AssertionError, RuntimeError, HttpProcessingError) as error:
@@ -95,7 +95,7 @@ async def _read_form(request: web.Request, batches: Batches, path: Path) -> _For
     raise HttpError(400, f"the form has more than {_MAX_FIELDS} parts; send purpose and file")
 
 
-async def _read_part(part: BodyPartReader | MultipartReader, form: _Form, batches: Batches, path: Path) -> None:
+async def _read_part(part: BodyPartReader | MultipartReader, form: _Form, batches: Batches, whose: str, path: Path) -> None:
     if not isinstance(part, BodyPartReader):
         raise HttpError(400, "a part of the form is itself of several parts; send one file", param="file")
     if part.headers.get("Content-Transfer-Encoding", "").lower() not in _ENCODINGS:
@@ -104,7 +104,7 @@ async def _read_part(part: BodyPartReader | MultipartReader, form: _Form, batche
         if form.num_bytes >= 0:
             raise HttpError(400, "file occurs twice; send one at a time", param="file")
         form.filename = _printable(part.filename or "") or "batch.jsonl"
-        form.num_bytes = await _save(part, batches, path)
+        form.num_bytes = await _save(part, batches, whose, path)
         return
     value = b""
     while chunk := await part.read_chunk(_MAX_FIELD_BYTES):
@@ -114,7 +114,7 @@ async def _read_part(part: BodyPartReader | MultipartReader, form: _Form, batche
     form.fields[part.name or ""] = value.decode("utf-8", "replace")
 
 
-async def _save(part: BodyPartReader, batches: Batches, path: Path) -> int:
+async def _save(part: BodyPartReader, batches: Batches, whose: str, path: Path) -> int:
     most, num_bytes = batches.config.max_file_bytes, 0
     waiting: list[bytes] = []
     size = 0
@@ -125,9 +125,9 @@ async def _save(part: BodyPartReader, batches: Batches, path: Path) -> int:
         waiting.append(bytes(chunk))
         size += len(chunk)
         if size >= _PART_BYTES:
-            await batches.threads.short(batches.files.append_upload, path, b"".join(waiting))
+            await batches.threads.short(batches.files.append_upload, whose, path, b"".join(waiting))
             waiting, size = [], 0
-    await batches.threads.short(batches.files.append_upload, path, b"".join(waiting))
+    await batches.threads.short(batches.files.append_upload, whose, path, b"".join(waiting))
     return num_bytes
 
 

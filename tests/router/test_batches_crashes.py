@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from router.batches.records import Asked, BatchStatus, owner_of
 from router.batches.run import Asking, Failure, Run, RunLimits
 from router.batches.store import BatchStore
 from router.batches.threads import Threads
-from twostep.errors import InvalidRequest, NotFound
+from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.metrics.batches import BatchMetrics, BatchState
 from twostep.metrics.registry import MetricsRegistry
 
@@ -124,7 +125,7 @@ def make_input(store: BatchStore) -> str:
     lines = [{"custom_id": each, "method": "POST", "url": ENDPOINT, "body": {"prompt": each}} for each in IDS]
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     upload = store.files.begin_upload(OWNER)
-    store.files.append_upload(upload, content)
+    store.files.append_upload(OWNER, upload, content)
     return store.files.keep(OWNER, upload, store.files.new_record(filename="in", num_bytes=len(content), purpose="batch", lives_s=None)).id
 
 
@@ -295,3 +296,40 @@ def test_what_is_kept_is_its_users_alone(tmp_path: Path) -> None:
     assert len(kept) == 3 + 4
     for path in (root.parent, *kept):
         assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_an_owners_bytes_are_bounded_however_they_come(tmp_path: Path) -> None:
+    disk = Disk()
+    files = FileStore(tmp_path, disk, lifetime_s=1e9, max_owner_bytes=101_000)
+    store = BatchStore(tmp_path, disk, files)
+    store.prepare()
+    record = partial(files.new_record, filename="in", purpose="batch", lives_s=None)
+
+    def send(num_bytes: int) -> str:
+        upload = files.begin_upload(OWNER)
+        files.append_upload(OWNER, upload, b"x" * num_bytes)
+        return files.finish_upload(OWNER, upload, record(num_bytes=num_bytes)).id
+
+    one, other = files.begin_upload(OWNER), files.begin_upload(OWNER)
+    files.append_upload(OWNER, one, b"x" * 60_000)
+    with pytest.raises(ResourceExhausted, match="no room"):
+        files.append_upload(OWNER, other, b"x" * 60_000)  # both at once
+    files.append_upload(OWNER, other, b"x" * 40_000)
+    kept = files.finish_upload(OWNER, one, record(num_bytes=60_000)).id
+    files.append_upload(OWNER, other, b"x" * 20_000)
+    with pytest.raises(ResourceExhausted, match="no room"):
+        files.finish_upload(OWNER, other, record(num_bytes=60_000))  # one after the other, but begun before
+    files.drop_upload(other)
+    asked = store.create(asked_for(kept)).asked
+    files.delete(OWNER, kept)
+    with pytest.raises(ResourceExhausted, match="no room"):
+        send(42_000)  # what a batch still needs is there, whatever it is called
+    for path in (tmp_path / OWNER / "uploads").iterdir():
+        files.drop_upload(path)
+    send(40_000)
+    disk.append(files.begin_upload(OWNER), b"x" * 1000)
+    with pytest.raises(ResourceExhausted, match="no room"):
+        files.begin_upload(OWNER)
+    assert files.begin_upload(owner_of("another")), "it is each one's own bound"
+    store.close(OWNER, asked.id)
+    assert files.begin_upload(OWNER)

@@ -15,6 +15,7 @@ from http_fakes import open_client, url
 from openai import AsyncOpenAI
 from router_fakes import Cluster, after, until
 
+from router.batches.lease import Lease
 from router.server import Router
 from twostep.api_key_file import put_in_file, remove_from_file
 from twostep.api_keys import Limits, make_key
@@ -89,9 +90,9 @@ async def test_batches_run_in_the_name_of_the_key_that_asked(cluster: Cluster, t
             assert account.num_calls == 0
             assert account.usage()["tokens_this_day"] > 0
             # Its key is revoked while the batch runs.
-            prefill.hooks.extend([after(0)] * 2 + [after(2.5)])
+            prefill.hooks.extend([after(0)] * 2 + [after(2.5)] * 8)
             batch = await submit(mine, jsonl(*(line(str(index)) for index in range(10))))
-            await until(lambda: len(prefill.requests) == 4 + 3, "some are answered")
+            await until(lambda: len(prefill.requests) >= 4 + 4, "two are answered, and two take their time")
             remove_from_file(path, key.id)
             store = cluster.router.batches
             assert store is not None
@@ -103,3 +104,25 @@ async def test_batches_run_in_the_name_of_the_key_that_asked(cluster: Cluster, t
         assert stored.state.tally.failed >= 1
         assert stored.state.tally.completed + stored.state.tally.failed == 10
         await cluster.all_free()
+
+
+async def test_a_batch_that_a_router_takes_as_it_drains_is_anybodys_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    async with cluster.serving(batch_dir=tmp_path / "batches"), open_client(cluster) as client:
+        batches = cluster.router.batches
+        assert batches is not None
+        take, taken = batches._leases.take, list[Lease | None]()
+
+        async def late(name: str) -> Lease | None:
+            taken.append(await take(name))
+            await batches.drain(0.0)
+            return taken[-1]
+
+        batches._leases.take = late  # type: ignore[method-assign]
+        batch = await submit(client, jsonl(line("x")))
+        await until(lambda: bool(taken), "it is taken")
+        assert taken[0] is not None
+        # Nobody else asks; what Redis is asked goes in order.
+        await asyncio.sleep(0.5)
+        assert await take(batch.id) is not None, "within its ten seconds"
+        assert not taken[0].held
+        assert not batches.num_running
