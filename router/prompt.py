@@ -190,7 +190,8 @@ class PromptReader:
                 f"shorten the prompt or ask for at most {room}"
             )
         values = {name: getattr(self._card.generation, name) for name in _MODEL_DEFAULTS}
-        values |= {name: getattr(proto, name) for name in _NUMBERS if proto.HasField(name)}  # type: ignore[arg-type]  # names are fields
+        given = {field.name: value for field, value in proto.ListFields()}
+        values |= {name: given[name] for name in _NUMBERS if name in given}
         for i, token_id in enumerate(proto.stop_token_ids):
             if not 0 <= token_id < self._card.vocab_size:
                 raise InvalidRequest(

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import hdrs, web
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from router.http.described import Description, described, description_of
 from router.http.replies import Error
@@ -38,9 +38,11 @@ def document(routes: Iterable[web.AbstractRoute]) -> dict[str, Any]:
     models: dict[type[BaseModel], None] = {Error: None}
     for _, _, description in told:
         models |= dict.fromkeys((*description.bodies, *(m for m in (description.reply, description.events) if m is not None)))
-    kinds = {model: "validation" if _is_body(model, told) else "serialization" for model in models}
-    names, schemas = models_json_schema([(model, kinds[model]) for model in models], ref_template=_REF)  # type: ignore[misc]  # the modes are literal
-    refs = {model: names[model, kinds[model]] for model in models}  # type: ignore[index]
+    kinds: list[tuple[type[BaseModel], JsonSchemaMode]] = [
+        (model, "validation" if _is_body(model, told) else "serialization") for model in models
+    ]
+    names, schemas = models_json_schema(kinds, ref_template=_REF)
+    refs = {model: names[model, kind] for model, kind in kinds}
     paths: dict[str, dict[str, Any]] = {}
     for path, method, description in told:
         paths.setdefault(path, {})[method] = _operation(path, method, description, refs)

@@ -99,17 +99,26 @@ class ChatChoice(Reply):
     token_ids: list[int] | None = None
 
 
-class Answered(Reply):
+class Told(Reply):
+    """Of whole answers and of events alike."""
+
     id: str
     created: int
     model: str
     service_tier: str | None = None
     system_fingerprint: str
-    usage: Usage
     twostep: Timed | None = None
 
 
-class ChatCompletion(Answered):
+class Answer(Told):
+    usage: Usage
+
+
+class Event(Told):
+    usage: Usage | None = None
+
+
+class ChatCompletion(Answer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
@@ -144,10 +153,9 @@ class ChatChunkChoice(Reply):
     token_ids: list[int] | None = None
 
 
-class ChatChunk(Answered):
+class ChatChunk(Event):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None  # type: ignore[assignment]  # of a chunk it may be missing
     prompt_token_ids: list[int] | None = None
 
 
@@ -158,30 +166,32 @@ class TextLogprobs(Reply):
     top_logprobs: list[dict[str, float]]
 
 
-class TextChoice(Reply):
+class SaidText(Reply):
     index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: str | int | None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
 
 
-class TextCompletion(Answered):
+class TextChoice(SaidText):
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+
+
+class TextCompletion(Answer):
     object: Literal["text_completion"]
     choices: list[TextChoice]
 
 
-class TextChunkChoice(TextChoice):
-    finish_reason: FinishReason | None  # type: ignore[assignment]
+class TextChunkChoice(SaidText):
+    finish_reason: FinishReason | None
     stop_reason: str | int | None = None
 
 
-class TextChunk(Answered):
+class TextChunk(Event):
     object: Literal["text_completion"]
     choices: list[TextChunkChoice]
-    usage: Usage | None = None  # type: ignore[assignment]
 
 
 class Model(Reply):
