@@ -126,6 +126,7 @@ def test_tools_and_what_they_said(client: Client, server: Server) -> None:
         ({"messages": [{"role": "user", "contents": "x"}]}, "give a Message or a mapping with role, content"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "give a ToolCall or"),
         ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "give a list of ToolCall"),
+        ({"messages": [Message("assistant", tool_calls=[ToolCall("weather", {})])]}, r"tool_calls\[0\].function.arguments is of type dict"),
         ({"messages": [Message("user", "ok")], "tools": TOOL}, "tools is one value"),
         ({"messages": [Message("user", "ok")], "tools": ["weather"]}, r"tools\[0\] is 'weather'"),
         ({"messages": [Message("user", "ok")], "tools": [{"a": object()}]}, r"tools\[0\] cannot be written as JSON"),

@@ -105,8 +105,7 @@ def _tool_calls(field: str, calls: object) -> list[pb.ToolCall]:
     for index, call in enumerate(calls):
         where = f"{field}[{index}]"
         if isinstance(call, ToolCall):
-            result.append(pb.ToolCall(id=text(f"{where}.id", call.id), name=text(f"{where}.name", call.name), arguments=call.arguments))
-            continue
+            call = {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not {"name", "arguments"} <= set(function):
             raise InvalidRequest(
