@@ -149,6 +149,6 @@ class Admission:
             return []
         num_saved = len(saved.rows)
         if num_found >= num_saved or sequence.num_matched != saved.num_tokens:
-            self._preemptor.loaded(saved)
+            self._preemptor.release(saved)
             return []
         return [BlockLoad(saved=saved, first=num_found, blocks=sequence.blocks[num_found:num_saved].tolist())]

@@ -303,7 +303,7 @@ class Engine:
             return replace(self._pool.take_delta(), host_added=host_added, host_removed=host_removed)
 
     def cached_prefixes(self) -> Sequence[bytes]:
-        """All findable prefix hashes at hash_unit boundaries (for a full resend to the index)."""
+        """All findable prefix hashes at hash_unit boundaries: what all deltas add up to."""
         with self._changed:
             return self._pool.findable()
 

@@ -14,7 +14,7 @@ from twostep.engine.batch import Runner
 from twostep.engine.host_blocks import HostSlabs
 from twostep.engine.host_tier import HostLoad, HostSave, HostTier
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Of a batch that is saved: a sequence that comes to wait for a load waits no longer than for this; and whoever wants the engine's lock, no
 # longer than choosing so many blocks takes.
@@ -62,7 +62,7 @@ class HostCopies:
             self._changed.notify_all()
         thread.join(timeout_s)
         if thread.is_alive():
-            logger.warning("a copy between the KV pool and host memory did not finish within %g s; leaving it behind", timeout_s)
+            log.warning("a copy between the KV pool and host memory did not finish within %g s; leaving it behind", timeout_s)
         else:
             self._thread = None
 
@@ -83,7 +83,7 @@ class HostCopies:
                         return
                 self._copy_next()
         except Exception as error:  # a failing copy is none: see _tried
-            logger.exception("the thread that copies prefixes to the host and back ended")
+            log.exception("the thread that copies prefixes to the host and back ended")
             with self._changed:
                 self.failure = error
                 self._changed.notify_all()
@@ -119,7 +119,7 @@ class HostCopies:
             copy()
         except Exception:
             if not self._failing:
-                logger.exception("KV blocks cannot be copied between the pool and host memory: prefixes are computed again instead")
+                log.exception("KV blocks cannot be copied between the pool and host memory: prefixes are computed again instead")
             self._failing = True
             return False
         self._failing = False

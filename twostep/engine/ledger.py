@@ -309,7 +309,7 @@ class SequenceLedger:
         self._pool.free([copy.source for copy in work.copies])
         self._pool.free(work.exchanged)
         for load in work.loads:
-            self.preemptor.loaded(load.saved)
+            self.preemptor.release(load.saved)
         self._blocked = False
 
     def _register(self, sequence: EngineSequence) -> None:

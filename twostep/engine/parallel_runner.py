@@ -58,7 +58,7 @@ class ParallelRunner:
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
-        """`device` cuda:N: ranks take that and the `size - 1` after it. counted round. `options` are ModelRunner's. The runner fails if a
+        """`device` cuda:N: ranks take that and the `size - 1` after it, counted round. `options` are ModelRunner's. The runner fails if a
         rank dies or takes longer than `step_timeout_s` for a step. `one_shot` False: all sums are NCCL's, for comparison.
         Raises SetupError with what to change; no rank is left then."""
         devices = _devices(device, size)

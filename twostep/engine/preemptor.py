@@ -194,7 +194,7 @@ class Preemptor:
         self._yielding.pop(sequence.seq_id, None)
         sequence.gives_way = False
         if sequence.saved is not None:
-            self.loaded(sequence.saved)
+            self.release(sequence.saved)
             sequence.saved = None
 
     def _room_to_save(self, sequence: EngineSequence) -> SavedBlocks | None:
@@ -233,7 +233,7 @@ class Preemptor:
         del self._saving[sequence.seq_id]
         sequence.num_steps -= 1
         if seconds is None or sequence.state is SequenceState.ENDED:
-            self.loaded(save.saved)
+            self.release(save.saved)
         else:
             sequence.saved = save.saved
         if seconds is not None:
@@ -256,6 +256,6 @@ class Preemptor:
         if num_prompt_tokens >= _TELLING_TOKENS and num_prompt_tokens >= _TELLING_TOKENS * num_decodes:
             self.rates = self.rates.with_prefill(num_prompt_tokens, seconds)
 
-    def loaded(self, saved: SavedBlocks) -> None:
+    def release(self, saved: SavedBlocks) -> None:
         """Saved blocks were copied back, or nobody wants them any more."""
         self._host.give(saved.rows)

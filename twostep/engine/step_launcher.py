@@ -19,7 +19,7 @@ from twostep.engine.swap_copies import SwapCopies
 from twostep.errors import InternalError
 from twostep.step_curve import StepWorkload
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class LaunchedStep:
             if not len(sampled.token_ids) == len(sampled.logprobs) == len(sampled.top_logprobs) == num_rows:
                 raise InternalError(f"the runner returned {len(sampled.token_ids)} tokens for {num_rows} rows")
         except Exception as error:
-            logger.exception("step %d failed: its %d sequences are given up", self.step, len(self.work.sequences))
+            log.exception("step %d failed: its %d sequences are given up", self.step, len(self.work.sequences))
             return Collected(sampled=None, message=f"the device failed in this step: {type(error).__name__}: {error}")
         return Collected(sampled=sampled, blocked_s=blocked_s)
 

@@ -17,7 +17,7 @@ from twostep.engine.preemption import PreemptionMode
 from twostep.engine.preemptor import Preemptor
 from twostep.engine.step_work import BlockLoad, BlockSave
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # How much is copied out and back for a trial.
 _PROBE_BYTES = 32 << 20
@@ -62,7 +62,7 @@ class SwapCopies:
                     self._runner.read_blocks(save.blocks[place : place + len(memory)], memory)
                 seconds = time.monotonic() - started
             except Exception:
-                logger.exception("the KV of %s could not be copied out; it is computed again", save.sequence.seq_id)
+                log.exception("the KV of %s could not be copied out; it is computed again", save.sequence.seq_id)
             with self._changed:
                 self._on_saved(save, seconds)
         return bool(saves)
@@ -89,4 +89,4 @@ class SwapCopies:
                     self._runner.write_blocks(blocks, memory)
                 self._preemptor.start_rates(2 * count, time.monotonic() - started)
         except Exception:
-            logger.exception("KV blocks cannot be copied to the host: sequences that give way will be computed again")
+            log.exception("KV blocks cannot be copied to the host: sequences that give way will be computed again")

@@ -26,7 +26,7 @@ from twostep.errors import SetupError
 from twostep.models.modules import Place
 
 # Called with (bytes done, bytes in all), from one thread at a time.
-Progress = Callable[[int, int], None]
+ReadProgress = Callable[[int, int], None]
 
 NUM_READERS = 8
 _SLOT_BYTES = 8 << 20
@@ -51,7 +51,9 @@ class _Piece:
         return self.num_rows * self.num_columns * self.dtype.itemsize
 
 
-def read_weights(work: Sequence[tuple[StoredTensor, Place]], progress: Progress | None = None, *, num_readers: int = NUM_READERS) -> None:
+def read_weights(
+    work: Sequence[tuple[StoredTensor, Place]], progress: ReadProgress | None = None, *, num_readers: int = NUM_READERS
+) -> None:
     """Fills places, all of one device, from tensors of their shapes, converting dtypes. Only what the places take is read (whole rows
     of it). Blocks until all of it is there.
 
@@ -79,7 +81,7 @@ def read_weights(work: Sequence[tuple[StoredTensor, Place]], progress: Progress 
 class _Share:
     """Hands each piece to one reader, in order, until stopped."""
 
-    def __init__(self, pieces: Sequence[_Piece], progress: Progress | None) -> None:
+    def __init__(self, pieces: Sequence[_Piece], progress: ReadProgress | None) -> None:
         self._pieces = iter(pieces)
         self._progress = progress
         self._total = sum(piece.num_bytes for piece in pieces)

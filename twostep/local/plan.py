@@ -26,6 +26,8 @@ _MAX_RUN_DIR_BYTES = 36
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalWorker:
+    """A worker's process: who it is, where it listens, and on which GPU it runs; None: that is its own choice."""
+
     worker_id: str
     module: str
     port: int

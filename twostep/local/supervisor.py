@@ -141,8 +141,7 @@ class Supervisor:
             started = time.monotonic()
             process = await self._launch(component)
             if await self._until_ready(component, process):
-                if not self._ready[component.name].is_set():
-                    self._ready[component.name].set()
+                self._ready[component.name].set()
                 self._observer.ready(component.name, time.monotonic() - started)
             elif self._stopping.is_set():
                 return

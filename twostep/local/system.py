@@ -96,7 +96,7 @@ class LocalSystem:
         self.supervisor.kill()
 
     def interrupted(self) -> None:
-        """The start was ended on purpose: stop() need not keep the logs."""
+        """The start was ended on purpose: clear() need not keep the logs."""
         self._failed = False
 
     async def held(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from twostep.engine.weight_reader import Progress, read_weights
+from twostep.engine.weight_reader import ReadProgress, read_weights
 from twostep.engine.weights import StoredTensor, stored_tensors
 from twostep.errors import SetupError
 from twostep.kernels.ops import Ops
@@ -35,7 +35,7 @@ def build_model(config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str =
     return ARCHITECTURES[config.architecture](config, dtype, ops, device, part)
 
 
-def load_weights(model: Decoder, model_dir: Path, progress: Progress | None = None) -> None:
+def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None = None) -> None:
     """Fills a built model from a model directory. Raises SetupError, before anything is read, naming what is missing, unexpected or of
     the wrong shape."""
     places = model.places()
