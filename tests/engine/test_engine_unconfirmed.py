@@ -84,9 +84,12 @@ class AheadWorld(World):
         for token in output.tokens:
             self.withheld.get(token.seq_id, tokens).append(token)
         self.preempted |= self.withheld.keys() & self.decode._ledger.preemptor.waiting.keys()
-        for failure in output.failures:
-            self.withheld.pop(failure.seq_id, None)
-        before, self.confirmed = self.confirmed, []
+        failed = {failure.seq_id for failure in output.failures}
+        for seq_id in failed:
+            self.withheld.pop(seq_id, None)
+        # Who was confirmed during this very step, and failed in it, is told of the failure alone.
+        before = [token for token in self.confirmed if token.seq_id not in failed]
+        self.confirmed = []
         return replace(output, tokens=[*before, *tokens])
 
 
