@@ -14,10 +14,10 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from router.bounded_threads import BoundedThreads
 from twostep.errors import SetupError, Unavailable
 from twostep.hold_back import Allow, Held, HeldRequest, Replace, Stop
 from twostep.rpc.v1 import inference_pb2
@@ -52,14 +52,12 @@ class HoldBack:
     def __init__(self, hook: Callable[[Held], Any], config: HoldBackConfig) -> None:
         self.config = config
         self._hook = hook
-        self._threads = None if _is_async(hook) else ThreadPoolExecutor(_THREADS, thread_name_prefix="hold-back")
-        # Calls wait for a thread here, where their time is up some day: behind threads that hang the pool's own queue would only grow.
-        self._free = asyncio.Semaphore(_THREADS)
+        self._threads = None if _is_async(hook) else BoundedThreads(_THREADS, "hold-back")
         self._complained = False
 
     def close(self) -> None:
         if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads.close()
 
     def begin(self, request: HeldRequest, write: Write, *, sent: str = "", position: int = 0) -> HeldAnswer:
         """For one answer, of which the client has the text `sent` already, and `position` tokens."""
@@ -84,18 +82,7 @@ class HoldBack:
     async def _ask(self, held: Held) -> Any:
         if self._threads is None:
             return await self._hook(held)
-        await self._free.acquire()
-        call = asyncio.get_running_loop().run_in_executor(self._threads, self._hook, held)
-        call.add_done_callback(self._over)
-        # Whoever gives up does not cancel it: its thread is not free before it ends.
-        await asyncio.wait((call,))
-        return call.result()
-
-    def _over(self, call: asyncio.Future[Any]) -> None:
-        self._free.release()
-        if not call.cancelled():
-            # Seen, so that nobody logs what it may quote.
-            call.exception()
+        return await self._threads.run(self._hook, held)
 
     def _check(self, found: Any) -> Allow | Replace | Stop:
         if found is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from router.bounded_threads import BoundedThreads
 from twostep.errors import Unavailable
 
 P = ParamSpec("P")
@@ -19,9 +19,9 @@ _SHORT_S = 30.0
 class Threads:
     def __init__(self, timeout_s: float = _SHORT_S) -> None:
         self._timeout_s = timeout_s
-        self._short = ThreadPoolExecutor(4, thread_name_prefix="batches")
+        self._short = BoundedThreads(4, "batches")
         # Whole files are read and written: small things need not wait for it.
-        self._long = ThreadPoolExecutor(2, thread_name_prefix="batches-long")
+        self._long = BoundedThreads(2, "batches-long")
 
     async def short(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Raises what `work` does; Unavailable for a disk that fails or does not answer."""
@@ -37,9 +37,9 @@ class Threads:
         """The same, however long it takes."""
         return await self._in(self._long, work)
 
-    async def _in(self, executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    async def _in(self, threads: BoundedThreads, work: Callable[[], T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(executor, work)
+            return await threads.run(work)
         except OSError as error:
             raise Unavailable(
                 f"the batch directory cannot be used ({error.strerror or error}); look after the volume and its room"
@@ -47,5 +47,5 @@ class Threads:
 
     def close(self) -> None:
         """What has begun ends by itself."""
-        self._short.shutdown(wait=False, cancel_futures=True)
-        self._long.shutdown(wait=False, cancel_futures=True)
+        self._short.close()
+        self._long.close()
