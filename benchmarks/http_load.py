@@ -1,26 +1,20 @@
-"""A load client of routers' HTTP as a process of its own: event streams that take whatever comes, a connection each, tell how much that was
-between two marks, and at the end check the text of every answer.
+"""A load client of routers' HTTP (load_client.py): event streams with a connection each. At the end the text of every answer is checked.
 
-    http_load.py DIRECTORY
+`http_load.py DIRECTORY`, that of router_place.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import bisect
-import gc
 import json
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import cast
 
-from router_helper import Reply, obey
+from load_client import LoadClient, connect, place
+from router_helper import Reply
 from router_place import Place
-
-from twostep.rpc import event_loop
 
 
 class Stream(asyncio.Protocol):
@@ -75,65 +69,52 @@ def encode_request(token_ids: Sequence[int], *, num_tokens: int) -> bytes:
     return head.encode() + body
 
 
-class Load:
+class Load(LoadClient):
     def __init__(self, place: Place) -> None:
-        self._answer, self._tokenizer = place.answer(), place.tokenizer()
+        super().__init__(place)
         self._streams: list[Stream] = []
-        self._marks: list[tuple[float, list[int]]] = []
-        self._num_tokens = 0
 
     async def start(self, port: int, streams: int, num_tokens: int) -> None:
-        """Returns when all are connected."""
-        self._marks, self._num_tokens = [], num_tokens
-        # Millions of small bytes that live until the end: looking through them would take time that is measured.
-        gc.disable()
-        request, loop = encode_request(self._answer[:16], num_tokens=num_tokens), asyncio.get_running_loop()
+        self.begin(num_tokens)
+        request = encode_request(self.answer[:16], num_tokens=num_tokens)
         self._streams = [Stream(request) for _ in range(streams)]
         for stream in self._streams:
-            await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", port)  # type: ignore[misc]
+            await connect(stream, port)
         # The first token comes from the prefill worker, whatever the decode workers hold.
-        await self._until(lambda stream: stream.num_bytes > 0)
+        await self.until(lambda: all(stream.num_bytes > 0 for stream in self._streams))
 
-    async def mark(self) -> Reply:
-        self._marks.append((time.monotonic(), [stream.num_bytes for stream in self._streams]))
-        return {"ended": sum(stream.ended for stream in self._streams)}
+    def num_ended(self) -> int:
+        return sum(stream.ended for stream in self._streams)
 
-    async def finish(self) -> Reply:
-        """Waits for all ends; `tokens` in `pieces` came within `wall_s`, between the first and the last mark."""
-        await self._until(lambda stream: stream.ended)
-        (begin, before), (end, after) = self._marks[0], self._marks[-1]
-        ids = [self._answer[i % len(self._answer)] for i in range(self._num_tokens)]
-        wanted = self._tokenizer.decode(ids)
+    def all_ended(self) -> bool:
+        return self.num_ended() == len(self._streams)
+
+    def failures(self) -> list[str]:
+        return [stream.failure for stream in self._streams if stream.failure]
+
+    def received(self) -> list[int]:
+        return [stream.num_bytes for stream in self._streams]
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    def check(self, before: Sequence[int], after: Sequence[int]) -> Reply:
+        ids = [self.answer[i % len(self.answer)] for i in range(self.num_tokens)]
+        wanted = self.tokenizer.decode(ids)
         # How long the text is after so many tokens; of characters that are split, the last token tells.
-        lengths = list(accumulate(len(self._tokenizer.decode([token_id])) for token_id in ids))
+        lengths = list(accumulate(len(self.tokenizer.decode([token_id])) for token_id in ids))
         num_tokens = num_pieces = 0
         for stream, first, last in zip(self._streams, before, after, strict=True):
-            stream.close()
             if (text := "".join(stream.texts())) != wanted:
                 raise ValueError(f"a wrong answer: {text[:200]!r} of {len(text)} characters, {len(wanted)} expected")
             early, late = stream.texts(first), stream.texts(last)
             num_pieces += len(late) - len(early)
             num_tokens += bisect.bisect(lengths, len("".join(late))) - bisect.bisect(lengths, len("".join(early)))
-        num_bytes = sum(after) - sum(before)
         self._streams = []
-        gc.enable()
-        return {"tokens": num_tokens, "pieces": num_pieces, "bytes": num_bytes, "wall_s": end - begin}
-
-    async def _until(self, condition: Callable[[Stream], bool], timeout_s: float = 240.0) -> None:
-        give_up = time.monotonic() + timeout_s
-        while not all(condition(stream) for stream in self._streams):
-            failures = [stream.failure for stream in self._streams if stream.failure]
-            if failures:
-                raise RuntimeError(f"{len(failures)} streams failed, one so: {failures[0]}")
-            if time.monotonic() > give_up:
-                raise TimeoutError(f"streams neither began nor ended within {timeout_s:g} s")
-            await asyncio.sleep(0.05)
-
-
-async def main(directory: Path) -> None:
-    load = Load(Place(directory))
-    await obey({"start": load.start, "mark": load.mark, "finish": load.finish})
+        return {"tokens": num_tokens, "pieces": num_pieces, "bytes": sum(after) - sum(before)}
 
 
 if __name__ == "__main__":
-    event_loop.run(main(Path(sys.argv[1])))
+    load = Load(place())
+    load.obey(load.start)
