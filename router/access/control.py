@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from router.access.account import Account
 from router.access.identity import Identity
 from router.access.share import UsageShare, Use
-from router.access.sources import KeySource, unreachable
+from router.access.sources import KeySource, unreachable, why
 from twostep.api_keys import Key, KeyTable, same_key, system_key
 from twostep.errors import NotFound, SetupError, TwostepError, Unauthenticated
 
@@ -36,6 +36,8 @@ class Access:
         self._table = KeyTable()
         self._accounts: dict[str, Account] = {}
         self._complained = ""
+        # A look that began before a change must not end after the one behind it: a revoked key would be back for a moment.
+        self._looking = asyncio.Lock()
 
     @property
     def enabled(self) -> bool:
@@ -102,7 +104,7 @@ class Access:
             self._know(await self._read() or ())
         except (TwostepError, OSError, RedisError, TimeoutError) as error:
             raise SetupError(
-                f"the keys of --api-keys-file or --api-keys cannot be read: {_why(error)}; mend that, or make the first key with "
+                f"the keys of --api-keys-file or --api-keys cannot be read: {why(error)}; mend that, or make the first key with "
                 "`twostep keys create`"
             ) from error
         # Whose keys are not known yet could not be told what they have used.
@@ -129,12 +131,16 @@ class Access:
 
     async def refresh(self) -> None:
         """Looks for changes now; never raises for what the source does or holds: the last keys that were read go on."""
+        async with self._looking:
+            await self._refresh()
+
+    async def _refresh(self) -> None:
         try:
             keys = await self._read()
         except (TwostepError, OSError, RedisError, TimeoutError) as error:
-            if self._complained != (why := _why(error)):
-                self._complained = why
-                log.error("the API keys cannot be read (%s): those known until now go on", why)
+            if self._complained != (reason := why(error)):
+                self._complained = reason
+                log.error("the API keys cannot be read (%s): those known until now go on", reason)
             return
         if self._complained:
             self._complained = ""
@@ -195,11 +201,3 @@ class Access:
         if unknown:
             # Others may have served them already; and a file that was empty for a moment is no new day.
             self._share.recall(unknown)
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, TwostepError):
-        return error.message
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error) or type(error).__name__

@@ -16,10 +16,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from redis.asyncio import Redis
 
+from router.bounded_threads import BoundedThreads
 from twostep.api_key_file import put_in_file, read_file, remove_from_file
 from twostep.api_keys import MAX_KEYS, BadKey, Key
 from twostep.errors import SetupError, TwostepError, Unavailable
@@ -54,33 +55,50 @@ def source_of(path: Path | None, where: str, redis: Redis) -> KeySource | None:
     return FileKeys(path) if path is not None else RedisKeys(redis) if where else None
 
 
+class _Seen(NamedTuple):
+    """By which a file that has changed is known."""
+
+    mtime_ns: int
+    num_bytes: int
+    inode: int
+
+
+class _Changed(NamedTuple):
+    seen: _Seen
+    keys: Sequence[Key]
+
+
 class FileKeys:
-    """Everything but the constructor may block for the disk, and so runs in a thread."""
+    """Everything but the constructor may block for the disk, and so runs in a thread of its own: one, however often a volume that hangs
+    is asked."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: tuple[int, int, int] | None = None
+        self._thread = BoundedThreads(1, "api-keys")
+        self._seen: _Seen | None = None
 
     async def read(self) -> Sequence[Key] | None:
-        return await asyncio.to_thread(self._read)
+        changed = await self._thread.run(self._read, self._seen)
+        if changed is None:
+            return None
+        # Only what was received is done with: a broken file is complained of until it is mended, and one that came too late is read again.
+        self._seen = changed.seen
+        return changed.keys
 
     async def put(self, key: Key) -> None:
-        await asyncio.to_thread(put_in_file, self._path, key)
+        await self._thread.run(put_in_file, self._path, key)
 
     async def remove(self, key_id: str) -> bool:
-        return await asyncio.to_thread(remove_from_file, self._path, key_id)
+        return await self._thread.run(remove_from_file, self._path, key_id)
 
-    def _read(self) -> Sequence[Key] | None:
+    def _read(self, before: _Seen | None) -> _Changed | None:
         stat = os.stat(self._path)
-        seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-        if seen == self._seen:
+        seen = _Seen(stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        if seen == before:
             return None
         if stat.st_size > _MAX_FILE_BYTES:
             raise BadKey(f"{self._path} has {stat.st_size} bytes; give a file of API keys, of {_MAX_FILE_BYTES} at most")
-        keys = read_file(self._path)
-        # Only what could be read is done with: a broken file is complained of until it is mended.
-        self._seen = seen
-        return keys
+        return _Changed(seen, read_file(self._path))
 
 
 class RedisKeys:
@@ -144,5 +162,13 @@ def unreachable(error: Exception) -> TwostepError:
     """What an operator is told who wanted to change something."""
     if isinstance(error, TwostepError):
         return error
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-    return Unavailable(f"the API keys cannot be reached ({why}); look after their file or Redis, and repeat it")
+    return Unavailable(f"the API keys cannot be reached ({why(error)}); look after their file or Redis, and repeat it")
+
+
+def why(error: Exception) -> str:
+    """Of whatever a source raises."""
+    if isinstance(error, TwostepError):
+        return error.message
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)

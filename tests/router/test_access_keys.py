@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
+from collections.abc import Sequence
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 
@@ -16,11 +18,11 @@ from router_fakes import SECRET, RedisServer, until
 
 from router.access.control import Access
 from router.access.share import UsageShare, Use
-from router.access.sources import FileKeys, RedisKeys
+from router.access.sources import KEYS, FileKeys, RedisKeys
 from router.targets import Refused
-from twostep.api_key_file import put_in_file
+from twostep.api_key_file import put_in_file, read_file
 from twostep.api_keys import BadKey, Key, KeyTable, Limits, hash_of, make_key, system_key
-from twostep.errors import NotFound, SetupError, Unauthenticated
+from twostep.errors import NotFound, SetupError, Unauthenticated, Unavailable
 from twostep.request_class import RequestClass
 
 names = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), max_size=20)
@@ -196,6 +198,69 @@ async def test_a_file_that_breaks_leaves_the_last_keys(access: Access, tmp_path:
     access.identify(f"Bearer {told}")
     (tmp_path / "keys").write_text("")
     await access.refresh()
+    with pytest.raises(Unauthenticated):
+        access.identify(f"Bearer {told}")
+
+
+async def test_a_volume_that_hangs_costs_one_thread_and_nobody_their_key(
+    access: Access, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, key = make_key()
+    put_in_file(tmp_path / "keys", key)
+    await access.start()
+    go_on, asked = threading.Event(), []
+
+    def hangs(path: Path) -> list[Key]:
+        asked.append(path)
+        assert go_on.wait(20)
+        return read_file(path)
+
+    monkeypatch.setattr("router.access.sources.read_file", hangs)
+    monkeypatch.setattr("router.access.control._READ_TIMEOUT_S", 0.05)
+    other_told, other = make_key()
+    put_in_file(tmp_path / "keys", other)
+    for _ in range(3):
+        await access.refresh()
+        access.identify(f"Bearer {told}")
+    with pytest.raises(Unavailable, match=r"cannot be reached \(no answer in time\)"):
+        await access.remove(key.id)
+    assert len(asked) == 1
+    assert caplog.text.count("cannot be read (no answer in time)") == 1
+    go_on.set()
+    monkeypatch.setattr("router.access.control._READ_TIMEOUT_S", 5.0)
+    await access.refresh()
+    access.identify(f"Bearer {other_told}")
+    access.identify(f"Bearer {told}")
+
+
+async def test_a_revoked_key_does_not_come_back_with_a_look_that_began_before(redis_client: redis.asyncio.Redis) -> None:
+    class Slow(RedisKeys):
+        """Gives the first look's answer late."""
+
+        def __init__(self) -> None:
+            super().__init__(redis_client)
+            self.go_on = asyncio.Event()
+            self.num_looks = 0
+
+        async def read(self) -> Sequence[Key] | None:
+            self.num_looks += 1
+            first = self.num_looks == 1
+            found = [Key.from_json(raw) for raw in (await redis_client.hgetall(KEYS)).values()]
+            if first:
+                await self.go_on.wait()
+            return found
+
+    source = Slow()
+    told, key = make_key()
+    await source.put(key)
+    access = Access(source, secret=SECRET, redis=redis_client, router_id="r")
+    looking = asyncio.create_task(access.refresh())
+    await until(lambda: source.num_looks == 1, "the look has begun")
+    revoking = asyncio.create_task(access.remove(key.id))
+    await asyncio.sleep(0.1)
+    source.go_on.set()
+    await looking
+    await revoking
     with pytest.raises(Unauthenticated):
         access.identify(f"Bearer {told}")
 
