@@ -19,14 +19,21 @@ const keyInput = byId("key");
 
 /** Resolves to whether there is a key now that was not there before. */
 function needKey(reason = "") {
-  if (!keyGiven) {
+  if (!keyDialog.open) {
+    settleKey(); // closed a moment ago, and the event that says so is still to come
     keyGiven = {};
     keyGiven.promise = new Promise((resolve) => (keyGiven.resolve = resolve));
     setText(byId("key-reason"), reason);
     keyInput.value = apiKey.get();
-    if (!keyDialog.open) keyDialog.showModal();
+    keyDialog.showModal();
   }
   return keyGiven.promise;
+}
+
+function settleKey() {
+  keyGiven?.resolve(keyDialog.returnValue === "given");
+  keyGiven = null;
+  keyDialog.returnValue = "";
 }
 
 byId("key-form").addEventListener("submit", (event) => {
@@ -36,9 +43,7 @@ byId("key-form").addEventListener("submit", (event) => {
 });
 byId("key-cancel").addEventListener("click", () => keyDialog.close(""));
 keyDialog.addEventListener("close", () => {
-  keyGiven?.resolve(keyDialog.returnValue === "given");
-  keyGiven = null;
-  keyDialog.returnValue = "";
+  if (!keyDialog.open) settleKey();
 });
 byId("key-button").addEventListener("click", async () => {
   if (await needKey()) reconnect();

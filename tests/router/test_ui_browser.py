@@ -63,11 +63,9 @@ def size_of(png: bytes) -> tuple[int, int]:
 
 
 async def fits(page: Page, width: int) -> None:
-    """Nothing sticks out to the side."""
+    """Nothing sticks out to the side, once what follows the page's size has followed it."""
     await page.look(width=width, height=800)
-    await page.until(f"innerWidth === {width}")
-    wide: int = await page.do("document.documentElement.scrollWidth")
-    assert wide <= width
+    await page.until(f"innerWidth === {width} && document.documentElement.scrollWidth <= {width}")
 
 
 # ---- the dashboard ---------------------------------------------------------------------------------------------------------
