@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -238,8 +239,10 @@ class BatchStore:
         folder, num_bytes = self._folder(owner, asked.id), 0
         path = folder / f".{kind}-{epoch:08}"
         self._disk.delete(path)
-        logs = {number: self._log(folder, number).open("rb") for number in {place.epoch for place in results.places.values()}}
-        try:
+        with ExitStack() as opened:
+            epochs = {place.epoch for place in results.places.values()}
+            # Another run that has ended the batch may have deleted one of them.
+            logs = {number: opened.enter_context(self._log(folder, number).open("rb")) for number in epochs}
             part: list[bytes] = []
             size = 0
             for line in wanted:
@@ -259,9 +262,6 @@ class BatchStore:
             if part:
                 self._disk.append(path, b"".join(part))
                 num_bytes += size
-        finally:
-            for log in logs.values():
-                log.close()
         if not num_bytes:
             return None
         record = self.files.new_record(
