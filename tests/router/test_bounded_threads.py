@@ -47,6 +47,7 @@ async def test_who_gives_up_leaves_nothing_behind(hanging: Hanging) -> None:
     threads = BoundedThreads(3, "test")
     tasks = gave_up(lambda number: threads.run(hanging, number), range(20))
     assert all(isinstance(each, TimeoutError) for each in await asyncio.gather(*tasks, return_exceptions=True))
+    await until(lambda: len(hanging.begun) == 3, "the first have begun")
     assert sorted(hanging.begun) == [0, 1, 2]
     assert threads._pool._work_queue.empty()
     hanging.go_on.set()
@@ -72,7 +73,7 @@ async def test_a_volume_that_hangs_costs_its_own_callers_their_patience(hanging:
     threads = Threads(timeout_s=0.1)
     found = await asyncio.gather(*(threads.short(hanging, number) for number in range(12)), return_exceptions=True)
     assert all(isinstance(each, Unavailable) for each in found)
-    assert len(hanging.begun) == 4
+    await until(lambda: len(hanging.begun) == 4, "the threads have begun")
     hanging.go_on.set()
     assert await threads.long(lambda: 7) == 7
     threads.close()
