@@ -67,12 +67,13 @@ def test_metrics_of_every_process_tell_of_the_requests(system: System) -> None:
     exported = {
         "router": router,
         "router with an HTTP port": router,
+        "router with --batch-dir": router,
+        "router, prefill and decode worker": decode,
         "prefill and decode worker": prefill,
         "prefill and decode worker, each its own side": decode,
     }
     for _, where, families in catalogue.SECTIONS:
-        told = exported.get(where, decode)
-        assert {family.name for family in families} <= told.families, where
+        assert {family.name for family in families} <= exported[where].families, where
     scrape_until(ports["prefill-0"], lambda told: told("twostep_kv_leases") == 0 and told("twostep_kv_stored_bytes") == 0)
     scrape_until(ports["decode-0"], lambda told: told("twostep_kv_oldest_lease_seconds") == 0 and told("twostep_worker_sequences") == 0)
 
