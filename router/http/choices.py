@@ -101,7 +101,8 @@ class Events:
 
     def __init__(self, wanted: Wanted, head: dict[str, Any], num_choices: int, send: Send) -> None:
         self.wanted, self.head, self.send = wanted, head, send
-        self._ends: list[pb.End | None] = [None] * num_choices
+        self._ends: list[pb.End] = [pb.End()] * num_choices
+        self._num_under_way = num_choices
 
     def beside(self, end: pb.End) -> dict[str, Any]:
         """What stands in the chunk that ends a choice, beside it. The usage chunk, if there is one, tells the phases."""
@@ -117,12 +118,12 @@ class Events:
     def after(self, index: int, end: pb.End) -> bytes:
         """Nothing while other choices go on."""
         self._ends[index] = end
-        ends = [each for each in self._ends if each is not None]
-        if len(ends) < len(self._ends):
+        self._num_under_way -= 1
+        if self._num_under_way:
             return b""
         if not self.wanted.include_usage:
             return DONE
-        return usage_chunk(self.head, self.wanted.usage_of_all(ends), **self.wanted.phases_of_all(ends)) + DONE
+        return usage_chunk(self.head, self.wanted.usage_of_all(self._ends), **self.wanted.phases_of_all(self._ends)) + DONE
 
 
 class StreamedChoice(ABC):
