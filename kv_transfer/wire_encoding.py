@@ -2,7 +2,7 @@
 
     raw     as they are
     int8    lossy: a byte a number, a scale a token and head, by the same code as a quantized pool's. What arrives is not what was
-    fp8     computed: right tokens are no longer promised, and its blocks' prefix hashes need a key of their own (`lossy_key`)
+    fp8     computed: right tokens are no longer promised, and its blocks never stand under prefix hashes
     zstd    lossless: bytes of equal significance side by side (exponents compress, fractions hardly do), then zstd. A chunk that does
             not get smaller so travels as it is: that it is as long as its blocks are tells it apart
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import zstandard
 
 from kv_transfer import convert, kv_numbers
-from twostep.cluster.convertible import SLOTS_TOGETHER, cache_key_fields
+from twostep.cluster.convertible import SLOTS_TOGETHER
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import DataLoss, InvalidRequest
 from twostep.flags import KV_WIRES
@@ -38,13 +38,6 @@ def check_encoding(encoding: str, layout: LayoutRecord) -> None:
         raise InvalidRequest(f"KV is stored as {layout.quantization} already and cannot travel as {encoding}; give raw or zstd")
     if encoding in LOSSY and layout.block_size % SLOTS_TOGETHER:
         raise InvalidRequest(f"KV travels as {encoding} in blocks of a multiple of {SLOTS_TOGETHER} tokens; change --block-size")
-
-
-def lossy_key(encoding: str, layout: LayoutRecord) -> tuple[str, str]:
-    """`dtype` and `quantization` for twostep.prefix.derive_key, of blocks that travelled so."""
-    if encoding not in LOSSY:
-        return layout.dtype, layout.quantization
-    return cache_key_fields(replace(layout, quantization=encoding), layout)
 
 
 def wire_layout(encoding: str, layout: LayoutRecord) -> LayoutRecord:

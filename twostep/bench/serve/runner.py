@@ -69,7 +69,6 @@ class Progress:
     num_sent: int = 0
     num_ended: int = 0
     num_failed: int = 0
-    num_sessions: int = 0
     num_tokens: int = 0
 
     @property
@@ -217,7 +216,6 @@ class Runner:
         """False: one of its requests failed."""
         history: list[Exchange] = []
         last = len(session.turns) - 1
-        self.progress.num_sessions += 1
         for i, turn in enumerate(session.turns):
             record = RequestRecord(
                 index=len(self._records),
