@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -46,7 +47,7 @@ def test_the_status_line_disturbs_nothing(pieces: list[str], width: int) -> None
     shown = []
     for line in ("", "status " * 9):
         screen = Screen(width, 4)
-        terminal = Terminal(_Tty(screen, width), live=True, color=True)  # type: ignore[arg-type]
+        terminal = Terminal(_Tty(screen, width), live=True, color=True)
         flow = Flow(terminal)
         for piece in pieces:
             flow.write(piece)
@@ -56,19 +57,16 @@ def test_the_status_line_disturbs_nothing(pieces: list[str], width: int) -> None
     assert shown[0] == shown[1]
 
 
-class _Tty:
+class _Tty(io.StringIO):
     """Standard output at a terminal whose driver makes \\r\\n of \\n."""
 
     def __init__(self, screen: Screen, width: int) -> None:
+        super().__init__()
         self._screen, self._width = screen, width
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, /) -> int:
         self._screen.feed(text.replace("\n", "\r\n"))
-
-    def flush(self) -> None: ...
-
-    def fileno(self) -> int:
-        raise OSError
+        return len(text)
 
 
 @pytest.fixture(autouse=True)

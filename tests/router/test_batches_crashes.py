@@ -7,7 +7,8 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,19 @@ def _no_power_cuts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
+@contextmanager
+def one_batch() -> Iterator[tuple[Path, BatchStore, str, Threads]]:
+    """A folder with one batch in it that nobody has begun, its store, and threads to run it with."""
+    threads = Threads()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            store = store_of(Path(folder))
+            store.prepare()
+            yield Path(folder), store, store.create(asked_for(make_input(store))).asked.id, threads
+    finally:
+        threads.close()
+
+
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 30), max_size=4))
 @example([0, 1, 2, 3, 4, 5])
@@ -203,26 +217,19 @@ def test_every_request_has_one_line_whenever_routers_die(lives: list[int]) -> No
 
 
 async def _routers_that_die(lives: Sequence[int]) -> None:
-    threads, answers = Threads(), Answers()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            root = Path(folder)
-            store = store_of(root)
-            store.prepare()
-            batch_id = store.create(asked_for(make_input(store))).asked.id
-            ended, done = False, 0
-            for each in lives:
-                ended = await run_once(store_of(root, each), batch_id, answers, threads)
-                state = store.get(OWNER, batch_id).state
-                if state is not None:
-                    assert state.tally.completed >= done, "clients see no step back"
-                    done = state.tally.completed
-            # Nobody looks for a batch whose marker is gone; whoever finds one that is over leaves it so.
-            if not ended or OWNER in store.open_batches().values():
-                assert await run_once(store, batch_id, answers, threads)
-            check_answers(root, batch_id, answers, orphans=False)
-    finally:
-        threads.close()
+    answers = Answers()
+    with one_batch() as (root, store, batch_id, threads):
+        ended, done = False, 0
+        for each in lives:
+            ended = await run_once(store_of(root, each), batch_id, answers, threads)
+            state = store.get(OWNER, batch_id).state
+            if state is not None:
+                assert state.tally.completed >= done, "clients see no step back"
+                done = state.tally.completed
+        # Nobody looks for a batch whose marker is gone; whoever finds one that is over leaves it so.
+        if not ended or OWNER in store.open_batches().values():
+            assert await run_once(store, batch_id, answers, threads)
+        check_answers(root, batch_id, answers, orphans=False)
 
 
 @settings(max_examples=25)
@@ -231,21 +238,12 @@ def test_runs_that_do_not_know_of_each_other_do_no_harm(lives: list[int | None])
     """As after a router that stood still for longer than its lease."""
 
     async def work() -> None:
-        threads, answers = Threads(), Answers()
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                root = Path(folder)
-                store = store_of(root)
-                store.prepare()
-                batch_id = store.create(asked_for(make_input(store))).asked.id
-                # One that ends takes away what the others read: they fail, and that is all.
-                await asyncio.gather(
-                    *(run_once(store_of(root, each), batch_id, answers, threads) for each in lives), return_exceptions=True
-                )
-                await run_once(store, batch_id, answers, threads)
-                check_answers(root, batch_id, answers, orphans=True)
-        finally:
-            threads.close()
+        answers = Answers()
+        with one_batch() as (root, store, batch_id, threads):
+            # One that ends takes away what the others read: they fail, and that is all.
+            await asyncio.gather(*(run_once(store_of(root, each), batch_id, answers, threads) for each in lives), return_exceptions=True)
+            await run_once(store, batch_id, answers, threads)
+            check_answers(root, batch_id, answers, orphans=True)
 
     asyncio.run(work())
 

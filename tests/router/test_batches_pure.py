@@ -211,9 +211,9 @@ def test_ids_are_in_the_order_of_their_time() -> None:
 def test_what_is_tried_again_and_when(num_before: int, draw: float) -> None:
     for error in (InvalidRequest("x"), NotFound("x"), PermissionDenied("x")):
         assert retry_s(error, num_before, draw) is None
-    assert retry_s(ResourceExhausted("x", retry_after_s=100.0), num_before, draw) >= 100.0  # type: ignore[operator]
+    assert (retry_s(ResourceExhausted("x", retry_after_s=100.0), num_before, draw) or 0.0) >= 100.0
     for waited in (ResourceExhausted("x"), Expired("x")):
-        assert 0 < retry_s(waited, num_before, draw) <= 30.0  # type: ignore[operator]
+        assert 0 < (retry_s(waited, num_before, draw) or 0.0) <= 30.0
     assert (retry_s(Unavailable("x"), num_before, draw) is None) == (num_before + 1 >= MAX_LOSSES)
     for bad in (InternalError("x"), DeadlineExceeded("x"), ValueError("x")):
         assert (retry_s(bad, num_before, draw) is None) == (num_before + 1 >= MAX_FAILURES)

@@ -152,7 +152,12 @@ def test_classes_of_the_script_have_a_style() -> None:
 def _colours(scheme: str) -> dict[str, tuple[float, float, float]]:
     found = re.findall(r"--([\w-]+): light-dark\(#([0-9a-f]{6}), #([0-9a-f]{6})\);", (FOLDER / "style.css").read_text())
     values = {name: light if scheme == "light" else dark for name, light, dark in found}
-    return {name: tuple(int(value[i : i + 2], 16) / 255 for i in (0, 2, 4)) for name, value in values.items()}  # type: ignore[misc]
+    return {name: _colour(value) for name, value in values.items()}
+
+
+def _colour(written: str) -> tuple[float, float, float]:
+    red, green, blue = (int(written[i : i + 2], 16) / 255 for i in (0, 2, 4))
+    return red, green, blue
 
 
 def _contrast(one: tuple[float, float, float], other: tuple[float, float, float]) -> float:
@@ -183,8 +188,7 @@ def test_phases_can_be_read_on_their_colours() -> None:
     found = re.findall(r"\.phase-(\w+) { background: #([0-9a-f]{6}); }", (FOLDER / "playground.css").read_text())
     assert len(found) == 7
     for name, value in found:
-        colour = tuple(int(value[i : i + 2], 16) / 255 for i in (0, 2, 4))
-        assert _contrast((1.0, 1.0, 1.0), colour) >= 4.5, name  # type: ignore[arg-type]
+        assert _contrast((1.0, 1.0, 1.0), _colour(value)) >= 4.5, name
 
 
 def test_every_colour_has_both_schemes() -> None:
