@@ -74,8 +74,8 @@ async def _let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
     scheme, _, told = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not same_key(told.strip(), request.app[ADMINISTRATION].key):
         raise Unauthenticated(
-            "this port wants the admin key: `twostep keys` shows it when it is given the deployment's --secret-file, or the router's "
-            "--admin-key-file if it has one"
+            "this port wants the admin key as `authorization: Bearer KEY`: what stands in the router's --admin-key-file, or where it has "
+            "none, what follows from the deployment's secret; `twostep keys` sends it when it is given --admin-key-file or --secret-file"
         )
     response = await handler(request)
     response.headers["Cache-Control"] = "no-store"
