@@ -27,6 +27,7 @@ from router.config import RouterConfig
 from router.server import Router
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
 from twostep.fingerprint import model_fingerprint
+from twostep.local.ports import free_ports
 from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
 from twostep.prefix import secret_check
 from twostep.rpc.channel import open_channel
@@ -162,11 +163,12 @@ class FakeWorker:
         self.requests: list[Any] = []
         self.held: set[AttemptId] = set()
 
-    async def start(self, port: int = 0) -> None:
+    async def start(self, port: int | None = None) -> None:
         # Pings are allowed as often as real workers allow them: otherwise a busy connection is closed for "too many pings".
         self.server = grpc.aio.server(options=server_options())
         self._add()
-        port = self.server.add_insecure_port(f"127.0.0.1:{port}")
+        # Not one that the system picks: after this life of it, anybody's outgoing connection could have that one.
+        port = self.server.add_insecure_port(f"127.0.0.1:{free_ports(1)[0] if port is None else port}")
         await self.server.start()
         self.record = dataclasses.replace(self.record, address=f"127.0.0.1:{port}")
 
@@ -256,6 +258,7 @@ class Script:
     fail_code: str = "UNAVAILABLE"
     fail_retryable: bool = True
     fail_before_commit: bool = False
+    fail_after: asyncio.Event | None = None  # and not sooner than this
     break_stream_at: int | None = None  # the stream breaks before the token at this position
     forget_at_break: bool = False  # and the sequence is lost with it
     repeat: bool = False  # every token twice, and once more out of the past
@@ -404,6 +407,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             hand_over = self.exchange.of(attempt)
             first = await hand_over.first
         if script.fail_before_commit:
+            if script.fail_after is not None:
+                await script.fail_after.wait()
             send(failed())
             return
         if reserved.prefill_here:

@@ -284,9 +284,13 @@ async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(clu
 
 async def test_a_prefill_lost_before_the_fetch_is_repeated_with_the_first_token_behind_the_prompt(cluster: Cluster) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode()
-    decode.script = Script(fail_before_commit=True)
+    seen = asyncio.Event()
+    decode.script = Script(fail_before_commit=True, fail_after=seen)
     async with cluster.serving():
-        reply = await cluster.ask(max_tokens=8)
+        reply = Reply()
+        async for response in cluster.stub.Generate(cluster.request(max_tokens=8), timeout=10):
+            reply.add(response)
+            seen.set()
         await cluster.all_free()
     assert reply.token_ids == cluster.expected(8)
     assert attempts(reply) == 2

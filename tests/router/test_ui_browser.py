@@ -16,6 +16,7 @@ from router import status_board
 from twostep.api_key_file import put_in_file
 from twostep.api_keys import make_key
 from twostep.cluster.records import WorkerLoad
+from twostep.local.ports import free_ports
 from twostep.step_curve import StepCurve
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here to open the page with")
@@ -196,8 +197,8 @@ async def test_colours_are_chosen_and_kept(cluster: Cluster, page: Page) -> None
 
 
 async def test_workers_and_the_router_come_and_go(cluster: Cluster, page: Page) -> None:
-    async with cluster.serving():
-        port = cluster.router.http_port
+    (port,) = free_ports(1)
+    async with cluster.serving(http_port=port):
         await page.open(url(cluster))
         await page.until("document.querySelector('.nobody') !== null && !document.querySelector('.nobody').hidden")
         assert "twostep up" in (await texts(page, ".nobody"))[0]

@@ -175,7 +175,7 @@ async def test_a_restarted_source_answers_for_no_earlier_life(redis_url: str) ->
         port = int(w.pair.prefill_worker.address.rpartition(":")[2])
         await w.pair.prefill_worker.stop(0.0)
         again = Worker(
-            worker_config("prefill", redis_url, port=port),
+            worker_config("prefill", redis_url, port=port, health_port=0, metrics_port=0),
             make_model(make_runner()),
             SECRET,
             prefill_edge(lambda parts: Transports([OneSidedTransport(parts.model.runner, 1, w.hub, worker_id="again", epoch=parts.epoch)])),

@@ -22,6 +22,7 @@ from kv_transfer.local import LocalHub, LocalTransport
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from twostep.engine.fake import FakeRunner, fake_next_token
+from twostep.local.ports import free_ports
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -42,9 +43,7 @@ class RedisServer:
     """A real Redis-protocol server that can be lost, wiped and started again on the same port."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        (self.port,) = free_ports(1)
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
