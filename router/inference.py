@@ -121,6 +121,7 @@ class Inference:
         self._pool = pool
         self._outputs: set[Output] = set()
         self._lengths = OutputLengths()
+        self._last_pool_tokens = config.max_model_len
 
     # ---- what is asked ------------------------------------------------------------------------------------------------
 
@@ -335,9 +336,10 @@ class Inference:
         return min(self._config.max_model_len, max(decode, default=longest_prefill))
 
     def _pool_tokens(self) -> int:
-        """The most that a decode worker's pool holds of one request. Without workers: the context, until there are some."""
+        """The most that a decode worker's pool holds of one request. Without workers: as it was when there were some."""
         pools = [r.num_blocks * r.layout.block_size for r in self._pool.records() if r.role == "decode"]
-        return max(pools, default=self._config.max_model_len)
+        self._last_pool_tokens = max(pools, default=self._last_pool_tokens)
+        return self._last_pool_tokens
 
 
 def _request_id(given: str) -> str:

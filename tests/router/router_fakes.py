@@ -570,16 +570,21 @@ class Cluster:
     async def serving(self, **options: Any) -> AsyncIterator[None]:
         """A router in front of the workers started so far."""
         self.router = Router(self.config(**options))
-        await self.router.start()
+        # Making it may take as long as the workers' records live.
+        await self.beat()
         beat = asyncio.create_task(self.beat_forever())
         try:
-            async with open_channel(f"127.0.0.1:{self.router.port}") as channel:
-                self.stub = inference_pb2_grpc.InferenceStub(channel)
-                yield
+            await self.router.start()
+            try:
+                async with open_channel(f"127.0.0.1:{self.router.port}") as channel:
+                    self.stub = inference_pb2_grpc.InferenceStub(channel)
+                    yield
+            finally:
+                beat.cancel()
+                await asyncio.wait([beat])
+                await self.router.drain(0.0)
         finally:
             beat.cancel()
-            await asyncio.wait([beat])
-            await self.router.drain(0.0)
 
     async def close(self) -> None:
         for worker in self.workers:

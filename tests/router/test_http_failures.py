@@ -271,6 +271,22 @@ async def test_without_max_tokens_a_chat_may_use_the_context(cluster: Cluster) -
     assert prefill.requests[0].sampling.max_tokens == 320 - usage["prompt_tokens"]
 
 
+async def test_what_a_worker_held_is_remembered_until_there_is_one_again(cluster: Cluster) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(num_blocks=20)
+    async with cluster.serving(default_max_tokens=0), open_http(cluster) as http:
+        async with http.post(CHAT, json=chat(stop=["Paris"])) as answer:
+            assert answer.status == 200
+        await decode.die()
+        await until(lambda: not [r for r in cluster.router.pool.records() if r.role == "decode"], "its record has expired")
+        waiting = asyncio.create_task(http.post(CHAT, json=chat(stop=["Paris"])))
+        await until(lambda: cluster.router.admission.num_inflight == 1, "it waits for a worker")
+        await cluster.revive(decode)
+        async with await waiting as answer:
+            assert answer.status == 200
+    asked = [request.sampling.max_tokens for request in prefill.requests]
+    assert asked[-1] == asked[0] < 320
+
+
 async def test_developers_are_heard_by_templates_that_know_no_such_role(cluster: Cluster) -> None:
     prefill, _ = await cluster.prefill(), await cluster.decode()
     messages = [{"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]}, *MESSAGES]
