@@ -126,6 +126,17 @@ def test_more_connections_for_more_streams_up_to_a_bound() -> None:
     assert sorted(counts.values()) == [150, 150]
 
 
+def test_an_abandoned_connection_gets_no_more_calls() -> None:
+    pool, _, opened = make_pool("a")
+    first, second = pool.take(), pool.take()
+    assert first.wire == second.wire == "a#1"
+    first.abandon()
+    first.abandon()
+    second.abandon()
+    assert pool.take().wire == "a#2"
+    assert (opened["a"], pool.wires(), pool.states()[0].num_open) == (2, ["a#2"], 1)
+
+
 def test_connections_to_a_name_are_renewed_and_the_old_ones_closed_when_nobody_uses_them() -> None:
     pool, clock, _ = make_pool("a", names=True)
     old = pool.take()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from scripted_server import WORDS, ScriptedInference, serving_in_thread
@@ -292,6 +293,38 @@ def test_dropping_or_leaving_a_generation_cancels(client: Client, server: tuple[
     until(lambda: server[0].calls["endless"] == called + 3)
     del dropped
     until(lambda: server[0].cancelled["endless"] == before + 3)
+
+
+class _Interrupted:
+    """A call whose next() Ctrl-C strikes while grpc's code holds the lock that its own thread needs for every call of the channel."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __next__(self) -> None:
+        self._call._state.condition.acquire()
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+def test_after_an_interruption_the_next_call_takes_another_connection(client: Client) -> None:
+    answer = client.generate("endless")
+    call = answer._call
+    try:
+        answer._call = cast(Any, _Interrupted(call))
+        with pytest.raises(KeyboardInterrupt):
+            answer.result()
+        found: list[str] = []
+        # grpc's thread being stuck, no deadline would end the call.
+        asking = threading.Thread(target=lambda: found.append(client.generate("ok").result().text), daemon=True)
+        asking.start()
+        asking.join(20.0)
+        assert found == ["one two three"]
+        assert [state.num_open for state in client.routers] == [0]
+    finally:
+        call._state.condition.release()  # type: ignore[attr-defined]
 
 
 def test_many_at_once_leave_no_threads(server: tuple[ScriptedInference, str]) -> None:

@@ -116,7 +116,7 @@ class Chat:
         flow, pace, thinking = Flow(self._terminal), Pace(time.monotonic()), False
         cancelled = False
         try:
-            for piece in ticking(answer) if self._terminal.live else answer:
+            for piece in ticking(answer):
                 now = time.monotonic()
                 if piece is not None:
                     pace.took(piece, now)

@@ -90,6 +90,15 @@ class Lease(Generic[W]):
                 self._router.num_open -= 1
                 self._connection.num_open -= 1
 
+    def abandon(self) -> None:
+        """Something from outside (Ctrl-C) came out of the midst of grpc's own code, which then may keep its locks for ever: no further call
+        takes this connection. It is not closed, which would wait for those locks."""
+        with self._pool.lock:
+            for connections in (self._router.connections, self._router.retired):
+                if self._connection in connections:
+                    connections.remove(self._connection)
+        self.release()
+
     def answered(self) -> None:
         """The router has said something of its own: it is well, unless it has failed since the call began (a router that drains goes on
         with the answers it has begun)."""

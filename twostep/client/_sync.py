@@ -114,6 +114,9 @@ class Generation(Answer):
             except grpc.RpcError as failure:
                 self._again_after(failure)
                 continue
+            except BaseException:
+                self._lease.abandon()
+                raise
             if not self._begun():
                 self._heard(self._call.initial_metadata())
             self._lease.answered()
@@ -256,8 +259,7 @@ class Client(ClientBase[Wire]):
                 call = lease.wire.inference.Generate(request, timeout=seconds, compression=how, metadata=about)
                 ended = not call.add_callback(lease.release)
             except BaseException as error:
-                lease.release()
-                self._raise_if_closed(error)
+                self._let_go(lease, error)
                 raise
             if ended:
                 lease.release()
@@ -281,8 +283,8 @@ class Client(ClientBase[Wire]):
                 delay = attempts.delay_s(error, elsewhere=self._pool.elsewhere(tried))
                 if delay is None:
                     raise error from failure
-            except ValueError as error_of_closing:
-                self._raise_if_closed(error_of_closing)
+            except BaseException as interruption:
+                self._let_go(lease, interruption)
                 raise
             finally:
                 lease.release()
@@ -313,10 +315,13 @@ class Client(ClientBase[Wire]):
 
         future.add_done_callback(told)
 
-    def _raise_if_closed(self, error: BaseException) -> None:
-        """grpc knows a closed channel as a ValueError."""
+    def _let_go(self, lease: Lease[Wire], error: BaseException) -> None:
+        """Of a call that came to nothing: grpc refused to make it, as it does with a ValueError on a closed channel, or was interrupted."""
+        lease.release()
         if isinstance(error, ValueError) and self._closed:
             raise InvalidRequest("this client was closed meanwhile; make a new one") from error
+        if not isinstance(error, ValueError | TypeError):
+            lease.abandon()
 
 
 def _open(address: str, credentials: grpc.ChannelCredentials | None) -> Wire:
