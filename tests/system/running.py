@@ -90,11 +90,14 @@ class System:
         return [child.pid for child, _ in self._children(module)]
 
     def pids_of_program(self, name: str) -> list[int]:
-        """Live descendants whose executable's file name starts with `name`."""
+        """Live descendants whose executable's file name starts with `name`, or the one they were started by: Debian's redis-server is a
+        link to redis-check-rdb."""
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if Path(child.exe()).name.startswith(name):
+                # A process that says what it does has all of it in one word.
+                started_by = " ".join(child.cmdline()).partition(" ")[0]
+                if any(Path(path).name.startswith(name) for path in (child.exe(), started_by)):
                     found.append(child.pid)
             except psutil.Error:
                 continue
