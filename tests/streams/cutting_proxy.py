@@ -30,12 +30,18 @@ class CuttingProxy:
 
     async def stop(self) -> None:
         """Nobody listens any more."""
+        self.down = True
         if self._server is not None:
             self._server.close()
+        # Who came in at the last moment is still to be told, and whoever is cut to be let go: some rounds of the loop each.
+        for _ in range(10):
+            await asyncio.sleep(0)
         self.cut()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for _ in range(10):
+            await asyncio.sleep(0)
 
     def cut(self) -> None:
         """Resets every connection, in both directions, whatever is under way on it."""
@@ -52,13 +58,19 @@ class CuttingProxy:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        self._writers.add(writer)
         try:
             host, _, port = self.target.rpartition(":")
             other_reader, other_writer = await asyncio.open_connection(host, int(port))
-        except OSError:
+        except BaseException as error:
+            self._writers.discard(writer)
             writer.transport.abort()
-            return
-        self._writers |= {writer, other_writer}
+            if isinstance(error, OSError):
+                return
+            raise
+        self._writers.add(other_writer)
+        if writer.transport.is_closing():
+            other_writer.transport.abort()
         try:
             await asyncio.wait(
                 [asyncio.ensure_future(_pump(reader, other_writer)), asyncio.ensure_future(_pump(other_reader, writer))],
