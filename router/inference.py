@@ -131,7 +131,8 @@ class Inference:
         """Pieces go to `caller`; the end is returned once everything that the request held is free. `read_prompt`: instead of what the
         request says, where several have one prompt. Raises TwostepError."""
         caller.identity.complete(request)
-        with recorded(self._metrics, request, caller.metadata, self._tracer, model=self.model_name) as record:
+        about = recorded(self._metrics, request, caller.metadata, self._tracer, received=caller.received, model=self.model_name)
+        with about as record:
             record.end = await self._generate(request, caller, record, read_prompt)
             return record.end
 

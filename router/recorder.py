@@ -59,13 +59,19 @@ class Record:
 
 @contextmanager
 def recorded(
-    metrics: RouterMetrics, request: inference_pb2.GenerateRequest, metadata: Metadata, tracer: Tracer | None = None, *, model: str = ""
+    metrics: RouterMetrics,
+    request: inference_pb2.GenerateRequest,
+    metadata: Metadata,
+    tracer: Tracer | None = None,
+    *,
+    received: float,
+    model: str = "",
 ) -> Iterator[Record]:
-    """Around all of a request; `metadata` is its caller's trace context."""
+    """Around all of a request, which came at `received` (time.monotonic()); `metadata` is its caller's trace context."""
     span = None
     if tracer is not None:
         operation = tracing.operation_of(request)
-        span = tracer.start(f"{operation} {model}", metadata)
+        span = tracer.start(f"{operation} {model}", metadata, at=received)
         span.set(
             {
                 "gen_ai.operation.name": operation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import random
 import socket
 from contextlib import ExitStack
@@ -12,18 +13,23 @@ from twostep.errors import SetupError
 
 # Below where Linux takes the near ends of outgoing connections from, so that none of those can slip in before the process listens.
 _LOW, _HIGH = 20000, 32000
+# Behind each there is room for the same process's health and metrics.
+_STRIDE = 4
+_NUM = (_HIGH - _LOW) // _STRIDE
+# One after the other, from anywhere: who asks twice, or asks beside others, hardly gets what was given out already and is not yet taken.
+_turns = itertools.count(random.randrange(_NUM))
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Different ports that nobody listens on right now."""
     with ExitStack() as held:
         ports: list[int] = []
-        for _ in range(1000):
+        for _ in range(_NUM):
             if len(ports) == count:
                 return ports
             listener = held.enter_context(socket.socket())
             try:
-                listener.bind((host, random.randrange(_LOW, _HIGH)))
+                listener.bind((host, _LOW + next(_turns) % _NUM * _STRIDE))
             except OSError:
                 continue
             ports.append(listener.getsockname()[1])
