@@ -44,8 +44,6 @@ _RETRY_AFTER_SPREAD = 0.25
 _LOOPBACK = ("localhost:", "127.", "[::1]:", "unix:", "ipv4:127.", "ipv6:[::1]:")
 # gRPC's own notations. A list of addresses has commas in it.
 SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "xds:")
-# A connection needs three round trips with TLS; the other end of the world is 0.3 s away.
-_CONNECT_TIMEOUT_MS = 3_000
 # Calls go to all addresses behind a name in turn, not to one of them until it fails.
 _ROUND_ROBIN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 _NOBODY = ("failed to connect", "DNS resolution failed", "connections to all backends failing")
@@ -141,8 +139,6 @@ def compression_for(num_bytes: int, compression: grpc.Compression | None) -> grp
 
 def options_for(target: str) -> list[tuple[str, int | str]]:
     options: dict[str, int | str] = dict(channel_options(MAX_MESSAGE_BYTES))
-    # In gRPC's core this is how long a connection may take to come about.
-    options["grpc.min_reconnect_backoff_ms"] = _CONNECT_TIMEOUT_MS
     if target.startswith(_LOOPBACK):
         # A proxy set for the internet knows nothing of this machine.
         options["grpc.enable_http_proxy"] = 0

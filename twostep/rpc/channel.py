@@ -57,9 +57,11 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
         ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        # In gRPC's core this is how long a connection may take to come about. It needs three round trips with TLS, the other end of the
+        # world is 0.3 s away, and a peer that is busy is not one that is away.
+        ("grpc.min_reconnect_backoff_ms", 3_000),
         # A worker that comes back is found within a second.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         # Channels to one address would share its connection otherwise, and the pause after its last failure: a worker that starts where
         # another one was has nothing to do with that.
