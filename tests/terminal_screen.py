@@ -249,18 +249,18 @@ class Session:
         self.screen.feed(text)
         return bool(data)
 
-    def until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
+    def until(self, condition: Callable[[], object], seconds: float = 40.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, self.screen.text()
             if not self.read(0.1):
                 assert condition(), self.screen.text()
 
-    def expect(self, text: str, seconds: float = 20.0) -> None:
+    def expect(self, text: str, seconds: float = 40.0) -> None:
         """Until the screen shows this."""
         self.until(lambda: text in self.screen.text(), seconds)
 
-    def wait(self, seconds: float = 20.0) -> int:
+    def wait(self, seconds: float = 40.0) -> int:
         end = time.monotonic() + seconds
         while self.process.poll() is None:
             assert time.monotonic() < end, self.screen.text()

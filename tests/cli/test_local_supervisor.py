@@ -63,7 +63,7 @@ def component(tmp: Path, name: str, script: str = "", **more: object) -> Compone
     )
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  other processes do not set events
             await asyncio.sleep(0.02)

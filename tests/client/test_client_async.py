@@ -26,7 +26,7 @@ async def client(server: tuple[ScriptedInference, str]) -> AsyncIterator[AsyncCl
         yield client
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  what it waits for is on the server's side
             await asyncio.sleep(0.01)

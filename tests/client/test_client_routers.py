@@ -36,7 +36,7 @@ async def async_pair() -> AsyncIterator[Pair]:
         yield (servers[0], first), (servers[1], second)
 
 
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 40.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen in time"

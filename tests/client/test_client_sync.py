@@ -30,7 +30,7 @@ def client(server: tuple[ScriptedInference, str]) -> Iterator[Client]:
         yield client
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen in time"

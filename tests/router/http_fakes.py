@@ -23,12 +23,12 @@ def url(cluster: Cluster) -> str:
 
 @asynccontextmanager
 async def open_client(cluster: Cluster) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{url(cluster)}/v1", api_key="unused", max_retries=0, timeout=20) as client:
+    async with AsyncOpenAI(base_url=f"{url(cluster)}/v1", api_key="unused", max_retries=0, timeout=40) as client:
         yield client
 
 
 def blocking_client(cluster: Cluster) -> OpenAI:
-    return OpenAI(base_url=f"{url(cluster)}/v1", api_key="unused", max_retries=0, timeout=20)
+    return OpenAI(base_url=f"{url(cluster)}/v1", api_key="unused", max_retries=0, timeout=40)
 
 
 @asynccontextmanager

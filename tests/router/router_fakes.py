@@ -544,7 +544,7 @@ class Cluster:
         return set().union(*(worker.held for worker in self.workers))
 
     async def all_free(self) -> None:
-        """Waits until no worker holds anything; fails after 15 s."""
+        """Waits until no worker holds anything; fails after 30 s."""
         await until(lambda: not self.held(), "the workers hold nothing")
 
     def config(self, **options: Any) -> RouterConfig:
@@ -599,7 +599,7 @@ class Cluster:
     def request(self, prompt: str = "the capital of France", **sampling: Any) -> inference_pb2.GenerateRequest:
         return inference_pb2.GenerateRequest(text=prompt, sampling=inference_pb2.SamplingParams(**sampling))
 
-    async def ask(self, request: inference_pb2.GenerateRequest | None = None, timeout: float = 10.0, **sampling: Any) -> Reply:
+    async def ask(self, request: inference_pb2.GenerateRequest | None = None, timeout: float = 30.0, **sampling: Any) -> Reply:
         """The whole answer, its pieces checked for order. Raises AioRpcError, with the reply so far as `reply`."""
         reply = Reply()
         call = self.stub.Generate(request or self.request(**sampling), timeout=timeout)
@@ -637,7 +637,7 @@ class Reply:
         self.pieces.append(piece)
 
 
-async def until(condition: Callable[[], bool], what: str, timeout: float = 15.0) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> None:
     give_up = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < give_up, f"not within {timeout} s: {what}"

@@ -295,6 +295,6 @@ async def test_an_answer_that_goes_on_is_shown_from_its_beginning(cluster: Clust
     async with cluster.serving(hold_back=f"{HERE}:watch"):
         request = cluster.request(max_tokens=20, ignore_eos=True, seed=1)
         request.resume_token_ids.extend(cluster.expected(10))
-        async for _ in cluster.stub.Generate(request, timeout=10):
+        async for _ in cluster.stub.Generate(request, timeout=30):
             pass
     assert seen[-1].whole == cluster.text_of(cluster.expected(20))

@@ -122,7 +122,7 @@ async def test_grpc_wants_a_key_too(cluster: Cluster, keys: Keys) -> None:
         status: status_pb2_grpc.StatusAsyncStub = status_pb2_grpc.StatusStub(channel)
 
         async def generate(metadata: Any) -> None:
-            call = cluster.stub.Generate(cluster.request(max_tokens=2), metadata=metadata, timeout=10)
+            call = cluster.stub.Generate(cluster.request(max_tokens=2), metadata=metadata, timeout=30)
             assert [response async for response in call]
 
         calls = {

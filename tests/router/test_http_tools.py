@@ -393,7 +393,7 @@ async def test_reasoning_over_grpc_goes_on_across_a_break(hermes: Cluster, cut: 
         assert whole.end.usage.reasoning_tokens == tokens.index(hermes.tokenizer.token_to_id("</think>")) + 1
         request.resume_token_ids.extend(tokens[:cut])
         reply = Reply(token_ids=tokens[:cut])
-        async for response in hermes.stub.Generate(request, timeout=10):
+        async for response in hermes.stub.Generate(request, timeout=30):
             reply.add(response)
     reasoning = "".join(piece.reasoning for piece in reply.pieces)
     assert REASONING.endswith(reasoning)

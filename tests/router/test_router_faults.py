@@ -288,7 +288,7 @@ async def test_a_prefill_lost_before_the_fetch_is_repeated_with_the_first_token_
     decode.script = Script(fail_before_commit=True, fail_after=seen)
     async with cluster.serving():
         reply = Reply()
-        async for response in cluster.stub.Generate(cluster.request(max_tokens=8), timeout=10):
+        async for response in cluster.stub.Generate(cluster.request(max_tokens=8), timeout=30):
             reply.add(response)
             seen.set()
         await cluster.all_free()
@@ -318,7 +318,7 @@ async def test_a_decode_worker_that_dies_is_replaced_and_the_answer_goes_on_wher
     for worker in workers:
         worker.script = Script(step_s=0.01, once=False)
     async with cluster.serving():
-        call = cluster.stub.Generate(cluster.request(max_tokens=60), timeout=10)
+        call = cluster.stub.Generate(cluster.request(max_tokens=60), timeout=30)
         reply = Reply()
         async for response in call:
             reply.add(response)

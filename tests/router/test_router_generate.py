@@ -46,7 +46,7 @@ async def test_the_request_id_is_the_clients_or_a_new_one(cluster: Cluster) -> N
         for given in ("my-request.1", ""):
             request = cluster.request(max_tokens=2)
             request.request_id = given
-            call = cluster.stub.Generate(request, timeout=10)
+            call = cluster.stub.Generate(request, timeout=30)
             metadata = dict(await call.initial_metadata())
             async for _ in call:
                 pass
@@ -104,8 +104,8 @@ async def test_token_ids_and_chat_are_prompts_too_and_tokenize_tells_the_same(cl
     async with cluster.serving():
         await cluster.ask(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7])))
         await cluster.ask(pb.GenerateRequest(chat=chat))
-        tokens = await cluster.stub.Tokenize(pb.TokenizeRequest(chat=chat), timeout=5)
-        text = await cluster.stub.Tokenize(pb.TokenizeRequest(text="x " * 5000, model="m"), timeout=5)
+        tokens = await cluster.stub.Tokenize(pb.TokenizeRequest(chat=chat), timeout=30)
+        text = await cluster.stub.Tokenize(pb.TokenizeRequest(text="x " * 5000, model="m"), timeout=30)
     assert list(prefill.requests[0].token_ids) == [5, 6, 7]
     rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert list(prefill.requests[1].token_ids) == list(tokens.token_ids) == cluster.tokenizer.encode(rendered).ids
@@ -227,7 +227,7 @@ async def test_models_are_listed_with_the_workers_that_can_serve(cluster: Cluste
     await cluster.decode("d0")
     await cluster.decode("d1")
     async with cluster.serving():
-        models = (await cluster.stub.ListModels(pb.ListModelsRequest(), timeout=5)).models
+        models = (await cluster.stub.ListModels(pb.ListModelsRequest(), timeout=30)).models
     assert [(m.name, m.max_model_len, m.prefill_workers, m.decode_workers) for m in models] == [("m", MAX_MODEL_LEN, 1, 2)]
 
 
@@ -283,9 +283,9 @@ async def test_bad_requests_are_refused_by_the_name_of_the_field(cluster: Cluste
             assert caught.value.code().name == code, (words, details)
             assert all(word in details for word in words), (words, details)
         with pytest.raises(grpc.aio.AioRpcError, match="text or chat"):
-            await cluster.stub.Tokenize(pb.TokenizeRequest(), timeout=5)
+            await cluster.stub.Tokenize(pb.TokenizeRequest(), timeout=30)
         with pytest.raises(grpc.aio.AioRpcError, match="not served here"):
-            await cluster.stub.Tokenize(pb.TokenizeRequest(text="x", model="other"), timeout=5)
+            await cluster.stub.Tokenize(pb.TokenizeRequest(text="x", model="other"), timeout=30)
         # And it goes on serving.
         assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
     assert len(prefill.requests) == len(decode.requests) == 1

@@ -57,7 +57,7 @@ async def test_the_context_is_that_of_whoever_can_do_it_alone(cluster: Cluster, 
     cluster.template = template
     await cluster.decode(local=local)
     async with cluster.serving():
-        models = (await cluster.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)).models
+        models = (await cluster.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=30)).models
         assert [m.max_model_len for m in models] == [template.max_model_len if local else 40]
         if local:
             reply = await cluster.ask(max_tokens=60, ignore_eos=True)

@@ -56,7 +56,7 @@ async def go_on(cluster: Cluster, resumed: list[int], **sampling: Any) -> Reply:
     request = cluster.request(**sampling)
     request.resume_token_ids.extend(resumed)
     reply = Reply(token_ids=list(resumed))
-    async for response in cluster.stub.Generate(request, timeout=10):
+    async for response in cluster.stub.Generate(request, timeout=30):
         reply.add(response)
     assert reply.end is not None
     return reply
@@ -133,7 +133,7 @@ async def test_the_seed_is_told_with_the_first_word(cluster: Cluster) -> None:
     await cluster.decode()
     async with cluster.serving():
         for given_seed in (None, -7):
-            call = cluster.stub.Generate(cluster.request(max_tokens=2, **({} if given_seed is None else {"seed": given_seed})), timeout=10)
+            call = cluster.stub.Generate(cluster.request(max_tokens=2, **({} if given_seed is None else {"seed": given_seed})), timeout=30)
             metadata = dict(await call.initial_metadata())
             async for _ in call:
                 pass
@@ -153,7 +153,7 @@ async def test_without_migration_a_lost_worker_ends_the_stream_and_says_how_to_g
     request.resume_token_ids.extend(cluster.expected(resumed))
     reply = Reply(token_ids=cluster.expected(resumed))
     async with cluster.serving():
-        call = cluster.stub.Generate(request, timeout=10)
+        call = cluster.stub.Generate(request, timeout=30)
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for response in call:
                 reply.add(response)

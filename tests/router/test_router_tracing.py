@@ -151,7 +151,7 @@ async def test_a_chat_is_a_chat(cluster: Cluster, collector: Collector) -> None:
     async with cluster.serving(otlp_endpoint=collector.endpoint):
         request = inference_pb2.GenerateRequest(sampling=inference_pb2.SamplingParams(max_tokens=3))
         request.chat.messages.add(role="user", content="a question of mine")
-        async for _ in cluster.stub.Generate(request, timeout=10):
+        async for _ in cluster.stub.Generate(request, timeout=30):
             pass
     span = collector.one("chat m")
     assert span.attributes["gen_ai.operation.name"] == "chat"

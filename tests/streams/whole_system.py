@@ -144,7 +144,7 @@ class WholeSystem:
         for worker in filter(None, (self.prefill, *self.decodes)):
             async with open_channel(f"127.0.0.1:{worker.server.port}") as channel:
                 request = worker_pb2.WorkerStatsRequest(check_integrity=True)
-                result.append(await worker_pb2_grpc.WorkerStub(channel).Stats(request, timeout=10))
+                result.append(await worker_pb2_grpc.WorkerStub(channel).Stats(request, timeout=30))
         return result
 
     async def settled(self, within_s: float = 15.0) -> None:
@@ -236,7 +236,7 @@ def _transport(parts: EdgeParts, hub: LocalHub) -> LocalTransport:
     return LocalTransport(runner, runner.kv_shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=64 << 20)
 
 
-async def until(condition: Callable[[], bool], what: str, timeout: float = 15.0) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> None:
     give_up = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < give_up, f"not within {timeout} s: {what}"

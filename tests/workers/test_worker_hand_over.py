@@ -149,7 +149,7 @@ async def test_the_first_token_does_not_wait_for_the_publishing(redis_url: str) 
         hog, call = (router.run(name, prompt_of(8 * BLOCK, seed=i), 4) for i, name in enumerate(("hog", "r")))
         assert [(await hog.read()).WhichOneof("event") for _ in range(2)] == ["accepted", "first_token"]
         assert (await call.read()).WhichOneof("event") == "accepted"
-        first = (await asyncio.wait_for(call.read(), 3)).first_token
+        first = (await asyncio.wait_for(call.read(), 15)).first_token
         assert first.token.token_id == expected(prompt_of(8 * BLOCK, seed=1), 1)[0]
         assert (await pair.both())[0].transports[0].stored_bytes <= 8 * block_bytes
         hog.cancel()

@@ -194,7 +194,7 @@ async def test_redis_at_start_may_come_late(own_redis: RedisServer) -> None:
     await asyncio.sleep(0.5)
     assert not starting.done()
     own_redis.start()
-    await asyncio.wait_for(starting, 5)
+    await asyncio.wait_for(starting, 20)
     await registration.close()
 
 
