@@ -158,15 +158,16 @@ async def test_the_first_token_does_not_wait_for_the_publishing(redis_url: str) 
 
 
 async def test_chunks_are_published_while_the_prefill_runs(redis_url: str) -> None:
-    runner = make_runner(step_s=0.05)
+    runner = make_runner(step_s=0.2)
     options = {"max_num_batched_tokens": 8, "max_num_seqs": 8, "chunk_bytes": 1}
     async with started(redis_url, prefill_runner=runner, prefill_options=options) as pair, routed(pair) as router:
         call = router.run("r", prompt_of(80), 4)
         ticket = (await call.read()).accepted.ticket
         watch = pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket))
         assert (await watch.read()).manifest.num_blocks == 20
+        # Of the two chunks of a step, either may be published first.
         first_chunk = (await watch.read()).chunk
-        assert (first_chunk.index, first_chunk.first_block) == (0, 0)
+        assert first_chunk.index == first_chunk.first_block < 4
         assert (await pair.both())[0].num_running == 1  # still computing
         call.cancel()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
