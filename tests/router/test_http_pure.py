@@ -135,11 +135,11 @@ MANY = 100_000
 def test_of_many_mistakes_one_is_looked_at(kind: type[BaseModel], fields: dict[str, Any], param: str) -> None:
     """A message for each takes minutes and gigabytes, of the one thread that serves everybody."""
     raw = json.dumps(fields).encode()
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(HttpError) as refused:
         parse_body(kind, raw)
-    # Of the 2 s that all of them take; JSON itself takes 10 ms.
-    assert time.process_time() - began < 0.5
+    # Of the 2 s and more that all of them take; JSON itself takes 10 ms.
+    assert time.thread_time() - began < 1.0
     assert refused.value.param == param
     assert len(refused.value.message) < 400
 

@@ -178,7 +178,7 @@ async def test_without_a_worker_a_request_fails_within_the_grace_and_says_what_i
     async with cluster.serving(no_worker_grace=1.0):
         started = time.monotonic()
         results = await asyncio.gather(*(failure(cluster) for _ in range(5)))
-        assert 0.9 < time.monotonic() - started < 3.0, "the grace is everybody's own, not one after the other"
+        assert 0.9 < time.monotonic() - started < 4.5, "the grace is everybody's own, not one after the other"
     assert all(code == "UNAVAILABLE" and f"no {role} worker is available" in message for code, message in results)
 
 
@@ -216,10 +216,10 @@ async def test_without_a_transport_requests_are_refused_at_once_and_served_again
     prefill.record = dataclasses.replace(prefill.record, transports=())
     decode.record = dataclasses.replace(decode.record, transports=("ray",))
     await cluster.beat()
-    async with cluster.serving(no_worker_grace=5.0):
+    async with cluster.serving(no_worker_grace=20.0):
         started = time.monotonic()
         code, message = await failure(cluster)
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 15
         assert code == "UNAVAILABLE"
         assert "KV transport ray is not ready on p0" in message
         prefill.record = dataclasses.replace(prefill.record, transports=("ray",))
