@@ -311,7 +311,7 @@ class _Interrupted:
 
 def test_after_an_interruption_the_next_call_takes_another_connection(client: Client) -> None:
     answer = client.generate("endless")
-    call = answer._call
+    call: Any = answer._call
     try:
         answer._call = cast(Any, _Interrupted(call))
         with pytest.raises(KeyboardInterrupt):
@@ -325,7 +325,7 @@ def test_after_an_interruption_the_next_call_takes_another_connection(client: Cl
         # gRPC tells of a call's end from a thread of its own.
         until(lambda: [state.num_open for state in client.routers] == [0])
     finally:
-        call._state.condition.release()  # type: ignore[attr-defined]
+        call._state.condition.release()
 
 
 def test_many_at_once_leave_no_threads(server: tuple[ScriptedInference, str]) -> None:
