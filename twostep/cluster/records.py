@@ -96,6 +96,10 @@ class WorkerRecord:
     # Token budget of a step, and whether prompts may be computed on a decode worker, in chunks of it.
     step_tokens: int = 512
     local_prefill: bool = False
+    # The Kubernetes pod it runs in, and the role of the Deployment that the pod is counted for, which a change of roles leaves as it is.
+    pod_name: str = ""
+    pod_namespace: str = ""
+    pod_owner: str = ""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))

@@ -69,6 +69,9 @@ class WorkerConfig:
     metrics_port: int | None = None
     advertise_address: str = ""
     worker_id: str = ""
+    pod_name: str = ""
+    pod_namespace: str = ""
+    pod_owner: str = ""
     redis_url: str = "redis://127.0.0.1:6379/0"
     secret_file: Path | None = None
     kv_transfer: str = "auto"
@@ -223,6 +226,14 @@ def _network_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None
         "--advertise-address", default="", metavar="HOST[:PORT]", help="how others reach this worker; --host and --port if not given"
     )
     parser.flag("--worker-id", default="", help="unique name, kept over restarts; role, host name and port if not given")
+    parser.flag("--pod-name", default="", help="of the Kubernetes pod that this process runs in: whoever scales the deployment marks it by it")
+    parser.flag("--pod-namespace", default="", help="namespace of --pod-name")
+    parser.flag(
+        "--pod-owner",
+        default=role,
+        choices=sorted(DEFAULT_PORTS),
+        help="role of the Deployment that the pod is counted for, whatever role the worker takes later; the command's own if not given",
+    )
     parser.flag("--redis-url", default=default.redis_url, help="where workers register")
     parser.flag("--secret-file", type=Path, default=None, help="deployment secret, the same file on every process")
     parser.flag("--tls-cert", type=Path, default=None, help="PEM certificate; with --tls-key it switches TLS on")

@@ -149,6 +149,9 @@ class Worker:
             local_prefill=config.role == "decode" and config.local_prefill,
             curve=curve,
             load=self.telemetry.load(stats, self.edge.num_fetched_bytes),
+            pod_name=config.pod_name,
+            pod_namespace=config.pod_namespace,
+            pod_owner=config.pod_owner,
         )
 
     async def start(self) -> None:
