@@ -1,0 +1,292 @@
+{{/* Names, labels, selectors, images. Each takes the root context, or a dict of root and what it says. */}}
+
+{{- define "twostep.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "twostep.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "twostep.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "twostep.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict root, component: the name of a component's objects, such as demo-twostep-router */}}
+{{- define "twostep.component" -}}
+{{- printf "%s-%s" (include "twostep.fullname" .root) .component -}}
+{{- end -}}
+
+{{/* dict root, component */}}
+{{- define "twostep.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "twostep.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{/* dict root, component */}}
+{{- define "twostep.labels" -}}
+{{ include "twostep.selectorLabels" . }}
+app.kubernetes.io/part-of: twostep
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* dict root, component: the labels of a pod. Nothing that changes with each release of the chart: pods would restart for it. */}}
+{{- define "twostep.podLabels" -}}
+{{ include "twostep.selectorLabels" . }}
+app.kubernetes.io/part-of: twostep
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* dict root, image: router, worker or redis */}}
+{{- define "twostep.image" -}}
+{{- $image := index .root.Values.image .image -}}
+{{- $repository := $image.repository -}}
+{{- with .root.Values.image.registry }}{{ $repository = printf "%s/%s" (trimSuffix "/" .) $repository }}{{ end -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $repository $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $repository (default .root.Chart.AppVersion $image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict root, component: ServiceAccounts carry their component's name */}}
+{{- define "twostep.serviceAccountName" -}}
+{{- include "twostep.component" . -}}
+{{- end -}}
+
+{{/* ---- security: what the `restricted` Pod Security level asks for, and a root file system that nobody writes to ---- */}}
+
+{{- define "twostep.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.podSecurity.runAsUser | int64 }}
+runAsGroup: {{ .Values.podSecurity.runAsGroup | int64 }}
+fsGroup: {{ .Values.podSecurity.fsGroup | int64 }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "twostep.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+privileged: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{- define "twostep.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* dict of nodeSelector, tolerations, affinity, priorityClassName */}}
+{{- define "twostep.scheduling" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* ---- secrets ---- */}}
+
+{{/* The Secret with deployment-secret, ray-token and redis-password. */}}
+{{- define "twostep.secretName" -}}
+{{- default (include "twostep.component" (dict "root" . "component" "secrets")) .Values.secrets.existingSecret -}}
+{{- end -}}
+
+{{/* The Secret with tls.crt, tls.key and ca.crt, wherever it comes from. */}}
+{{- define "twostep.tlsSecretName" -}}
+{{- if eq .Values.tls.source "secret" -}}
+{{- required "tls.source is secret: give tls.existingSecret, the name of a Secret with tls.crt, tls.key and ca.crt" .Values.tls.existingSecret -}}
+{{- else -}}
+{{- include "twostep.component" (dict "root" . "component" "tls") -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What workers' certificates are checked for, whatever address they are reached at: pods have no names of their own. */}}
+{{- define "twostep.tlsPeerName" -}}
+{{- include "twostep.component" (dict "root" . "component" "peer") -}}
+{{- end -}}
+
+{{/* Names that the certificate must have, one a line. */}}
+{{- define "twostep.tlsDnsNames" -}}
+{{- $root := . -}}
+{{- $names := list (include "twostep.tlsPeerName" .) "localhost" -}}
+{{- range $component := list "router" "autoscaler" -}}
+{{- $name := include "twostep.component" (dict "root" $root "component" $component) -}}
+{{- $names = concat $names (list $name (printf "%s.%s" $name $root.Release.Namespace) (printf "%s.%s.svc" $name $root.Release.Namespace) (printf "%s.%s.svc.%s" $name $root.Release.Namespace $root.Values.clusterDomain)) -}}
+{{- end -}}
+{{- concat $names .Values.tls.extraDnsNames | uniq | join "\n" -}}
+{{- end -}}
+
+{{/* ---- environment ---- */}}
+
+{{/* dict root, flags: a map of flags (kebab-case, without --) as environment, sorted. Lists and maps travel as JSON. */}}
+{{- define "twostep.flagEnv" -}}
+{{- range $flag, $value := .flags }}
+- name: {{ printf "TWOSTEP_%s" ($flag | replace "-" "_" | upper) }}
+  value: {{ include "twostep.text" $value | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* A value as a flag has it: whole numbers without the exponent that YAML's readers give large ones. */}}
+{{- define "twostep.text" -}}
+{{- if kindIs "float64" . -}}
+{{- if eq (floor .) . }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
+{{- else if or (kindIs "slice" .) (kindIs "map" .) -}}
+{{- toJson . -}}
+{{- else -}}
+{{- . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What every process of ours has. */}}
+{{- define "twostep.commonEnv" -}}
+- name: TWOSTEP_LOG_LEVEL
+  value: {{ .Values.logLevel | quote }}
+- name: TWOSTEP_LOG_JSON
+  value: {{ ternary "1" "0" .Values.logJson | quote }}
+{{- with .Values.tracing.otlpEndpoint }}
+- name: TWOSTEP_OTLP_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
+- name: HOME
+  value: /tmp
+- name: USER
+  value: twostep
+{{- end -}}
+
+{{/* Where Redis is. The password stands in no object but the Secret. */}}
+{{- define "twostep.redisEnv" -}}
+{{- if .Values.redis.embedded }}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "twostep.secretName" . }}
+      key: redis-password
+- name: TWOSTEP_REDIS_URL
+  value: redis://:$(REDIS_PASSWORD)@{{ include "twostep.redisHost" . }}:6379/0
+{{- else }}
+- name: TWOSTEP_REDIS_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ required "redis.embedded is false: give redis.external.existingSecret, the name of a Secret with the URL of your Redis" .Values.redis.external.existingSecret }}
+      key: {{ .Values.redis.external.urlKey }}
+{{- end }}
+{{- end -}}
+
+{{- define "twostep.redisHost" -}}
+{{- include "twostep.component" (dict "root" . "component" "redis") -}}
+{{- end -}}
+
+{{/* The deployment secret and TLS. Goes with twostep.trustVolumes and twostep.trustMounts. */}}
+{{- define "twostep.trustEnv" -}}
+- name: TWOSTEP_SECRET_FILE
+  value: /etc/twostep/secret/deployment-secret
+{{- include "twostep.tlsEnv" . }}
+{{- end -}}
+
+{{- define "twostep.tlsEnv" -}}
+{{- if .Values.tls.enabled }}
+- name: TWOSTEP_TLS_CERT
+  value: /etc/twostep/tls/tls.crt
+- name: TWOSTEP_TLS_KEY
+  value: /etc/twostep/tls/tls.key
+- name: TWOSTEP_TLS_CA
+  value: /etc/twostep/tls/ca.crt
+- name: TWOSTEP_TLS_PEER_NAME
+  value: {{ include "twostep.tlsPeerName" . }}
+{{- end }}
+{{- end -}}
+
+{{- define "twostep.trustMounts" -}}
+- name: secret
+  mountPath: /etc/twostep/secret
+  readOnly: true
+{{- if .Values.tls.enabled }}
+- name: tls
+  mountPath: /etc/twostep/tls
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "twostep.trustVolumes" -}}
+- name: secret
+  secret:
+    secretName: {{ include "twostep.secretName" . }}
+    defaultMode: 0440
+    items:
+      - key: deployment-secret
+        path: deployment-secret
+{{- if .Values.tls.enabled }}
+- name: tls
+  secret:
+    secretName: {{ include "twostep.tlsSecretName" . }}
+    defaultMode: 0440
+{{- end }}
+{{- end -}}
+
+{{/* ---- quantities ---- */}}
+
+{{/* A quantity of memory (8Gi, 512Mi, 1G, a number) in bytes. */}}
+{{- define "twostep.bytes" -}}
+{{- $text := include "twostep.text" . -}}
+{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "" 1 -}}
+{{- $number := regexFind "^[0-9]+" $text -}}
+{{- $unit := trimPrefix $number $text -}}
+{{- if or (eq $number "") (not (hasKey $units $unit)) -}}
+{{- fail (printf "%q is no quantity of memory that this chart can add up; give a whole number with Ki, Mi, Gi or Ti, such as 8Gi" $text) -}}
+{{- end -}}
+{{- mul (int64 $number) (int64 (index $units $unit)) -}}
+{{- end -}}
+
+{{/* ---- probes: gRPC, on the plaintext health port (name: health) ---- */}}
+
+{{/* dict startupSeconds, port (a number: gRPC probes take no names) */}}
+{{- define "twostep.probes" -}}
+startupProbe:
+  grpc:
+    port: {{ .port }}
+    service: liveness
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: {{ max 6 (div (add (int64 .startupSeconds) 4) 5) }}
+readinessProbe:
+  grpc:
+    port: {{ .port }}
+    service: readiness
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: 2
+livenessProbe:
+  grpc:
+    port: {{ .port }}
+    service: liveness
+  periodSeconds: 10
+  timeoutSeconds: 10
+  failureThreshold: 6
+{{- end -}}
