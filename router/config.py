@@ -9,6 +9,7 @@ from pathlib import Path
 
 from router.access.flags import access_flags
 from router.batches.flags import batch_flags
+from router.demand_flags import DEFAULT_TPOT_MS, DEFAULT_TTFT_MS, target_flags
 from router.fair_queue import AGEING_S
 from router.quota import tenant_weights
 from twostep.flags import FlagParser, allowed_origins, tracing_flag
@@ -63,6 +64,8 @@ class RouterConfig:
     tenant_max_inflight: int = 0
     tenant_max_waiting: int = 0
     ageing: float = AGEING_S
+    target_ttft_ms: float = DEFAULT_TTFT_MS
+    target_tpot_ms: float = DEFAULT_TPOT_MS
     staged_steps: int = 4
     max_buffered_tokens: int = 1024
     max_attempts: int = 3
@@ -178,6 +181,7 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         default=default.ageing,
         help="seconds that a request waits behind more urgent classes before its own gets a turn in nine",
     )
+    target_flags(parser)
     parser.flag(
         "--staged-steps",
         type=_between(0, 1 << 20),

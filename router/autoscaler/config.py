@@ -1,0 +1,269 @@
+"""The autoscaler's configuration: parsed once, frozen."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from router.demand_flags import DEFAULT_TPOT_MS, DEFAULT_TTFT_MS, target_flags
+from twostep.flags import FlagParser
+from twostep.rpc.channel import PLAINTEXT, TlsFiles
+
+DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
+DEFAULT_PORT = 50081
+SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """What the Deployment of one role may have and costs. `price` is that of a GPU-hour, in any currency that both pools share."""
+
+    min_workers: int = 1
+    max_workers: int = 8
+    gpus_per_worker: int = 1
+    price: float = 1.0
+    cold_start: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalerConfig:
+    """Everything an autoscaler can be told. Times are seconds. An empty `autoscaler_id` is drawn at start. `max_cost` (an hour) and
+    `scale_to_zero_after` 0: there is none. `kubernetes_api` empty: no pod is marked."""
+
+    redis_url: str = DEFAULT_REDIS_URL
+    secret_file: Path | None = None
+    autoscaler_id: str = ""
+    host: str = "0.0.0.0"
+    external_scaler_port: int = DEFAULT_PORT
+    health_port: int | None = None
+    metrics_port: int | None = None
+    max_streams: int = 64
+    redis_start_timeout: float = 10.0
+    tls: TlsFiles = PLAINTEXT
+    interval: float = 15.0
+    leader_lease: float = 15.0
+    stale_after: int = 4
+    target_ttft_ms: float = DEFAULT_TTFT_MS
+    target_tpot_ms: float = DEFAULT_TPOT_MS
+    attainment: float = 0.95
+    prefill: Pool = Pool()
+    decode: Pool = Pool()
+    max_cost: float = 0.0
+    spare: float = 0.1
+    surge: int = 4
+    cool_down: float = 300.0
+    scale_to_zero_after: float = 0.0
+    worker_drain: float = 30.0
+    switch_roles: bool = True
+    switch_time: float = 10.0
+    hpa_tolerance: float = 0.1
+    kubernetes_api: str = ""
+    kubernetes_dir: Path = SERVICE_ACCOUNT_DIR
+    pod_namespace: str = ""
+    decision_log: Path | None = None
+    log_level: str = "info"
+    log_json: bool = False
+
+
+def parse_config(argv: Sequence[str] | None = None) -> AutoscalerConfig:
+    """Exits with a usage message if a flag does not make sense."""
+    parser = FlagParser(
+        prog="python -P -m router.autoscaler", description="Twostep autoscaler: how many prefill and decode workers there should be."
+    )
+    default = AutoscalerConfig()
+    _network_flags(parser, default)
+    _policy_flags(parser, default)
+    _kubernetes_flags(parser, default)
+    parser.flag(
+        "--decision-log",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="write down what each decision saw and said, for `python -P -m router.autoscaler.replay FILE`; two files of 256 MiB at most",
+    )
+    parser.flag(
+        "--log-level", default=default.log_level, choices=["debug", "info", "warning", "error"], help="least severe level that is logged"
+    )
+    parser.flag("--log-json", action="store_true", default=False, help="one JSON object a line")
+    args = vars(parser.parse_args(argv))
+    tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"))
+    pools = {role: Pool(**{name: args.pop(f"{role}_{name}") for name in _POOL_FIELDS}) for role in ("prefill", "decode")}
+    for role, pool in pools.items():
+        if pool.max_workers < pool.min_workers:
+            parser.error(f"--{role}-max-workers {pool.max_workers} is less than --{role}-min-workers {pool.min_workers}; raise it")
+    config = AutoscalerConfig(tls=tls, **pools, **args)
+    if config.scale_to_zero_after and (config.prefill.min_workers or config.decode.min_workers):
+        parser.error("--scale-to-zero-after needs --prefill-min-workers 0 and --decode-min-workers 0")
+    return config
+
+
+_POOL_FIELDS = ("min_workers", "max_workers", "gpus_per_worker", "price", "cold_start")
+
+
+def _network_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
+    parser.flag("--redis-url", default=default.redis_url, help="where workers and routers say what they do")
+    parser.flag("--secret-file", type=Path, default=None, help="deployment secret, the same file on every process")
+    parser.flag("--autoscaler-id", default="", help="unique name of this replica; drawn at start if not given")
+    parser.flag("--host", default=default.host, help="address to listen on")
+    parser.flag(
+        "--external-scaler-port",
+        type=_whole(0, 65535),
+        default=default.external_scaler_port,
+        help="gRPC port that KEDA asks, 0 for any free one",
+    )
+    parser.flag(
+        "--health-port",
+        type=_whole(-1, 65535),
+        default=None,
+        help="plaintext health-only port; --external-scaler-port + 1 if not given, -1 for none",
+    )
+    parser.flag(
+        "--metrics-port",
+        type=_whole(-1, 65535),
+        default=None,
+        help="plaintext HTTP, GET /metrics; --external-scaler-port + 2 if not given, -1 for none",
+    )
+    parser.flag("--max-streams", type=_whole(1, 4096), default=default.max_streams, help="callers of StreamIsActive at once")
+    parser.flag("--redis-start-timeout", type=_seconds(), default=default.redis_start_timeout, help="how long to wait for Redis at start")
+    parser.flag("--tls-cert", type=Path, default=None, help="PEM certificate; with --tls-key it switches TLS on")
+    parser.flag("--tls-key", type=Path, default=None, help="PEM key of --tls-cert")
+    parser.flag("--tls-ca", type=Path, default=None, help="PEM authority that peers must be certified by: KEDA, and the workers")
+
+
+def _policy_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
+    parser.flag("--interval", type=_seconds(), default=default.interval, help="seconds between two decisions")
+    parser.flag(
+        "--leader-lease",
+        type=_seconds(),
+        default=default.leader_lease,
+        help="seconds after which another replica may lead, if the leader is not heard of",
+    )
+    parser.flag(
+        "--stale-after",
+        type=_whole(2, 1000),
+        default=default.stale_after,
+        help="intervals after which a decision is no answer any more: UNAVAILABLE, for which KEDA keeps what there is",
+    )
+    target_flags(parser)
+    parser.flag("--attainment", type=_share, default=default.attainment, help="share of answers that are to keep the targets")
+    for role in ("prefill", "decode"):
+        pool: Pool = getattr(default, role)
+        parser.flag(f"--{role}-min-workers", type=_whole(0, 10_000), default=pool.min_workers, help=f"fewest pods of the {role} Deployment")
+        parser.flag(f"--{role}-max-workers", type=_whole(1, 10_000), default=pool.max_workers, help="most of them")
+        parser.flag(f"--{role}-gpus-per-worker", type=_whole(1, 64), default=pool.gpus_per_worker, help="GPUs that one of them has")
+        parser.flag(f"--{role}-price", type=_not_negative, default=pool.price, help="what one of its GPUs costs an hour")
+        parser.flag(f"--{role}-cold-start", type=_not_negative, default=pool.cold_start, help="seconds until a new one serves")
+    parser.flag("--max-cost", type=_not_negative, default=default.max_cost, help="most that all workers may cost an hour; 0: no bound")
+    parser.flag("--spare", type=_not_negative, default=default.spare, help="share of the load that is kept free beyond it")
+    parser.flag("--surge", type=_whole(1, 10_000), default=default.surge, help="workers that one decision may add at most")
+    parser.flag(
+        "--cool-down", type=_not_negative, default=default.cool_down, help="seconds of less load before workers go, and between two turns"
+    )
+    parser.flag(
+        "--scale-to-zero-after",
+        type=_not_negative,
+        default=default.scale_to_zero_after,
+        help="seconds without a request after which no worker is kept; 0: never",
+    )
+    parser.flag(
+        "--worker-drain",
+        type=_not_negative,
+        default=default.worker_drain,
+        help="seconds that a worker's requests may go on for when it changes its role or goes; the workers' own --drain-timeout",
+    )
+    parser.flag(
+        "--switch-roles",
+        action=argparse.BooleanOptionalAction,
+        default=default.switch_roles,
+        help="let workers take the other role where that is quicker than a new pod",
+    )
+    parser.flag("--switch-time", type=_not_negative, default=default.switch_time, help="seconds that it takes, beside the drain")
+
+
+def _kubernetes_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
+    parser.flag(
+        "--hpa-tolerance",
+        type=_tolerance,
+        default=default.hpa_tolerance,
+        help="share of a change that the HorizontalPodAutoscaler lets pass: 0.1 unless its `behavior` or the cluster says otherwise",
+    )
+    parser.flag(
+        "--kubernetes-api",
+        default=_in_cluster(),
+        metavar="URL",
+        type=_api,
+        help="mark pods that should go first there; if not given, the cluster's that this process runs in; none: nowhere",
+    )
+    parser.flag(
+        "--kubernetes-dir",
+        type=Path,
+        default=default.kubernetes_dir,
+        metavar="DIR",
+        help="token, ca.crt and namespace of the service account",
+    )
+    parser.flag("--pod-namespace", default="", help="namespace of the workers' pods; if not given, the service account's")
+
+
+def _in_cluster() -> str:
+    """As Kubernetes tells every pod."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else ""
+
+
+def _api(text: str) -> str:
+    if text in ("", "none"):
+        return ""
+    if not text.startswith(("https://", "http://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL; give one such as https://10.0.0.1:443, or none")
+    return text.rstrip("/")
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 up")
+    return value
+
+
+def _seconds(low: float = 0.01, high: float = 86_400.0) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = _not_negative(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def _share(text: str) -> float:
+    value = _not_negative(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share; give a number above 0 and at most 1")
+    return value
+
+
+def _tolerance(text: str) -> float:
+    value = _not_negative(text)
+    if value > 0.5:
+        raise argparse.ArgumentTypeError(f"{text} is too much; give a share from 0 to 0.5")
+    return value
