@@ -31,6 +31,7 @@ from typing import Protocol
 from router.access.identity import Identity
 from router.admission import Admission
 from router.answer import Answer, Finish
+from router.demand_meter import DemandMeter
 from router.dispatch import Dispatcher, time_is_up
 from router.fair_queue import AGEING_S, Claim
 from router.hold_back import HeldAnswer, HoldBack
@@ -110,8 +111,10 @@ class Inference:
         metrics: RouterMetrics,
         tracer: Tracer | None = None,
         hold_back: HoldBack | None = None,
+        demand: DemandMeter | None = None,
     ) -> None:
         self._config = config
+        self._demand = demand
         self._tracer = tracer
         self._hold_back = hold_back
         self._metrics = metrics
@@ -131,7 +134,15 @@ class Inference:
         """Pieces go to `caller`; the end is returned once everything that the request held is free. `read_prompt`: instead of what the
         request says, where several have one prompt. Raises TwostepError."""
         caller.identity.complete(request)
-        about = recorded(self._metrics, request, caller.metadata, self._tracer, received=caller.received, model=self.model_name)
+        about = recorded(
+            self._metrics,
+            request,
+            caller.metadata,
+            self._tracer,
+            received=caller.received,
+            model=self.model_name,
+            demand=self._demand,
+        )
         with about as record:
             record.end = await self._generate(request, caller, record, read_prompt)
             return record.end
@@ -192,6 +203,9 @@ class Inference:
             job = record.job = self._job(request, prompt, name, caller, started, record.metadata)
             await self._prompts.check_grammar(job.sampling)
             with caller.identity.spending(len(job.prompt)) as spending:
+                if self._demand is not None:
+                    record.offered = True
+                    self._demand.arrived(job)
                 caller.accepted(job.prompt)
                 report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
                 answer = record.answer = prompt.answer(job.sampling)

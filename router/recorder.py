@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 from router import tracing
 from router.answer import Answer
+from router.demand_meter import DemandMeter
 from router.job import Job, Metadata
 from router.report import Report
-from router.targets import Expired, Refused, Targets
+from router.targets import Expired, Reason, Refused, Targets
 from twostep.errors import status_of
 from twostep.log import concerning
 from twostep.metrics.router import RouterMetrics
@@ -40,6 +41,8 @@ class Record:
         self.report: Report | None = None
         self.answer: Answer | None = None
         self.end: inference_pb2.End | None = None
+        # Nothing but room for it was wanting: what the deployment is scaled for.
+        self.offered = False
 
     def named(self, request_id: str) -> None:
         """What this router and the workers call it. In the task that serves it, before that starts others."""
@@ -66,6 +69,7 @@ def recorded(
     *,
     received: float,
     model: str = "",
+    demand: DemandMeter | None = None,
 ) -> Iterator[Record]:
     """Around all of a request, which came at `received` (time.monotonic()); `metadata` is its caller's trace context."""
     span = None
@@ -82,7 +86,7 @@ def recorded(
             }
         )
     record = Record(request, metadata, span)
-    status = "INTERNAL"
+    status, refused = "INTERNAL", None
     try:
         yield record
         status = "OK"
@@ -92,11 +96,14 @@ def recorded(
     except BaseException as error:
         status = status_of(error).grpc
         if isinstance(error, Refused | Expired):
+            refused = error.reason
             metrics.refused.labels(error.reason.value, record.request_class).inc()
         raise
     finally:
         finish = "" if record.end is None else _FINISH.get(record.end.finish_reason, "other")
         _observe(metrics, record, status, finish)
+        if demand is not None:
+            _meter(demand, record, status, refused)
         if span is not None:
             _trace(span, record, status, finish)
 
@@ -143,6 +150,14 @@ def _observe_targets(metrics: RouterMetrics, record: Record, status: str) -> Non
         metrics.slo_missed.labels(reason.value, record.request_class).inc()
     if status == "OK" and not missed:
         attained.inc()
+
+
+def _meter(demand: DemandMeter, record: Record, status: str, refused: Reason | None) -> None:
+    job, report = record.job, record.report
+    if job is None or not record.offered:
+        return
+    num_output = 0 if record.answer is None else record.answer.num_tokens - len(job.resumed)
+    demand.ended(job, report, num_output=num_output, tpot_s=record.tpot_s, refused=refused, cancelled=status == "CANCELLED")
 
 
 def _trace(span: Span, record: Record, status: str, finish: str) -> None:

@@ -15,6 +15,7 @@ from router.admission import Admission
 from router.batches.service import DAY_S, BatchConfig, Batches
 from router.cleanup import Cleanup
 from router.config import DEFAULT_HTTP_PORT, RouterConfig
+from router.demand_meter import DemandMeter
 from router.dispatch import DispatchConfig, Dispatcher
 from router.grammar_check import GrammarChecker
 from router.hold_back import hold_back_of
@@ -38,6 +39,7 @@ from router.service import InferenceService
 from router.service_access import KeyGuard
 from router.status_board import RouterView, StatusBoard
 from router.status_service import StatusService
+from router.targets import Targets
 from router.workers import WorkerPool
 from twostep.cluster.registration import connect
 from twostep.errors import SetupError
@@ -143,6 +145,8 @@ class Router:
             timeout_s=config.hold_back_timeout,
             fail_open=config.hold_back_failure == "open",
         )
+        held_to = Targets(ttft_s=config.target_ttft_ms / 1e3, tpot_s=config.target_tpot_ms / 1e3)
+        self._demand = DemandMeter(self._redis, self.router_id, held_to, lambda: self.admission.num_waiting + room.num_queued)
         self._inference = Inference(
             InferenceConfig(
                 model_name=config.served_model_name or config.model.resolve().name,
@@ -160,6 +164,7 @@ class Router:
             metrics=metrics,
             tracer=self._tracer,
             hold_back=self._hold_back,
+            demand=self._demand,
         )
         self._last_tick = time.monotonic()
         self._draining = self._able = False
@@ -261,7 +266,7 @@ class Router:
             raise
         # While any request is there, something goes on.
         collecting = collect_in_quiet_moments(lambda: time.monotonic_ns() if self.admission.num_inflight else 0)
-        running = (self.registry.run(), self._quota_share.run(), self.access.run(), self._inference.cut_stuck_clients())
+        running = (self.registry.run(), self._quota_share.run(), self._demand.run(), self.access.run(), self._inference.cut_stuck_clients())
         if self.batches is not None:
             self._keep(self.batches.run())
         for work in (*running, self._tick(), self.board.run(), collecting):

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from router.autoscaler.model import PolicyConfig, PoolConfig
 from router.demand_flags import DEFAULT_TPOT_MS, DEFAULT_TTFT_MS, target_flags
+from twostep.errors import InvalidRequest
 from twostep.flags import FlagParser
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
 
@@ -26,7 +28,16 @@ class Pool:
     max_workers: int = 8
     gpus_per_worker: int = 1
     price: float = 1.0
-    cold_start: float = 120.0
+    cold_start: float = 60.0
+
+    def policy(self) -> PoolConfig:
+        return PoolConfig(
+            min_workers=self.min_workers,
+            max_workers=self.max_workers,
+            gpus_per_worker=self.gpus_per_worker,
+            price_per_gpu_hour=self.price,
+            cold_start_s=self.cold_start,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +56,7 @@ class AutoscalerConfig:
     redis_start_timeout: float = 10.0
     tls: TlsFiles = PLAINTEXT
     interval: float = 15.0
+    demand_window: float = 30.0
     leader_lease: float = 15.0
     stale_after: int = 4
     target_ttft_ms: float = DEFAULT_TTFT_MS
@@ -53,13 +65,15 @@ class AutoscalerConfig:
     prefill: Pool = Pool()
     decode: Pool = Pool()
     max_cost: float = 0.0
-    spare: float = 0.1
+    spare: int = 1
     surge: int = 4
-    cool_down: float = 300.0
+    cool_down: float = 180.0
+    hysteresis: float = 0.1
+    max_utilization: float = 0.85
     scale_to_zero_after: float = 0.0
     worker_drain: float = 30.0
     switch_roles: bool = True
-    switch_time: float = 10.0
+    switch_time: float = 0.1
     hpa_tolerance: float = 0.1
     kubernetes_api: str = ""
     kubernetes_dir: Path = SERVICE_ACCOUNT_DIR
@@ -67,6 +81,28 @@ class AutoscalerConfig:
     decision_log: Path | None = None
     log_level: str = "info"
     log_json: bool = False
+
+    def policy(self) -> PolicyConfig:
+        """What of it the policy looks at. Raises InvalidRequest for numbers that contradict each other."""
+        return PolicyConfig(
+            prefill=self.prefill.policy(),
+            decode=self.decode.policy(),
+            ttft_ms=self.target_ttft_ms,
+            tpot_ms=self.target_tpot_ms,
+            attainment=self.attainment,
+            interval_s=self.interval,
+            window_s=self.demand_window,
+            cool_down_s=self.cool_down,
+            hysteresis=self.hysteresis,
+            surge=self.surge,
+            spare=self.spare,
+            max_cost=self.max_cost or None,
+            switching=self.switch_roles,
+            switch_s=self.switch_time,
+            drain_s=self.worker_drain,
+            scale_to_zero_after_s=self.scale_to_zero_after,
+            max_utilization=self.max_utilization,
+        )
 
 
 def parse_config(argv: Sequence[str] | None = None) -> AutoscalerConfig:
@@ -92,12 +128,16 @@ def parse_config(argv: Sequence[str] | None = None) -> AutoscalerConfig:
     args = vars(parser.parse_args(argv))
     tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"))
     pools = {role: Pool(**{name: args.pop(f"{role}_{name}") for name in _POOL_FIELDS}) for role in ("prefill", "decode")}
+    config = AutoscalerConfig(tls=tls, prefill=pools["prefill"], decode=pools["decode"], **args)
+    if config.scale_to_zero_after and (config.prefill.min_workers or config.decode.min_workers):
+        parser.error("--scale-to-zero-after needs --prefill-min-workers 0 and --decode-min-workers 0")
     for role, pool in pools.items():
         if pool.max_workers < pool.min_workers:
             parser.error(f"--{role}-max-workers {pool.max_workers} is less than --{role}-min-workers {pool.min_workers}; raise it")
-    config = AutoscalerConfig(tls=tls, **pools, **args)
-    if config.scale_to_zero_after and (config.prefill.min_workers or config.decode.min_workers):
-        parser.error("--scale-to-zero-after needs --prefill-min-workers 0 and --decode-min-workers 0")
+    try:
+        config.policy()
+    except InvalidRequest as error:
+        parser.error(error.message)
     return config
 
 
@@ -136,6 +176,7 @@ def _network_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
 
 def _policy_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
     parser.flag("--interval", type=_seconds(), default=default.interval, help="seconds between two decisions")
+    parser.flag("--demand-window", type=_seconds(1.0, 120.0), default=default.demand_window, help="seconds over which the load is averaged")
     parser.flag(
         "--leader-lease",
         type=_seconds(),
@@ -158,8 +199,19 @@ def _policy_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
         parser.flag(f"--{role}-price", type=_not_negative, default=pool.price, help="what one of its GPUs costs an hour")
         parser.flag(f"--{role}-cold-start", type=_not_negative, default=pool.cold_start, help="seconds until a new one serves")
     parser.flag("--max-cost", type=_not_negative, default=default.max_cost, help="most that all workers may cost an hour; 0: no bound")
-    parser.flag("--spare", type=_not_negative, default=default.spare, help="share of the load that is kept free beyond it")
-    parser.flag("--surge", type=_whole(1, 10_000), default=default.surge, help="workers that one decision may add at most")
+    parser.flag("--spare", type=_whole(0, 10_000), default=default.spare, help="workers that may be lost at once without a target missed")
+    parser.flag(
+        "--surge", type=_whole(1, 10_000), default=default.surge, help="workers that one decision adds, takes away or switches at most"
+    )
+    parser.flag(
+        "--hysteresis", type=_not_negative, default=default.hysteresis, help="what is kept must carry so much more load, as a share"
+    )
+    parser.flag(
+        "--max-utilization",
+        type=_share,
+        default=default.max_utilization,
+        help="share of a worker's time, seats and blocks that is planned for",
+    )
     parser.flag(
         "--cool-down", type=_not_negative, default=default.cool_down, help="seconds of less load before workers go, and between two turns"
     )

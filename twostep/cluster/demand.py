@@ -1,0 +1,128 @@
+"""What is asked of a deployment, as its routers meter it: totals by window and router in Redis. Torch-free and protobuf-free.
+
+twostep:v1:demand:{window}    hash: router id -> DemandTotals as JSON, of that router in that window of WINDOW_S seconds of the wall clock
+
+Totals, never increments: an exchange that broke may be repeated as it is, and a router that dies takes nothing away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+WINDOW_S = 5
+# What was asked for in a window is still read so long, to learn lengths of answers from.
+KEPT_WINDOWS = 24
+TTL_S = (KEPT_WINDOWS + 2) * WINDOW_S
+# How late a router's totals of a window may come: it writes once a second, and clocks differ.
+LATE_S = 1.5
+# Routers of one deployment: fields beyond are not read.
+MAX_ROUTERS = 1024
+# No router counts more in a window: a total that says so is damaged.
+_MAX_TOTAL = 1 << 62
+
+
+def demand_key(window: int) -> str:
+    return f"twostep:v1:demand:{window}"
+
+
+def window_of(unix_s: float) -> int:
+    """The window that an instant lies in."""
+    return int(unix_s // WINDOW_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemandTotals:
+    """Of one router in one window. Each of these is counted when it happens, so that a request may be offered in one window and ended in
+    another: means divide what belongs together."""
+
+    # Requests that came, with their prompts: those among them too that were then refused.
+    requests: int = 0
+    prompt_tokens: int = 0
+    # Refused, or out of time, before any worker had begun with them.
+    refused: int = 0
+    # Those that got a first token; of their prompts, what was found in prefix caches.
+    started: int = 0
+    started_prompt_tokens: int = 0
+    cached_tokens: int = 0
+    uncached_squares: int = 0  # sum of the squares of what was not found
+    # Ended, whole or not, after a first token.
+    ended: int = 0
+    output_tokens: int = 0
+    # Answers held to a target, and those that kept it. A refused request has not kept its time to the first token.
+    ttft_total: int = 0
+    ttft_met: int = 0
+    tpot_total: int = 0
+    tpot_met: int = 0
+    # Waiting in the router as it last wrote: not a total.
+    queued: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(list(dataclasses.astuple(self)), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> DemandTotals | None:
+        """None for what makes no sense. Fields that a newer router has more are passed over; those that an older one has not are 0."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(values, list) or not all(type(value) is int and 0 <= value <= _MAX_TOTAL for value in values):
+            return None
+        return cls(**dict(zip(_NAMES, values, strict=False)))
+
+    def __add__(self, other: DemandTotals) -> DemandTotals:
+        return DemandTotals(**{name: getattr(self, name) + getattr(other, name) for name in _NAMES})
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(DemandTotals))
+NOTHING = DemandTotals()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Of all routers together: the last windows that are over, and all windows that are kept. `seconds` is how much time `recent` is of:
+    windows in which any router wrote. 0: no router has said anything, which is not the same as nothing to do."""
+
+    recent: DemandTotals = NOTHING
+    seconds: float = 0.0
+    kept: DemandTotals = NOTHING
+    queued: int = 0
+    num_routers: int = 0
+
+
+def windows_to_read(now_s: float) -> list[int]:
+    """The oldest first; the last one is not over yet."""
+    last = window_of(now_s)
+    return list(range(last - KEPT_WINDOWS, last + 1))
+
+
+def demand_of(fields: Mapping[int, Mapping[bytes, bytes]], *, now_s: float, span_s: float) -> Demand:
+    """From the hashes of windows_to_read. `recent` is of the last `span_s` seconds before those that may still change; one window at least.
+    Damaged fields are passed over."""
+    last_over = window_of(now_s - LATE_S) - 1
+    first = last_over - max(1, round(span_s / WINDOW_S)) + 1
+    kept, recent = NOTHING, NOTHING
+    seen = 0
+    # The newest word of each router that it has said of late: one that is gone has nothing waiting.
+    queued: dict[bytes, int] = {}
+    for window in sorted(fields):
+        said = list(_known(fields[window].items()))
+        for router, totals in said:
+            kept += totals
+            if window >= last_over:
+                queued[router] = totals.queued
+        if said and first <= window <= last_over:
+            seen += 1
+            for _, totals in said:
+                recent += totals
+    return Demand(recent=recent, seconds=float(seen * WINDOW_S), kept=kept, queued=sum(queued.values()), num_routers=len(queued))
+
+
+def _known(fields: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[bytes, DemandTotals]]:
+    for number, (router, text) in enumerate(fields):
+        totals = DemandTotals.from_json(text)
+        if totals is not None and number < MAX_ROUTERS:
+            yield router, totals
