@@ -30,9 +30,9 @@ def other(role: Role) -> Role:
 class Traffic:
     """The load that was offered, as a mean over the last `window_s`, summed over all routers.
 
-    `requests_per_s` counts whatever came, requests refused for want of room among it; `refused_per_s` those alone (not what a quota or a bad
-    request refused). Tokens are means per request: `prompt_tokens` of the whole prompt, `cached_tokens` of it found in caches,
-    `output_tokens` of the answer. Without a request in the window the means are those of the last one that had some, or 0."""
+    `requests_per_s` counts whatever came, requests refused for want of room among it; `refused_per_s` those alone (not what a quota
+    refused, or what was no request). Tokens are means per request: `prompt_tokens` of the whole prompt, `cached_tokens` of it found in
+    caches, `output_tokens` of the answer. Without a request in the window the means are those of the last one that had some, or 0."""
 
     requests_per_s: float = 0.0
     prompt_tokens: float = 0.0
@@ -96,9 +96,9 @@ class Switch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`prefill` and `decode`: workers wanted in each role, once all that was asked for is there. `replicas`: pods wanted of each Deployment,
-    what KEDA is told; a switched worker counts for the Deployment that owns its pod, so that the two sums are equal. `victims`: workers to
-    go first where a Deployment is to shrink, least costly first, never more than it is to lose."""
+    """`prefill` and `decode`: workers wanted in each role, once all that was asked for is there. `replicas`: pods wanted of each
+    Deployment, what KEDA is told; a switched worker counts for the Deployment that owns its pod, so that the two sums are equal. `victims`:
+    workers to go first where a Deployment is to shrink, least costly first, never more than it is to lose."""
 
     prefill: int
     decode: int
