@@ -33,7 +33,8 @@ WORDS = ("one ", "two ", "three")
 
 class ScriptedInference(pb_grpc.InferenceServicer):
     """Prompts: "ok" answers WORDS; "refuse-N" is refused N times first; "later-MS" is refused once, with a retry delay of MS milliseconds;
-    "break" breaks after two words; "crash" does so too, tells its seed and can go on; "stumble" does so after each word;
+    "break" breaks after two words; "crash" does so too, tells its seed and can go on;
+    "reset" is cancelled there by nobody on the client's side; "stumble" breaks after each word;
     "endless" never stops; "silent" says nothing; "noend" ends without an End; "skip" leaves a position out; "think" reasons before it
     answers; "form" answers JSON; "down-N" is UNAVAILABLE N times first; "bare" shows escape sequences; anything else answers WORDS.
 
@@ -62,7 +63,7 @@ class ScriptedInference(pb_grpc.InferenceServicer):
         self.remaining_s.append(context.time_remaining())
         if self.away or (prompt.startswith("down-") and self.calls[prompt] <= int(prompt[5:])):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this router drains; ask another")
-        told = (("x-twostep-seed", "1234"),) if prompt in ("crash", "stumble") else ()
+        told = (("x-twostep-seed", "1234"),) if prompt in ("crash", "reset", "stumble") else ()
         await context.send_initial_metadata((("x-request-id", request.request_id or "made-by-router"), *told))
         try:
             if prompt.startswith("refuse-") and self.calls[prompt] <= int(prompt[7:]):
@@ -89,6 +90,8 @@ class ScriptedInference(pb_grpc.InferenceServicer):
             while prompt == "endless" or (position < len(WORDS) and prompt not in ("think", "form", "bare")):
                 if prompt == "stumble" and position == len(request.resume_token_ids) + 1:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the router was lost")
+                if prompt == "reset" and position == len(request.resume_token_ids) + 2:
+                    await context.abort(grpc.StatusCode.CANCELLED, "")
                 if (prompt == "break" and position == 2) or (prompt == "crash" and position == len(request.resume_token_ids) + 2):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the decode worker was lost")
                 yield pb.GenerateResponse(

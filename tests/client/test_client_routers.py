@@ -172,6 +172,15 @@ def test_a_resume_goes_to_another_router_with_what_time_is_left(pair: Pair) -> N
     assert 0 < left[0] < left[1] <= 100.1, "the deadline is that of the whole request"
 
 
+def test_a_call_that_the_server_gives_up_goes_on_elsewhere(pair: Pair) -> None:
+    """Servers that stop, and proxies, end what still runs with CANCELLED."""
+    (first, _), (second, _) = pair
+    with Client([target for _, target in pair], timeout=100) as client:
+        completion = client.generate("reset").result()
+    assert (completion.text, completion.resumes) == ("one two three", 1)
+    assert (first.calls["reset"], second.calls["reset"]) == (1, 1)
+
+
 def test_the_deadline_goes_along(pair: Pair) -> None:
     (first, target), _ = pair
     with Client(target, timeout=50) as client:
@@ -243,8 +252,9 @@ async def test_async_balance_health_and_resume(async_pair: Pair) -> None:
         async with asyncio.timeout(20):
             while any(state.num_open for state in client.routers):  # noqa: ASYNC110  the servers set no events
                 await asyncio.sleep(0.01)
-            completion = await client.generate("crash").result()
-            assert (completion.text, ill.calls["crash"], well.calls["crash"]) == ("one two three", 1, 1)
+            for ending in ("crash", "reset"):
+                completion = await client.generate(ending).result()
+                assert (completion.text, ill.calls[ending], well.calls[ending]) == ("one two three", 1, 1)
             ill.away = True
             ill.health.set(READINESS, False)
             while not ill.calls["ok"]:

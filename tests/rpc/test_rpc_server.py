@@ -196,6 +196,25 @@ async def test_drain_lets_running_calls_end_and_refuses_new_ones() -> None:
         await asyncio.wait_for(drain, 2)
 
 
+async def test_what_a_drain_cuts_short_is_unavailable_and_not_cancelled() -> None:
+    """gRPC's own end of a call looks to the caller as if the caller had ended it."""
+    async with serving() as (server, stats, prefill, channel):
+        stats.wait.clear()
+        unary = asyncio.ensure_future(worker_pb2_grpc.WorkerStub(channel).Stats(worker_pb2.WorkerStatsRequest()))
+        stub = prefill_pb2_grpc.PrefillStub(channel)
+        streams = [stub.Run(prefill_pb2.PrefillRequest(request_id="hang")) for _ in range(20)]
+        for stream in streams:
+            for _ in range(3):
+                await stream.read()
+        await asyncio.wait_for(server.drain(0.05), 30)
+        for call in (unary, *(stream.read() for stream in streams)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert caught.value.details() == "this server is stopping; repeat the request on another"
+        assert prefill.closed.is_set()
+
+
 async def test_tls_files_that_are_missing_or_half_given_are_setup_errors(tmp_path: Any) -> None:
     with pytest.raises(SetupError, match="--tls-cert"):
         GrpcServer(ServerConfig(tls=TlsFiles(cert=tmp_path / "no.pem", key=tmp_path / "no.key")))

@@ -145,7 +145,7 @@ class AsyncGeneration(Answer):
     async def _again_after(self, failure: grpc.RpcError) -> None:
         """Sends what is to be sent next, once it is time. Raises if nothing is."""
         target = self._lease.target
-        error = _channel.error_of(target, failure)
+        error = _channel.error_of(target, failure, own=self._was_cancelled() or self._pool.closed)
         # Of a call that is over: what there is of metadata is there.
         heard = self._heard_of_call or (
             isinstance(error, DeadlineExceeded) and bool(_channel.request_id_of(await self._call.initial_metadata()))
@@ -208,7 +208,7 @@ class AsyncClient(ClientBase[Wire]):
 
     async def close(self) -> None:
         """Cancels whatever is still running and closes the connections."""
-        self._closed = True
+        self._pool.closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -292,7 +292,7 @@ class AsyncClient(ClientBase[Wire]):
                 lease.answered()
                 return result
             except grpc.RpcError as failure:
-                problem: TwostepError = _channel.error_of(lease.target, failure)
+                problem: TwostepError = _channel.error_of(lease.target, failure, own=self._pool.closed)
                 _channel.judge(lease, problem, heard=False)
                 tried.add(lease.target)
                 delay = attempts.delay_s(problem, elsewhere=self._pool.elsewhere(tried))

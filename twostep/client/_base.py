@@ -40,7 +40,6 @@ class ClientBase(Generic[W]):
         self._pool = Pool(
             routers, lambda address: open_wire(address, credentials), max_connections=_channel.checked_connections(max_connections)
         )
-        self._closed = False
 
     def __repr__(self) -> str:
         where = _channel.targets_repr(self._pool.targets)
@@ -60,5 +59,5 @@ class ClientBase(Generic[W]):
         return (*self._key, *_channel.trace_of(traceparent))
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._pool.closed:
             raise InvalidRequest("this client is closed; make a new one")

@@ -180,9 +180,12 @@ def judge(lease: Lease[W], error: TwostepError, *, heard: bool) -> None:
         lease.answered()
 
 
-def error_of(target: str, error: grpc.RpcError) -> TwostepError:
-    """Our exception for what grpc raised."""
+def error_of(target: str, error: grpc.RpcError, *, own: bool) -> TwostepError:
+    """Our exception for what grpc raised. `own`: this side has ended the call."""
     code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.CANCELLED and not own:
+        # A server that stops, or a proxy before it, has no better word for calls that are still running then.
+        return Unavailable(f"the server at {target} gave the call up; it may be stopping: ask again, or ask another ({details})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in details:
         # grpc's own limit, not a full server: repeating cannot help.
         return InvalidRequest(f"the request or its answer is too large for one message ({details}); send less")

@@ -134,6 +134,8 @@ class Pool(Generic[W]):
         self._draw = draw or random.Random()
         # Reentrant: the collector may run a generation's __del__, which releases its lease, while this very thread holds it.
         self.lock = threading.RLock()
+        # By the client that has it: what ends now was ended by it.
+        self.closed = False
 
     @property
     def targets(self) -> tuple[str, ...]:

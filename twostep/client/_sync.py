@@ -129,7 +129,7 @@ class Generation(Answer):
     def _again_after(self, failure: grpc.RpcError) -> None:
         """Sends what is to be sent next, once it is time. Raises if nothing is."""
         target = self._lease.target
-        error = _channel.error_of(target, failure)
+        error = _channel.error_of(target, failure, own=self._cancelled.is_set() or self._pool.closed)
         # Of a call that is over: what there is of metadata is there.
         heard = self._heard_of_call or (isinstance(error, DeadlineExceeded) and bool(_channel.request_id_of(self._call.initial_metadata())))
         if not self._cancelled.is_set():
@@ -200,7 +200,7 @@ class Client(ClientBase[Wire]):
 
     def close(self) -> None:
         """Cancels whatever is still running and closes the connections."""
-        self._closed = True
+        self._pool.closed = True
         for wire in self._pool.wires():
             wire.channel.close()
 
@@ -277,7 +277,7 @@ class Client(ClientBase[Wire]):
                 lease.answered()
                 return result
             except grpc.RpcError as failure:
-                error: TwostepError = _channel.error_of(lease.target, failure)
+                error: TwostepError = _channel.error_of(lease.target, failure, own=self._pool.closed)
                 _channel.judge(lease, error, heard=False)
                 tried.add(lease.target)
                 delay = attempts.delay_s(error, elsewhere=self._pool.elsewhere(tried))
@@ -318,7 +318,7 @@ class Client(ClientBase[Wire]):
     def _let_go(self, lease: Lease[Wire], error: BaseException) -> None:
         """Of a call that came to nothing: grpc refused to make it, as it does with a ValueError on a closed channel, or was interrupted."""
         lease.release()
-        if isinstance(error, ValueError) and self._closed:
+        if isinstance(error, ValueError) and self._pool.closed:
             raise InvalidRequest("this client was closed meanwhile; make a new one") from error
         if not isinstance(error, ValueError | TypeError):
             lease.abandon()

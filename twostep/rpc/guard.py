@@ -6,18 +6,19 @@ the table in twostep.errors, and anything else INTERNAL with a reference to the 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from twostep.errors import TwostepError, status_of, trailing_metadata
+from twostep.errors import TwostepError, Unavailable, status_of, trailing_metadata
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,13 @@ class Undecodable(Exception):
 class Guard(grpc.aio.ServerInterceptor):
     """Guards unary-unary and unary-stream handlers; others (reflection) pass untouched."""
 
+    def __init__(self) -> None:
+        self._calls = _Calls()
+
+    def end_all(self) -> None:
+        """The server goes: calls that are still running end with UNAVAILABLE, so that whoever made them asks elsewhere."""
+        self._calls.end_all()
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
@@ -46,15 +54,44 @@ class Guard(grpc.aio.ServerInterceptor):
         decode = functools.partial(_decode, handler.request_deserializer)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream),
+                _guard_stream(handler.unary_stream, self._calls),
                 request_deserializer=decode,
                 response_serializer=handler.response_serializer,
             )
         return grpc.unary_unary_rpc_method_handler(
-            _guard_unary(handler.unary_unary),
+            _guard_unary(handler.unary_unary, self._calls),
             request_deserializer=decode,
             response_serializer=handler.response_serializer,
         )
+
+
+class _Calls:
+    """Those that run."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ended: set[asyncio.Task[Any]] = set()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Raises Unavailable if end_all() ended it."""
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in tasks"
+        self._tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task not in self._ended or task.uncancel() > 0:
+                raise  # the client is gone
+            raise Unavailable("this server is stopping; repeat the request on another") from None
+        finally:
+            self._tasks.discard(task)
+            self._ended.discard(task)
+
+    def end_all(self) -> None:
+        for task in self._tasks - self._ended:
+            self._ended.add(task)
+            task.cancel()
 
 
 def _decode(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
@@ -64,27 +101,29 @@ def _decode(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
         return Undecodable(str(error))
 
 
-def _guard_unary(handler: Any) -> Callable[[Any, _Context], Awaitable[Any]]:
+def _guard_unary(handler: Any, calls: _Calls) -> Callable[[Any, _Context], Awaitable[Any]]:
     async def guarded(request: Any, context: _Context) -> Any:
         await _refuse_undecodable(request, context)
         try:
-            return await handler(request, context)
+            with calls.running():
+                return await handler(request, context)
         except Exception as error:  # noqa: BLE001  # _abort logs whatever is not ours
             await _abort(error, context)
 
     return guarded
 
 
-def _guard_stream(handler: Any) -> Callable[[Any, _Context], Awaitable[None]]:
+def _guard_stream(handler: Any, calls: _Calls) -> Callable[[Any, _Context], Awaitable[None]]:
     async def guarded(request: Any, context: _Context) -> None:
         await _refuse_undecodable(request, context)
         try:
             # Writing here, instead of being a generator too, makes a cancelled write close the handler's generator at
             # once: its `finally` frees what the call holds, and must not wait for the garbage collector.
             responses: AsyncGenerator[Any, None] = handler(request, context)
-            async with aclosing(responses):
-                async for response in responses:
-                    await context.write(response)
+            with calls.running():
+                async with aclosing(responses):
+                    async for response in responses:
+                        await context.write(response)
         except Exception as error:  # noqa: BLE001  # _abort logs whatever is not ours
             await _abort(error, context)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from twostep.rpc.guard import Guard
 from twostep.rpc.health import READINESS, HealthBoard, HealthServicer
 
 log = logging.getLogger(__name__)
+
+# For calls that are told so to say it to their callers.
+_LAST_WORD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +56,9 @@ class GrpcServer:
         self.health_port = 0
         self._credentials = _credentials(config.tls)
         self._names: list[str] = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+        self._guard = Guard()
         self._server = grpc.aio.server(
-            interceptors=[*interceptors, Guard()],
+            interceptors=[*interceptors, self._guard],
             options=server_options(config.max_message_bytes),
             maximum_concurrent_rpcs=config.max_concurrent_rpcs,
             compression=config.compression,
@@ -87,10 +92,14 @@ class GrpcServer:
         return self.port
 
     async def drain(self, grace_s: float) -> None:
-        """Not ready from now on; no new call is accepted, running ones have `grace_s` to end and are then cancelled. Returns when
+        """Not ready from now on; no new call is accepted, running ones have `grace_s` to end and then end with UNAVAILABLE. Returns when
         all have ended. The health port answers to the last."""
         self.health.set(READINESS, False)
-        await self._server.stop(grace_s)
+        # What gRPC itself ends looks to its caller as if the caller had cancelled it.
+        stopping = asyncio.ensure_future(self._server.stop(grace_s + _LAST_WORD_S))
+        await asyncio.wait((stopping,), timeout=grace_s)
+        self._guard.end_all()
+        await stopping
         if self._health_server is not None:
             await self._health_server.stop(None)
 
