@@ -266,7 +266,7 @@ priorityClassName: {{ . }}
 
 {{/* ---- probes: gRPC, on the plaintext health port (name: health) ---- */}}
 
-{{/* dict startupSeconds, port (a number: gRPC probes take no names) */}}
+{{/* dict startupSeconds, port (a number: gRPC probes take no names), readiness: the service asked, if not readiness */}}
 {{- define "twostep.probes" -}}
 startupProbe:
   grpc:
@@ -278,7 +278,7 @@ startupProbe:
 readinessProbe:
   grpc:
     port: {{ .port }}
-    service: readiness
+    service: {{ default "readiness" .readiness }}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 2

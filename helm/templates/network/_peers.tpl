@@ -1,0 +1,56 @@
+{{/* Parts of NetworkPolicies. */}}
+
+{{/* Every pod of this release. Not by app.kubernetes.io/name, which is the operator's own on KubeRay's pods. */}}
+{{- define "twostep.releaseLabels" -}}
+app.kubernetes.io/part-of: twostep
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* dict root, components: a selector of the pods of any of them */}}
+{{- define "twostep.anyOf" -}}
+matchLabels:
+  {{- include "twostep.releaseLabels" .root | nindent 2 }}
+matchExpressions:
+  - key: app.kubernetes.io/component
+    operator: In
+    values: [{{ join ", " .components }}]
+{{- end -}}
+
+{{/* dict root, components: the same as a peer */}}
+{{- define "twostep.peers" -}}
+- podSelector:
+    {{- include "twostep.anyOf" . | nindent 4 }}
+{{- end -}}
+
+{{/* dict root, ports: a rule for whoever scrapes metrics */}}
+{{- define "twostep.scrapes" -}}
+- ports:
+    {{- range $port := .ports }}
+    - {protocol: TCP, port: {{ $port }}}
+    {{- end }}
+  from:
+    {{- if .root.Values.networkPolicy.metricsFrom }}
+    {{- toYaml .root.Values.networkPolicy.metricsFrom | nindent 4 }}
+    {{- else }}
+    - namespaceSelector: {}
+    {{- end }}
+{{- end -}}
+
+{{/* true where KV may travel by nixl */}}
+{{- define "twostep.anyPortBetweenWorkers" -}}
+{{- if or .Values.rdma.enabled (contains "nixl" (include "twostep.kvTransfer" .)) -}}true{{- end -}}
+{{- end -}}
+
+{{/* Ports of all workers there may be, as YAML: grpc and metrics */}}
+{{- define "twostep.workerPorts" -}}
+{{- $grpc := list -}}{{- $metrics := list -}}
+{{- if .Values.colocated.enabled -}}
+{{- range $index := until (int (add .Values.colocated.prefill .Values.colocated.decode)) -}}
+{{- $grpc = append $grpc (add 50101 (mul 10 $index)) -}}
+{{- $metrics = append $metrics (add 50103 (mul 10 $index)) -}}
+{{- end -}}
+{{- else -}}
+{{- $grpc = list 50061 50071 -}}{{- $metrics = list 50063 50073 -}}
+{{- end -}}
+{{- toYaml (dict "grpc" $grpc "metrics" $metrics) -}}
+{{- end -}}

@@ -1,0 +1,31 @@
+{{/* What values.schema.json cannot say: values that contradict each other. */}}
+{{- define "twostep.check" -}}
+{{- $transfer := include "twostep.kvTransfer" . -}}
+{{- if and .Values.colocated.enabled .Values.autoscaling.enabled -}}
+{{- fail "autoscaling.enabled moves the replicas of the prefill and decode Deployments, and with colocated.enabled there are none: switch one of them off" -}}
+{{- end -}}
+{{- if and (eq .Values.model.volume.type "emptyDir") (not .Values.model.loader.enabled) -}}
+{{- fail "model.volume.type emptyDir begins empty: set model.loader.enabled and model.loader.command, or another type" -}}
+{{- end -}}
+{{- if and .Values.model.loader.enabled (not .Values.model.loader.command) -}}
+{{- fail "model.loader.enabled needs model.loader.command: what puts the model into MODEL_PATH" -}}
+{{- end -}}
+{{- if and .Values.model.loader.enabled (has .Values.model.volume.type (list "image" "hostPath")) -}}
+{{- fail (printf "model.loader writes to /models, and model.volume.type %s is not written to: use pvc or emptyDir" .Values.model.volume.type) -}}
+{{- end -}}
+{{- if and (contains "ray" $transfer) (not .Values.ray.enabled) -}}
+{{- fail (printf "workers.kvTransfer is %q and ray.enabled is false: enable Ray, or leave ray out" $transfer) -}}
+{{- end -}}
+{{- if and (contains "ray" $transfer) .Values.colocated.enabled -}}
+{{- fail (printf "workers.kvTransfer is %q, and processes of one pod (colocated.enabled) have no Ray: give auto or cuda_ipc" $transfer) -}}
+{{- end -}}
+{{- if and (eq .Values.ray.mode "external") .Values.ray.enabled (not .Values.ray.address) -}}
+{{- fail "ray.mode is external: give ray.address, host:port of its GCS" -}}
+{{- end -}}
+{{- if and (not .Values.colocated.enabled) (eq $transfer "nixl") (not .Values.prefill.gpus) (gt (int .Values.prefill.replicas) 0) -}}
+{{- fail "without ray.enabled KV travels by nixl, and workers without GPUs have no nixl: enable Ray, or set prefill.replicas to 0 and workers.kvTransfer to none" -}}
+{{- end -}}
+{{- if and (eq $transfer "none") (gt (int .Values.prefill.replicas) 0) -}}
+{{- fail "workers.kvTransfer none leaves prefill workers nothing to do: set prefill.replicas to 0" -}}
+{{- end -}}
+{{- end -}}

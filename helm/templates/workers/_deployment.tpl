@@ -1,0 +1,136 @@
+{{/* One pool of workers, a worker in each pod. dict root, role (prefill or decode), port (gRPC; health and metrics follow it) */}}
+{{- define "twostep.workerDeployment" -}}
+{{- $root := .root -}}
+{{- $values := index $root.Values .role -}}
+{{- $component := dict "root" $root "component" .role -}}
+{{- $ray := eq (include "twostep.rayJoined" $root) "true" -}}
+{{- $ring := int64 (include "twostep.bytes" $root.Values.workers.sharedMemory) -}}
+{{- $store := ternary (int64 (include "twostep.bytes" $root.Values.ray.objectStore)) 0 $ray -}}
+{{- $own := dict "port" .port "health-port" (add .port 1) "metrics-port" (add .port 2) "pod-owner" .role -}}
+{{- if gt (int $values.gpus) 1 }}{{ $_ := set $own "tensor-parallel-size" $values.gpus }}{{ end -}}
+{{- $flags := merge (deepCopy $values.flags) $own (include "twostep.workerFlags" $root | fromYaml) -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {{ include "twostep.component" $component }}
+  namespace: {{ $root.Release.Namespace }}
+  labels:
+    {{- include "twostep.labels" $component | nindent 4 }}
+spec:
+  {{- if not $root.Values.autoscaling.enabled }}
+  replicas: {{ $values.replicas }}
+  {{- end }}
+  selector:
+    matchLabels:
+      {{- include "twostep.selectorLabels" $component | nindent 6 }}
+  # A model may take its time to load, and a drain too.
+  progressDeadlineSeconds: {{ add $root.Values.workers.startupSeconds $root.Values.workers.drainSeconds 300 }}
+  strategy:
+    type: RollingUpdate
+    rollingUpdate:
+      maxSurge: {{ $values.maxSurge }}
+      maxUnavailable: {{ $values.maxUnavailable }}
+  template:
+    metadata:
+      labels:
+        {{- include "twostep.podLabels" $component | nindent 8 }}
+      {{- include "twostep.podAnnotations" (dict "root" $root "port" (add .port 2)) | nindent 6 }}
+    spec:
+      serviceAccountName: {{ include "twostep.serviceAccountName" $component }}
+      automountServiceAccountToken: false
+      enableServiceLinks: false
+      {{- include "twostep.pullSecrets" $root | nindent 6 }}
+      # The drain, what a worker needs to end after it, and Ray's end after that.
+      terminationGracePeriodSeconds: {{ add $root.Values.workers.drainSeconds (ternary 45 20 $ray) }}
+      securityContext:
+        {{- include "twostep.podSecurityContext" $root | nindent 8 }}
+      {{- with $root.Values.workers.runtimeClassName }}
+      runtimeClassName: {{ . }}
+      {{- end }}
+      {{- include "twostep.scheduling" $values | nindent 6 }}
+      {{- include "twostep.spread" (dict "component" $component "given" $values.topologySpreadConstraints) | nindent 6 }}
+      {{- if $root.Values.model.loader.enabled }}
+      initContainers:
+        {{- include "twostep.modelLoader" $root | nindent 8 }}
+      {{- end }}
+      containers:
+        - name: worker
+          image: {{ include "twostep.image" (dict "root" $root "image" "worker") }}
+          imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+          command: [python, -P, -m, {{ .role }}_worker]
+          env:
+            {{- include "twostep.commonEnv" $root | nindent 12 }}
+            {{- include "twostep.workerEnv" $root | nindent 12 }}
+            {{- include "twostep.redisEnv" $root | nindent 12 }}
+            {{- include "twostep.trustEnv" $root | nindent 12 }}
+            {{- include "twostep.podEnv" $root | nindent 12 }}
+            - name: TWOSTEP_WORKER_ID
+              value: $(TWOSTEP_POD_NAME)
+            - name: TWOSTEP_ADVERTISE_ADDRESS
+              value: $(POD_IP):{{ .port }}
+            {{- if $ray }}
+            {{- include "twostep.rayAuthEnv" $root | nindent 12 }}
+            {{- end }}
+            {{- if and (not $values.gpus) (not (hasKey $flags "cpu-threads")) }}
+            # Threads by what this container may use, not by what its node has.
+            - name: TWOSTEP_CPU_THREADS
+              valueFrom:
+                resourceFieldRef:
+                  containerName: worker
+                  resource: limits.cpu
+            {{- end }}
+            {{- include "twostep.flagEnv" (dict "flags" $flags) | nindent 12 }}
+            {{- with $values.env }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+          ports:
+            - name: grpc
+              containerPort: {{ .port }}
+            - name: health
+              containerPort: {{ add .port 1 }}
+            - name: metrics
+              containerPort: {{ add .port 2 }}
+          {{- include "twostep.probes" (dict "startupSeconds" $root.Values.workers.startupSeconds "port" (add .port 1)) | nindent 10 }}
+          securityContext:
+            {{- include "twostep.workerSecurityContext" $root | nindent 12 }}
+          resources:
+            {{- include "twostep.workerResources" (dict "root" $root "gpus" $values.gpus "resources" $values.resources "add" $ring) | nindent 12 }}
+          volumeMounts:
+            {{- include "twostep.workerMounts" $root | nindent 12 }}
+            {{- if $ray }}
+            {{- include "twostep.rayAuthMounts" $root | nindent 12 }}
+            {{- end }}
+        {{- if $ray }}
+        {{- include "twostep.raylet" (dict "root" $root "health" (add .port 1)) | nindent 8 }}
+        {{- end }}
+      volumes:
+        {{- include "twostep.workerVolumes" (dict "root" $root "shm" (add $ring $store)) | nindent 8 }}
+        {{- if $ray }}
+        {{- include "twostep.rayAuthVolumes" $root | nindent 8 }}
+        {{- end }}
+{{- end -}}
+
+{{/* All workers of a pool by address, whether they are ready or not. dict root, role, port */}}
+{{- define "twostep.workerService" -}}
+{{- $component := dict "root" .root "component" .role -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "twostep.component" $component }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "twostep.labels" $component | nindent 4 }}
+spec:
+  type: ClusterIP
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector:
+    {{- include "twostep.selectorLabels" $component | nindent 4 }}
+  ports:
+    - name: grpc
+      port: {{ .port }}
+      targetPort: grpc
+    - name: metrics
+      port: {{ add .port 2 }}
+      targetPort: metrics
+{{- end -}}
