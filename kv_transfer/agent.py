@@ -4,6 +4,7 @@
    kills the actor, which this driver owns, and frees the actor's objects.
 2. It joins Ray and makes the actor on its own node, under a name that no life before had.
 3. It says so on stdout, one line of JSON, and waits for the actor's death, after which it ends too: the worker starts another.
+   Ray prints to its drivers' stdout what it thinks they should know; that goes to stderr here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import ray
 from ray.exceptions import RayError
@@ -37,6 +38,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--budget-bytes", type=int, required=True, help="0: 70 %% of the node's object store")
     parser.add_argument("--start-timeout", type=float, required=True)
     flags = parser.parse_args(arguments)
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     threading.Thread(target=_end_with_stdin, args=(Path(flags.ring),), daemon=True).start()
     try:
         ray.init(
@@ -59,10 +62,10 @@ def main(arguments: list[str]) -> int:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         ).remote(flags.ring, flags.socket, flags.endpoint, budget)
         actor_pid = ray.get(actor.serve.remote(), timeout=flags.start_timeout)
-        _say(ready=True, endpoint=flags.endpoint, budget_bytes=budget, actor_pid=actor_pid)
+        _say(said, ready=True, endpoint=flags.endpoint, budget_bytes=budget, actor_pid=actor_pid)
         ray.get(actor.run.remote())
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
-        _say(ready=False, error=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+        _say(said, ready=False, error=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
     # Ray's orderly shutdown can hang while Ray itself is dying, and has nothing to save.
     os._exit(1)
 
@@ -75,9 +78,9 @@ def _end_with_stdin(ring: Path) -> None:
     os._exit(0)
 
 
-def _say(**fields: object) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
+def _say(said: TextIO, **fields: object) -> None:
+    said.write(json.dumps(fields) + "\n")
+    said.flush()
 
 
 def _store_bytes(node_id: str) -> int:

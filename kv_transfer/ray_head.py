@@ -68,10 +68,7 @@ class RayHead:
 
     def prepare(self) -> None:
         """Makes the directory (0700) and the token file (0600), and forgets an earlier life. Raises SetupError."""
-        if len(os.fsencode(self.temp_dir)) + _SOCKET_SUFFIX > _MAX_SOCKET_PATH:
-            raise SetupError(
-                f"{self.temp_dir} is too long for Ray's unix sockets; give a directory of at most {_MAX_SOCKET_PATH - _SOCKET_SUFFIX} bytes"
-            )
+        check_temp_dir(self.temp_dir)
         if self.object_store_bytes < MIN_OBJECT_STORE_BYTES:
             raise SetupError(
                 f"an object store of {self.object_store_bytes} bytes is too small for Ray; give at least {MIN_OBJECT_STORE_BYTES}"
@@ -127,6 +124,14 @@ class RayHead:
             "--log-style=record",
             "--log-color=false",
         ]
+
+
+def check_temp_dir(path: Path) -> None:
+    """Raises SetupError."""
+    if len(os.fsencode(path)) + _SOCKET_SUFFIX > _MAX_SOCKET_PATH:
+        raise SetupError(
+            f"{path} is too long for Ray's unix sockets; give a directory of at most {_MAX_SOCKET_PATH - _SOCKET_SUFFIX} bytes"
+        )
 
 
 def ray_env(token_path: Path) -> dict[str, str]:
