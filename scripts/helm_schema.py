@@ -1,0 +1,264 @@
+"""The JSON schema of the chart's values: types from the defaults, what those cannot say from the rules below, flags from the parsers.
+
+A rule is looked up by the value's dotted name; the first whose pattern fits wins. A default of {} or [] must have one. A fragment of
+$defs is named by a string.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+from twostep.flags import FlagParser
+
+_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
+_POSITIVE, _NATURAL = {"type": "integer", "minimum": 1}, {"type": "integer", "minimum": 0}
+_MODES = {"type": "array", "minItems": 1, "items": {"enum": ["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]}}
+
+
+def _one_of(*options: Any) -> dict[str, Any]:
+    return {"enum": list(options)}
+
+
+def _whole(low: int, high: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+RULES: tuple[tuple[str, Any], ...] = (
+    ("monitoring.annotations", {"type": "boolean"}),
+    ("*.resources", "resources"),
+    ("*.nodeSelector", "strings"),
+    ("*.tolerations", "tolerations"),
+    ("*.affinity", "affinity"),
+    ("*.topologySpreadConstraints", "objects"),
+    ("*.annotations", "strings"),
+    ("*.labels", "strings"),
+    ("commonLabels", "strings"),
+    ("podAnnotations", "strings"),
+    ("*.env", "env"),
+    ("*.envFrom", "objects"),
+    ("*.accessModes", _MODES),
+    ("*.command", "list"),
+    ("*.args", "list"),
+    ("*.digest", {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"}),
+    ("*.existingSecret", "name"),
+    ("*.existingClaim", "name"),
+    ("ingress.tlsSecret", "name"),
+    ("*.priorityClassName", "name"),
+    ("*.storageClass", "name"),
+    ("workers.runtimeClassName", "name"),
+    ("nameOverride", "name"),
+    ("fullnameOverride", "name"),
+    ("*.size", "memory"),
+    ("*.sizeLimit", "memory"),
+    ("*.objectStore", "memory"),
+    ("workers.sharedMemory", "memory"),
+    ("workers.scratch", "memory"),
+    ("*.pdb.maxUnavailable", "amount"),
+    ("*.maxSurge", "amount"),
+    ("*.maxUnavailable", "amount"),
+    ("image.pullPolicy", _one_of("Always", "IfNotPresent", "Never")),
+    ("image.pullSecrets", "references"),
+    ("model.volume.type", _one_of("pvc", "hostPath", "emptyDir", "image")),
+    ("model.path", {"type": "string", "pattern": "^/"}),
+    ("model.volume.hostPath", {"type": "string", "pattern": "^(/.*)?$"}),
+    ("auth.apiKeys", _one_of("none", "file", "redis")),
+    ("auth.adminPort", _whole(-1, 65535)),
+    ("tls.source", _one_of("certManager", "secret", "job")),
+    ("tls.extraDnsNames", "list"),
+    ("tls.certManager.issuerRef.kind", {"type": "string", "minLength": 1}),
+    ("tls.certManager.duration", "duration"),
+    ("tls.certManager.renewBefore", "duration"),
+    ("tls.job.days", _whole(1, 36500)),
+    ("podSecurity.*", _whole(1, 2**31 - 1)),
+    ("logLevel", _one_of("debug", "info", "warning", "error")),
+    ("tracing.otlpEndpoint", {"type": "string", "pattern": "^(https?://.+)?$"}),
+    ("router.replicas", _NATURAL),
+    ("router.service.type", _one_of("ClusterIP", "NodePort", "LoadBalancer")),
+    ("workers.device", _one_of("auto", "cpu", "cuda")),
+    ("workers.kvTransfer", {"type": "string", "pattern": "^(auto|none|(cuda_ipc|nixl|ray)( *, *(cuda_ipc|nixl|ray))*)$"}),
+    ("colocated.replicas", _NATURAL),
+    ("colocated.gpusPerWorker", _NATURAL),
+    ("ray.mode", _one_of("chart", "kuberay", "external")),
+    ("ray.address", {"type": "string", "pattern": "^([^:/ ]+:[0-9]+)?$"}),
+    ("ray.ports.workers", _whole(2, 10000)),
+    ("ray.ports.*", _whole(1, 65535)),
+    ("redis.external.address", {"type": "string", "pattern": "^([^:/ ]+:[0-9]+)?$"}),
+    ("redis.maxMemory", {"type": "string", "pattern": "^[0-9]+([kmg]b?)?$"}),
+    ("autoscaling.replicas", _POSITIVE),
+    ("autoscaling.slo.attainment", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+    ("autoscaling.slo.*", {"type": "number", "exclusiveMinimum": 0}),
+    ("autoscaling.intervalSeconds", {"type": "number", "minimum": 1}),
+    ("autoscaling.*.maxReplicas", _POSITIVE),
+    ("autoscaling.router.minReplicas", _POSITIVE),
+    ("autoscaling.router.targetCPUUtilizationPercentage", _whole(1, 100)),
+    ("autoscaling.keda.pollingInterval", _POSITIVE),
+    ("networkPolicy.routerFrom", "objects"),
+    ("networkPolicy.*From", "objects"),
+    ("networkPolicy.extraEgress", "objects"),
+    ("*.interval", "duration"),
+    ("gateway.requestTimeout", "duration"),
+    ("gateway.*arentRefs", "references"),
+    ("gateway.*ostnames", "list"),
+    ("router.flags", "routerFlags"),
+    ("workers.flags", "workerFlags"),
+    ("prefill.flags", "prefillFlags"),
+    ("decode.flags", "decodeFlags"),
+    ("autoscaling.flags", "autoscalerFlags"),
+)
+
+DEFS: dict[str, Any] = {
+    "name": {"type": "string", "pattern": _NAME, "maxLength": 253},
+    "memory": {"type": ["string", "integer"], "pattern": "^[0-9]+(Ki|Mi|Gi|Ti|k|M|G|T)?$"},
+    "quantity": {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$"},
+    "amount": {"type": ["string", "integer"], "minimum": 0, "pattern": "^[0-9]+%$"},
+    "duration": {"type": "string", "pattern": "^([0-9]+(ms|s|m|h))+$"},
+    "strings": {"type": "object", "additionalProperties": {"type": "string"}},
+    "list": {"type": "array", "items": {"type": "string"}},
+    "objects": {"type": "array", "items": {"type": "object"}},
+    "references": {"type": "array", "items": {"type": "object", "required": ["name"]}},
+    "env": {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}, "value": {"type": "string"}, "valueFrom": {"type": "object"}},
+        },
+    },
+    "resources": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "requests": {"type": "object", "additionalProperties": {"$ref": "#/$defs/quantity"}},
+            "limits": {"type": "object", "additionalProperties": {"$ref": "#/$defs/quantity"}},
+        },
+    },
+    "tolerations": {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "key": {"type": "string"},
+                "operator": _one_of("Exists", "Equal"),
+                "value": {"type": "string"},
+                "effect": _one_of("NoSchedule", "PreferNoSchedule", "NoExecute"),
+                "tolerationSeconds": {"type": "integer"},
+            },
+        },
+    },
+    "affinity": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {name: {"type": "object"} for name in ("nodeAffinity", "podAffinity", "podAntiAffinity")},
+    },
+}
+
+# What the chart settles itself: a flag that said something else would part from its ports, Secrets and volumes.
+# fmt: off
+SETTLED = frozenset((
+    "host", "port", "health-port", "metrics-port", "http-port", "external-scaler-port", "model", "redis-url", "secret-file", "router-id",
+    "worker-id", "autoscaler-id", "pod-name", "pod-namespace", "pod-owner", "advertise-host", "tls-cert", "tls-key", "tls-ca",
+    "tls-peer-name", "tls-client-auth", "api-keys", "api-keys-file", "admin-host", "admin-port", "batch-dir", "log-level", "log-json",
+    "otlp-endpoint", "kubernetes-api", "kubernetes-dir", "drain-timeout",
+))
+# fmt: on
+
+
+class _ParserCaughtError(Exception):
+    def __init__(self, parser: FlagParser) -> None:
+        self.parser = parser
+
+
+def parser_of(module: str, *arguments: str) -> FlagParser:
+    """The parser that `module.parse_config(*arguments)` makes, before it parses anything."""
+
+    def caught(parser: FlagParser, *_: Any) -> None:
+        raise _ParserCaughtError(parser)
+
+    with mock.patch.object(FlagParser, "parse_args", caught), contextlib.suppress(ImportError):
+        try:
+            importlib.import_module(module).parse_config(*arguments)
+        except _ParserCaughtError as error:
+            return error.parser
+    raise AssertionError(f"{module}.parse_config made no FlagParser")
+
+
+def _flags(parser: FlagParser) -> dict[str, Any]:
+    scalar = {"type": ["string", "number", "boolean", "array", "object"]}
+    properties: dict[str, Any] = {}
+    for action in parser._actions:
+        name = action.option_strings[0].removeprefix("--")
+        if name in SETTLED or action.dest == "help":
+            continue
+        if isinstance(action, argparse._StoreTrueAction | argparse.BooleanOptionalAction):
+            properties[name] = {"type": "boolean"}
+        elif action.choices:
+            properties[name] = _one_of(*action.choices)
+        else:
+            properties[name] = scalar
+    return {"type": "object", "additionalProperties": False, "properties": dict(sorted(properties.items()))}
+
+
+def _flag_defs() -> dict[str, Any]:
+    prefill, decode = (_flags(parser_of("twostep.worker.config", role)) for role in ("prefill", "decode"))
+    both = {name: kind for name, kind in prefill["properties"].items() if name in decode["properties"]}
+    return {
+        "routerFlags": _flags(parser_of("router.config")),
+        "prefillFlags": prefill,
+        "decodeFlags": decode,
+        "workerFlags": prefill | {"properties": both},
+        "autoscalerFlags": _flags(parser_of("router.autoscaler.config")),
+    }
+
+
+def _rule(name: str) -> Any:
+    return next((fragment for pattern, fragment in RULES if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def _schema(value: Any, name: str) -> dict[str, Any]:
+    fragment = _rule(name) if name else None
+    if isinstance(fragment, str):
+        return {"$ref": f"#/$defs/{fragment}"}
+    if fragment is not None:
+        return dict(fragment)
+    if isinstance(value, Mapping) and value:
+        properties = {key: _schema(child, f"{name}.{key}".removeprefix(".")) for key, child in value.items()}
+        return {"type": "object", "additionalProperties": False, "properties": properties}
+    if isinstance(value, Mapping | list):
+        raise SystemExit(f"scripts/helm_schema.py has no rule for {name}, whose default is empty; add one to RULES")
+    if isinstance(value, bool):
+        return {"type": "boolean"}
+    if isinstance(value, int) and not name.endswith("Seconds"):
+        return dict(_NATURAL)
+    if isinstance(value, int | float):
+        return {"type": "number", "minimum": 0}
+    return {"type": "string"}
+
+
+def unused_rules(values: Mapping[str, Any]) -> list[str]:
+    """Patterns that no value has."""
+    names = set(_names(values))
+    return [pattern for pattern, _ in RULES if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+
+
+def _names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        yield prefix + key
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{prefix}{key}.")
+
+
+def schema_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises SystemExit for a value that needs a rule and has none."""
+    root = _schema(values, "")
+    # Helm gives a chart that is part of another one the values of all.
+    root["properties"]["global"] = {"type": "object"}
+    comment = "Written by scripts/helm-docs from values.yaml, scripts/helm_schema.py and the flags of the processes."
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "$comment": comment, **root, "$defs": DEFS | _flag_defs()}
