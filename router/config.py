@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from router.access.flags import access_flags
@@ -78,10 +78,17 @@ class RouterConfig:
     redis_start_timeout: float = 10.0
     grpc_compression: str = "none"
     tls: TlsFiles = PLAINTEXT
+    tls_client_auth: str = "require"
     otlp_endpoint: str = ""
     placement_log: Path | None = None
     log_level: str = "info"
     log_json: bool = False
+
+    @property
+    def front_tls(self) -> TlsFiles:
+        """Of the ports that clients come to."""
+        # With an authority alone there is nothing to serve TLS with, which is refused as ever.
+        return self.tls if self.tls_client_auth == "require" or self.tls.cert is None else replace(self.tls, ca=None)
 
 
 def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
@@ -242,6 +249,17 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     parser.flag("--tls-key", type=Path, default=None, help="PEM key of --tls-cert")
     parser.flag("--tls-ca", type=Path, default=None, help="PEM authority that peers must be certified by")
     parser.flag(
+        "--tls-peer-name",
+        default="",
+        help="name that workers' certificates must have, whatever address they are reached at; the address itself if not given",
+    )
+    parser.flag(
+        "--tls-client-auth",
+        default=default.tls_client_auth,
+        choices=["require", "none"],
+        help="whether clients of this router need a certificate of --tls-ca; workers need one in any case",
+    )
+    parser.flag(
         "--placement-log",
         type=Path,
         default=None,
@@ -254,7 +272,7 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     )
     parser.flag("--log-json", action="store_true", default=False, help="one JSON object a line")
     args = vars(parser.parse_args(argv))
-    tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"))
+    tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"), peer_name=args.pop("tls_peer_name"))
     args["served_model_name"] = args["served_model_name"] or Path(args["model"]).resolve().name
     return RouterConfig(tls=tls, **args)
 

@@ -181,7 +181,7 @@ class Router:
                 host=config.host,
                 port=config.port,
                 health_port=config.health_port,
-                tls=config.tls,
+                tls=config.front_tls,
                 # Room for those that are refused to be told so, and for health checks.
                 max_concurrent_rpcs=config.max_inflight + config.max_waiting + 256,
                 compression=compression,
@@ -216,7 +216,7 @@ class Router:
             if self.batches is not None:
                 self.batches.answer_with(BatchEndpoints(front))
             port = config.http_port if config.http_port is not None else DEFAULT_HTTP_PORT if config.port else 0
-            self._http = HttpServer(front, host=config.host, port=port, tls=config.tls, max_connections=config.max_connections)
+            self._http = HttpServer(front, host=config.host, port=port, tls=config.front_tls, max_connections=config.max_connections)
         # Set when an operator asks for it over the admin port: whoever runs the router drains it then.
         self.drain_asked = asyncio.Event()
         self._admin = None if config.admin_port == -1 else self._admin_server(secret)
@@ -320,7 +320,7 @@ class Router:
             tls=config.tls,
             drain=self.drain_asked.set,
         )
-        return AdminServer(administration, host=config.admin_host, port=config.admin_port, ssl_context=ssl_context(config.tls))
+        return AdminServer(administration, host=config.admin_host, port=config.admin_port, ssl_context=ssl_context(config.front_tls))
 
     async def _close(self) -> None:
         if self._admin is not None:

@@ -126,7 +126,7 @@ def parse_config(argv: Sequence[str] | None = None) -> AutoscalerConfig:
     )
     parser.flag("--log-json", action="store_true", default=False, help="one JSON object a line")
     args = vars(parser.parse_args(argv))
-    tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"))
+    tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"), peer_name=args.pop("tls_peer_name"))
     pools = {role: Pool(**{name: args.pop(f"{role}_{name}") for name in _POOL_FIELDS}) for role in ("prefill", "decode")}
     config = AutoscalerConfig(tls=tls, prefill=pools["prefill"], decode=pools["decode"], **args)
     if config.scale_to_zero_after and (config.prefill.min_workers or config.decode.min_workers):
@@ -172,6 +172,11 @@ def _network_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
     parser.flag("--tls-cert", type=Path, default=None, help="PEM certificate; with --tls-key it switches TLS on")
     parser.flag("--tls-key", type=Path, default=None, help="PEM key of --tls-cert")
     parser.flag("--tls-ca", type=Path, default=None, help="PEM authority that peers must be certified by: KEDA, and the workers")
+    parser.flag(
+        "--tls-peer-name",
+        default="",
+        help="name that workers' certificates must have, whatever address they are reached at; the address itself if not given",
+    )
 
 
 def _policy_flags(parser: FlagParser, default: AutoscalerConfig) -> None:

@@ -12,9 +12,11 @@ import aiohttp
 import pytest
 from router_fakes import Cluster
 
+from router.config import RouterConfig
 from router.http.server import ssl_context
 from twostep.errors import SetupError
-from twostep.rpc.channel import TlsFiles
+from twostep.rpc.channel import TlsFiles, open_channel
+from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,24 @@ async def test_certificates(cluster: Cluster, pair: tuple[Path, Path], with_ca: 
         else:
             async with http.get(url, ssl=stranger) as answer:
                 assert answer.status == 200
+
+
+async def test_clients_without_certificates_where_workers_need_them(cluster: Cluster, pair: tuple[Path, Path]) -> None:
+    cert, key = pair
+    stranger = ssl.create_default_context(cafile=cert)
+    tls = TlsFiles(cert=cert, key=key, ca=cert)
+    async with cluster.serving(tls=tls, tls_client_auth="none"), aiohttp.ClientSession() as http:
+        async with http.get(f"https://127.0.0.1:{cluster.router.http_port}/v1/models", ssl=stranger) as answer:
+            assert answer.status == 200
+        async with open_channel(f"127.0.0.1:{cluster.router.port}", tls=TlsFiles(ca=cert)) as channel:
+            models = await inference_pb2_grpc.InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest(), timeout=30)
+            assert models.models[0].name == "m"
+
+
+def test_an_authority_alone_serves_nothing(pair: tuple[Path, Path]) -> None:
+    for told in ("require", "none"):
+        config = RouterConfig(model=Path(), tls=TlsFiles(ca=pair[0]), tls_client_auth=told)
+        assert config.front_tls.ca == pair[0], "and so the server refuses to start"
 
 
 def test_files_that_are_no_certificates(tmp_path: Path, pair: tuple[Path, Path]) -> None:

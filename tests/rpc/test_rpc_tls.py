@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
@@ -42,6 +43,18 @@ async def test_both_sides_show_certificates(certificate: TlsFiles) -> None:
                 await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=2)
     async with open_channel(f"127.0.0.1:{server.health_port}") as plain:
         assert (await health_pb2_grpc.HealthStub(plain).Check(CHECK, timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
+    await server.drain(0)
+
+
+async def test_a_peer_is_known_by_its_name_at_whatever_address(certificate: TlsFiles) -> None:
+    server = GrpcServer(ServerConfig(tls=certificate))
+    port = await server.start()
+    # The certificate knows 127.0.0.1 too: only the name that is asked for may count.
+    async with open_channel(f"127.0.0.1:{port}", tls=replace(certificate, peer_name="localhost")) as channel:
+        assert (await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=30)).status == health_pb2.HealthCheckResponse.SERVING
+    async with open_channel(f"127.0.0.1:{port}", tls=replace(certificate, peer_name="stranger")) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=5)
     await server.drain(0)
 
 

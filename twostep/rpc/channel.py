@@ -16,11 +16,12 @@ MAX_MESSAGE_BYTES = 16 << 20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
     """PEM files of one side. A server with `ca` asks its clients for certificates of that authority; a client without
-    `ca` trusts the system's authorities."""
+    `ca` trusts the system's authorities. A client with `peer_name` wants a certificate of that name, whatever address it asks."""
 
     cert: Path | None = None
     key: Path | None = None
     ca: Path | None = None
+    peer_name: str = ""
 
     @property
     def enabled(self) -> bool:
@@ -99,7 +100,8 @@ def open_channel(
     options = channel_options(max_message_bytes)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options, compression=compression)
-    return grpc.aio.secure_channel(address, credentials, options=options, compression=compression)
+    named = [("grpc.ssl_target_name_override", tls.peer_name)] if tls.peer_name else []
+    return grpc.aio.secure_channel(address, credentials, options=[*options, *named], compression=compression)
 
 
 def error_from_rpc(error: grpc.RpcError) -> TwostepError:

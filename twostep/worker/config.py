@@ -112,7 +112,7 @@ def parse_config(role: str, argv: Sequence[str] | None = None) -> WorkerConfig:
         parser.error("--model is missing: give a model directory or a known model's name, or --runner fake")
     if args["kv_transfer"] == "none" and (role == "prefill" or not args["local_prefill"]):
         parser.error("--kv-transfer none is for decode workers with --local-prefill: nothing else can be done without handing KV over")
-    tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"))
+    tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"), peer_name=args.pop("tls_peer_name"))
     args["served_model_name"] = args["served_model_name"] or Path(args["model"]).name or "fake"
     return WorkerConfig(role=role, tls=tls, cache_dir=default_cache_dir(os.environ), **args)
 
@@ -239,6 +239,11 @@ def _network_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None
     parser.flag("--tls-cert", type=Path, default=None, help="PEM certificate; with --tls-key it switches TLS on")
     parser.flag("--tls-key", type=Path, default=None, help="PEM key of --tls-cert")
     parser.flag("--tls-ca", type=Path, default=None, help="PEM authority that peers must be certified by")
+    parser.flag(
+        "--tls-peer-name",
+        default="",
+        help="name that workers' certificates must have, whatever address they are reached at; the address itself if not given",
+    )
     parser.flag(
         "--max-concurrent-rpcs", type=_between(1, 1 << 20), default=default.max_concurrent_rpcs, help="calls and streams open at once"
     )
