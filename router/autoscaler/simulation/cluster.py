@@ -94,8 +94,14 @@ class Cluster:
     @property
     def num_unfinished(self) -> int:
         """That arrived, and neither ended nor were refused."""
-        inside = sum(side.num_prompts for _, side in self._sides(PrefillSide))
-        return len(self._waiting) + inside + sum(side.num_running for _, side in self._sides(DecodeSide))
+        inside = 0
+        for worker in self.workers.values():
+            match worker.side:
+                case PrefillSide() as side:
+                    inside += side.num_prompts
+                case DecodeSide() as side:
+                    inside += side.num_running
+        return len(self._waiting) + inside
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +139,12 @@ class Cluster:
         if seat is None:
             return False
         seat.reserve(num_tokens)
-        source, side = min(self._prefills, key=lambda pair: pair[1].predicted_s(now))
+        source, side = self._prefills[0]
+        soonest = side.predicted_s(now)
+        for pair in self._prefills[1:]:
+            if (begin := pair[1].predicted_s(now)) < soonest:
+                source, side = pair
+                soonest = begin
         length = requests.prompts[request] + self._done[request]
         side.add(Prompt(request, length, requests.cached[request], seat), now)
         if not side.running and source.alive:
@@ -310,6 +321,3 @@ class Cluster:
         there = [w for w in self.workers.values() if not w.draining]
         self._prefills = [(w, w.side) for w in there if isinstance(w.side, PrefillSide)]
         self._decodes = [w.side for w in there if isinstance(w.side, DecodeSide)]
-
-    def _sides(self, kind: type[Any]) -> list[tuple[SimWorker, Any]]:
-        return [(w, w.side) for w in self.workers.values() if isinstance(w.side, kind)]

@@ -7,8 +7,8 @@ is all there is to keep, and the cost does not depend on the number of steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from router.autoscaler.simulation.hardware import Hardware
 
@@ -16,14 +16,12 @@ from router.autoscaler.simulation.hardware import Hardware
 _JOINING_STEPS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     request: int
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(NamedTuple):
     """A sequence that has to go on elsewhere, with the tokens it got here."""
 
     request: int
@@ -64,8 +62,11 @@ class DecodeSide:
     @property
     def step_s(self) -> float:
         num = len(self._ends)
-        rows = self._row * max(0.0, num - self._knee) if self._row else 0.0
-        return self._fixed + rows + self._each * num + self._context_s * max(0.0, self._base + num * self._passed)
+        seconds = self._fixed + self._each * num
+        context = self._base + num * self._passed
+        if context > 0:
+            seconds += self._context_s * context
+        return seconds + self._row * (num - self._knee) if num > self._knee else seconds
 
     def has_room(self, num_tokens: int) -> bool:
         return len(self._ends) + self.num_reserved < self._max_seqs and self.taken_tokens + num_tokens <= self._max_tokens
@@ -89,42 +90,44 @@ class DecodeSide:
     def advance(self, now: float) -> list[Ended]:
         """To `now`, which is not before the last time. Those that ended, in order."""
         ended: list[Ended] = []
+        ends = self._ends
         if self.frozen:
             return ended
-        ends = self._ends
         while ends:
             num = len(ends)
+            context = self._base + num * self._passed
             step = self.step_s
-            left_s = now - self._last
-            until = ends[0][0] - self._passed
-            steps = left_s / step
-            if until > steps:
-                self._spend(left_s, steps, num)
+            seconds = now - self._last
+            steps = seconds / step
+            first = ends[0]
+            until = first[0] - self._passed
+            over = until <= steps
+            if over:
+                steps = until
+                seconds = until * step
+            self.num_tokens += num * steps
+            self.sequence_s += num * seconds
+            self.token_s += (context + num * steps / 2) * seconds
+            if not over:
                 self._passed += steps
                 break
-            self._spend(until * step, until, num)
-            self._last += until * step
+            self._last += seconds
             end, request, begun, length, num_left = heappop(ends)
             self._passed = end
             self._base -= length - begun
             self.taken_tokens -= length + num_left
             ended.append(Ended(request, self._last))
-        self._last = now
-        if not ends:
+        else:
             self._base = 0.0
+        self._last = now
         return ended
 
     def abandon(self) -> list[Left]:
         """The worker is gone, or has no more time: all sequences that were here. Who has reserved finds it closed."""
         self.closed = True
         left = []
-        for end, request, _, length, num_left in self._ends:
+        for end, request, _, _, num_left in self._ends:
             num_tokens = min(num_left - 1, max(0, int(num_left - (end - self._passed))))
             left.append(Left(request, num_tokens))
         self._ends.clear()
         return left
-
-    def _spend(self, seconds: float, steps: float, num: int) -> None:
-        self.num_tokens += num * steps
-        self.sequence_s += num * seconds
-        self.token_s += (self._base + num * (self._passed + steps / 2)) * seconds

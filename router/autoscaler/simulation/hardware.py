@@ -14,9 +14,9 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One worker of either role. `edge_s` is what router, network and edges add to a first token; `hand_over_s` lies between a prompt's last
-    step and the decode worker's next one, and `token_hand_over_s` comes on top for each of its tokens. `ahead_s`: a step is planned so
-    long before the running one ends."""
+    """One worker of either role. `edge_s` is what router, network and edges add to a first token; `hand_over_s` lies between a prompt's
+    last step and the decode worker's next one, and `token_hand_over_s` comes on top for each of its tokens. `ahead_s`: a step is planned
+    so long before the running one ends."""
 
     prefill: StepCurve
     decode: StepCurve

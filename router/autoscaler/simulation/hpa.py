@@ -27,8 +27,8 @@ DOWN = Rules(stabilization_s=300.0)
 
 
 def pods_metric(current: int, values: Sequence[float], num_missing: int, target: float, tolerance: float = DEFAULT_TOLERANCE) -> int:
-    """Replicas for a metric of each pod (type Pods, AverageValue). `values` of those that have one; the `num_missing` others, not ready yet,
-    count as idle when it would scale up and as on target when it would scale down. Without any value nothing changes."""
+    """Replicas for a metric of each pod (type Pods, AverageValue). `values` of those that have one; the `num_missing` others, not ready
+    yet, count as idle when it would scale up and as on target when it would scale down. Without any value nothing changes."""
     if not values:
         return current
     ratio = sum(values) / (len(values) * target)

@@ -1,7 +1,7 @@
 """What users felt and what it cost: the ledger that a simulation writes, and what is read from it.
 
-A request counts as kept if its first token came within the TTFT target and its others at the TPOT target or faster, on average; who is refused
-or never ends has not been kept. It counts in the interval in which it came.
+A request counts as kept if its first token came within the TTFT target and its others at the TPOT target or faster, on average; who is
+refused or never ends has not been kept. It counts in the interval in which it came.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`reversals`: the most changes of direction of a role's wanted number within one cool-down. `recoveries`: for each loss, intervals until
-    attainment was back at the target."""
+    """`reversals`: the most changes of direction of a role's wanted number within one cool-down. `recoveries`: for each loss, intervals
+    until attainment was back at the target."""
 
     name: str
     num_requests: int

@@ -55,23 +55,26 @@ class PrefillSide:
             ahead = now - min(self._hardware.ahead_s, self._step_s)
             if queue[0].queued_at <= ahead:
                 latest = ahead
-        room = self._hardware.prefill_tokens
+        curve, room = self._curve, self._hardware.prefill_tokens
         rows, pairs = 0, 0.0
-        while queue and room and queue[0].queued_at <= latest:
+        while queue and room:
             prompt = queue[0]
-            count = min(room, prompt.length - prompt.computed)
-            chunk = chunk_pairs(count, prompt.computed)
-            pairs += chunk
+            if prompt.queued_at > latest:
+                break
+            computed = prompt.computed
+            count = prompt.length - computed
+            if count > room:
+                count = room
+            pairs += count * (computed + count / 2)
             rows += count
             room -= count
-            self.queued_s -= self._hardware.prompt_s(count, chunk)
-            prompt.computed += count
+            prompt.computed = computed + count
             if prompt.computed == prompt.length:
                 self._step.append(queue.popleft())
         self.queued_tokens -= rows
-        if not queue:
-            self.queued_s = 0.0  # what sums of rounded numbers leave
-        self._step_s = self._curve.step_s(StepWorkload(prompt_tokens=rows, pairs=pairs))
+        # Sums of rounded numbers leave something.
+        self.queued_s = self.queued_s - curve.per_row_s * rows - curve.per_pair_s * pairs if queue else 0.0
+        self._step_s = curve.step_s(StepWorkload(prompt_tokens=rows, pairs=pairs))
         self.num_tokens += rows
         self.busy_s += self._step_s
         self.free_at = now + self._step_s

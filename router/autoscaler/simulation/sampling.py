@@ -21,7 +21,8 @@ AGE_S = HEARTBEAT_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodMetrics:
-    """Of a ready pod, means since the last sample. Shares of 1: `busy` of the time in steps, `seats` of max_num_seqs, `pool` of the KV pool."""
+    """Of a ready pod, means since the last sample. Shares of 1: `busy` of the time in steps, `seats` of max_num_seqs, `pool` of the KV
+    pool."""
 
     busy: float = 0.0
     queued_tokens: float = 0.0

@@ -130,9 +130,10 @@ class FixedRatio:
             wanted = total
         total = self._hpa.follow(now, total, wanted)
         prefill = min(total - 1, max(1, round(total * self._share["prefill"])))
-        for role, replicas in (("prefill", prefill), ("decode", total - prefill)):
-            if replicas != cluster.replicas[role]:
-                cluster.scale(role, replicas, now)
+        shares: dict[Role, int] = {"prefill": prefill, "decode": total - prefill}
+        for role in ROLES:
+            if shares[role] != cluster.replicas[role]:
+                cluster.scale(role, shares[role], now)
 
 
 class FixedFleet:
