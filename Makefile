@@ -1,4 +1,4 @@
-# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · fuzz · clean.  Everything lands in .venv; a stamp says what is there already.
+# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · fuzz · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"                            TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
@@ -6,6 +6,7 @@
 #   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; all of it takes about 12 minutes
 #   make fuzz FUZZ_CASES=100000                                   random requests over HTTP and gRPC; 10,000 of them if not told
 #   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die, for 3 minutes
+#   make rolling ROLLING_FLAGS="--clients 12"                     a rolling update of every part under load, some minutes
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   takes PyTorch from there instead of from where pip's own configuration points
 #   PYTHON=python3.12                                  makes .venv with that interpreter (3.11 or newer)
 
@@ -24,6 +25,7 @@ BENCH_FLAGS ?=
 BENCH ?= gpu_decode_attention
 FAULT_FLAGS ?=
 STORM_FLAGS ?=
+ROLLING_FLAGS ?=
 FUZZ_CASES ?= 10000
 
 # A prompt is passed on as it stands, dollar signs and quotes included.
@@ -37,7 +39,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm fuzz clean
+.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm rolling fuzz clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -76,6 +78,10 @@ fault-matrix: $(VENV)/.dev
 
 storm: $(VENV)/.dev
 	@$(BIN)/python benchmarks/hand_over_storm.py $(STORM_FLAGS)
+
+# Each role and Redis, while clients ask (docs/upgrades.md).
+rolling: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/system/rolling.py $(ROLLING_FLAGS)
 
 # Other cases each time, for every night; the few that `make test` has are the same for everybody. Its last lines say what was answered.
 fuzz: $(VENV)/.dev

@@ -1,0 +1,191 @@
+"""`make rolling`: a rolling update of each role and of Redis under load, with figures (docs/upgrades.md).
+
+    python tests/system/rolling.py                  all of it, some minutes on two cores
+    python tests/system/rolling.py --clients 12
+
+Two routers, two prefill and two decode workers, each a process, serve a small model in float32 to clients of the SDK that ask without a
+pause. Each part prints a line; the exit status is 0 if no request failed, all tokens were right and nothing was left over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis.asyncio
+from fleet import BLOCK_SIZE, Fleet
+from oracle import Oracle
+from steady_load import Outcome, SteadyLoad, model_cases
+
+LONG_S, SHORT_S = 60.0, 0.05
+ROUTERS = tuple(f"router-{n}" for n in range(6))
+FLAGS = ("--dtype", "float32", "--num-blocks", "256", "--block-size", str(BLOCK_SIZE))
+# Without a time to live: it is there after a restart only if Redis came back with what it had.
+_MARK = "twostep:test:mark"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What became of the requests that were under way in one part of an update."""
+
+    name: str
+    seconds: float
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def num_moved(self) -> int:
+        return sum(outcome.moved for outcome in self.outcomes)
+
+    @property
+    def errors(self) -> list[str]:
+        return [outcome.error for outcome in self.outcomes if outcome.error]
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max(outcome.gap_s for outcome in self.outcomes)
+
+    @property
+    def longest_first_s(self) -> float:
+        return max(outcome.first_s for outcome in self.outcomes)
+
+    def __str__(self) -> str:
+        return (
+            f"| {self.name} | {self.seconds:.1f} s | {len(self.outcomes)} | {self.num_moved} | {len(self.errors)} "
+            f"| {self.longest_first_s:.2f} s | {self.longest_gap_s:.2f} s |"
+        )
+
+
+HEADER = "| | took | requests | moved | failed | longest wait for the first token | longest gap |\n|---|---|---|---|---|---|---|"
+
+
+class Update:
+    """Of a fleet under load, part after part."""
+
+    def __init__(self, fleet: Fleet, load: SteadyLoad, say: Callable[[str], None] = lambda _: None) -> None:
+        self.fleet, self.load = fleet, load
+        self.parts: list[Part] = []
+        self._say = say
+        self._seen = 0
+
+    async def part(self, name: str, work: Awaitable[object]) -> Part:
+        """Does it, and waits until all that was under way has ended."""
+        begun = time.monotonic()
+        await work
+        seconds = time.monotonic() - begun
+        await self.load.settled()
+        part = Part(name=name, seconds=seconds, outcomes=tuple(self.load.ended[self._seen :]))
+        self._seen += len(part.outcomes)
+        self.parts.append(part)
+        self._say(str(part))
+        return part
+
+    async def replace(self, old: Sequence[str], new: Sequence[str], *, drain_s: float) -> None:
+        """One after the other: the new one serves before the old one is told to end. The new ones will drain for `drain_s`."""
+        for leaving, coming in zip(old, new, strict=True):
+            await self.fleet.start({coming: drain_s})
+            await self.drain(leaving)
+
+    async def drain(self, name: str) -> None:
+        """While it has something to do."""
+        await self._until_busy(name)
+        await self.fleet.drain(name)
+        await self.fleet.until_whole()
+
+    async def restart(self, *names: str) -> None:
+        """Each in place. A worker comes back under a newer epoch."""
+        for name in names:
+            await self._until_busy(name)
+            worker = not name.startswith("router")
+            before = (await self.fleet.stats(name)).epoch if worker else 0
+            await self.fleet.restart(name)
+            after = (await self.fleet.stats(name)).epoch if worker else 1
+            assert after > before, f"{name} came back under epoch {after} after {before}"
+
+    async def restart_redis(self, *, down_s: float) -> None:
+        async with redis.asyncio.Redis.from_url(self.fleet.redis_url) as store:
+            await store.set(_MARK, "kept")
+        await self.fleet.stop_redis()
+        await asyncio.sleep(down_s)
+        await self.fleet.start_redis()
+        async with redis.asyncio.Redis.from_url(self.fleet.redis_url) as store:
+            assert await store.get(_MARK) == b"kept", "what Redis had is lost with its restart"
+        await self.fleet.until_whole()
+
+    async def _until_busy(self, name: str) -> None:
+        if name.startswith("decode"):
+            await self.fleet.until_busy(name, 1)
+
+
+def check(parts: Sequence[Part], oracle: Oracle) -> int:
+    """Fails for a request that failed, and for a wrong token. How many comparisons ended at a near-tie of the oracle's own."""
+    return sum(oracle.compare(outcome.case.token_ids, outcome.case.options, outcome.token_ids) for outcome in differing(parts))
+
+
+def differing(parts: Sequence[Part]) -> list[Outcome]:
+    """Answers with other tokens than expected. Fails for a request that failed."""
+    errors = [f"{part.name}: {error}" for part in parts for error in part.errors]
+    assert not errors, errors
+    return [outcome for part in parts for outcome in part.outcomes if list(outcome.token_ids) != list(outcome.case.expected)]
+
+
+async def roll_all(fleet: Fleet, load: SteadyLoad, say: Callable[[str], None]) -> list[Part]:
+    update = Update(fleet, load, say)
+    await update.part("nothing happens", load.more(30))
+    for drain_s, old, new in ((LONG_S, (0, 1), (2, 3)), (SHORT_S, (2, 3), (4, 5))):
+        for role in ("prefill", "decode", "router"):
+            names = [[f"{role}-{n}" for n in numbers] for numbers in (old, new)]
+            await update.part(f"{role}: replaced, drained for {drain_s:g} s at most", update.replace(*names, drain_s=SHORT_S))
+    for role in ("prefill", "decode", "router"):
+        await update.part(f"{role}: restarted in place, drained for {SHORT_S:g} s", update.restart(f"{role}-4", f"{role}-5"))
+    await update.part("Redis restarted, away for 3 s", update.restart_redis(down_s=3.0))
+    await update.part("nothing happens", load.more(30))
+    return update.parts
+
+
+async def _main(args: argparse.Namespace, model_dir: Path, oracle: Oracle) -> int:
+    cases = model_cases(oracle, 40, max_tokens=(100, 500))
+    async with Fleet(model_dir, flags=FLAGS, routers=ROUTERS) as fleet:
+        names = [f"{role}-{n}" for role in ("prefill", "decode", "router") for n in (0, 1)]
+        await fleet.start(dict.fromkeys(names, LONG_S))
+        print(HEADER, flush=True)
+        async with SteadyLoad(fleet.targets, cases, num_clients=args.clients) as load:
+            parts = await roll_all(fleet, load, lambda line: print(line, flush=True))
+        await fleet.until_empty()
+        near_ties = check(parts, oracle)
+    outcomes = [outcome for part in parts for outcome in part.outcomes]
+    num_tokens, num_moved = sum(len(outcome.token_ids) for outcome in outcomes), sum(outcome.moved for outcome in outcomes)
+    print(f"{len(outcomes)} requests, {num_tokens} tokens, {num_moved} moved, 0 failed, 0 wrong tokens, nothing left over")
+    print(f"{near_ties} comparisons ended at a near-tie of the oracle's own")
+    return 0 if _moved_when_they_should(parts) else 1
+
+
+def _moved_when_they_should(parts: Sequence[Part]) -> bool:
+    """Decode workers and routers that have no time give their streams away; whoever has time gives none."""
+    given = {part.name: part.num_moved > 0 for part in parts if "drain" in part.name}
+    wrong = [name for name, moved in given.items() if moved and f"{LONG_S:g} s" in name]
+    wrong += [name for name, moved in given.items() if not moved and f"{SHORT_S:g} s" in name and not name.startswith("prefill")]
+    print("".join(f"streams should {'not ' if given[name] else ''}have moved: {name}\n" for name in wrong), end="")
+    return not wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=6, help="requests at any time")
+    args = parser.parse_args()
+    # The tests' own model, which their folder makes.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    tiny_models = importlib.import_module("tiny_models")
+    with tempfile.TemporaryDirectory(prefix="ts-") as scratch:
+        model_dir = tiny_models.save_tiny_model(Path(scratch) / "tiny-llama")
+        return asyncio.run(_main(args, model_dir, Oracle(model_dir)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
