@@ -21,15 +21,12 @@ FORM = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Workers that were found to be needed at an instant, hysteresis included."""
+    """Workers that were to be kept at an instant: of each role, and of both together."""
 
     at_s: float
     prefill: int
     decode: int
-
-    @property
-    def total(self) -> int:
-        return self.prefill + self.decode
+    total: int
 
     def of(self, role: Role) -> int:
         return self.prefill if role == "prefill" else self.decode
@@ -45,10 +42,12 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Workers are slower than their curves by so much; 1: they are not. `raised_s`: when it was raised last."""
+    """Workers are slower than their curves by so much; 1: they are not. `raised_s`: when it was raised last; `enough_s`: since when there
+    have been as many as sizing asks for."""
 
     factor: float = 1.0
     raised_s: float | None = None
+    enough_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +59,20 @@ class Wanted:
     prefill_pods: int
     decode_pods: int
 
+    @property
+    def pods(self) -> int:
+        return self.prefill_pods + self.decode_pods
+
+    def as_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """The first decision has an empty one: `Memory()`."""
 
-    at_s: float | None = None  # of the last decision
+    began_s: float | None = None  # instant of the first decision, and of the last
+    at_s: float | None = None
     forecast: Forecast | None = None
     needs: tuple[Need, ...] = ()  # of the last cool-down, oldest first
     wanted: Wanted | None = None
@@ -74,6 +81,7 @@ class Memory:
     specs: Mapping[Role, WorkerSpec] = field(default_factory=dict)  # of workers seen last, for when there are none
     busy_s: float | None = None  # instant at which there was a request last
     switching: Mapping[str, tuple[Role, float]] = field(default_factory=dict)  # by worker id: the role it was told to take, and when
+    victims: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps({"form": FORM, **dataclasses.asdict(self)}, separators=(",", ":"), sort_keys=True, allow_nan=False)
@@ -86,6 +94,7 @@ class Memory:
             if raw.pop("form") != FORM:
                 raise ValueError("another form")
             return cls(
+                began_s=_instant(raw["began_s"]),
                 at_s=_instant(raw["at_s"]),
                 forecast=_forecast(raw["forecast"]),
                 needs=tuple(Need(**need) for need in raw["needs"]),
@@ -95,6 +104,7 @@ class Memory:
                 specs={_role(role): _spec(spec) for role, spec in raw["specs"].items()},
                 busy_s=_instant(raw["busy_s"]),
                 switching={worker: (_role(role), float(at)) for worker, (role, at) in raw["switching"].items()},
+                victims=tuple(str(worker) for worker in raw["victims"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidRequest(f"not a memory of this autoscaler: {error!r:.80}; begin without one") from error

@@ -1,17 +1,27 @@
 """One decision of the autoscaler, for both roles together. Pure: (config, memory, observation) in, (decision, memory) out.
 
-1. Traffic       level and trend of the rates (forecast.py)
-2. Need          workers of each role for the load that is there, and for the one at the end of a cold start (sizing.py)
+1. Traffic       level and trend of the rates (forecast.py); what a worker of each role can do (its step curve)
+2. Correction    targets missed although there are enough workers: they are slower than they say (correction.py)
+3. There         workers by role and owner, pods to come, switches under way, who leaves (composition.py)
+4. Goal          workers needed now and a cold start ahead, kept for a cool-down, spare (goal.py, by sizing.py)
+5. Limits        bounds, budget, surge: both roles get the same share of what they need (limits.py)
+6. Assignment    pods of each Deployment, switches, victims; nothing turns round twice in a cool-down (assignment.py, stability.py)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from router.autoscaler.assignment import Assignment, assign
+from router.autoscaler.composition import Composition, compose
+from router.autoscaler.correction import corrected
 from router.autoscaler.forecast import Forecast, observe
-from router.autoscaler.memory import Memory
-from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role, WorkerView
-from router.autoscaler.sizing import Demand, WorkerSpec, decode_need, prefill_need
+from router.autoscaler.goal import Goal, demand, goal, sized, spec_of
+from router.autoscaler.limits import Fitted, fit
+from router.autoscaler.memory import Correction, Memory
+from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role
+from router.autoscaler.sizing import can_help
+from router.autoscaler.stability import courses_after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,45 +33,95 @@ class Step:
 
 
 def decide(config: PolicyConfig, memory: Memory, observation: Observation) -> Step:
-    now = observation.now_s
-    dt_s = 0.0 if memory.at_s is None else now - memory.at_s
-    forecast = observe(memory.forecast, observation.traffic, dt_s, config.window_s)
-    specs = {role: _spec(observation.workers, role) or memory.specs.get(role) or WorkerSpec() for role in ROLES}
-    horizon_s = max(config.pool(role).cold_start_s for role in ROLES) + config.interval_s
-    demand = _demand(forecast, observation.workers, horizon_s)
-    needed: dict[Role, int] = {
-        "prefill": prefill_need(config, specs["prefill"], demand),
-        "decode": decode_need(config, specs["decode"], demand),
-    }
-    counts = {role: min(config.pool(role).max_workers, max(config.pool(role).least, needed[role])) for role in ROLES}
-    decision = Decision(prefill=counts["prefill"], decode=counts["decode"], replicas=counts, needed=needed, reason="sized by load")
-    return Step(decision=decision, memory=replace(memory, at_s=now, forecast=forecast, specs=specs))
+    """`observation.now_s` does not go back; a step that does counts as none."""
+    now_s = observation.now_s
+    seen = _see(config, memory, observation)
+    there = compose(config, memory, observation)
+    aim = goal(config, seen, _known(seen.forecast), observation, there)
+    asked_for = memory.wanted.pods if memory.wanted is not None else sum(there.pods.values())
+    fitted = fit(config, aim, there, asked_for)
+    chosen = assign(config, aim, fitted, there, memory.wanted, memory.courses, now_s)
+    wanted = chosen.wanted
+    before = memory.wanted.as_dict() if memory.wanted is not None else wanted.as_dict()
+    replicas: dict[Role, int] = {"prefill": wanted.prefill_pods, "decode": wanted.decode_pods}
+    decision = Decision(
+        prefill=wanted.prefill,
+        decode=wanted.decode,
+        replicas=replicas,
+        switches=chosen.switches,
+        victims=chosen.victims,
+        reason=_reason(seen, aim, chosen, there),
+        limit=_limit(fitted, chosen),
+        needed=dict(aim.ahead),
+    )
+    after = replace(
+        seen,
+        needs=aim.needs,
+        wanted=wanted,
+        courses=courses_after(memory.courses, before, wanted.as_dict(), now_s),
+        switching={**there.switching, **{switch.worker_id: (switch.to, now_s) for switch in chosen.switches}},
+        victims=chosen.victims,
+    )
+    return Step(decision=decision, memory=after)
 
 
-def _spec(workers: tuple[WorkerView, ...], role: Role) -> WorkerSpec | None:
-    """The middle one of the role's workers that have a curve."""
-    known = sorted((w for w in workers if w.role == role and w.curve is not None), key=lambda w: (w.tokens_per_s, w.worker_id))
-    if not known:
-        return None
-    middle = known[len(known) // 2]
-    return WorkerSpec(
-        curve=middle.curve,
-        step_tokens=middle.step_tokens,
-        max_num_seqs=middle.max_num_seqs,
-        num_blocks=middle.num_blocks,
-        block_size=middle.block_size,
+def _see(config: PolicyConfig, memory: Memory, observation: Observation) -> Memory:
+    """Steps 1 and 2: what is known after this observation."""
+    now_s, traffic = observation.now_s, observation.traffic
+    dt_s = 0.0 if memory.at_s is None else max(0.0, now_s - memory.at_s)
+    forecast = observe(memory.forecast, traffic, dt_s, config.window_s)
+    specs = {role: spec_of(observation.workers, role, memory.specs.get(role)) for role in ROLES}
+    busy = traffic.requests_per_s > 0.0 or traffic.queued_requests > 0
+    busy = busy or any(w.num_running or w.num_waiting or w.queued_tokens for w in observation.workers)
+    corrections: dict[Role, Correction] = {}
+    present = demand(forecast, observation, 0.0)
+    for role in ROLES:
+        before = memory.corrections.get(role, Correction())
+        serving = sum(w.ready and not w.draining for w in observation.workers if w.role == role)
+        enough = serving >= max(1, sized(config, role, specs[role], present.times(before.factor)))
+        corrections[role] = corrected(
+            config,
+            before,
+            met=traffic.ttft_met if role == "prefill" else traffic.tpot_met,
+            num_answers=traffic.requests_per_s * config.window_s,
+            enough=enough and can_help(config, role, specs[role], present),
+            now_s=now_s,
+            dt_s=dt_s,
+        )
+    return replace(
+        memory,
+        began_s=now_s if memory.began_s is None else memory.began_s,
+        at_s=now_s if memory.at_s is None else max(now_s, memory.at_s),
+        forecast=forecast,
+        corrections=corrections,
+        specs=specs,
+        busy_s=now_s if busy or memory.busy_s is None else memory.busy_s,
     )
 
 
-def _demand(forecast: Forecast, workers: tuple[WorkerView, ...], horizon_s: float) -> Demand:
-    rate = forecast.requests.ahead(horizon_s)
-    share = 1.0 / rate if rate else 0.0
-    prompt = forecast.prompt.ahead(horizon_s) * share
-    return Demand(
-        requests_per_s=rate,
-        prompt_tokens=prompt,
-        cached_tokens=max(0.0, prompt - forecast.uncached.ahead(horizon_s) * share),
-        output_tokens=forecast.output.ahead(horizon_s) * share,
-        prompt_scv=forecast.prompt_scv,
-        running=sum(w.num_running for w in workers if w.role == "decode"),
-    )
+def _known(forecast: Forecast | None) -> Forecast:
+    assert forecast is not None
+    return forecast
+
+
+def _limit(fitted: Fitted, chosen: Assignment) -> str:
+    return fitted.limit or ("cool_down" if chosen.held else "")
+
+
+def _reason(seen: Memory, aim: Goal, chosen: Assignment, there: Composition) -> str:
+    if aim.asleep:
+        return "idle: scaled to the least"
+    forecast = _known(seen.forecast)
+    parts = [f"{forecast.requests.level:.3g} requests/s need {aim.now['prefill']} + {aim.now['decode']}"]
+    if aim.ahead != aim.now:
+        parts.append(f"{aim.ahead['prefill']} + {aim.ahead['decode']} ahead")
+    if aim.total > sum(aim.ahead.values()):
+        parts.append(f"{aim.total} kept")
+    slow = [f"{role} x{seen.corrections[role].factor:.2f}" for role in ROLES if seen.corrections[role].factor > 1.01]
+    if slow:
+        parts.append("slower than their curves: " + ", ".join(slow))
+    if chosen.switches:
+        parts.append(f"{len(chosen.switches)} to {chosen.switches[0].to}")
+    if any(there.pending.values()):
+        parts.append(f"{sum(there.pending.values())} pods to come")
+    return "; ".join(parts)

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from router.autoscaler.model import PolicyConfig
+from router.autoscaler.model import PolicyConfig, Role
 from router.prediction import prompt_s
 from twostep.step_curve import StepCurve, chunk_pairs
 
@@ -67,6 +67,10 @@ class Demand:
     def times(self, factor: float) -> Demand:
         """So many times as many requests of the same kind."""
         return replace(self, requests_per_s=self.requests_per_s * factor, running=self.running * factor)
+
+    def plus(self, requests_per_s: float) -> Demand:
+        """So many more requests a second of the same kind."""
+        return replace(self, requests_per_s=self.requests_per_s + requests_per_s)
 
 
 def erlang_c(num_workers: int, offered: float) -> float:
@@ -193,6 +197,17 @@ def decode_holds(config: PolicyConfig, spec: WorkerSpec, demand: Demand, num_wor
         return False
     busy = max(mean + _LIFE_NOISE * max(0.0, noise), demand.running / num_workers)
     return busy <= room and decode_step_s(curve, max(1.0, busy), context) <= limit
+
+
+def can_help(config: PolicyConfig, role: Role, spec: WorkerSpec, demand: Demand) -> bool:
+    """Whether more workers would mend a missed target: not where a request alone misses it."""
+    if spec.curve is None or demand.requests_per_s <= 0.0:
+        return True
+    if role == "decode":
+        return decode_step_s(spec.curve, 1.0, demand.context) <= config.tpot_ms / 1e3
+    left = config.ttft_ms / 1e3 - config.edge_s
+    own_s = own_times_s(spec, demand)
+    return sum(own > left for own in own_s) / len(own_s) < 1.0 - config.attainment
 
 
 # ---- both ---------------------------------------------------------------------------------------------------------------

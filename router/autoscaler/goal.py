@@ -1,0 +1,147 @@
+"""How many workers there should be: of each role for the load, and in sum, with what is kept and what may be lost. Bounds come later.
+
+    now      the load that is there
+    ahead    the most of it until a pod asked for now would serve: a cold start and an interval
+    kept     `ahead` and `hysteresis` more, the most of the last cool-down: nothing below it is taken away
+    spare    what carries the load of now with `spare` workers lost, if only just: late by half, and without room to grow
+
+Where workers can switch roles, what is kept and what is spare is one number for both roles, and a worker of either fills in for any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from router.autoscaler.composition import Composition
+from router.autoscaler.forecast import Forecast
+from router.autoscaler.memory import Memory, Need
+from router.autoscaler.model import ROLES, Observation, PolicyConfig, Role, WorkerView
+from router.autoscaler.sizing import Demand, WorkerSpec, decode_need, prefill_need
+from router.autoscaler.stability import remember
+
+# Of first tokens, and of sequences, while a lost worker is missed: it is for a cold start at most.
+_SURVIVAL_ATTAINMENT = 0.5
+_SURVIVAL_UTILIZATION = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """`now`: workers of each role that the load of now needs; `need`: that are to be there in the end; `total`: of both roles, the sum of
+    `need` at least. `shared`: workers can fill in for the other role. `asleep`: nothing came for long, and nothing is needed."""
+
+    now: Mapping[Role, int]
+    need: Mapping[Role, int]
+    total: int
+    shared: bool
+    asleep: bool
+    ahead: Mapping[Role, int]
+    needs: tuple[Need, ...]  # to be remembered
+
+
+def goal(config: PolicyConfig, memory: Memory, forecast: Forecast, observation: Observation, there: Composition) -> Goal:
+    now_s = observation.now_s
+    shared = config.switching and (not observation.workers or any(w.can_switch for w in observation.workers))
+    idle_s = 0.0 if memory.busy_s is None else now_s - memory.busy_s
+    if config.scale_to_zero_after_s > 0.0 and idle_s >= config.scale_to_zero_after_s:
+        least = {role: config.pool(role).min_workers for role in ROLES}
+        return Goal(now=least, need=least, total=sum(least.values()), shared=shared, asleep=True, ahead=least, needs=())
+    current: dict[Role, int] = {}
+    ahead: dict[Role, int] = {}
+    kept: dict[Role, int] = {}
+    survival: dict[Role, int] = {}
+    just = replace(config, attainment=min(config.attainment, _SURVIVAL_ATTAINMENT), max_utilization=_SURVIVAL_UTILIZATION)
+    for role in ROLES:
+        spec = memory.specs.get(role, WorkerSpec())
+        horizon_s = config.pool(role).cold_start_s + config.interval_s
+        correction = memory.corrections.get(role)
+        factor = correction.factor if correction is not None else 1.0
+        present = demand(forecast, observation, 0.0).times(factor)
+        later = demand(forecast, observation, horizon_s).times(factor)
+        late = backlog_per_s(config, spec, observation, there.ready("prefill"), horizon_s)
+        present, later = present.plus(late), later.plus(late)
+        least = config.pool(role).least
+        current[role] = max(least, sized(config, role, spec, present))
+        ahead[role] = max(current[role], sized(config, role, spec, later))
+        kept[role] = max(ahead[role], sized(config, role, spec, later.times(1.0 + config.hysteresis)))
+        survival[role] = max(1, sized(just, role, spec, present))
+    if not shared:
+        kept = {role: max(kept[role], survival[role] + config.spare) for role in ROLES}
+    total = max(sum(kept.values()), sum(survival.values()) + config.spare)
+    need = Need(at_s=now_s, prefill=kept["prefill"], decode=kept["decode"], total=total)
+    needs = remember(memory.needs, need, config.cool_down_s)
+    full = memory.began_s is not None and now_s - memory.began_s >= config.cool_down_s
+    if shared:
+        total = max(need.total for need in needs)
+        total = total if full else max(total, sum(there.pods.values()))
+        return Goal(now=current, need=ahead, total=total, shared=True, asleep=False, ahead=ahead, needs=needs)
+    apart = {role: max(need.of(role) for need in needs) for role in ROLES}
+    if not full:
+        apart = {role: max(apart[role], there.expected(role)) for role in ROLES}
+    return Goal(now=current, need=apart, total=sum(apart.values()), shared=False, asleep=False, ahead=ahead, needs=needs)
+
+
+def sized(config: PolicyConfig, role: Role, spec: WorkerSpec, load: Demand) -> int:
+    return prefill_need(config, spec, load) if role == "prefill" else decode_need(config, spec, load)
+
+
+def demand(forecast: Forecast, observation: Observation, seconds: float) -> Demand:
+    """The most that is expected from now until then."""
+    rate = forecast.requests.ahead(seconds)
+    share = 1.0 / rate if rate else 0.0
+    prompt = forecast.prompt.ahead(seconds) * share
+    return Demand(
+        requests_per_s=rate,
+        prompt_tokens=prompt,
+        cached_tokens=max(0.0, prompt - forecast.uncached.ahead(seconds) * share),
+        output_tokens=forecast.output.ahead(seconds) * share,
+        prompt_scv=forecast.prompt_scv,
+        running=sum(w.num_running for w in observation.workers if w.role == "decode"),
+    )
+
+
+def backlog_per_s(config: PolicyConfig, spec: WorkerSpec, observation: Observation, num_ready: int, within_s: float) -> float:
+    """Requests a second that come on top if what waits, and cannot be served in time by those that are there, is to be worked off within
+    that time. At most as many as come by themselves."""
+    traffic = observation.traffic
+    uncached = max(1.0, traffic.prompt_tokens - traffic.cached_tokens)
+    queued = sum(w.queued_tokens for w in observation.workers if w.role == "prefill") / uncached
+    in_time = traffic.requests_per_s * config.ttft_ms / 1e3 + num_ready
+    late = traffic.queued_requests + queued - in_time
+    return min(traffic.requests_per_s, max(0.0, late / within_s))
+
+
+def spec_of(workers: tuple[WorkerView, ...], role: Role, known: WorkerSpec | None) -> WorkerSpec:
+    """The role's workers by the middle one of those that have measured themselves; without any, what was known before."""
+    measured = sorted((w for w in workers if w.role == role and w.curve is not None), key=_slowness)
+    if not measured:
+        return _by_rate(workers, role, known or WorkerSpec())
+    middle = measured[len(measured) // 2]
+    return WorkerSpec(
+        curve=middle.curve,
+        step_tokens=middle.step_tokens,
+        max_num_seqs=middle.max_num_seqs,
+        num_blocks=middle.num_blocks,
+        block_size=middle.block_size,
+    )
+
+
+def _slowness(worker: WorkerView) -> tuple[float, str]:
+    assert worker.curve is not None
+    return worker.curve.prefill_s(1024, 0, max(1, worker.step_tokens), decodes=0) + worker.curve.decode_step_s(32, 32768), worker.worker_id
+
+
+def _by_rate(workers: tuple[WorkerView, ...], role: Role, known: WorkerSpec) -> WorkerSpec:
+    """Without curves: the most that one of them did while it had more than enough to do."""
+    own = [w for w in workers if w.role == role and w.ready]
+    if known.curve is not None or not own:
+        return known
+    busy = [w.tokens_per_s for w in own if w.num_waiting or w.queued_tokens > w.step_tokens]
+    first = own[0]
+    return WorkerSpec(
+        step_tokens=first.step_tokens,
+        max_num_seqs=first.max_num_seqs,
+        num_blocks=first.num_blocks,
+        block_size=first.block_size,
+        tokens_per_s=max([known.tokens_per_s, *busy]),
+    )
