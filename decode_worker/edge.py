@@ -88,6 +88,10 @@ class DecodeEdge:
         return tuple(transport.name for transport in self._transports.ready)
 
     @property
+    def why_no_transport(self) -> str:
+        return self._transports.why_none
+
+    @property
     def num_fetched_bytes(self) -> int:
         return self._sequences.bytes_fetched
 

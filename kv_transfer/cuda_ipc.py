@@ -116,6 +116,10 @@ class CudaIpcTransport:
         return self._threads is not None
 
     @property
+    def why_not_ready(self) -> str:
+        return "it is starting"
+
+    @property
     def max_lease_bytes(self) -> int:
         """The pool bounds it."""
         return 0

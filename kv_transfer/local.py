@@ -137,6 +137,10 @@ class LocalTransport:
         return self._threads is not None
 
     @property
+    def why_not_ready(self) -> str:
+        return "it is starting"
+
+    @property
     def max_lease_bytes(self) -> int:
         return self._book.budget_bytes
 

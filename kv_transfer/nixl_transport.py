@@ -119,6 +119,10 @@ class NixlTransport:
         return self._threads is not None and self._agent.running
 
     @property
+    def why_not_ready(self) -> str:
+        return "its agent does not run"
+
+    @property
     def max_lease_bytes(self) -> int:
         """The pool bounds it."""
         return 0

@@ -125,6 +125,10 @@ class RayTransport:
         return self._session is not None
 
     @property
+    def why_not_ready(self) -> str:
+        return self._why_not_ready
+
+    @property
     def max_lease_bytes(self) -> int:
         return self._session.book.budget_bytes if self._session is not None else 0
 

@@ -80,6 +80,10 @@ class OneSidedTransport:
         return self._started
 
     @property
+    def why_not_ready(self) -> str:
+        return "it is starting"
+
+    @property
     def max_lease_bytes(self) -> int:
         return 0
 

@@ -130,6 +130,11 @@ class KvTransport(Protocol):
         ...
 
     @property
+    def why_not_ready(self) -> str:
+        """For operators; of no meaning while it is ready."""
+        ...
+
+    @property
     def max_lease_bytes(self) -> int:
         """Bytes that one lease can have published at once at most; 0 while unknown."""
         ...

@@ -55,6 +55,11 @@ class Transports:
     def ready(self) -> tuple[KvTransport, ...]:
         return tuple(transport for transport in self._transports.values() if transport.ready)
 
+    @property
+    def why_none(self) -> str:
+        """Why none of them is ready; empty if one is, or if there are none."""
+        return "" if self.ready else "; ".join(f"{transport.name}: {transport.why_not_ready}" for transport in self)
+
     async def start(self) -> None:
         """Those that do not run yet. Raises SetupError."""
         while self._replaced:

@@ -61,6 +61,10 @@ class PrefillEdge:
         return tuple(transport.name for transport in self._hand_overs.outlets.transports.ready)
 
     @property
+    def why_no_transport(self) -> str:
+        return self._hand_overs.outlets.transports.why_none
+
+    @property
     def num_fetched_bytes(self) -> int:
         return 0
 

@@ -89,6 +89,7 @@ class WorkerRecord:
     num_host_blocks: int = 0  # that prefixes may take in host memory, below the pool; 0: none are kept there
     ready: bool = True
     draining: bool = False
+    not_ready_reason: str = ""  # why nobody could be served there now, although it is ready itself: no KV transport works
     transports: tuple[str, ...] = ()  # those ready now
     load: WorkerLoad = field(default_factory=WorkerLoad)
     # How long its steps take; None: not measured yet.

@@ -59,6 +59,11 @@ class Edge(Protocol):
         ...
 
     @property
+    def why_no_transport(self) -> str:
+        """Why none works; empty if one does, or none is wanted."""
+        ...
+
+    @property
     def num_fetched_bytes(self) -> int:
         """KV that this edge has taken from other workers since it was made."""
         ...

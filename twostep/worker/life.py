@@ -39,6 +39,15 @@ class Life:
                 f"is Ray running at --ray-address {self.config.ray_address}?"
             )
 
+    @property
+    def why_of_no_use(self) -> str:
+        """Why nobody could be served here just now: KV has no way, and it computes no prompts of its own. Empty: it is of use."""
+        config = self.config
+        alone = config.role == "decode" and config.local_prefill
+        if config.kv_transfer == "none" or alone or self.edge.ready_transports:
+            return ""
+        return f"no KV transport works (--kv-transfer {config.kv_transfer}): {self.edge.why_no_transport}"
+
     async def drain(self, timeout_s: float, interrupted: Callable[[], bool]) -> None:
         """What runs may end within `timeout_s`, or until it is interrupted."""
         await until(lambda: self.edge.idle or interrupted(), timeout_s)

@@ -27,6 +27,7 @@ from twostep.prefix import secret_check
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.worker.address import reachable_address
 from twostep.worker.config import WorkerConfig
 from twostep.worker.curve_tracker import CurveTracker
 from twostep.worker.edge import Carried, Edge, EdgeParts
@@ -34,6 +35,7 @@ from twostep.worker.engine_loop import EngineLoop
 from twostep.worker.grammars import Grammars
 from twostep.worker.life import Life
 from twostep.worker.model import ServedModel
+from twostep.worker.readiness import Readiness
 from twostep.worker.requests import RequestReader
 from twostep.worker.roles import ROLES, RoleConflict, Switchboard, check_services, config_in_role, swap_bytes
 from twostep.worker.service import WorkerService
@@ -105,6 +107,7 @@ class Worker:
             ),
             alive=lambda: self._loop.alive(config.stall_timeout),
         )
+        self._readiness = Readiness(self.worker_id, self.server.health)
         self._board = Switchboard()
         self._connect()
         self._board.add_to(self.server)
@@ -126,6 +129,7 @@ class Worker:
 
     def record(self) -> WorkerRecord:
         """What the worker says of itself in Redis, now."""
+        self._readiness.tell(self._life, self._ready)
         stats, shape, config = self.engine.stats(), self._model.runner.kv_shape, self.config
         curve = self._curve.curve
         self.engine.set_curve(curve)
@@ -144,6 +148,7 @@ class Worker:
             num_host_blocks=self.engine.num_host_blocks,
             ready=self._ready,
             draining=self._draining,
+            not_ready_reason=self._readiness.why_of_no_use,
             transports=tuple(self.edge.ready_transports),
             step_tokens=self.engine.max_num_batched_tokens,
             local_prefill=config.role == "decode" and config.local_prefill,
@@ -163,17 +168,23 @@ class Worker:
                 self._model.ranks.watch(self._loop.fail)
             await self.edge.start()
             port = await self.server.start()
-            self.address = _reachable(self.config, port)
-            await self._life.wait_for_transport()
+            self.address = reachable_address(self.config, port)
+            try:
+                await self._life.wait_for_transport()
+            except SetupError as error:
+                # What moves KV comes and goes while a worker runs, and may as well come after its start.
+                log.warning("%s starts all the same: %s", self.worker_id, error.message)
             self._ready = True
             await self._registration.start()
+            self._readiness.announced()
         except BaseException:
             self._ready = False
             await self._stop()
             raise
-        self.server.health.set(READINESS, True)
+        self._readiness.tell(self._life, self._ready)
         log.info(
-            "ready: %s at %s, health on port %d, metrics on port %d",
+            "%s: %s at %s, health on port %d, metrics on port %d",
+            "not ready yet" if self._readiness.why_of_no_use else "ready",
             self.worker_id,
             self.address,
             self.server.health_port,
@@ -295,7 +306,7 @@ class Worker:
         self._draining, self._ready = False, True
         await self._registration.announce()
         # Whatever came meanwhile has said that it is not.
-        self.server.health.set(READINESS, self._ready)
+        self._readiness.tell(self._life, self._ready)
 
     def _new_life(self, config: WorkerConfig, carried: Carried | None = None) -> Life:
         """Raises SetupError; `carried` is the caller's still then."""
@@ -377,17 +388,3 @@ class Worker:
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
         """Adds what its edge holds."""
         await self.edge.fill_stats(stats)
-
-
-def _reachable(config: WorkerConfig, port: int) -> str:
-    """host:port for others."""
-    host, _, given_port = config.advertise_address.rpartition(":")
-    if host and given_port.isdecimal():
-        return config.advertise_address
-    host = config.advertise_address or config.host
-    if host in ("0.0.0.0", "::"):
-        try:
-            host = socket.gethostbyname(socket.gethostname())
-        except OSError as error:
-            raise SetupError(f"--host {host} is no address that others can use; give --advertise-address") from error
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
