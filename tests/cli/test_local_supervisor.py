@@ -44,6 +44,9 @@ class Journal:
     def killed(self, name: str) -> None:
         self.events.append(f"killed {name}")
 
+    def failed(self, name: str, why: str) -> None:
+        self.events.append(f"failed {name}: {why.partition('.')[0]}")
+
 
 def component(tmp: Path, name: str, script: str = "", **more: object) -> Component:
     """A process that runs `script`, says that it is ready by a file, and waits for a signal."""
@@ -180,6 +183,56 @@ async def test_stop_during_the_start(tmp_path: Path) -> None:
     await supervisor.stop()
     assert pid is not None
     assert not alive(pid)
+
+
+async def test_components_come_and_go_while_the_others_run(tmp_path: Path) -> None:
+    journal = Journal()
+    supervisor = Supervisor([component(tmp_path, "a"), component(tmp_path, "b")], run_dir=tmp_path, observer=journal)
+    await supervisor.start()
+    waiting = asyncio.create_task(supervisor.wait())
+    supervisor.add(component(tmp_path, "c"))
+    supervisor.add(component(tmp_path, "broken", "sys.exit(3)"))
+    await until(lambda: supervisor.is_ready("c") and "failed broken: broken ended at its start" in journal.events)
+    assert supervisor.names == ("a", "b", "c")
+    gone = supervisor.pid_of("a")
+    assert gone is not None
+    await asyncio.gather(supervisor.retire("a"), supervisor.retire("a"))
+    assert not alive(gone)
+    assert supervisor.names == ("b", "c")
+    # What is left is kept running, and may have the name again.
+    supervisor.kill_one("c")
+    await until(lambda: journal.events.count("ready c") == 2)
+    supervisor.add(component(tmp_path, "a"))
+    await until(lambda: supervisor.is_ready("a"))
+    assert not waiting.done()
+    await supervisor.stop()
+    assert journal.events.count("starting a") == 2
+    assert not any(event.startswith("killed") for event in journal.events)
+    await asyncio.wait_for(waiting, 30)
+
+
+async def test_a_stop_waits_for_a_drain_that_has_begun_and_asks_for_it_once(tmp_path: Path) -> None:
+    """A second SIGTERM would cut it short."""
+    journal, asked = Journal(), tmp_path / "asked"
+    script = f"""
+    def slowly(*_):
+        with open({str(asked)!r}, "a") as file:
+            file.write("x")
+        time.sleep(1)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, slowly)
+    """
+    supervisor = Supervisor([component(tmp_path, "a", script, stop_grace_s=60)], run_dir=tmp_path, observer=journal)
+    await supervisor.start()
+    retiring = asyncio.create_task(supervisor.retire("a"))
+    await until(asked.exists)
+    # Whoever waited for it has gone too.
+    retiring.cancel()
+    await asyncio.wait([retiring])
+    await supervisor.stop()
+    assert asked.read_text() == "x"
+    assert supervisor.pid_of("a") is None
+    assert "killed a" not in journal.events
 
 
 async def test_what_a_process_leaves_behind_goes_with_it(tmp_path: Path) -> None:

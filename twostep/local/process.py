@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,8 +24,9 @@ class Process:
         self._pid_file = pid_file
 
     @classmethod
-    async def start(cls, argv: Sequence[str], *, env: Mapping[str, str], log: Path, pid_file: Path, cwd: Path) -> Process:
-        """Output is appended to `log`. Raises SetupError if the machine has no room for a process."""
+    async def start(cls, argv: Sequence[str], *, env: Mapping[str, str], log: Path | None, pid_file: Path, cwd: Path) -> Process:
+        """Output is appended to `log`; None: it goes where this process's own goes. Raises SetupError if the machine has no room for a
+        process."""
         with _fresh(log, pid_file) as output:
             try:
                 guardian = await asyncio.create_subprocess_exec(
@@ -84,9 +86,9 @@ class Process:
         return True
 
 
-def _fresh(log: Path, pid_file: Path) -> BinaryIO:
+def _fresh(log: Path | None, pid_file: Path) -> AbstractContextManager[BinaryIO | None]:
     pid_file.unlink(missing_ok=True)
-    return log.open("ab")
+    return nullcontext() if log is None else log.open("ab")
 
 
 def tail(log: Path, num_lines: int = 20) -> list[str]:

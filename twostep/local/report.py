@@ -43,6 +43,9 @@ class Report:
     def killed(self, name: str) -> None:
         self.line(f"{name}: did not stop in time and was killed")
 
+    def failed(self, name: str, why: str) -> None:
+        self.line(f"{name}: not started: {why}")
+
 
 class LogFollower:
     """Writes each new line of each log in a directory, with the file's name in front."""

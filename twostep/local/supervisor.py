@@ -4,8 +4,9 @@ Knows nothing of what the processes do; twostep.local.components says that.
 
   1. start(): each component starts as soon as those it names in `after` are ready; the first failure ends the start: ComponentFailed.
   2. A component that exits later is started again after a pause that doubles from 0.5 s to 30 s, and is 0.5 s again after a minute's life.
-  3. stop(): the groups of `stop_order`, one after the other; in a group all at once, SIGTERM and after `stop_grace_s` SIGKILL.
-  4. kill(): SIGKILL to all, at once. If the supervisor itself dies, however it dies, its guardians end everything.
+  3. add() and retire(): components that come and go while the others run. One that cannot start is reported, and it alone is over.
+  4. stop(): the groups of `stop_order`, one after the other; in a group all at once, SIGTERM and after `stop_grace_s` SIGKILL.
+  5. kill(): SIGKILL to all, at once. If the supervisor itself dies, however it dies, its guardians end everything.
 """
 
 from __future__ import annotations
@@ -64,20 +65,26 @@ class Observer(Protocol):
 
     def killed(self, name: str) -> None: ...
 
+    def failed(self, name: str, why: str) -> None:
+        """One that was added could not be started."""
+
 
 class Supervisor:
-    def __init__(self, components: Sequence[Component], *, run_dir: Path, observer: Observer) -> None:
-        """`run_dir` exists; logs go to run_dir/logs."""
+    def __init__(self, components: Sequence[Component], *, run_dir: Path, observer: Observer, log_files: bool = True) -> None:
+        """`run_dir` exists; logs go to run_dir/logs, or without `log_files` where this process's own output goes."""
         self._components = {component.name: component for component in components}
         assert len(self._components) == len(components), "names are unique"
         self._logs = run_dir / "logs"
         self._logs.mkdir(exist_ok=True)
+        self._log_files = log_files
         self._run_dir = run_dir
         self._observer = observer
         self._ready = {component.name: asyncio.Event() for component in components}
         self._processes: dict[str, Process] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
+        # Whoever is being stopped is told so once: a second SIGTERM would cut its drain short.
+        self._stops: dict[str, asyncio.Task[None]] = {}
         self.num_restarts = 0
 
     def log_of(self, name: str) -> Path:
@@ -90,19 +97,48 @@ class Supervisor:
 
     async def start(self) -> None:
         """Returns when everything is ready. Raises ComponentFailed at the first failure; the caller then calls stop()."""
-        self._tasks = [asyncio.create_task(self._tend(component), name=component.name) for component in self._components.values()]
+        self._tasks = {name: asyncio.create_task(self._tend(each), name=name) for name, each in self._components.items()}
         all_ready = asyncio.create_task(self._all_ready())
         try:
             # A tending task ends before all are ready only by an error, or by stop().
-            done, _ = await asyncio.wait([all_ready, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([all_ready, *self._tasks.values()], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 await task
         finally:
             all_ready.cancel()
 
     async def wait(self) -> None:
-        """Until stop(), or until a component cannot even be started again: raises why."""
-        await asyncio.gather(*self._tasks)
+        """Until all that start() began is over, or until one of it cannot even be started again: raises why."""
+        waiting = set(self._tasks.values())
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if not task.cancelled():
+                    task.result()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Components that are kept running or are being stopped."""
+        return tuple(self._components)
+
+    def add(self, component: Component) -> None:
+        """One more, started now; returns at once. What it waits for must be there already. Cannot it be started, the observer is told, and
+        it is no component any more."""
+        assert component.name not in self._components, "names are unique"
+        if self._stopping.is_set():
+            return
+        self._components[component.name] = component
+        self._ready[component.name] = asyncio.Event()
+        self._tasks[component.name] = asyncio.create_task(self._tend_added(component), name=component.name)
+
+    def is_ready(self, name: str) -> bool:
+        """It has been ready in its present or an earlier life."""
+        return name in self._ready and self._ready[name].is_set()
+
+    async def retire(self, name: str) -> None:
+        """Stops one as stop() does, and starts it no more. Returns when it is gone; cancelled, it goes on in the background."""
+        await asyncio.shield(self._begin_stop(name))
+        self._forget(name)
 
     async def stop(self) -> None:
         """Idempotent. Returns when no process is left."""
@@ -113,12 +149,16 @@ class Supervisor:
             ]
             if group:
                 self._observer.stopping(group)
-                await asyncio.gather(*(self._stop_one(name) for name in group))
-        for task in self._tasks:
+                await asyncio.gather(*(self._begin_stop(name) for name in group))
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), *self._stops.values(), return_exceptions=True)
         # One that was being started just then.
-        await asyncio.gather(*(self._stop_one(name) for name, process in self._processes.items() if process.running))
+        await asyncio.gather(*(self._stop_process(name) for name, process in self._processes.items() if process.running))
+
+    def kill_one(self, name: str) -> None:
+        """It is started again, as after any end."""
+        self._processes[name].kill()
 
     def kill(self) -> None:
         self._stopping.set()
@@ -129,28 +169,61 @@ class Supervisor:
         for event in self._ready.values():
             await event.wait()
 
+    def _begin_stop(self, name: str) -> asyncio.Task[None]:
+        if name not in self._stops:
+            self._stops[name] = asyncio.create_task(self._stop_one(name), name=f"stop {name}")
+        return self._stops[name]
+
     async def _stop_one(self, name: str) -> None:
+        """Its process, and then whoever would start it again."""
+        task = self._tasks[name]
+        process = self._processes.get(name)
+        if process is not None and process.running:
+            await self._stop_process(name)
+        task.cancel()
+        await asyncio.wait((task,))
+        process = self._processes.get(name)
+        if process is not None and process.running:
+            # It was being started just then.
+            await self._stop_process(name)
+
+    async def _stop_process(self, name: str) -> None:
         if not await self._processes[name].stop(self._components[name].stop_grace_s):
             self._observer.killed(name)
+
+    def _forget(self, name: str) -> None:
+        for names in (self._components, self._ready, self._tasks, self._processes, self._stops):
+            names.pop(name, None)
+
+    async def _tend_added(self, component: Component) -> None:
+        try:
+            await self._tend(component)
+        except SetupError as error:
+            self._observer.failed(component.name, error.message)
+            process = self._processes.get(component.name)
+            if process is not None and process.running:
+                await self._stop_process(component.name)
+            if component.name not in self._stops:
+                self._forget(component.name)
 
     async def _tend(self, component: Component) -> None:
         for name in component.after:
             await self._ready[name].wait()
         pause = _FIRST_PAUSE_S
-        while not self._stopping.is_set():
+        while not self._over(component.name):
             started = time.monotonic()
             process = await self._launch(component)
             if await self._until_ready(component, process):
                 self._ready[component.name].set()
                 self._observer.ready(component.name, time.monotonic() - started)
-            elif self._stopping.is_set():
+            elif self._over(component.name):
                 return
             elif not self._ready[component.name].is_set():
                 raise self._failure(component, process)
             else:
                 process.kill()
             status = await process.wait()
-            if self._stopping.is_set():
+            if self._over(component.name):
                 return
             pause = _FIRST_PAUSE_S if time.monotonic() - started > _LONG_LIFE_S else pause
             self._observer.died(component.name, status, pause)
@@ -162,13 +235,17 @@ class Supervisor:
             pause = min(_MAX_PAUSE_S, pause * 2)
             self.num_restarts += 1
 
+    def _over(self, name: str) -> bool:
+        """Nothing is to be started again."""
+        return self._stopping.is_set() or name in self._stops
+
     async def _launch(self, component: Component) -> Process:
         self._observer.starting(component.name)
         component.prepare()
         process = await Process.start(
             component.argv,
             env=component.env,
-            log=self.log_of(component.name),
+            log=self.log_of(component.name) if self._log_files else None,
             pid_file=self._run_dir / f"{component.name}.pid",
             cwd=self._run_dir,
         )
@@ -177,7 +254,7 @@ class Supervisor:
 
     async def _until_ready(self, component: Component, process: Process) -> bool:
         deadline = time.monotonic() + component.ready_timeout_s
-        while process.running and not self._stopping.is_set() and time.monotonic() < deadline:
+        while process.running and not self._over(component.name) and time.monotonic() < deadline:
             if await component.ready():
                 return process.running
             await asyncio.sleep(PROBE_EVERY_S)
@@ -188,6 +265,8 @@ class Supervisor:
             why = f"{component.name} was not ready after {component.ready_timeout_s:g} s"
         else:
             why = f"{component.name} ended at its start"
+        if not self._log_files:
+            return ComponentFailed(f"{why}; its last lines say what to do")
         log = self.log_of(component.name)
         lines = "".join(f"\n    {line}" for line in tail(log)) or "\n    (nothing)"
         return ComponentFailed(f"{why}. The end of {log}:{lines}" + (f"\n  {component.hint}" if component.hint else ""))
