@@ -1,0 +1,209 @@
+"""One look at Redis: what is asked of the deployment, who serves it, and what was decided last. Three round trips at most:
+
+    1  the time, the names of all workers, the records of those known, what routers metered, the last decision
+    2  the records of workers that are new; only if there are any
+    3  once more those that were there the last time and are not now, two heartbeats later; only if there are any. A Redis that came back
+       empty has nobody's record for a second, and a cluster does not lose its workers within one
+
+Redis' clock is the clock of all replicas: instants of decisions mean the same to each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from router.autoscaler.fleet import Fleet
+from router.autoscaler.model import Observation, Traffic
+from twostep.cluster.demand import Demand, DemandTotals, demand_key, demand_of, windows_to_read
+from twostep.cluster.records import HEARTBEAT_S, WORKERS_KEY, WorkerRecord, worker_key
+from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
+from twostep.errors import InvalidRequest, Unavailable
+
+_TIMEOUT_S = 3.0
+LOOK_AGAIN_S = 2 * HEARTBEAT_S
+# Workers of one deployment: names beyond are not looked at.
+_MAX_WORKERS = 4096
+# Of the requests whose lengths say how unlike prompts are; below, it is taken to be what it usually is.
+_FEW = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """`decision`: the last one that stands; None: there is none, or none that is understood here."""
+
+    now_s: float
+    records: Sequence[WorkerRecord]
+    demand: Demand
+    decision: ScalingRecord | None
+
+
+class Collector:
+    """`clock`: instead of Redis' own, seconds since 1970. `span_s`: over which the load is averaged."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        fleet: Fleet,
+        *,
+        span_s: float,
+        clock: Callable[[], float] | None = None,
+        look_again_s: float = LOOK_AGAIN_S,
+    ) -> None:
+        self._redis = redis
+        self._fleet = fleet
+        self._span_s = span_s
+        self._clock = clock
+        self._look_again_s = look_again_s
+        self._known: dict[str, WorkerRecord] = {}
+        # Redis' clock is ahead of this machine's by so much.
+        self._ahead_s = 0.0
+        self._lengths = Traffic()
+
+    async def look(self) -> Look:
+        """Raises Unavailable without Redis."""
+        try:
+            return await self._look()
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable(f"Redis does not answer: {str(error) or type(error).__name__}") from error
+
+    async def decision(self) -> tuple[float, ScalingRecord | None]:
+        """Now, and the decision that stands. One round trip. Raises Unavailable without Redis."""
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.time()
+        pipeline.get(DECISION_KEY)
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                replies = await pipeline.execute()
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable(f"Redis does not answer: {str(error) or type(error).__name__}") from error
+        return self._now(replies[0]), _decision(replies[1])
+
+    def observation(self, look: Look, *, switching: Collection[str] = ()) -> Observation:
+        """What the policy is to see of it. `switching`: workers that change their role now. Raises Unavailable while no router has said
+        what is asked of it: that is not the same as nothing."""
+        if look.demand.seconds <= 0:
+            raise Unavailable("no router has said yet what is asked of it")
+        traffic = self._lengths = traffic_of(look.demand, self._lengths)
+        asked = None if look.decision is None else look.decision.replicas
+        return Observation(
+            now_s=look.now_s,
+            traffic=traffic,
+            workers=self._fleet.views(look.records, look.now_s),
+            pods=self._fleet.pods(look.records, asked, look.now_s, switching=switching),
+        )
+
+    async def _look(self) -> Look:
+        windows = windows_to_read(self._clock() if self._clock is not None else time.time() + self._ahead_s)
+        known = list(self._known)
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.time()
+        pipeline.smembers(WORKERS_KEY)
+        pipeline.get(DECISION_KEY)
+        for window in windows:
+            pipeline.hgetall(demand_key(window))
+        if known:
+            pipeline.mget([worker_key(name) for name in known])
+        async with asyncio.timeout(_TIMEOUT_S):
+            replies = await pipeline.execute()
+        now_s = self._now(replies[0])
+        listed = sorted(name.decode(errors="replace") for name in replies[1])[:_MAX_WORKERS]
+        fields = dict(zip(windows, replies[3 : 3 + len(windows)], strict=True))
+        found = self._read(known, replies[3 + len(windows)] if known else [])
+        found |= await self._fetch([name for name in listed if name not in self._known])
+        missing = [name for name, record in self._known.items() if name not in found and not record.draining]
+        if missing:
+            await asyncio.sleep(self._look_again_s)
+            found |= await self._fetch(missing)
+        self._known = found
+        return Look(
+            now_s=now_s,
+            records=tuple(found.values()),
+            demand=demand_of(fields, now_s=now_s, span_s=self._span_s),
+            decision=_decision(replies[2]),
+        )
+
+    async def _fetch(self, names: Sequence[str]) -> dict[str, WorkerRecord]:
+        if not names:
+            return {}
+        async with asyncio.timeout(_TIMEOUT_S):
+            return self._read(names, await cast(Awaitable[list[bytes | None]], self._redis.mget([worker_key(name) for name in names])))
+
+    def _read(self, names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, WorkerRecord]:
+        found = {}
+        for name, value in zip(names, values, strict=True):
+            if value is None:
+                continue
+            try:
+                record = WorkerRecord.from_json(value)
+            except InvalidRequest as error:
+                self._fleet.refuse(name, error.message)
+                continue
+            if self._fleet.belongs(name, record):
+                found[name] = record
+        return found
+
+    def _now(self, reply: Any) -> float:
+        if self._clock is not None:
+            return self._clock()
+        seconds, microseconds = reply
+        now_s = int(seconds) + int(microseconds) / 1e6
+        self._ahead_s = now_s - time.time()
+        return now_s
+
+
+def traffic_of(demand: Demand, before: Traffic) -> Traffic:
+    """Lengths of the last windows; where those say nothing, of all that are kept; where these do not either, as they were `before`."""
+    recent, kept = demand.recent, demand.kept
+    prompt = _mean("prompt_tokens", "requests", recent, kept)
+    cached = _mean("cached_tokens", "started_prompt_tokens", recent, kept)
+    output = _mean("output_tokens", "ended", recent, kept)
+    prompt_tokens = before.prompt_tokens if prompt is None else prompt
+    cached_share = _share(before.cached_tokens, before.prompt_tokens) if cached is None else min(1.0, cached)
+    return Traffic(
+        requests_per_s=recent.requests / demand.seconds,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=prompt_tokens * (cached_share or 0.0),
+        output_tokens=before.output_tokens if output is None else output,
+        refused_per_s=recent.refused / demand.seconds,
+        queued_requests=demand.queued,
+        ttft_met=_share(recent.ttft_met, recent.ttft_total),
+        tpot_met=_share(recent.tpot_met, recent.tpot_total),
+        prompt_scv=_scv(recent, kept, before.prompt_scv),
+    )
+
+
+def _mean(total: str, count: str, *of: DemandTotals) -> float | None:
+    for totals in of:
+        if getattr(totals, count):
+            mean: float = getattr(totals, total) / getattr(totals, count)
+            return mean
+    return None
+
+
+def _share(part: float, whole: float) -> float | None:
+    return min(1.0, part / whole) if whole else None
+
+
+def _scv(recent: DemandTotals, kept: DemandTotals, before: float) -> float:
+    """Squared coefficient of variation of what prompts have to be computed of."""
+    for totals in (recent, kept):
+        mean = (totals.started_prompt_tokens - totals.cached_tokens) / max(1, totals.started)
+        if totals.started >= _FEW and mean > 0:
+            return max(0.0, totals.uncached_squares / totals.started / mean**2 - 1)
+    return before
+
+
+def _decision(text: bytes | None) -> ScalingRecord | None:
+    if text is None:
+        return None
+    try:
+        return ScalingRecord.from_json(text)
+    except InvalidRequest:
+        return None

@@ -1,0 +1,301 @@
+"""The loop of an autoscaler. Every interval, on the replica that leads:
+
+    1. look      what is asked of the deployment, who serves it, what was decided last          collect.py
+    2. decide    the policy, a pure function of that and of its memory                          policy.py
+    3. mark      pods that should go first, so that they are marked before anybody is told       pods.py
+    4. commit    the decision and the policy's memory to Redis, if the lease is still held       lease.py
+    5. act       KEDA is answered from it (external_scaler.py), and a worker changes its role    switches.py
+
+A replica that does not lead looks at the decision alone, and answers from it. Who comes to lead goes on from the memory in it. Where
+anything is missing for a decision (Redis, what routers meter) none is made: the last one answers until it is too old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.autoscaler.board import DecisionBoard
+from router.autoscaler.collect import Collector, Look
+from router.autoscaler.decision_log import DecisionLog
+from router.autoscaler.hpa import Asked, replicas_asked
+from router.autoscaler.lease import Lease
+from router.autoscaler.memory import Memory
+from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig
+from router.autoscaler.pods import PodMarks
+from router.autoscaler.policy import Step, decide
+from router.autoscaler.switches import Switcher
+from twostep.cluster.scaling import ScalingRecord
+from twostep.errors import InvalidRequest, Unavailable
+from twostep.metrics.autoscaler import AutoscalerMetrics, AutoscalerState
+
+log = logging.getLogger(__name__)
+
+# A replica that does not lead looks so often within an interval, and so often at least.
+_LOOKS = 4
+_LOOK_AT_LEAST_S = 2.0
+_MARK_S = 5.0
+# A decision that comes sooner after the last one than this share of an interval is not made: another leader made that one.
+_TOO_SOON = 0.5
+# What metrics have as reasons of a bound.
+_BOUNDS = ("max_workers", "max_cost", "surge", "cool_down")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerParts:
+    """`marks` None: there is no Kubernetes to mark pods in; `decisions` None: nothing is written down."""
+
+    lease: Lease
+    collector: Collector
+    board: DecisionBoard
+    switcher: Switcher
+    marks: PodMarks | None = None
+    decisions: DecisionLog | None = None
+
+
+class Controller:
+    """run() until it is cancelled, or step() by hand. `name` stands in decisions."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        parts: ControllerParts,
+        metrics: AutoscalerMetrics,
+        *,
+        name: str,
+        hpa_tolerance: float = 0.1,
+        policy: Callable[[PolicyConfig, Memory, Observation], Step] = decide,
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._metrics = metrics
+        self._name = name
+        self._tolerance = hpa_tolerance
+        self._policy = policy
+        self._memory = Memory()
+        self._leading = 0  # token of the lease that this replica decided under last; 0: it did not
+        self._number = 0
+        self._ways: dict[str, int] = {}
+        self._wake = asyncio.Event()
+        self._seen: Observation | None = None
+        self._decision: Decision | None = None
+        self._trouble = ""
+        self.progress_at = time.monotonic()
+        self.looked = False  # at Redis, with an answer
+
+    @property
+    def observation(self) -> Observation | None:
+        """That the last decision of this replica looked at."""
+        return self._seen
+
+    def wake(self) -> None:
+        """Something has changed: the next step comes now."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        while True:
+            wait_s = await self.step()
+            self.progress_at = time.monotonic()
+            if task.cancelling():
+                # The Redis client can take a cancellation for a lost connection.
+                raise asyncio.CancelledError
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    async def step(self) -> float:
+        """Decides, or follows who does. Returns after how many seconds to come again."""
+        started = time.monotonic()
+        leads = self._parts.lease.held
+        try:
+            if not leads:
+                self._stand_down()
+                now_s, record = await self._parts.collector.decision()
+                self.looked = True
+                self._follow(now_s, record)
+                return min(self._config.interval_s / _LOOKS, _LOOK_AT_LEAST_S)
+            look = await self._parts.collector.look()
+            self.looked = True
+            wait_s = self._too_soon(look)
+            if wait_s > 0:
+                return wait_s
+            await self._lead(look)
+            self._trouble = ""
+        except Unavailable as error:
+            self._skip("demand" if self._parts.lease.reachable and "router" in error.message else "redis", error.message, leads=leads)
+        return max(0.0, self._config.interval_s - (time.monotonic() - started))
+
+    def state(self) -> AutoscalerState:
+        """For metrics, from any thread."""
+        board, lease = self._parts.board, self._parts.lease
+        record, seen, decision, leads = board.record, self._seen, self._decision, lease.held
+        state = AutoscalerState(leader=leads, answering=board.fresh, age_s=board.age_s)
+        if record is None:
+            return state
+        serving = [] if seen is None or not leads else [w.role for w in seen.workers if w.ready and not w.draining]
+        attainment = {} if seen is None or not leads else {"ttft": seen.traffic.ttft_met, "tpot": seen.traffic.tpot_met}
+        return AutoscalerState(
+            leader=leads,
+            answering=state.answering,
+            age_s=state.age_s,
+            desired_workers=record.wanted,
+            desired_replicas=record.replicas,
+            pods=record.pods,
+            cost=self._config.cost({role: record.replicas[role] for role in ROLES}),
+            needed={} if decision is None or not leads else dict(decision.needed.items()),
+            workers={role: serving.count(role) for role in ROLES} if leads else {},
+            requests_per_s=seen.traffic.requests_per_s if seen is not None and leads else None,
+            attainment={kind: share for kind, share in attainment.items() if share is not None},
+        )
+
+    # ---- the leader ----------------------------------------------------------------------------------------------------
+
+    def _too_soon(self, look: Look) -> float:
+        """Seconds until a decision is due; 0: it is. A new leader keeps its predecessor's time."""
+        if look.decision is None or look.decision.token == self._parts.lease.token:
+            return 0.0
+        self._follow(look.now_s, look.decision)
+        age_s = look.now_s - look.decision.at_s
+        return self._config.interval_s - age_s if 0 <= age_s < _TOO_SOON * self._config.interval_s else 0.0
+
+    async def _lead(self, look: Look) -> None:
+        token = self._parts.lease.token
+        if self._leading != token:
+            self._take_over(look, token)
+        observation = self._parts.collector.observation(look, switching=set(self._memory.switching))
+        step = self._decide(observation)
+        self._seen, self._decision = observation, step.decision
+        await self._mark(look, step.decision)
+        self._number += 1
+        record = self._record(look, observation, step, token)
+        if not await self._parts.lease.commit(record):
+            self._skip("lease", "the lease was lost before the decision stood")
+            return
+        if self._parts.decisions is not None:
+            self._parts.decisions.write(self._memory, observation, step)
+        self._memory = step.memory
+        self._parts.board.show(record, 0.0)
+        self._count(record, step.decision, look)
+        if self._parts.lease.held:
+            self._parts.switcher.start(step.decision.switches, look.records)
+
+    def _take_over(self, look: Look, token: int) -> None:
+        """Goes on where the last leader was. Without its decision, as after Redis has lost everything, from what this replica knows: it may
+        have followed it."""
+        before = look.decision or self._parts.board.record
+        self._memory = _memory_of(before)
+        self._ways = {}
+        self._leading, self._number = token, 0
+        if self._parts.marks is not None:
+            self._parts.marks.forget()
+        log.info("%s decides from now on%s", self._name, "" if before is None else f", after {before.leader}")
+
+    def _decide(self, observation: Observation) -> Step:
+        if self._memory.at_s is not None and observation.now_s < self._memory.at_s:
+            log.warning("the clock has gone back by %.1f s: beginning without a memory", self._memory.at_s - observation.now_s)
+            self._memory = Memory()
+        try:
+            return self._policy(self._config, self._memory, observation)
+        except Exception:
+            if self._memory == Memory():
+                raise
+            log.exception("the policy fails with the memory that it was given; beginning without one")
+            return self._policy(self._config, Memory(), observation)
+
+    async def _mark(self, look: Look, decision: Decision) -> None:
+        if self._parts.marks is None or not self._parts.lease.held:
+            return
+        pods = {record.worker_id: record.pod_name for record in look.records if record.pod_name}
+        victims = [pods[name] for name in decision.victims if name in pods]
+        result = await self._parts.marks.apply(victims, set(pods.values()) - set(victims), timeout_s=min(_MARK_S, self._config.interval_s))
+        self._metrics.patches.labels("ok").inc(result.done)
+        self._metrics.patches.labels("failed").inc(result.failed)
+
+    def _record(self, look: Look, observation: Observation, step: Step, token: int) -> ScalingRecord:
+        decision = step.decision
+        pods: dict[str, int] = {role: observation.pods[role] for role in ROLES}
+        replicas: dict[str, int] = {role: decision.replicas[role] for role in ROLES}
+        asked = replicas_asked(replicas, pods, _asked(look.decision or self._parts.board.record), self._tolerance)
+        return ScalingRecord(
+            token=token,
+            number=self._number,
+            leader=self._name,
+            at_s=look.now_s,
+            interval_s=self._config.interval_s,
+            replicas=replicas,
+            pods=pods,
+            wanted={role: decision.wanted(role) for role in ROLES},
+            asked={role: each.pods for role, each in asked.items()},
+            asked_for={role: each.wish for role, each in asked.items()},
+            victims=decision.victims,
+            switches={switch.worker_id: switch.to for switch in decision.switches},
+            reason=decision.reason,
+            limit=decision.limit,
+            memory=step.memory.to_json(),
+        )
+
+    def _count(self, record: ScalingRecord, decision: Decision, look: Look) -> None:
+        before = record.pods if look.decision is None else look.decision.replicas
+        changes = {role: record.replicas[role] - before[role] for role in ROLES}
+        more, fewer = any(change > 0 for change in changes.values()), any(change < 0 for change in changes.values())
+        kind = "shift" if more and fewer else "up" if more else "down" if fewer else "hold"
+        self._metrics.decisions.labels(kind).inc()
+        if decision.limit:
+            bound = decision.limit.split()[0]
+            self._metrics.limited.labels(bound if bound in _BOUNDS else "other").inc()
+        for role, change in changes.items():
+            way = (change > 0) - (change < 0)
+            if way:
+                if self._ways.get(role, way) != way:
+                    self._metrics.turns.labels(role).inc()
+                self._ways[role] = way
+        say = log.debug if kind == "hold" and not decision.switches else log.info
+        say(
+            "%d prefill and %d decode workers, in %d and %d pods: %s%s",
+            decision.prefill,
+            decision.decode,
+            *(record.replicas[role] for role in ROLES),
+            decision.reason,
+            f" (held back by {decision.limit})" if decision.limit else "",
+        )
+
+    # ---- everybody else -----------------------------------------------------------------------------------------------
+
+    def _follow(self, now_s: float, record: ScalingRecord | None) -> None:
+        if record is not None:
+            self._parts.lease.saw(record.token)
+            self._parts.board.show(record, now_s - record.at_s)
+
+    def _stand_down(self) -> None:
+        self._leading = 0
+
+    def _skip(self, reason: str, why: str, *, leads: bool = True) -> None:
+        if leads:
+            self._metrics.skipped.labels(reason).inc()
+        if self._trouble != reason:
+            self._trouble = reason
+            log.warning("nothing is decided: %s", why)
+
+
+def _memory_of(record: ScalingRecord | None) -> Memory:
+    if record is None or not isinstance(record.memory, str):
+        return Memory()
+    try:
+        return Memory.from_json(record.memory)
+    except InvalidRequest as error:
+        log.warning("the last leader's memory is not understood (%s): beginning without one", error.message)
+        return Memory()
+
+
+def _asked(record: ScalingRecord | None) -> dict[str, Asked]:
+    if record is None:
+        return {}
+    return {role: Asked(pods, record.asked_for[role]) for role, pods in record.asked.items() if role in record.asked_for}

@@ -1,0 +1,131 @@
+"""The workers as the policy sees them: made of their records, and of what only somebody who looks again and again can know.
+
+first seen    a life (worker id and epoch) begins with the first look at it; one that was there at the very first look, with its epoch
+pods          a Deployment has those that are registered. Those that were asked for and are not there yet count for twice the cold start;
+              after that they are not thought to come any more
+cannot switch a worker that has refused a change of its role is not asked again in that life
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import cast
+
+from router.autoscaler.model import ROLES, Role, WorkerView
+from twostep.cluster.records import WorkerRecord
+
+log = logging.getLogger(__name__)
+
+Life = tuple[str, int]
+# Pods that do not come count no longer than this beyond twice their cold start.
+_PENDING_BEYOND_S = 30.0
+_MAX_REMEMBERED = 4096
+
+
+def life_of(record: WorkerRecord) -> Life:
+    return record.worker_id, record.epoch
+
+
+def owner_of(record: WorkerRecord) -> Role:
+    """Of the Deployment that its pod counts for."""
+    return cast(Role, record.pod_owner if record.pod_owner in ROLES else record.role)
+
+
+class Fleet:
+    """Records in, views out. `cold_start_s` by role of the Deployment."""
+
+    def __init__(self, secret_check: str, cold_start_s: Mapping[Role, float]) -> None:
+        """An empty `secret_check`: workers of any deployment secret belong here."""
+        self._secret_check = secret_check
+        self._pending_s = {role: 2 * cold_start_s[role] + _PENDING_BEYOND_S for role in ROLES}
+        self._first_seen: dict[Life, float] = {}
+        self._looked = False
+        self._refused: dict[str, str] = {}
+        self._unwilling: set[Life] = set()
+        # Pods that were asked for and are not there: how many are wanted in all, and since when.
+        self._asked: dict[Role, tuple[int, float]] = {}
+
+    def refuse(self, name: str, why: str) -> None:
+        """Logged once."""
+        if self._refused.get(name) != why:
+            log.warning("worker %s is not counted: %s", name, why)
+            self._refused[name] = why
+
+    def belongs(self, name: str, record: WorkerRecord) -> bool:
+        why = ""
+        if record.role not in ROLES:
+            why = f"its role is {record.role!r}; upgrade the autoscaler"
+        elif record.worker_id != name:
+            why = f"its record says it is {record.worker_id!r}; give every worker a name of its own"
+        elif self._secret_check and record.secret_check != self._secret_check:
+            why = "it has another deployment secret; give all processes the same --secret-file"
+        if why:
+            self.refuse(name, why)
+            return False
+        self._refused.pop(name, None)
+        return True
+
+    def would_not_switch(self, record: WorkerRecord) -> None:
+        self._unwilling.add(life_of(record))
+
+    def views(self, records: Sequence[WorkerRecord], now_s: float) -> tuple[WorkerView, ...]:
+        """By name."""
+        lives = {life_of(record) for record in records}
+        for record in records:
+            self._first_seen.setdefault(life_of(record), now_s if self._looked else _begun(record, now_s))
+        self._looked = True
+        for life in [known for known in self._first_seen if known not in lives][: max(0, len(self._first_seen) - _MAX_REMEMBERED)]:
+            del self._first_seen[life]
+        self._unwilling &= lives
+        for name in list(self._refused)[: max(0, len(self._refused) - _MAX_REMEMBERED)]:
+            del self._refused[name]
+        return tuple(self._view(record) for record in sorted(records, key=lambda record: record.worker_id))
+
+    def pods(
+        self, records: Sequence[WorkerRecord], asked: Mapping[str, int] | None, now_s: float, *, switching: Collection[str] = ()
+    ) -> dict[Role, int]:
+        """Of each Deployment. `asked`: what it was told last; None: nothing yet. A pod whose worker drains is on its way out and counts no
+        more, unless it is one of `switching`, which only change their role."""
+        found: dict[Role, int] = {}
+        staying = [record for record in records if not record.draining or record.worker_id in switching]
+        for role in ROLES:
+            here = sum(1 for record in staying if owner_of(record) == role)
+            wanted = here if asked is None else asked.get(role, here)
+            if wanted <= here:
+                self._asked.pop(role, None)
+            elif role not in self._asked or self._asked[role][0] < wanted:
+                self._asked[role] = wanted, now_s
+            pending = self._asked.get(role)
+            found[role] = wanted if pending is not None and now_s - pending[1] <= self._pending_s[role] else here
+        return found
+
+    def _view(self, record: WorkerRecord) -> WorkerView:
+        load, life = record.load, life_of(record)
+        return WorkerView(
+            worker_id=record.worker_id,
+            role=cast(Role, record.role),
+            owner=owner_of(record),
+            pod_name=record.pod_name,
+            ready=record.ready,
+            draining=record.draining,
+            # Who hands nothing over stays a decode worker.
+            can_switch=bool(record.transports) and life not in self._unwilling,
+            curve=record.curve,
+            step_tokens=record.step_tokens,
+            max_num_seqs=max(0, record.max_num_seqs),
+            num_blocks=max(0, record.num_blocks),
+            block_size=record.layout.block_size,
+            num_running=max(0, load.num_running + load.num_reserved),
+            num_waiting=max(0, load.num_waiting),
+            queued_tokens=max(0, load.num_queued_tokens),
+            context_tokens=max(0, load.num_context_tokens),
+            tokens_per_s=max(0.0, load.tokens_per_s),
+            started_s=self._first_seen[life],
+        )
+
+
+def _begun(record: WorkerRecord, now_s: float) -> float:
+    """Epochs are microseconds since 1970; what makes no sense as such begins now."""
+    begun = record.epoch / 1e6
+    return begun if 0.0 < begun <= now_s else now_s

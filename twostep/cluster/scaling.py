@@ -1,0 +1,87 @@
+"""What the autoscaler has decided, as it lies in Redis. Torch-free and protobuf-free.
+
+twostep:v1:autoscaler:lease      string "{token}:{autoscaler id}", expires unless renewed: who leads
+twostep:v1:autoscaler:token      integer: of the last lease that was given out; grows with each
+twostep:v1:autoscaler:decision   string: ScalingRecord as JSON, written by the leader alone, expires DECISION_TTL_S after
+
+Any replica answers from the decision, and a new leader goes on from the memory in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from twostep.errors import InvalidRequest
+
+LEASE_KEY = "twostep:v1:autoscaler:lease"
+TOKEN_KEY = "twostep:v1:autoscaler:token"
+DECISION_KEY = "twostep:v1:autoscaler:decision"
+# Long after it answers nobody any more, its memory is still worth something.
+DECISION_TTL_S = 3600
+
+_ROLES = ("prefill", "decode")
+_MOST = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingRecord:
+    """One decision. By role of the Deployment: `replicas` that it is to have, `pods` that it was thought to have when that was decided. By
+    role of the worker: `wanted`. `token` and `number` order decisions: a later leader's token is larger."""
+
+    token: int
+    number: int  # of the leader's decisions, from 1
+    leader: str
+    at_s: float  # by Redis' clock
+    interval_s: float  # until the next one
+    replicas: Mapping[str, int]
+    pods: Mapping[str, int]
+    wanted: Mapping[str, int]
+    # Pods that are asked for instead, where whoever scales does not move for so few more; see router/autoscaler/hpa.py.
+    asked: Mapping[str, int] = field(default_factory=dict)
+    asked_for: Mapping[str, int] = field(default_factory=dict)  # what was wanted when that was asked for
+    victims: tuple[str, ...] = ()  # worker ids, those that should go first
+    switches: Mapping[str, str] = field(default_factory=dict)  # worker id -> role
+    reason: str = ""
+    limit: str = ""
+    memory: Any = None  # of the policy, as JSON
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ScalingRecord:
+        """Fields beyond those known here are left out. Raises InvalidRequest for anything that is no decision."""
+        try:
+            raw: dict[str, Any] = json.loads(text)
+            names = {its.name for its in dataclasses.fields(cls)}
+            raw = {name: value for name, value in raw.items() if name in names}
+            raw["victims"] = tuple(str(each) for each in raw.get("victims", ()))
+            raw["switches"] = {str(worker): str(role) for worker, role in raw.get("switches", {}).items()}
+            for name in ("replicas", "pods", "wanted"):
+                raw[name] = {role: _count(raw[name][role]) for role in _ROLES}
+            for name in ("asked", "asked_for"):
+                raw[name] = {role: _count(raw.get(name, {})[role]) for role in _ROLES if role in raw.get(name, {})}
+            for name in ("at_s", "interval_s"):
+                raw[name] = float(raw[name])
+                if not math.isfinite(raw[name]):
+                    raise ValueError(f"{name} is {raw[name]}")
+            raw["token"], raw["number"] = int(raw["token"]), int(raw["number"])
+            return cls(**raw)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise InvalidRequest(f"not a decision of an autoscaler: {error!r}; upgrade whoever reads or wrote it") from error
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Of two decisions the larger is the later one."""
+        return self.token, self.number
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
+        raise ValueError(f"{value!r:.40} is no number of pods")
+    return value
