@@ -1,0 +1,153 @@
+"""Several workers as processes of one container: who gets what, and real workers under one process that looks after them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from redis.asyncio import Redis
+
+from twostep.local import redis_server
+from twostep.local.pod_config import PodConfig, parse_pod, pod_workers
+from twostep.local.ports import free_ports
+from twostep.local.probes import Probes
+
+DEADLINE_S = 120.0
+
+
+def test_each_worker_has_gpus_and_ports_of_its_own() -> None:
+    config = PodConfig(prefill_workers=1, decode_workers=2, gpus_per_worker=2, pod_name="p", first_port=50101, decode_flags=("--ageing=9",))
+    workers = pod_workers(config)
+    assert [(w.name, w.role, w.port) for w in workers] == [
+        ("p-prefill-0", "prefill", 50101),
+        ("p-decode-0", "decode", 50111),
+        ("p-decode-1", "decode", 50121),
+    ]
+    assert [w.flags[:2] for w in workers] == [("--tensor-parallel-size=2", f"--device=cuda:{n}") for n in (0, 2, 4)]
+    assert ["--ageing=9" in w.argv for w in workers] == [False, True, True]
+    assert "--health-port=50112" in workers[1].argv
+    assert "--metrics-port=50113" in workers[1].argv
+
+
+def test_workers_without_gpus_run_where_their_own_flag_says() -> None:
+    (decode,) = pod_workers(PodConfig(prefill_workers=0, gpus_per_worker=0))
+    assert decode.flags == ()
+
+
+def test_flags_of_one_role_come_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOSTEP_PREFILL_FLAGS", '{"max-num-seqs": 64, "calibrate": false, "local-prefill": true}')
+    assert parse_pod([]).prefill_flags == ("--max-num-seqs=64", "--no-calibrate", "--local-prefill")
+
+
+@pytest.mark.parametrize("wrong", ["[1]", "max-num-seqs=64"])
+def test_flags_that_are_no_object_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_pod(["--decode-flags", wrong])
+    assert "is no JSON object" in capsys.readouterr().err
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    directory = tmp_path / "redis"
+    directory.mkdir()
+    with subprocess.Popen(redis_server.server_argv(redis_server.server_binary(), directory), stdout=subprocess.DEVNULL) as server:
+        yield redis_server.server_url(directory)
+        server.terminate()
+
+
+@asynccontextmanager
+async def running_pod(tmp_path: Path, **flags: object) -> AsyncIterator[subprocess.Popen[bytes]]:
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TWOSTEP_")}
+    env |= {f"TWOSTEP_{name.upper()}": str(value) for name, value in flags.items()}
+    env |= {"TWOSTEP_SECRET_FILE": str(tmp_path / "secret"), "TWOSTEP_RUNNER": "fake", "TWOSTEP_KV_TRANSFER": "none"}
+    process = await asyncio.to_thread(subprocess.Popen, [sys.executable, "-P", "-m", "twostep.local.pod"], env=env)
+    try:
+        yield process
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.wait)
+
+
+async def until(what: str, met: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not await asyncio.wait_for(asyncio.ensure_future(_call(met)), DEADLINE_S):
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
+        await asyncio.sleep(0.1)
+
+
+async def _call(met: Callable[[], object]) -> object:
+    result = met()
+    return await result if asyncio.iscoroutine(result) else result
+
+
+def first_port_for(num_workers: int) -> int:
+    """One from which on the ports of that many workers are free."""
+    for first in free_ports(64):
+        try:
+            for offset in (10 * worker + part for worker in range(num_workers) for part in range(3)):
+                with socket.socket() as listener:
+                    listener.bind(("127.0.0.1", first + offset))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")
+
+
+async def registered(redis: Redis) -> Mapping[str, int]:
+    """Epochs of the workers by their names."""
+    found = {}
+    async for key in redis.scan_iter(match="*worker*"):
+        if await redis.type(key) == b"string":
+            record = json.loads(await redis.get(key))
+            found[record["worker_id"]] = record["epoch"]
+    return found
+
+
+async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, redis_url: str) -> None:
+    first, (health,) = first_port_for(2), free_ports(1)
+    probes, redis = Probes(), Redis.from_url(redis_url)
+    flags = {"prefill_workers": 0, "decode_workers": 2, "gpus_per_worker": 0, "pod_name": "pod-a", "host": "127.0.0.1"}
+    async with running_pod(tmp_path, **flags, first_port=first, pod_health_port=health, redis_url=redis_url) as pod:
+        pod_health = f"127.0.0.1:{health}"
+        await until("the pod is ready", lambda: probes.healthy(pod_health, "readiness"))
+        before = await registered(redis)
+        assert set(before) == {"pod-a-decode-0", "pod-a-decode-1"}
+
+        children = psutil.Process(pod.pid).children(recursive=True)
+        victim = next(child for child in children if "--worker-id=pod-a-decode-0" in child.cmdline())
+        victim.kill()
+
+        async def not_ready() -> bool:
+            return not await probes.healthy(pod_health, "readiness")
+
+        await until("the pod is not ready any more", not_ready)
+        assert await probes.healthy(pod_health, "liveness"), "a pod is not restarted for one of its workers"
+        await until("the pod is ready again", lambda: probes.healthy(pod_health, "readiness"))
+        after = await registered(redis)
+        assert after["pod-a-decode-0"] > before["pod-a-decode-0"], "a new life has a new epoch"
+        assert after["pod-a-decode-1"] == before["pod-a-decode-1"], "the other worker's life went on"
+
+        pod.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(pod.wait, DEADLINE_S) == 0
+        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    await probes.close()
+    await redis.aclose()
+
+
+async def test_a_worker_that_cannot_start_ends_the_pod(tmp_path: Path, redis_url: str) -> None:
+    first, (health,) = first_port_for(1), free_ports(1)
+    flags = {"prefill_workers": 0, "decode_workers": 1, "gpus_per_worker": 0, "host": "127.0.0.1", "decode_flags": '{"block-size": 7}'}
+    async with running_pod(tmp_path, **flags, first_port=first, pod_health_port=health, redis_url=redis_url) as pod:
+        assert await asyncio.to_thread(pod.wait, DEADLINE_S) == 2

@@ -1,0 +1,190 @@
+"""The workers of one pod: `python -P -m twostep.local.pod`, the one process of a container that has several GPUs.
+
+CUDA IPC joins processes that see each other's GPUs and share their namespaces. Those of one container do, those of two pods do not.
+
+1. Each worker is a process with its own name, ports and GPUs; every other flag it reads from the environment, as it would alone.
+2. One that ends is started again; one that stands still for a minute is killed first. The others go on meanwhile.
+3. The pod is live while this process is, and ready while every worker is (--pod-health-port).
+4. SIGTERM drains all workers at once; a second one kills what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from twostep.errors import SetupError
+from twostep.local.pod_config import PodConfig, PodWorker, parse_pod, pod_workers
+from twostep.local.probes import Probes
+from twostep.local.supervisor import Component, Supervisor
+from twostep.log import setup_logging
+from twostep.rpc.health import READINESS, HealthBoard, HealthServicer
+
+log = logging.getLogger("twostep.local.pod")
+
+_LOOK_EVERY_S = 2.0
+# A worker says that it is not live once its work has seen no step for --stall-timeout; so much longer it may take to come round.
+_STALLED_S = 60.0
+# From the drain's end to the worker's (twostep/rpc/lifecycle.py), and some more.
+_STOP_S = 20.0
+
+
+class Pod:
+    """start(), watch() until cancelled, stop(). The supervisor's observer."""
+
+    def __init__(self, config: PodConfig, environ: Mapping[str, str], run_dir: Path) -> None:
+        self._config = config
+        self._workers = {worker.name: worker for worker in pod_workers(config)}
+        self._probes = Probes()
+        self.board = HealthBoard()
+        # Of those that have been ready in their present life: when they last said that they are live.
+        self._last_live: dict[str, float] = {}
+        env = {**environ, "PYTHONUNBUFFERED": "1"}
+        components = [self._component(worker, env) for worker in self._workers.values()]
+        self.supervisor = Supervisor(components, run_dir=run_dir, observer=self, log_files=False)
+
+    def _component(self, worker: PodWorker, env: Mapping[str, str]) -> Component:
+        return Component(
+            name=worker.name,
+            argv=worker.argv,
+            env=env,
+            ready=lambda: self._probes.healthy(worker.health_address, READINESS),
+            ready_timeout_s=self._config.start_timeout,
+            stop_grace_s=self._config.drain_timeout + _STOP_S,
+        )
+
+    async def start(self) -> None:
+        """Returns when every worker is ready. Raises SetupError for the first that does not get so far."""
+        await self.supervisor.start()
+        self.board.set(READINESS, True)
+        log.info("ready: %s", ", ".join(self._workers))
+
+    async def watch(self) -> None:
+        """Until cancelled, or until a worker cannot even be started again: raises why."""
+        looking = asyncio.create_task(self._look_around())
+        try:
+            await self.supervisor.wait()
+        finally:
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
+
+    async def stop(self) -> None:
+        """Drains all. Idempotent."""
+        self.board.set(READINESS, False)
+        await self.supervisor.stop()
+        await self._probes.close()
+
+    async def _look_around(self) -> None:
+        while True:
+            states = await asyncio.gather(*(self._look(worker) for worker in self._workers.values()))
+            self.board.set(READINESS, all(states))
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _look(self, worker: PodWorker) -> bool:
+        """Whether it is ready."""
+        health = worker.health_address
+        live, ready = await asyncio.gather(self._probes.healthy(health, "liveness"), self._probes.healthy(health, READINESS))
+        if worker.name not in self._last_live:
+            return False
+        now = time.monotonic()
+        if live:
+            self._last_live[worker.name] = now
+        elif now - self._last_live[worker.name] > _STALLED_S:
+            log.error("%s has stood still for %g s and is killed", worker.name, _STALLED_S)
+            del self._last_live[worker.name]
+            self.supervisor.kill_one(worker.name)
+        return ready
+
+    # ---- what the supervisor tells ----------------------------------------------------------------------------------------
+
+    def starting(self, name: str) -> None:
+        log.info("%s: starting", name)
+
+    def ready(self, name: str, seconds: float) -> None:
+        self._last_live[name] = time.monotonic()
+        log.info("%s: ready after %.1f s", name, seconds)
+
+    def died(self, name: str, status: int, pause_s: float) -> None:
+        self._last_live.pop(name, None)
+        log.warning("%s: ended with status %d; next start in %g s", name, status, pause_s)
+
+    def stopping(self, names: Sequence[str]) -> None:
+        log.info("draining %s", ", ".join(names))
+
+    def killed(self, name: str) -> None:
+        log.warning("%s: did not stop in time and was killed", name)
+
+    def failed(self, name: str, why: str) -> None:
+        log.error("%s: not started: %s", name, why)
+
+
+async def _serve_health(config: PodConfig, board: HealthBoard) -> grpc.aio.Server:
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(board), server)
+    where = f"{config.host}:{config.pod_health_port}"
+    try:
+        server.add_insecure_port(where)
+    except RuntimeError as error:
+        raise SetupError(f"cannot listen on {where}; choose another port with --pod-health-port") from error
+    await server.start()
+    return server
+
+
+async def run(config: PodConfig, environ: Mapping[str, str], run_dir: Path) -> None:
+    """Until SIGTERM or SIGINT. Raises SetupError."""
+    pod = Pod(config, environ, run_dir)
+    interrupted = asyncio.Event()
+
+    def on_signal() -> None:
+        if interrupted.is_set():
+            pod.supervisor.kill()
+        interrupted.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    health = await _serve_health(config, pod.board)
+
+    async def live() -> None:
+        await pod.start()
+        await pod.watch()
+
+    living, waiting = asyncio.create_task(live()), asyncio.create_task(interrupted.wait())
+    try:
+        await asyncio.wait({living, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if living.done():
+            living.result()
+    finally:
+        living.cancel()
+        waiting.cancel()
+        await asyncio.wait({living, waiting})
+        await pod.stop()
+        await health.stop(None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 after a drain, 2 if a worker cannot start (the log says what to change)."""
+    config = parse_pod(argv)
+    setup_logging(level=config.log_level, json_lines=config.log_json, process="pod")
+    with tempfile.TemporaryDirectory(prefix="ts-pod-") as run_dir:
+        try:
+            asyncio.run(run(config, os.environ, Path(run_dir)))
+        except SetupError as error:
+            log.error("cannot start: %s", error.message)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
