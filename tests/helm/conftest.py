@@ -1,0 +1,8 @@
+"""Helpers of scripts/ for the chart's tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))

@@ -1,0 +1,97 @@
+"""The chart over a matrix of values: what Kubernetes takes, and whether its objects fit each other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from chart_cases import CASES
+from chart_checks import CHECKS, endings, hardened, named, probes, references, resources, scaling, selectors, services
+from chart_render import Chart, render
+from chart_schemas import NEWEST, OLDEST, VERSIONS, faults
+from chart_security import restricted
+
+# Profiles that need more than the `restricted` level say so.
+NOT_RESTRICTED = {"rdma", "model-host-path"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kubernetes_takes_the_objects(case: str) -> None:
+    profile, values = CASES[case]
+    versions = VERSIONS if case in ("defaults", "everything") else (OLDEST, NEWEST)
+    assert [fault for object in render(values, profile).objects for version in versions for fault in faults(object, version)] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_objects_fit_each_other(case: str) -> None:
+    profile, values = CASES[case]
+    chart = render(values, profile)
+    assert [f"{check.__name__}: {fault}" for check in CHECKS for fault in check(chart)] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pods_keep_the_restricted_level(case: str) -> None:
+    profile, values = CASES[case]
+    found = [fault for pod in render(values, profile).pods() for fault in restricted(pod)]
+    assert bool(found) is (case in NOT_RESTRICTED), found
+
+
+def _first(chart: Chart, kind: str) -> Any:
+    return chart.of(kind)[0]
+
+
+# Each check finds what it is there for: (check, what is done to a chart that is right).
+DAMAGES: dict[str, tuple[Callable[[Chart], Any], Callable[[Chart], Any]]] = {
+    "a name twice": (named, lambda chart: _first(chart, "Service")["metadata"].update(chart.of("Service")[1]["metadata"])),
+    "a selector of other pods": (selectors, lambda chart: _first(chart, "Deployment")["spec"]["selector"]["matchLabels"].clear()),
+    "a budget of nobody": (selectors, lambda chart: _first(chart, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"].update(a="b")),
+    "a port of another name": (services, lambda chart: _first(chart, "Service")["spec"]["ports"][0].update(targetPort="other")),
+    "a trigger elsewhere": (
+        services,
+        lambda chart: _first(chart, "ScaledObject")["spec"]["triggers"][0]["metadata"].update(scalerAddress="nobody.serving.svc.x:50081"),
+    ),
+    "a probe of the wrong port": (
+        probes,
+        lambda chart: chart.pod("router").spec["containers"][0]["livenessProbe"]["grpc"].update(port=50051),
+    ),
+    "a probe of no service": (
+        probes,
+        lambda chart: chart.pod("decode").spec["containers"][0]["readinessProbe"]["grpc"].update(service="x"),
+    ),
+    "a Secret that nobody makes": (
+        references,
+        lambda chart: next(each for each in chart.pod("router").spec["volumes"] if "secret" in each)["secret"].update(secretName="x"),
+    ),
+    "shared memory beyond the limit": (
+        resources,
+        lambda chart: next(each for each in chart.pod("decode").spec["volumes"] if each["name"] == "shm")["emptyDir"].update(
+            sizeLimit="1Ti"
+        ),
+    ),
+    "killed before it has drained": (endings, lambda chart: chart.pod("decode").spec.update(terminationGracePeriodSeconds=30)),
+    "replicas of two owners": (scaling, lambda chart: chart.one("Deployment", "prefill")["spec"].update(replicas=1)),
+    "a root file system to write to": (
+        hardened,
+        lambda chart: chart.pod("router").spec["containers"][0]["securityContext"].update(readOnlyRootFilesystem=False),
+    ),
+    "a token for nothing": (hardened, lambda chart: chart.pod("decode").spec.update(automountServiceAccountToken=True)),
+    "a capability": (
+        lambda chart: restricted(chart.pod("decode")),
+        lambda chart: chart.pod("decode").spec["containers"][0]["securityContext"]["capabilities"].update(add=["SYS_ADMIN"]),
+    ),
+    "an unknown field": (
+        lambda chart: [fault for object in chart.objects for fault in faults(object, NEWEST)],
+        lambda chart: _first(chart, "ScaledObject")["spec"].update(minReplicas=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_checks_find_damage(damage: str) -> None:
+    check, harm = DAMAGES[damage]
+    chart = Chart(tuple(copy.deepcopy(render(CASES["autoscaling"][1]).objects)))
+    assert list(check(chart)) == []
+    harm(chart)
+    assert list(check(chart)) != []
