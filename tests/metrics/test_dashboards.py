@@ -45,6 +45,8 @@ VALUES: dict[tuple[str, str], set[str]] = {
     ("twostep_num_requests_waiting", "role"): ROLES,
     ("twostep_kv_transfer_failures_total", "reason"): {"cancelled"} | {observer.reason_of(kind("")) for kind in errors.STATUS},
     ("twostep_kv_transfer_retries_total", "reason"): {"data_loss"},
+    ("twostep_autoscaler_limited_total", "reason"): {"max_workers", "max_cost", "surge", "cool_down", "other"},
+    ("twostep_autoscaler_pod_patches_total", "status"): {"ok", "failed"},
     ("twostep_requests_refused_total", "reason"): {reason.value for reason in Reason},
 }
 EVERYWHERE: dict[str, set[str]] = {
@@ -172,7 +174,7 @@ def test_the_dashboard_is_one_that_grafana_provisions() -> None:
     assert made["schemaVersion"] >= 36, "data sources are objects"
     assert [variable["name"] for variable in made["templating"]["list"]] == ["datasource", "namespace", "job", "role"]
     rows = [panel["title"] for panel in made["panels"] if panel["type"] == "row"]
-    assert rows == ["Overview", "Requests", "Latency", "Prefill and decode", "KV cache", "Hand-over", "Targets", "Health"]
+    assert rows == ["Overview", "Requests", "Latency", "Prefill and decode", "KV cache", "Hand-over", "Targets", "Autoscaler", "Health"]
     ids = [panel["id"] for panel in made["panels"]]
     assert len(set(ids)) == len(ids)
     taken: set[tuple[int, int]] = set()

@@ -11,9 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kv_transfer.transfer_metrics import TransferMetrics
 from router import config as router_flags
+from router.autoscaler import config as autoscaler_flags
+from router.autoscaler.config import AutoscalerConfig
 from router.config import RouterConfig
 from twostep.engine.types import EngineStats
 from twostep.metrics import catalogue
+from twostep.metrics.autoscaler import AutoscalerMetrics, AutoscalerState
 from twostep.metrics.batches import BatchMetrics, BatchState
 from twostep.metrics.engine import EngineMetrics
 from twostep.metrics.family import Kind
@@ -54,20 +57,31 @@ def worker() -> MetricsRegistry:
     return registry
 
 
+def autoscaler() -> MetricsRegistry:
+    registry = MetricsRegistry()
+    register_process(registry, "autoscaler")
+    AutoscalerMetrics(registry, AutoscalerState)
+    return registry
+
+
 def test_the_page_is_what_the_code_declares() -> None:
     assert PAGE.read_text() == catalogue.page(), "run: python -m twostep.metrics.catalogue > docs/metrics.md"
 
 
 def test_every_exported_metric_is_on_the_page_and_every_one_on_it_is_exported() -> None:
     listed = set(re.findall(r"^\| `(twostep_\w+)` \|", PAGE.read_text(), re.MULTILINE))
-    found = exported(router()) | exported(worker())
+    found = exported(router()) | exported(worker()) | exported(autoscaler())
     assert {name + "_total" if kind == "counter" else name for name, (kind, _) in found.items()} == listed
 
 
 def test_each_section_is_exported_by_the_processes_it_names() -> None:
-    processes = {"router": exported(router()), "prefill and decode worker": exported(worker())}
+    processes = {
+        "router": exported(router()),
+        "prefill and decode worker": exported(worker()),
+        "autoscaler": exported(autoscaler()),
+    }
     for title, where, families in catalogue.SECTIONS:
-        named = [found for name, found in processes.items() if name.split()[0] in where.split()]
+        named = [found for name, found in processes.items() if name.split()[0] in where.replace(",", "").split()]
         assert named, title
         for family in families:
             name = family.name.removesuffix("_total") if family.kind is Kind.COUNTER else family.name
@@ -102,6 +116,7 @@ def test_the_ports_on_the_page_are_the_defaults() -> None:
         "router": RouterConfig(model=Path()).port,
         "prefill worker": DEFAULT_PORTS["prefill"],
         "decode worker": DEFAULT_PORTS["decode"],
+        "autoscaler": AutoscalerConfig().external_scaler_port,
     }
     for process, port in ports.items():
         assert f"| {process} | {port + 2} |" in PAGE.read_text()
@@ -113,12 +128,13 @@ def test_the_port_is_a_flag_and_a_variable_of_every_process(monkeypatch: pytest.
         return [
             router_config.metrics_port,
             *(worker_flags.parse_config(role, ["--model", "m", *flags]).metrics_port for role in DEFAULT_PORTS),
+            autoscaler_flags.parse_config(flags).metrics_port,
         ]
 
-    assert ports() == [None] * 3
-    assert ports("--metrics-port", "9100") == [9100] * 3
+    assert ports() == [None] * 4
+    assert ports("--metrics-port", "9100") == [9100] * 4
     monkeypatch.setenv("TWOSTEP_METRICS_PORT", "9101")
-    assert ports() == [9101] * 3
-    assert ports("--metrics-port", "-1") == [-1] * 3
+    assert ports() == [9101] * 4
+    assert ports("--metrics-port", "-1") == [-1] * 4
     with pytest.raises(SystemExit):
         ports("--metrics-port", "65536")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from twostep.metrics import batches, engine, http, process, requests, router, transfer, worker
+from twostep.metrics import autoscaler, batches, engine, http, process, requests, router, transfer, worker
 from twostep.metrics.family import Family, Kind
 
 # In the page's order: title, who exports it, the families.
@@ -17,6 +17,7 @@ SECTIONS: Sequence[tuple[str, str, Sequence[Family]]] = (
     ("Engine", "prefill and decode worker", engine.FAMILIES),
     ("Worker", "prefill and decode worker", worker.FAMILIES),
     ("Hand-over", "prefill and decode worker, each its own side", transfer.FAMILIES),
+    ("Autoscaler", "autoscaler, beside `twostep_process_info`", autoscaler.FAMILIES),
 )
 
 _HEAD = """\
@@ -25,7 +26,8 @@ _HEAD = """\
 <!-- Written by `python -m twostep.metrics.catalogue`; a test compares this page with what the code declares. -->
 
 Every process serves `GET /metrics` in Prometheus' text format (OpenMetrics if asked for) over plain HTTP on `--metrics-port`
-(`TWOSTEP_METRICS_PORT`; `--port` + 2 if not given, any free port if `--port` is 0, -1 for none), on the address given by `--host`. It has
+(`TWOSTEP_METRICS_PORT`; `--port` + 2 if not given, any free port if `--port` is 0, -1 for none; of an autoscaler,
+`--external-scaler-port` + 2), on the address given by `--host`. It has
 no TLS and no authentication: nothing secret is in it, but keep the port inside the cluster. `twostep up` prints the addresses.
 
 | process | default |
@@ -33,6 +35,7 @@ no TLS and no authentication: nothing secret is in it, but keep the port inside 
 | router | 50053 |
 | prefill worker | 50063 |
 | decode worker | 50073 |
+| autoscaler | 50083 |
 
 - Threads of their own serve it: it answers while the engine or the event loop is stuck. Whether a process should be restarted is for its
   health service to say.
@@ -76,6 +79,7 @@ sum(rate(twostep_prompt_tokens_cached_total[5m])) / sum(rate(twostep_prompt_toke
 max(twostep_kv_oldest_lease_seconds) > 60                                                                         a hand-over hangs
 sum(rate(twostep_request_slo_attained_total[5m])) / sum(rate(twostep_request_slo_total[5m]))                      targets kept
 avg(twostep_prefill_decode_load_ratio) > 1                                                                        prefill is short
+max by (worker_role) (twostep_autoscaler_desired_replicas) - max by (worker_role) (twostep_autoscaler_pods)       pods to come or to go
 ```
 """
 

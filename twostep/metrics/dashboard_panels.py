@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from twostep.metrics.dashboard_autoscaler import AUTOSCALER
 from twostep.metrics.panel import Panel, R, S, W, areas, lines, number, percentiles, quantile, rate
 
 _ANSWERED = f'{S}, status!="CANCELLED"'
@@ -365,6 +366,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             ),
         ),
     ),
+    AUTOSCALER,
     (
         "Health",
         (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 
+from twostep import __version__
 from twostep.metrics.family import counter, gauge
 from twostep.metrics.registry import MetricsRegistry, Reading
 from twostep.tracing import Tracer
@@ -20,7 +20,7 @@ FAMILIES = (INFO, SPANS)
 
 
 def register_process(registry: MetricsRegistry, role: str, tracer: Tracer | None = None) -> ProcessMetrics:
-    """`role`: "router", "prefill" or "decode"."""
+    """`role`: "router", "prefill", "decode" or "autoscaler"."""
     return ProcessMetrics(registry, role, tracer)
 
 
@@ -44,7 +44,4 @@ class ProcessMetrics:
 
 
 def package_version() -> str:
-    try:
-        return version("twostep")
-    except PackageNotFoundError:  # out of a checkout that is not installed
-        return "unknown"
+    return __version__
