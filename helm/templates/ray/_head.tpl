@@ -27,6 +27,16 @@ volumeMounts:
   - name: shm
     mountPath: /dev/shm
   {{- include "twostep.rayAuthMounts" . | nindent 2 }}
+  {{- if include "twostep.rayRedisPassword" . }}
+  - name: redis-password
+    mountPath: /etc/twostep/redis
+    readOnly: true
+  {{- end }}
+{{- end -}}
+
+{{/* true where the chart's own head shows Redis a password. */}}
+{{- define "twostep.rayRedisPassword" -}}
+{{- if and (eq .Values.ray.mode "chart") (or .Values.redis.embedded (and .Values.redis.external.address .Values.redis.external.passwordKey)) -}}true{{- end -}}
 {{- end -}}
 
 {{- define "twostep.rayHeadVolumes" -}}
@@ -39,6 +49,15 @@ volumeMounts:
     medium: Memory
     sizeLimit: 256Mi
 {{ include "twostep.rayAuthVolumes" . }}
+{{- if include "twostep.rayRedisPassword" . }}
+- name: redis-password
+  secret:
+    secretName: {{ ternary (include "twostep.secretName" .) .Values.redis.external.existingSecret .Values.redis.embedded }}
+    defaultMode: 0440
+    items:
+      - key: {{ ternary "redis-password" .Values.redis.external.passwordKey .Values.redis.embedded }}
+        path: password
+{{- end }}
 {{- end -}}
 
 {{/* Where the GCS keeps its state. Without an address it is lost with the head, and workers join the new one as strangers. */}}
@@ -46,20 +65,14 @@ volumeMounts:
 {{- if .Values.redis.embedded }}
 - name: RAY_REDIS_ADDRESS
   value: {{ include "twostep.redisHost" . }}:6379
-- name: TWOSTEP_RAY_REDIS_PASSWORD
-  valueFrom:
-    secretKeyRef:
-      name: {{ include "twostep.secretName" . }}
-      key: redis-password
+- name: TWOSTEP_RAY_REDIS_PASSWORD_FILE
+  value: /etc/twostep/redis/password
 {{- else if .Values.redis.external.address }}
 - name: RAY_REDIS_ADDRESS
   value: {{ .Values.redis.external.address | quote }}
-{{- with .Values.redis.external.passwordKey }}
-- name: TWOSTEP_RAY_REDIS_PASSWORD
-  valueFrom:
-    secretKeyRef:
-      name: {{ $.Values.redis.external.existingSecret }}
-      key: {{ . }}
+{{- if .Values.redis.external.passwordKey }}
+- name: TWOSTEP_RAY_REDIS_PASSWORD_FILE
+  value: /etc/twostep/redis/password
 {{- end }}
 {{- end }}
 # Ray's keys stand apart from everything else in that Redis, and from those of another release.

@@ -16,8 +16,14 @@
 {{- if and (contains "ray" $transfer) (not .Values.ray.enabled) -}}
 {{- fail (printf "workers.kvTransfer is %q and ray.enabled is false: enable Ray, or leave ray out" $transfer) -}}
 {{- end -}}
-{{- if and (contains "ray" $transfer) .Values.colocated.enabled -}}
-{{- fail (printf "workers.kvTransfer is %q, and processes of one pod (colocated.enabled) have no Ray: give auto or cuda_ipc" $transfer) -}}
+{{- if and .Values.colocated.enabled (eq $transfer "cuda_ipc") (gt (int .Values.colocated.gpusPerWorker) 1) -}}
+{{- fail "CUDA IPC reads a pool on one GPU: with colocated.gpusPerWorker above 1 enable Ray" -}}
+{{- end -}}
+{{- if and .Values.colocated.enabled (eq $transfer "cuda_ipc") (not .Values.colocated.gpusPerWorker) -}}
+{{- fail "CUDA IPC is for GPUs: with colocated.gpusPerWorker 0 enable Ray" -}}
+{{- end -}}
+{{- if and .Values.colocated.enabled (eq $transfer "cuda_ipc") (gt (int .Values.colocated.replicas) 1) -}}
+{{- fail "CUDA IPC joins workers of one pod: with colocated.replicas above 1 enable Ray for the pairs of two pods" -}}
 {{- end -}}
 {{- if and (eq .Values.ray.mode "external") .Values.ray.enabled (not .Values.ray.address) -}}
 {{- fail "ray.mode is external: give ray.address, host:port of its GCS" -}}

@@ -26,9 +26,9 @@ nixl
 {{- end -}}
 {{- end -}}
 
-{{/* true where a raylet runs beside the workers. Processes of one pod have better ways. */}}
+{{/* true where a raylet runs beside the workers. */}}
 {{- define "twostep.rayJoined" -}}
-{{- if and .Values.ray.enabled (not .Values.colocated.enabled) -}}true{{- end -}}
+{{- if .Values.ray.enabled -}}true{{- end -}}
 {{- end -}}
 
 {{/* Flags of every worker, as YAML. */}}
