@@ -1,4 +1,4 @@
-# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · fuzz · clean.  Everything lands in .venv; a stamp says what is there already.
+# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · fuzz · replay-image · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"                            TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
@@ -7,6 +7,7 @@
 #   make fuzz FUZZ_CASES=100000                                   random requests over HTTP and gRPC; 10,000 of them if not told
 #   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die, for 3 minutes
 #   make rolling ROLLING_FLAGS="--clients 12"                     a rolling update of every part under load, some minutes
+#   make replay-image IMAGE=router                               its Dockerfile's steps in a clean root, as root (docs/images.md)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   takes PyTorch from there instead of from where pip's own configuration points
 #   PYTHON=python3.12                                  makes .venv with that interpreter (3.11 or newer)
 
@@ -27,6 +28,8 @@ FAULT_FLAGS ?=
 STORM_FLAGS ?=
 ROLLING_FLAGS ?=
 FUZZ_CASES ?= 10000
+IMAGE ?= router
+REPLAY_FLAGS ?=
 
 # A prompt is passed on as it stands, dollar signs and quotes included.
 override PROMPT := $(value PROMPT)
@@ -39,7 +42,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm rolling fuzz clean
+.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm rolling fuzz replay-image clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -86,6 +89,10 @@ rolling: $(VENV)/.dev
 # Other cases each time, for every night; the few that `make test` has are the same for everybody. Its last lines say what was answered.
 fuzz: $(VENV)/.dev
 	@TWOSTEP_FUZZ_CASES=$(FUZZ_CASES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz -s -q -p no:xdist --timeout 0 $(PYTEST_FLAGS)
+
+# On Linux, as root, with debootstrap and a network: about 300 MB of Debian, then what the image holds.
+replay-image: $(VENV)/.dev
+	@$(BIN)/python deploy/replay-image $(IMAGE) $(REPLAY_FLAGS)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis .run

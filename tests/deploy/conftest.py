@@ -1,0 +1,9 @@
+"""What the tests of the images share. `image_replay` is no part of the distribution: deploy/ goes on the path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(CHECKOUT / "deploy"))
