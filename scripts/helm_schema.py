@@ -7,7 +7,6 @@ $defs is named by a string.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import importlib
 from collections.abc import Iterator, Mapping
@@ -164,7 +163,7 @@ DEFS: dict[str, Any] = {
 # fmt: off
 SETTLED = frozenset((
     "host", "port", "health-port", "metrics-port", "http-port", "external-scaler-port", "model", "redis-url", "secret-file", "router-id",
-    "worker-id", "autoscaler-id", "pod-name", "pod-namespace", "pod-owner", "advertise-host", "tls-cert", "tls-key", "tls-ca",
+    "worker-id", "autoscaler-id", "pod-name", "pod-namespace", "pod-owner", "advertise-address", "ray-address", "tls-cert", "tls-key", "tls-ca",
     "tls-peer-name", "tls-client-auth", "api-keys", "api-keys-file", "admin-host", "admin-port", "batch-dir", "log-level", "log-json",
     "otlp-endpoint", "kubernetes-api", "kubernetes-dir", "drain-timeout",
 ))
@@ -176,18 +175,18 @@ class _ParserCaughtError(Exception):
         self.parser = parser
 
 
-def parser_of(module: str, *arguments: str) -> FlagParser:
-    """The parser that `module.parse_config(*arguments)` makes, before it parses anything."""
+def parser_of(module: str, *arguments: str, function: str = "parse_config") -> FlagParser:
+    """The parser that `module.function(*arguments)` makes, before it parses anything."""
 
     def caught(parser: FlagParser, *_: Any) -> None:
         raise _ParserCaughtError(parser)
 
-    with mock.patch.object(FlagParser, "parse_args", caught), contextlib.suppress(ImportError):
+    with mock.patch.object(FlagParser, "parse_args", caught):
         try:
-            importlib.import_module(module).parse_config(*arguments)
+            getattr(importlib.import_module(module), function)(*arguments)
         except _ParserCaughtError as error:
             return error.parser
-    raise AssertionError(f"{module}.parse_config made no FlagParser")
+    raise AssertionError(f"{module}.{function} made no FlagParser")
 
 
 def _flags(parser: FlagParser) -> dict[str, Any]:

@@ -170,14 +170,18 @@ priorityClassName: {{ . }}
   value: {{ .Values.logLevel | quote }}
 - name: TWOSTEP_LOG_JSON
   value: {{ ternary "1" "0" .Values.logJson | quote }}
-{{- with .Values.tracing.otlpEndpoint }}
-- name: TWOSTEP_OTLP_ENDPOINT
-  value: {{ . | quote }}
-{{- end }}
 - name: HOME
   value: /tmp
 - name: USER
   value: twostep
+{{- end -}}
+
+{{/* Of those that have spans to send. */}}
+{{- define "twostep.tracingEnv" -}}
+{{- with .Values.tracing.otlpEndpoint }}
+- name: TWOSTEP_OTLP_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
 {{- end -}}
 
 {{/* Where Redis is. The password stands in no object but the Secret. */}}

@@ -8,6 +8,8 @@
   "metrics-port" 50053
   "http-port" 8000
   "drain-timeout" .Values.router.drainSeconds
+  "target-ttft-ms" .Values.autoscaling.slo.ttftMs
+  "target-tpot-ms" .Values.autoscaling.slo.tpotMs
 -}}
 {{- with .Values.model.name }}{{ $_ := set $flags "served-model-name" . }}{{ end -}}
 {{- if eq .Values.auth.apiKeys "file" -}}

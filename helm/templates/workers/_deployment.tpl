@@ -60,6 +60,7 @@ spec:
           command: [python, -P, -m, {{ .role }}_worker]
           env:
             {{- include "twostep.commonEnv" $root | nindent 12 }}
+            {{- include "twostep.tracingEnv" $root | nindent 12 }}
             {{- include "twostep.workerEnv" $root | nindent 12 }}
             {{- include "twostep.redisEnv" $root | nindent 12 }}
             {{- include "twostep.trustEnv" $root | nindent 12 }}

@@ -1,0 +1,97 @@
+"""What the chart tells its processes is what they understand: every variable a flag, every value one that its parser takes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from chart_cases import CASES
+from chart_processes import Process, processes
+from chart_render import Chart, render
+from helm_schema import SETTLED
+
+# Cases beside which the others say nothing new to processes.
+TELLING = (
+    "defaults", "everything", "names", "model-loader", "keys-in-a-file", "keys-in-redis", "tls", "tls-issuer",
+    "tracing", "router-flags", "batches",
+    "cpu", "parallel", "no-ray", "decode-alone", "kuberay", "ray-elsewhere", "ray-sizes", "redis-elsewhere", "colocated", "autoscaling",
+    "autoscaling-to-zero", "autoscaling-without-rights", "rdma", "profile-demo", "profile-h200", "profile-mixed",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TELLING)
+def test_parsers_take_what_they_are_told(case: str) -> None:
+    profile, values = CASES[case]
+    found = list(processes(render(values, profile)))
+    assert [f"{process.name}: {process.fault}" for process in found if process.config is None] == []
+    for process in found:
+        strangers = {name for name in process.environment if name.startswith("TWOSTEP_")} - process.flags
+        assert not strangers, f"{process.name} knows no {strangers}"
+
+
+@pytest.mark.parametrize("case", ["defaults", "autoscaling", "colocated", "tls", "keys-in-a-file", "ray-sizes"])
+def test_processes_listen_where_their_containers_say(case: str) -> None:
+    profile, values = CASES[case]
+    listening: dict[str, set[int]] = {}
+    declared: dict[str, set[int]] = {}
+    for process in processes(render(values, profile)):
+        where = f"{process.pod.name}: {process.container['name']}"
+        listening.setdefault(where, set()).update(process.ports())
+        declared[where] = {port["containerPort"] for port in process.container.get("ports", [])}
+    assert listening == declared
+
+
+def _config(chart: Chart, module: str) -> Any:
+    return next(process.config for process in processes(chart) if process.module == module)
+
+
+def test_values_arrive() -> None:
+    chart = render(CASES["everything"][1])
+    router = _config(chart, "router")
+    assert (router.served_model_name, router.otlp_endpoint, router.log_level) == ("chat", "http://collector:4317", "debug")
+    assert router.drain_timeout == 120
+    prefill, decode = _config(chart, "prefill_worker"), _config(chart, "decode_worker")
+    assert (prefill.tensor_parallel_size, decode.tensor_parallel_size, decode.max_num_seqs) == (2, 4, 64)
+    assert (prefill.pod_owner, decode.pod_owner) == ("prefill", "decode")
+    assert prefill.worker_id == prefill.pod_name == "some-pod"
+    assert decode.advertise_address == "10.0.0.1:50071"
+    assert prefill.secret_file == decode.secret_file == router.secret_file
+
+
+def test_the_autoscaler_knows_the_pools() -> None:
+    scaler = _config(render(CASES["everything"][1]), "router.autoscaler")
+    assert (scaler.prefill.gpus_per_worker, scaler.decode.gpus_per_worker) == (2, 4)
+    assert (scaler.prefill.min_workers, scaler.decode.max_workers) == (0, 8)
+    assert scaler.scale_to_zero_after == 600
+    assert scaler.worker_drain == 120
+    own = _config(render(CASES["autoscaling-without-rights"][1]), "router.autoscaler")
+    assert (own.kubernetes_api, own.switch_roles) == ("", False)
+
+
+@pytest.mark.parametrize("case", ["autoscaling", "everything"])
+def test_routers_and_autoscalers_have_the_same_targets(case: str) -> None:
+    chart = render(CASES[case][1])
+    router, scaler = _config(chart, "router"), _config(chart, "router.autoscaler")
+    assert (router.target_ttft_ms, router.target_tpot_ms) == (scaler.target_ttft_ms, scaler.target_tpot_ms)
+
+
+def test_what_the_chart_settles_is_no_flag_to_give() -> None:
+    """A flag that the schema offers, and the chart sets for itself whatever is given, would be taken and have no effect."""
+    for process in processes(render(CASES["everything"][1])):
+        connected = {
+            name for name in process.environment if name.startswith("TWOSTEP_") and name.endswith(("_PORT", "_FILE", "_URL", "_ID"))
+        }
+        settled = {"TWOSTEP_" + name.replace("-", "_").upper() for name in SETTLED}
+        assert {name for name in connected if not name.startswith("TWOSTEP_RAY_")} <= settled, process.name
+
+
+def test_a_variable_of_no_flag_is_found() -> None:
+    chart = Chart(tuple(copy.deepcopy(render({}).objects)))
+    chart.pod("router").spec["containers"][0]["env"] += [
+        {"name": "TWOSTEP_MAX_INFLITE", "value": "3"},
+        {"name": "TWOSTEP_PORT", "value": "x"},
+    ]
+    router: Process = next(process for process in processes(chart) if process.module == "router")
+    assert router.config is None
+    assert "'x' is not a whole number" in router.fault
