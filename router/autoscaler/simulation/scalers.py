@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from router.autoscaler.hpa import Asked, metric, replicas_asked
 from router.autoscaler.memory import Memory
 from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role
 from router.autoscaler.policy import decide
 from router.autoscaler.simulation.cluster import Cluster
-from router.autoscaler.simulation.hpa import Hpa, Rules, average_value, pods_metric
+from router.autoscaler.simulation.hpa import DEFAULT_TOLERANCE, Hpa, Rules, average_value, pods_metric
 from router.autoscaler.simulation.sampling import PodMetrics, Sample
 
 # The HPAs that carry out decisions look at them that much later: half an interval, on average.
@@ -42,16 +43,15 @@ class JointPolicy:
 
     def __init__(
         self, config: PolicyConfig, *, name: str = "joint policy", on_decision: Callable[[Observation, Decision], None] | None = None
-    ):
+    ) -> None:
         self.name = name
         self._config = config
         self._memory = Memory()
         self._on_decision = on_decision
-        quick = Rules(stabilization_s=0.0)
+        self._asked: Mapping[str, Asked] = {}
+        at_once = Rules(stabilization_s=0.0)
         self._hpas = {
-            role: Hpa(
-                least=config.pool(role).min_workers, most=config.pool(role).max_workers, up=Rules(stabilization_s=0.0, pods=100), down=quick
-            )
+            role: Hpa(least=config.pool(role).min_workers, most=config.pool(role).max_workers, up=replace(at_once, pods=100), down=at_once)
             for role in ROLES
         }
 
@@ -66,14 +66,17 @@ class JointPolicy:
             self._on_decision(sample.observation, decision)
         for switch in decision.switches:
             cluster.switch(switch.worker_id, switch.to, now, drain_s=self._config.drain_s)
+        wishes: dict[str, int] = {role: decision.replicas[role] for role in ROLES}
+        pods: dict[str, int] = {role: cluster.replicas[role] for role in ROLES}
+        self._asked = replicas_asked(wishes, pods, self._asked, DEFAULT_TOLERANCE)
         cluster.at(now + _SYNC_AFTER_S, self._sync, (cluster, decision))
 
     def _sync(self, now: float, argument: tuple[Cluster, Decision]) -> None:
         cluster, decision = argument
         for role in ROLES:
             current = cluster.replicas[role]
-            wanted = average_value(current, decision.replicas[role], 1.0)
-            replicas = self._hpas[role].follow(now, current, wanted)
+            told = metric(self._asked[role].pods, current, DEFAULT_TOLERANCE)
+            replicas = self._hpas[role].follow(now, current, average_value(current, told, 1.0))
             if replicas != current:
                 cluster.scale(role, replicas, now, victims=decision.victims)
 
