@@ -79,5 +79,5 @@ def test_what_contradicts_itself_is_refused(words: tuple[str, ...], message: str
 
 def test_the_cores_go_to_the_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert told("up", "--aggregated", "--decode", "2").threads_per_worker == 4
-    assert told("up").threads_per_worker == 4
+    for options in (told("up", "--aggregated", "--decode", "2"), told("up")):
+        assert options.threads_of_each(options.num_workers) == 4

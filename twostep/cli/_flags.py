@@ -93,6 +93,16 @@ def parser() -> FlagParser:
     up.flag("--prefill", type=int, metavar="N", help="prefill workers; 1 if not given")
     up.flag("--decode", type=int, default=1, metavar="M", help="decode workers, with --aggregated those that do everything; 1 if not given")
     up.flag(
+        "--autoscale",
+        action="store_true",
+        default=False,
+        help="start and stop workers as the load asks for it, --prefill and --decode being those of the start; "
+        "the autoscaler's own flags are taken from their TWOSTEP_ variables (docs/autoscaling.md)",
+    )
+    for kind in ("prefill", "decode"):
+        up.flag(f"--min-{kind}", type=int, default=1, metavar="N", help=f"of --autoscale: fewest {kind} workers; 1 if not given")
+        up.flag(f"--max-{kind}", type=int, metavar="N", help="most of them; what this machine has room for if not given")
+    up.flag(
         "--local-prefill",
         action=argparse.BooleanOptionalAction,
         default=True,

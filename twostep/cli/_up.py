@@ -32,6 +32,11 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
         num_prefill=_num_prefill(args),
         num_decode=getattr(args, "decode", 1),
         aggregated=args.aggregated,
+        autoscale=getattr(args, "autoscale", False),
+        min_prefill=getattr(args, "min_prefill", 1),
+        max_prefill=getattr(args, "max_prefill", None),
+        min_decode=getattr(args, "min_decode", 1),
+        max_decode=getattr(args, "max_decode", None),
         # What a demo is to show is the hand-over.
         local_prefill=getattr(args, "local_prefill", args.aggregated),
         host=getattr(args, "host", "127.0.0.1"),
@@ -86,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         say(f'  {command} generate "Once upon a time"{target}')
         say(f"OpenAI's API: {system.http_url}/v1, the page: {system.http_url}/ui")
         say(f"Workers: {', '.join(f'{worker.worker_id} {worker.address}' for worker in system.plan.workers)}")
+        if options.autoscale:
+            say("More or fewer of them as the load asks for it.")
         if options.num_prefill:
             say(f"  {command} role HOST:PORT prefill|decode --secret-file {system.plan.secret_file}")
         say(f"Metrics: {', '.join(f'{name} {url}' for name, url in system.metrics_urls.items())}")

@@ -12,11 +12,16 @@ from pathlib import Path
 from twostep.local import redis_server
 from twostep.local.options import LocalOptions
 from twostep.local.plan import LOOPBACK, RAY_HOST, LocalWorker, Plan
+from twostep.local.ports import free_ports
 from twostep.local.probes import Probes, ray_up
+from twostep.local.scaling import ROLES, Scale
 from twostep.local.supervisor import Component
 
 # Meant for a client of another system, or true of one process only: wrong for every process of this one.
 _NOT_FOR_CHILDREN = frozenset(f"TWOSTEP_{name}" for name in ("TLS_CA", "TLS_CERT", "TLS_KEY", "ADVERTISE_ADDRESS", "ROUTER_ID", "RUN_DIR"))
+
+# The autoscaler's own, with which the bound on cost means something else.
+_PRICES = ("TWOSTEP_MAX_COST", "TWOSTEP_PREFILL_PRICE", "TWOSTEP_DECODE_PRICE")
 
 
 def write_secret(path: Path) -> None:
@@ -38,25 +43,34 @@ class Components:
 
     def all(self) -> list[Component]:
         """In the order in which they are started, as far as none waits for another."""
-        plan, options = self._plan, self._options
+        plan = self._plan
         components: list[Component] = []
         if plan.own_redis:
             components.append(self._redis())
         if plan.own_ray:
             components.append(self._ray())
-        needs = ("redis",) if plan.own_redis else ()
+        needs = self._needs()
+        components.append(self._router(needs))
+        components += [self.worker(worker) for worker in plan.workers]
+        if plan.scale is not None:
+            components.append(self._autoscaler(plan.scale, needs))
+        return components
+
+    def _needs(self) -> tuple[str, ...]:
+        return ("redis",) if self._plan.own_redis else ()
+
+    def _shared(self) -> tuple[str, ...]:
+        """Flags of router and workers."""
+        plan, options = self._plan, self._options
         shared: tuple[str, ...] = ("--model", str(plan.model_dir), "--redis-url", plan.redis_url, "--secret-file", str(plan.secret_file))
         shared += ("--served-model-name", plan.model_name)
         if options.otlp_endpoint:
             shared += ("--otlp-endpoint", options.otlp_endpoint)
-        shared += ("--drain-timeout", f"{options.drain_timeout_s:g}")
-        components.append(self._router(shared, needs))
-        components += [self._worker(worker, shared, needs) for worker in plan.workers]
-        return components
+        return (*shared, "--drain-timeout", f"{options.drain_timeout_s:g}")
 
-    def _router(self, shared: tuple[str, ...], needs: tuple[str, ...]) -> Component:
+    def _router(self, needs: tuple[str, ...]) -> Component:
         plan, options = self._plan, self._options
-        flags = [*shared, f"--host={options.host}", f"--port={plan.port}", f"--health-port={plan.router_health_port}"]
+        flags = [*self._shared(), f"--host={options.host}", f"--port={plan.port}", f"--health-port={plan.router_health_port}"]
         flags += [f"--metrics-port={plan.router_metrics_port}", f"--http-port={plan.http_port}"]
         flags += [f"--reasoning-parser={options.reasoning_parser}", f"--tool-call-parser={options.tool_call_parser}"]
         if options.api_keys_file is not None:
@@ -77,17 +91,21 @@ class Components:
             stop_grace_s=options.drain_timeout_s + 5,
         )
 
-    def _worker(self, worker: LocalWorker, shared: tuple[str, ...], needs: tuple[str, ...]) -> Component:
-        options = self._options
-        threads = str(options.threads_per_worker)
-        flags = [*shared, "--host", LOOPBACK, "--port", str(worker.port), "--health-port", str(worker.health_port)]
+    def worker(self, worker: LocalWorker) -> Component:
+        """Of the start, or one more."""
+        options, most = self._options, len(self._plan.places)
+        threads = str(options.threads_of_each(most))
+        flags = [*self._shared(), "--host", LOOPBACK, "--port", str(worker.port), "--health-port", str(worker.health_port)]
         flags += ["--metrics-port", str(worker.metrics_port)]
         flags += ["--worker-id", worker.worker_id, "--run-dir", str(self._plan.run_dir / worker.worker_id)]
         # Prefill workers are told too: they may change their role.
         flags.append("--local-prefill" if options.local_prefill else "--no-local-prefill")
         flags += ["--runner", options.runner, "--cpu-threads", threads]
         if self._plan.own_ray:
-            flags += ["--kv-budget-bytes", str(options.budget_bytes)]
+            flags += ["--kv-budget-bytes", str(options.budget_bytes(most))]
+        if self._plan.scale is not None:
+            # Whatever its role comes to be, it counts for the one that it was started in.
+            flags += ["--pod-owner", worker.role]
         for flag, value in (
             ("--ray-address", self._plan.ray_address),
             ("--kv-transfer", "none" if options.aggregated else options.kv_transfer),
@@ -110,10 +128,36 @@ class Components:
             argv=(sys.executable, "-P", "-m", worker.module, *flags),
             env=self._env(OMP_NUM_THREADS=threads),
             ready=lambda: self._probes.healthy(worker.health_address, "readiness"),
-            after=needs,
+            after=self._needs(),
             ready_timeout_s=options.start_timeout_s,
             stop_order=1,
             stop_grace_s=options.drain_timeout_s + 5,
+        )
+
+    def _autoscaler(self, scale: Scale, needs: tuple[str, ...]) -> Component:
+        """The same as on Kubernetes; what else it can be told, it is told by its TWOSTEP_ variables."""
+        plan, options = self._plan, self._options
+        health_port, metrics_port = free_ports(2)
+        num_gpus = str(options.tensor_parallel_size)
+        flags = ["--redis-url", plan.redis_url, "--secret-file", str(plan.secret_file), "--host", LOOPBACK]
+        flags += ["--external-scaler-port", str(plan.scaler_port), "--health-port", str(health_port), "--metrics-port", str(metrics_port)]
+        for role in ROLES:
+            bounds = scale.of(role)
+            flags += [f"--{role}-min-workers", str(bounds.least), f"--{role}-max-workers", str(bounds.most)]
+            flags += [f"--{role}-gpus-per-worker", num_gpus]
+        # Nobody rounds between it and the workers, and there are no pods to be marked.
+        flags += ["--worker-drain", f"{options.drain_timeout_s:g}", "--hpa-tolerance", "0", "--kubernetes-api", "none"]
+        if not any(name in self._environ for name in _PRICES):
+            # With all GPUs at one price this says how many workers there may be of both roles together.
+            flags += ["--max-cost", str(scale.total * options.tensor_parallel_size)]
+        return Component(
+            name="autoscaler",
+            argv=(sys.executable, "-P", "-m", "router.autoscaler", *flags),
+            env=self._env(),
+            ready=lambda: self._probes.healthy(f"{LOOPBACK}:{health_port}", "readiness"),
+            after=needs,
+            ready_timeout_s=options.start_timeout_s,
+            stop_order=0,
         )
 
     def _redis(self) -> Component:

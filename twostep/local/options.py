@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.errors import SetupError
+from twostep.local.capacity import num_cores
 from twostep.text.reasoning import reasoning_format
 from twostep.text.tool_calls import tool_call_format
 
@@ -20,7 +21,7 @@ _MAX_WORKERS = 128
 class LocalOptions:
     """Everything `twostep up` can be told. `None` and empty leave it to the process concerned. `aggregated`: no prefill workers, and so no
     hand-overs and no Ray; every decode worker computes its prompts itself. `local_prefill`: decode workers may do so beside prefill
-    workers too."""
+    workers too. `autoscale`: `num_prefill` and `num_decode` are those of the start; a `max_` of None is what the machine has room for."""
 
     model: str = DEFAULT_MODEL
     served_model_name: str = ""
@@ -29,6 +30,11 @@ class LocalOptions:
     num_prefill: int = 1
     num_decode: int = 1
     aggregated: bool = False
+    autoscale: bool = False
+    min_prefill: int = 1
+    max_prefill: int | None = None
+    min_decode: int = 1
+    max_decode: int | None = None
     local_prefill: bool = True
     host: str = "127.0.0.1"
     port: int = 50051
@@ -72,6 +78,8 @@ class LocalOptions:
             raise SetupError("--kv-transfer none leaves prefill workers nothing to do; give --aggregated for a system without them")
         if self.num_prefill + self.num_decode > _MAX_WORKERS:
             raise SetupError(f"{self.num_prefill} + {self.num_decode} workers are too many for one machine; give at most {_MAX_WORKERS}")
+        if self.autoscale:
+            self._check_autoscale()
         # Refused here rather than by a router whose log nobody reads.
         reasoning_format(self.reasoning_parser, None)
         tool_call_format(self.tool_call_parser, None)
@@ -103,6 +111,20 @@ class LocalOptions:
         if self.kv_transfer not in ("", "auto", "none") or self.ray_address:
             raise SetupError("with --aggregated no KV is handed over; leave --kv-transfer and --ray-address out")
 
+    def _check_autoscale(self) -> None:
+        if self.aggregated:
+            raise SetupError(
+                "--autoscale holds the ratio of prefill to decode workers; with --aggregated there are none of the first: leave one out"
+            )
+        for role, least, first, most in (
+            ("prefill", self.min_prefill, self.num_prefill, self.max_prefill),
+            ("decode", self.min_decode, self.num_decode, self.max_decode),
+        ):
+            if not 1 <= least <= first:
+                raise SetupError(f"--min-{role} {least} and --{role} {first}: give 1 at least, and start with no fewer than that")
+            if most is not None and not first <= most <= _MAX_WORKERS:
+                raise SetupError(f"--{role} {first} and --max-{role} {most}: start with no more than that, and give {_MAX_WORKERS} at most")
+
     @property
     def uses_ray(self) -> bool:
         """Whether a Ray is needed, of its own or of --ray-address."""
@@ -121,16 +143,16 @@ class LocalOptions:
             return wanted
         return max(_LEAST_STORE_BYTES, min(wanted, shared.f_bavail * shared.f_frsize // 2))
 
-    @property
-    def budget_bytes(self) -> int:
-        """What each worker may keep published while it has the prefill role, which all but one may come to have: their shares leave room
-        for what is being copied."""
-        return self.store_bytes * 7 // 10 // max(1, self.num_prefill + self.num_decode - 1)
+    def budget_bytes(self, num_workers: int) -> int:
+        """What each of so many workers may keep published while it has the prefill role, which all but one may come to have: their shares
+        leave room for what is being copied."""
+        return self.store_bytes * 7 // 10 // max(1, num_workers - 1)
+
+    def threads_of_each(self, num_workers: int) -> int:
+        """This machine's cores shared out to so many workers, at least one each."""
+        return self.cpu_threads if self.cpu_threads is not None else max(1, num_cores() // num_workers)
 
     @property
-    def threads_per_worker(self) -> int:
-        """This machine's cores shared out to the workers, at least one each."""
-        if self.cpu_threads is not None:
-            return self.cpu_threads
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // (self.num_prefill + self.num_decode))
+    def num_workers(self) -> int:
+        """At the start."""
+        return self.num_prefill + self.num_decode

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from twostep.errors import SetupError
 from twostep.local import redis_server
+from twostep.local.capacity import need_of, room_for, this_machine
 from twostep.local.gpus import GpuShare, check_device, count_gpus, describe, share_gpus
 from twostep.local.options import LocalOptions
 from twostep.local.ports import check_free, free_ports
+from twostep.local.scaling import Bounds, Scale
 from twostep.models.store import default_cache_dir, resolve
 
 LOOPBACK = "127.0.0.1"
@@ -26,14 +28,24 @@ _MAX_RUN_DIR_BYTES = 36
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalWorker:
-    """A worker's process: who it is, where it listens, and on which GPU it runs; None: that is its own choice."""
+    """A worker's process: who it is, in which role it begins, where it listens, and on which GPU it runs; None: that is its own choice."""
 
     worker_id: str
-    module: str
+    role: str
     port: int
     health_port: int
     metrics_port: int
     gpu: GpuShare | None = None
+
+    @classmethod
+    def new(cls, worker_id: str, role: str, gpu: GpuShare | None) -> LocalWorker:
+        """On ports that are free now."""
+        port, health_port, metrics_port = free_ports(3)
+        return cls(worker_id=worker_id, role=role, port=port, health_port=health_port, metrics_port=metrics_port, gpu=gpu)
+
+    @property
+    def module(self) -> str:
+        return f"{self.role}_worker"
 
     @property
     def address(self) -> str:
@@ -62,6 +74,16 @@ class Plan:
     ray_client_port: int
     own_ray: bool
     workers: tuple[LocalWorker, ...]
+    """Those of the start."""
+    places: tuple[GpuShare | None, ...]
+    """One for each worker that there may be at once; the first are those of `workers`."""
+    scale: Scale | None = None
+    """How many workers there may be; None: those of the start, always."""
+    scaler_port: int = 0
+
+    @property
+    def scaler_address(self) -> str:
+        return f"{LOOPBACK}:{self.scaler_port}"
 
     @property
     def secret_file(self) -> Path:
@@ -86,16 +108,14 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
         check_free(options.host, options.wanted_http_port, "--http-port")
     if not options.redis_url:
         redis_server.server_binary()
-    num_workers = options.num_prefill + options.num_decode
-    ports = iter(free_ports(6 + 3 * num_workers))
+    num_gpus = _num_gpus(options, environ)
+    scale = _scale(options, model_dir, num_gpus, progress) if options.autoscale else None
+    ports = iter(free_ports(7))
     port = options.port or next(ports)
     roles = [("prefill", i) for i in range(options.num_prefill)] + [("decode", i) for i in range(options.num_decode)]
     names = [f"{role}-{index}" for role, index in roles]
-    gpus = _deal_gpus(options, names, environ, progress)
-    workers = tuple(
-        LocalWorker(worker_id=name, module=f"{role}_worker", port=next(ports), health_port=next(ports), metrics_port=next(ports), gpu=gpu)
-        for name, (role, _), gpu in zip(names, roles, gpus, strict=True)
-    )
+    places = _deal_gpus(options, names, num_gpus, progress, num_places=scale.total if scale is not None else len(names))
+    workers = tuple(LocalWorker.new(name, role, gpu) for name, (role, _), gpu in zip(names, roles, places, strict=False))
     ray_port = next(ports)
     run_dir = _make_run_dir()
     return Plan(
@@ -113,19 +133,46 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
         ray_client_port=next(ports),
         own_ray=options.uses_ray and not options.ray_address,
         workers=workers,
+        places=tuple(places),
+        scale=scale,
+        scaler_port=next(ports),
     )
 
 
+def _num_gpus(options: LocalOptions, environ: Mapping[str, str]) -> int:
+    """That are ours to deal out."""
+    return (count_gpus(environ) or 0) if options.runner == "model" and options.device in ("", "auto", "cuda") else 0
+
+
 def _deal_gpus(
-    options: LocalOptions, names: Sequence[str], environ: Mapping[str, str], progress: Callable[[str], None]
+    options: LocalOptions, names: Sequence[str], num_gpus: int, progress: Callable[[str], None], *, num_places: int
 ) -> Sequence[GpuShare | None]:
-    """Each worker's GPU; None where it is not for us to choose."""
-    num_gpus = count_gpus(environ) if options.runner == "model" and options.device in ("", "auto", "cuda") else 0
-    shares = share_gpus(len(names), num_gpus or 0, per_worker=options.tensor_parallel_size, utilization=options.gpu_memory_utilization)
+    """The GPU of each place, of which `names` have the first; None where it is not for us to choose."""
+    shares = share_gpus(num_places, num_gpus, per_worker=options.tensor_parallel_size, utilization=options.gpu_memory_utilization)
     if not shares:
-        return [None] * len(names)
-    progress(describe(names, shares))
+        return [None] * num_places
+    progress(describe(names, shares[: len(names)]))
     return shares
+
+
+def _scale(options: LocalOptions, model_dir: Path, num_gpus: int, progress: Callable[[str], None]) -> Scale:
+    """Bounds that are not given are what the machine has room for, and so is that of both roles together."""
+    need = need_of(
+        model_dir,
+        fake=options.runner == "fake",
+        num_gpus=min(options.tensor_parallel_size, num_gpus),
+        kv_cache_bytes=options.kv_cache_memory_bytes,
+    )
+    room = room_for(this_machine(num_gpus), need)
+    most = max(room.num_workers, options.num_workers)
+    prefill = Bounds(least=options.min_prefill, most=options.max_prefill or max(options.num_prefill, most - options.min_decode))
+    decode = Bounds(least=options.min_decode, most=options.max_decode or max(options.num_decode, most - options.min_prefill))
+    scale = Scale(prefill=prefill, decode=decode, total=min(most, prefill.most + decode.most))
+    progress(
+        f"autoscaler: {prefill.least} to {prefill.most} prefill, {decode.least} to {decode.most} decode workers, {scale.total} together at "
+        f"most" + (f" for want of {room.limit}" if scale.total == room.num_workers < prefill.most + decode.most else "")
+    )
+    return scale
 
 
 def _check_model(directory: Path) -> None:

@@ -3,7 +3,8 @@
 1. make_plan() (plan.py): model, GPUs, ports, a given Redis are checked; a private run directory is made
 2. start(): Redis and, unless aggregated, Ray side by side; router and workers (components.py) as soon as Redis answers
 3. it serves when the router lists every worker and every worker that hands KV over has a transport that is ready
-4. stop(): router, then workers, then Ray and Redis; clear(): the run directory goes, but for the logs of a failed start
+4. with --autoscale, workers come and go from now on (autoscale.py)
+5. stop(): router, then workers, then Ray and Redis; clear(): the run directory goes, but for the logs of a failed start
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from twostep.api_keys import system_key
 from twostep.client import AsyncClient
 from twostep.errors import SetupError, TwostepError
 from twostep.local import redis_server
+from twostep.local.autoscale import LocalAutoscale
 from twostep.local.components import Components, write_secret
 from twostep.local.options import LocalOptions
-from twostep.local.plan import LOOPBACK, Plan
+from twostep.local.plan import LOOPBACK, LocalWorker, Plan
 from twostep.local.ports import check_reachable
 from twostep.local.probes import Probes
-from twostep.local.supervisor import ComponentFailed, Observer, Supervisor
+from twostep.local.report import Report
+from twostep.local.scaler import ScalerClient
+from twostep.local.scaling import Scale
+from twostep.local.supervisor import Component, ComponentFailed, Supervisor
 from twostep.secret import load_secret
 
 _POLL_S = 0.1
@@ -32,15 +37,17 @@ _POLL_S = 0.1
 class LocalSystem:
     """The processes of one Plan. start(), then wait() or use it, then stop() in any case."""
 
-    def __init__(self, options: LocalOptions, plan: Plan, *, environ: Mapping[str, str], observer: Observer) -> None:
+    def __init__(self, options: LocalOptions, plan: Plan, *, environ: Mapping[str, str], observer: Report) -> None:
         self.plan = plan
         self._options = options
         self._environ = environ
         self._probes = Probes()
         write_secret(plan.secret_file)
-        components = Components(options, plan, environ=environ, probes=self._probes)
-        self.supervisor = Supervisor(components.all(), run_dir=plan.run_dir, observer=observer)
+        self._components = Components(options, plan, environ=environ, probes=self._probes)
+        self.supervisor = Supervisor(self._components.all(), run_dir=plan.run_dir, observer=observer)
+        self._observer = observer
         self._failed = False
+        self._scaling: asyncio.Task[None] | None = None
 
     @property
     def drain_timeout_s(self) -> float:
@@ -78,13 +85,26 @@ class LocalSystem:
         await self.supervisor.start()
         await self._until_serving()
         self._failed = False
+        if self.plan.scale is not None:
+            self._scaling = asyncio.create_task(self._autoscale(self.plan.scale), name="autoscale")
 
     async def wait(self) -> None:
         """Until something happens that no restart can mend, which it raises."""
-        await self.supervisor.wait()
+        ended = asyncio.ensure_future(self.supervisor.wait())
+        try:
+            await asyncio.wait([ended, *([self._scaling] if self._scaling is not None else [])], return_when=asyncio.FIRST_COMPLETED)
+            if self._scaling is not None and self._scaling.done():
+                self._scaling.result()
+            await ended
+        finally:
+            ended.cancel()
 
     async def stop(self) -> None:
         """Drains and stops everything. Idempotent."""
+        if self._scaling is not None:
+            # Nothing is started from here on.
+            self._scaling.cancel()
+            await asyncio.wait([self._scaling])
         await self.supervisor.stop()
         await self._probes.close()
 
@@ -103,6 +123,18 @@ class LocalSystem:
         """What each worker still holds; workers that hold nothing are left out."""
         states = {worker.worker_id: await self._probes.worker(worker.address) for worker in self.plan.workers}
         return {name: "does not answer" if state is None else state.held for name, state in states.items() if state is None or state.held}
+
+    async def _autoscale(self, scale: Scale) -> None:
+        client = ScalerClient(self.plan.scaler_address, self.plan.redis_url)
+
+        def make(worker_id: str, role: str, place: int) -> Component:
+            return self._components.worker(LocalWorker.new(worker_id, role, self.plan.places[place]))
+
+        first = [(worker.worker_id, worker.role) for worker in self.plan.workers]
+        try:
+            await LocalAutoscale(scale, self.supervisor, first, make=make, ask=client.wanted, say=self._observer.line).run()
+        finally:
+            await client.close()
 
     async def _until_serving(self) -> None:
         deadline = time.monotonic() + self._options.start_timeout_s

@@ -1,0 +1,198 @@
+"""`twostep up --autoscale`, its pure parts: room on a machine, what to start and retire, what makes no sense."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostep.cli._flags import parser
+from twostep.cli._up import options_of
+from twostep.errors import SetupError
+from twostep.local.capacity import Machine, Need, need_of, room_for, this_machine
+from twostep.local.components import Components
+from twostep.local.options import LocalOptions
+from twostep.local.plan import Plan, make_plan
+from twostep.local.probes import Probes
+from twostep.local.scaling import ROLES, Bounds, Changes, Running, Scale, changes
+
+GIB = 1 << 30
+
+# ---- room ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("machine", "need", "room"),
+    [
+        (Machine(cores=16, memory_bytes=60 * GIB), Need(memory_bytes=3 * GIB), (16, "cores")),
+        (Machine(cores=16, memory_bytes=60 * GIB), Need(memory_bytes=20 * GIB), (3, "memory")),
+        (Machine(cores=2, memory_bytes=60 * GIB, num_gpus=4), Need(memory_bytes=3 * GIB, num_gpus=2), (2, "GPUs")),
+        (Machine(cores=2, memory_bytes=9 * GIB, num_gpus=8), Need(memory_bytes=3 * GIB, num_gpus=1), (3, "memory")),
+        (Machine(cores=1, memory_bytes=1), Need(memory_bytes=GIB), (1, "memory")),
+        (Machine(cores=2, memory_bytes=60 * GIB), Need(memory_bytes=1, workers_per_core=8), (16, "cores")),
+    ],
+)
+def test_room(machine: Machine, need: Need, room: tuple[int, str]) -> None:
+    found = room_for(machine, need)
+    assert (found.num_workers, found.limit) == room
+
+
+def test_what_a_worker_needs(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 5000)
+    need = need_of(tmp_path, fake=False, num_gpus=0, kv_cache_bytes=2 * GIB)
+    assert need.memory_bytes == 3 * GIB + 5000
+    assert need_of(tmp_path, fake=False, num_gpus=2, kv_cache_bytes=None).num_gpus == 2
+    assert need_of(tmp_path, fake=True, num_gpus=0, kv_cache_bytes=None).memory_bytes < need.memory_bytes
+
+
+def test_a_container_has_less_memory_than_its_machine(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    assert this_machine(3, proc=tmp_path, cgroup=tmp_path).memory_bytes == 8000 << 10
+    (tmp_path / "memory.max").write_text("4000000\n")
+    (tmp_path / "memory.current").write_text("3500000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
+    machine = this_machine(3, proc=tmp_path, cgroup=tmp_path)
+    assert (machine.memory_bytes, machine.num_gpus) == (600000, 3)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert this_machine(3, proc=tmp_path, cgroup=tmp_path).memory_bytes == 8000 << 10
+
+
+# ---- what to do ----------------------------------------------------------------------------------------------------------
+
+
+def scale(total: int = 8, *, most: int = 4) -> Scale:
+    return Scale(prefill=Bounds(least=1, most=most), decode=Bounds(least=1, most=most), total=total)
+
+
+def fleet(num_prefill: int, num_decode: int, retiring: tuple[str, ...] = ()) -> list[Running]:
+    names = [f"prefill-{n}" for n in range(num_prefill)] + [f"decode-{n}" for n in range(num_decode)]
+    return [Running(worker_id=n, owner=n.partition("-")[0], number=i, retiring=n in retiring) for i, n in enumerate(names)]
+
+
+def test_victims_go_first_then_the_youngest() -> None:
+    wanted = {"prefill": 1, "decode": 1}
+    assert changes(fleet(1, 4), wanted, ("decode-0", "prefill-0"), scale()).retire == ("decode-0", "decode-3", "decode-2")
+    assert changes(fleet(1, 4, ("decode-3", "decode-2")), wanted, (), scale()).retire == ("decode-1",)
+    assert changes(fleet(1, 2, ("decode-1",)), wanted, ("decode-0",), scale()) == Changes()
+
+
+def test_a_place_is_free_when_whoever_had_it_is_gone() -> None:
+    wanted = {"prefill": 1, "decode": 3}
+    assert changes(fleet(2, 2), wanted, (), scale(4)) == Changes(retire=("prefill-1",))
+    assert changes(fleet(2, 2, ("prefill-1",)), wanted, (), scale(4)) == Changes()
+    assert changes(fleet(1, 2), wanted, (), scale(4)) == Changes(start=("decode",))
+
+
+def test_where_there_is_not_room_for_all_both_roles_get_some() -> None:
+    assert changes(fleet(1, 1), {"prefill": 3, "decode": 3}, (), scale(4)).start == ("prefill", "decode")
+    assert changes(fleet(2, 1), {"prefill": 3, "decode": 3}, (), scale(4)).start == ("decode",)
+
+
+@given(
+    owners=st.lists(st.tuples(st.sampled_from(ROLES), st.booleans()), max_size=10),
+    wanted=st.fixed_dictionaries({role: st.integers(0, 20) for role in ROLES}),
+    more=st.integers(0, 5),
+    most=st.integers(1, 6),
+    data=st.data(),
+)
+def test_bounds_hold_whatever_is_asked(
+    owners: list[tuple[str, bool]], wanted: dict[str, int], more: int, most: int, data: st.DataObject
+) -> None:
+    """And look after look it comes to what is wanted, or to as many as there may be."""
+    there = [Running(worker_id=f"w{n}", owner=role, number=n, retiring=gone) for n, (role, gone) in enumerate(owners)]
+    victims = data.draw(st.permutations([worker.worker_id for worker in there]))
+    bounds = scale(len(owners) + more, most=most)
+    target = {role: bounds.of(role).clamp(wanted[role]) for role in ROLES}
+    numbers = itertools.count(100)
+    for _ in range(4):
+        todo = changes(there, wanted, victims, bounds)
+        assert len(there) + len(todo.start) <= bounds.total
+        for role in ROLES:
+            staying = {w.worker_id for w in there if w.owner == role and not w.retiring}
+            leaving, coming = staying & set(todo.retire), todo.start.count(role)
+            assert len(staying - leaving) == min(len(staying), target[role])
+            assert not coming or len(staying) + coming <= target[role]
+        assert set(todo.retire) <= {w.worker_id for w in there if not w.retiring}
+        # By the next look, who drains is gone.
+        there = [w for w in there if not w.retiring and w.worker_id not in todo.retire]
+        there += [Running(worker_id=f"n{n}", owner=role, number=n) for role, n in zip(todo.start, numbers, strict=False)]
+    counts = {role: sum(w.owner == role for w in there) for role in ROLES}
+    assert counts == target or sum(counts.values()) == bounds.total
+
+
+# ---- flags ---------------------------------------------------------------------------------------------------------------
+
+
+def told(*words: str) -> LocalOptions:
+    args: argparse.Namespace = parser().parse_args(["up", *words])
+    return options_of(args)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--aggregated",), "leave one out"),
+        (("--min-decode", "2"), "--min-decode 2 and --decode 1"),
+        (("--min-prefill", "0"), "give 1 at least"),
+        (("--prefill", "3", "--max-prefill", "2"), "--prefill 3 and --max-prefill 2"),
+        (("--max-decode", "1000"), "give 128 at most"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        told("--autoscale", *words)
+
+
+def planned(options: LocalOptions) -> tuple[Plan, dict[str, tuple[str, ...]], list[str]]:
+    """The plan, command lines by component, and what was said."""
+    said: list[str] = []
+    plan = make_plan(options, environ={}, progress=said.append)
+    try:
+        return plan, {each.name: each.argv for each in Components(options, plan, environ={}, probes=Probes()).all()}, said
+    finally:
+        shutil.rmtree(plan.run_dir)
+
+
+def flag(argv: tuple[str, ...], name: str) -> str | None:
+    return argv[argv.index(name) + 1] if name in argv else None
+
+
+def test_the_autoscaler_is_started_with_the_bounds_of_the_machine(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostep.local.capacity.num_cores", lambda: 8)
+    monkeypatch.setattr("twostep.local.capacity._free_bytes", lambda _: 100 * GIB)
+    monkeypatch.setattr("twostep.local.capacity._free_in_cgroup", lambda _: 100 * GIB)
+    common = ("--autoscale", "--model", str(tiny_llama_dir), "--device", "cpu", "--port", "0", "--min-decode", "2", "--decode", "2")
+    plan, commands, said = planned(told(*common, "--max-prefill", "3"))
+    assert plan.scale == Scale(prefill=Bounds(least=1, most=3), decode=Bounds(least=2, most=7), total=8)
+    assert said == ["autoscaler: 1 to 3 prefill, 2 to 7 decode workers, 8 together at most for want of cores"]
+    argv = commands["autoscaler"]
+    assert argv[:4] == (argv[0], "-P", "-m", "router.autoscaler")
+    bounds = [flag(argv, f"--{role}-{least}-workers") for role in ROLES for least in ("min", "max")]
+    assert bounds == ["1", "3", "2", "7"]
+    assert flag(argv, "--max-cost") == "8"
+    assert {name for name in commands if name.startswith(("prefill", "decode"))} == {"prefill-0", "decode-0", "decode-1"}
+    assert (flag(commands["decode-1"], "--pod-owner"), flag(commands["prefill-0"], "--pod-owner")) == ("decode", "prefill")
+    # A machine that has less than is to be started at once is not believed.
+    monkeypatch.setattr("twostep.local.capacity.num_cores", lambda: 1)
+    plan, _, _ = planned(told(*common))
+    assert plan.scale == Scale(prefill=Bounds(least=1, most=1), decode=Bounds(least=2, most=2), total=3)
+
+
+def test_without_the_flag_nothing_scales(tiny_llama_dir: Path) -> None:
+    plan, commands, _ = planned(told("--model", str(tiny_llama_dir), "--port", "0", "--max-decode", "7"))
+    assert plan.scale is None
+    assert "autoscaler" not in commands
+    assert flag(commands["decode-0"], "--pod-owner") is None
+
+
+def test_each_place_has_its_gpu(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostep.local.plan.count_gpus", lambda _: 4)
+    plan, _, _ = planned(told("--autoscale", "--model", str(tiny_llama_dir), "--port", "0"))
+    assert plan.scale == Scale(prefill=Bounds(least=1, most=3), decode=Bounds(least=1, most=3), total=4)
+    assert [place and place.index for place in plan.places] == [0, 1, 2, 3]
+    assert [worker.gpu for worker in plan.workers] == list(plan.places[:2])

@@ -1,0 +1,75 @@
+"""What the autoscaler wants, asked as KEDA asks: the external scaler's metric for each role. Which workers should go first stands in Redis,
+where Kubernetes would be told by marks on their pods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import redis.exceptions
+
+from twostep.cluster.registration import connect
+from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
+from twostep.errors import InvalidRequest
+from twostep.local.scaling import ROLES
+from twostep.rpc.channel import channel_options
+from twostep.rpc.keda import externalscaler_pb2, externalscaler_pb2_grpc
+
+_TIMEOUT_S = 2.0
+# Rounding of a binary fraction is no worker.
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Workers to be had that were started in each role; worker ids that should go first; why, in a line."""
+
+    replicas: Mapping[str, int]
+    victims: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class ScalerClient:
+    """Needs a running event loop. `address` of the autoscaler's gRPC port on this machine."""
+
+    def __init__(self, address: str, redis_url: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, [*channel_options(), ("grpc.enable_http_proxy", 0)])
+        self._stub: externalscaler_pb2_grpc.ExternalScalerAsyncStub = externalscaler_pb2_grpc.ExternalScalerStub(self._channel)
+        self._redis = connect(redis_url)
+        self.trouble = ""
+        """Why there was no answer the last time; empty: there was one."""
+
+    async def wanted(self) -> Wanted | None:
+        """None: it does not answer, or has nothing to say that is recent. What there is stays then."""
+        try:
+            replicas = {role: await self._metric(role) for role in ROLES}
+        except grpc.RpcError as error:
+            self.trouble = error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            return None
+        self.trouble = ""
+        record = await self._decision()
+        if record is None:
+            return Wanted(replicas=replicas)
+        return Wanted(replicas=replicas, victims=record.victims, reason=record.reason)
+
+    async def close(self) -> None:
+        await self._channel.close()
+        await self._redis.aclose()
+
+    async def _metric(self, role: str) -> int:
+        ref = externalscaler_pb2.ScaledObjectRef(name=role, namespace="local", scalerMetadata={"role": role})
+        request = externalscaler_pb2.GetMetricsRequest(scaledObjectRef=ref)
+        response = await self._stub.GetMetrics(request, timeout=_TIMEOUT_S)
+        (value,) = response.metricValues
+        return math.ceil((value.metricValueFloat or value.metricValue) - _EPSILON)
+
+    async def _decision(self) -> ScalingRecord | None:
+        try:
+            raw = await self._redis.get(DECISION_KEY)
+            return None if raw is None else ScalingRecord.from_json(raw)
+        except (redis.exceptions.RedisError, OSError, InvalidRequest):
+            return None
