@@ -8,10 +8,12 @@ import logging
 from redis.exceptions import RedisError
 
 from decode_worker.paths import Paths, Source
+from twostep import __version__
 from twostep.cluster.records import HEARTBEAT_S, WORKERS_KEY, WorkerRecord, worker_key
 from twostep.cluster.registration import connect
 from twostep.errors import InvalidRequest
 from twostep.prefix import secret_check
+from twostep.version_skew import together
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class Discovery:
         texts = await self._redis.mget([worker_key(name) for name in ids]) if ids else []
         found = {(r.worker_id, r.epoch): r for text in texts if text is not None and (r := _record(text)) is not None}
         ours = {key: r for key, r in found.items() if r.role == "prefill" and r.secret_check == self._secret_check and r.address}
+        # The others are no sources: their workers would refuse to be asked.
+        ours = {key: r for key, r in ours.items() if together(__version__, r.version)}
         for record in ours.values():
             self._paths.learn(Source(worker_id=record.worker_id, epoch=record.epoch, address=record.address))
         self._missed = {key: count + 1 for key, count in self._missed.items()} | dict.fromkeys(ours, 0)

@@ -24,6 +24,7 @@ from router.prediction import Decoding, Prediction, Predictor, conversion_cost, 
 from router.snapshot import Candidate, Demand, MeanLoad, Snapshot
 from twostep.cluster.convertible import HOST_TRANSPORTS, joinable
 from twostep.cluster.records import LayoutRecord, WorkerRecord
+from twostep.version_skew import together
 
 __all__ = ["Candidate", "Demand", "MeanLoad", "NoPlacement", "Placement", "Shortage", "Snapshot", "place"]
 
@@ -86,6 +87,9 @@ def place(snapshot: Snapshot, demand: Demand) -> Placement | NoPlacement:
         return best
     if _Choice(fitting_prefill, fitting_decode, demand, skip_excluded=False).best() is not None:
         return NoPlacement(shortage=Shortage.EXCLUDED, reason="every worker that could serve the request is full or has just failed")
+    versions = {c.record.version for c in fitting_prefill}, {c.record.version for c in fitting_decode}
+    if fitting_prefill and not any(together(there, here) for there in versions[0] for here in versions[1]):
+        return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=placement_reasons.versions_apart(fitting_prefill, fitting_decode))
     layouts = {c.record.layout for c in fitting_prefill}, {c.record.layout for c in fitting_decode}
     if not any(there == here or joinable(there, here) for there in layouts[0] for here in layouts[1]):
         return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=placement_reasons.incompatible(fitting_prefill, fitting_decode))
@@ -101,9 +105,9 @@ def _fits(record: WorkerRecord, num_tokens: int, total: int) -> bool:
     return total <= record.max_model_len and -(-num_tokens // record.layout.block_size) <= record.num_blocks
 
 
-# Layout and transports: all that says whether two workers can be paired, and by which transport. Layouts are numbered: hashing one takes
-# longer than predicting.
-_Kind = tuple[int, tuple[str, ...]]
+# Layout, transports and version: all that says whether two workers can be paired, and by which transport. Layouts are numbered: hashing one
+# takes longer than predicting.
+_Kind = tuple[int, tuple[str, ...], str]
 # By which transports are compared: a short prompt's KV, so that latency counts too.
 _SOME_BYTES = 64e6
 
@@ -171,10 +175,12 @@ class _Choice:
             number = self._numbers_by_id[id(layout)] = self._numbers.setdefault(layout, len(self._layouts))
             if number == len(self._layouts):
                 self._layouts.append(layout)
-        return number, candidate.record.transports
+        return number, candidate.record.transports, candidate.record.version
 
     def _transport(self, there: _Kind, here: _Kind) -> str | None:
         """By which KV goes: the fastest in common, of those that pass through the reader's host memory where it has to be cut anew."""
+        if not together(there[2], here[2]):
+            return None
         common = [transport for transport in there[1] if transport in here[1]]
         if there[0] != here[0]:
             common = [transport for transport in common if transport in HOST_TRANSPORTS]

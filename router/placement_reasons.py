@@ -50,6 +50,15 @@ def _why_not(there: LayoutRecord, here: LayoutRecord) -> str:
     return ", ".join(reasons_against(there, here)) or f"KV is in {there.tp_size} parts there and {here.tp_size} here"
 
 
+def versions_apart(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
+    """Each is near enough to the router's, and none of one side to any of the other's."""
+    sides = [sorted({c.record.version for c in side}) for side in (prefill, decode)]
+    return (
+        f"prefill workers run {', '.join(sides[0])} and decode workers {', '.join(sides[1])}, more than one minor version apart; "
+        "upgrade the older ones, or repeat the request later"
+    )
+
+
 def no_transport(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
     """Who lacks what, for workers whose KV could travel."""
     sides = (("prefill", prefill), ("decode", decode))

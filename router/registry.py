@@ -3,8 +3,8 @@
 poll ok        a worker is there as long as its record is; one whose record goes is kept for a short grace, because a
                Redis that came back empty is filled again by the next heartbeats
 poll failed    the last known workers stay; said once, and once more when Redis is back
-refused        a record that does not fit this deployment (other model, secret, hash unit, an older epoch) is left out,
-               with its reason logged once
+refused        a record that does not fit this deployment (other model, secret, hash unit, an older epoch, a version too far
+               from the router's) is left out, with its reason logged once
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from twostep import __version__
 from twostep.cluster.records import HEARTBEAT_S, HEARTBEAT_TTL_S, WORKERS_KEY, WorkerRecord, worker_key
 from twostep.errors import InvalidRequest
 from twostep.fingerprint import is_same_model
+from twostep.version_skew import why_not
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +42,13 @@ class Deployment:
     model_fingerprint: str
     secret_check: str
     hash_unit: int
+    version: str = __version__
 
     def refuse(self, record: WorkerRecord) -> str | None:
         """Why a worker cannot belong here, or None."""
+        # First: what else a record of another version says may mean something else.
+        if reason := why_not(self.version, record.version, us="the router", them="it"):
+            return reason
         if record.role not in ("prefill", "decode"):
             return f"role {record.role!r} is neither prefill nor decode; upgrade the router"
         if not is_same_model(self.model_fingerprint, record.layout.model_fingerprint):
@@ -58,6 +64,25 @@ class Deployment:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A worker that registers and gets no request. `role` and `version` are empty where its record cannot be read."""
+
+    worker_id: str
+    role: str
+    version: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """What one look at Redis found, by names."""
+
+    records: Mapping[str, WorkerRecord]
+    # Why they cannot be read.
+    unreadable: Mapping[str, str]
+
+
 class Registry:
     """`workers` is the current set; `on_poll` callbacks get it after every successful look at Redis."""
 
@@ -69,7 +94,9 @@ class Registry:
         self._workers: dict[str, WorkerRecord] = {}
         self._missing_since: dict[str, float] = {}
         self._newest_epoch: dict[str, int] = {}
-        self._refused: dict[str, str] = {}
+        # What was said of whom.
+        self._said: dict[str, str] = {}
+        self._refusals: Sequence[Refusal] = ()
         self._callbacks: list[Callable[[Sequence[WorkerRecord]], None]] = []
         self._connected = True
         self._recovered_at = -float("inf")
@@ -78,6 +105,11 @@ class Registry:
     def workers(self) -> Sequence[WorkerRecord]:
         """Live workers that fit the deployment, ready or not."""
         return tuple(self._workers.values())
+
+    @property
+    def refusals(self) -> Sequence[Refusal]:
+        """Of the workers that registered and do not fit, in the order of their names."""
+        return self._refusals
 
     @property
     def connected(self) -> bool:
@@ -119,7 +151,7 @@ class Registry:
             log.warning("Redis answers again")
         self._update(found)
 
-    async def _read(self) -> dict[str, WorkerRecord]:
+    async def _read(self) -> _Look:
         """One round trip for the workers known before, more only for new names and for those without a record."""
         known = list(self._workers)
         pipeline = self._redis.pipeline(transaction=False)
@@ -138,21 +170,21 @@ class Registry:
                 # Names of workers that died would pile up. One that lives is named again by its next heartbeat.
                 await self._redis.srem(WORKERS_KEY, *gone[:_MAX_FORGOTTEN])
         found: dict[str, WorkerRecord] = {}
+        unreadable: dict[str, str] = {}
         for name, raw in zip([*known, *new], records, strict=True):
             if raw is None:
                 continue
             try:
-                record = WorkerRecord.from_json(raw)
+                found[name] = WorkerRecord.from_json(raw)
             except InvalidRequest as error:
-                self._refuse(name, error.message)
-                continue
-            found[name] = record
-        return found
+                unreadable[name] = error.message
+        return _Look(records=found, unreadable=unreadable)
 
-    def _update(self, found: dict[str, WorkerRecord]) -> None:
+    def _update(self, look: _Look) -> None:
         now = time.monotonic()
-        before = self._workers
+        before, found = self._workers, look.records
         after: dict[str, WorkerRecord] = {}
+        refusals = [Refusal(worker_id=name, role="", version="", reason=reason) for name, reason in look.unreadable.items()]
         for name, record in found.items():
             reason = self._deployment.refuse(record)
             if reason is None and record.worker_id != name:
@@ -160,9 +192,9 @@ class Registry:
             if reason is None and record.epoch < self._newest_epoch.get(name, 0):
                 reason = f"epoch {record.epoch} is older than {self._newest_epoch[name]}, which was seen before; a newer life of it exists"
             if reason is not None:
-                self._refuse(name, reason)
+                refusals.append(Refusal(worker_id=name, role=record.role, version=record.version, reason=reason))
                 continue
-            self._refused.pop(name, None)
+            self._said.pop(name, None)
             self._newest_epoch[name] = record.epoch
             after[name] = record
         grace = _AFTER_OUTAGE_GRACE_S if now - self._recovered_at < _AFTER_OUTAGE_GRACE_S else self._missing_grace_s
@@ -176,6 +208,7 @@ class Registry:
             else:
                 self._missing_since.pop(name, None)
                 log.warning("worker %s is gone: no heartbeat", name)
+        self._say(refusals)
         self._trim(after)
         for name, record in after.items():
             if name not in before or before[name].epoch != record.epoch:
@@ -191,13 +224,16 @@ class Registry:
         for callback in self._callbacks:
             callback(self.workers)
 
-    def _refuse(self, name: str, reason: str) -> None:
-        if self._refused.get(name) != reason:
-            self._refused[name] = reason
-            log.warning("worker %s is refused: %s", name, reason)
+    def _say(self, refusals: Sequence[Refusal]) -> None:
+        """Each once, and again when its reason changes."""
+        self._refusals = sorted(refusals, key=lambda refusal: refusal.worker_id)
+        for refusal in self._refusals:
+            if self._said.get(refusal.worker_id) != refusal.reason:
+                self._said[refusal.worker_id] = refusal.reason
+                log.warning("worker %s is refused: %s", refusal.worker_id, refusal.reason)
 
     def _trim(self, alive: dict[str, WorkerRecord]) -> None:
         """Memories of workers long gone must not grow for ever."""
-        for memory in (self._newest_epoch, self._refused):
+        for memory in (self._newest_epoch, self._said):
             for name in [n for n in memory if n not in alive][: max(0, len(memory) - 4096)]:
                 del memory[name]

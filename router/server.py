@@ -174,6 +174,7 @@ class Router:
             state=self._state,
             ready=self._ready,
             draining=lambda: self._draining,
+            refusals=lambda: self.registry.refusals,
         )
         self.board = StatusBoard(view, metrics, self.pool)
         self._server = GrpcServer(
@@ -364,6 +365,7 @@ class Router:
             num_waiting=self.admission.num_waiting + num_queued,
             num_streams=sum(link.stream.open for link in list(self.pool.decode.values())),
             workers={role: roles.count(role) for role in ("prefill", "decode")},
+            num_refused=len(self.registry.refusals),
             load_ratio=self.board.prefill_decode_load_ratio,
             registry_connected=self.registry.connected,
             stalled_s=max(0.0, time.monotonic() - self._last_tick),

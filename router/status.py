@@ -17,6 +17,7 @@ from itertools import pairwise
 from prometheus_client.registry import Collector
 
 from router.load_ratio import Waiting
+from router.registry import Refusal
 from twostep.cluster.records import WorkerRecord
 from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.rpc.v1 import status_pb2
@@ -25,6 +26,8 @@ from twostep.rpc.v1 import status_pb2
 WINDOW_S = 60.0
 _RATE_S = 5.0
 _PERCENTILE_S = 15.0
+# A record that cannot be read may say anything.
+_MAX_REASON_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +227,14 @@ def worker_status(record: WorkerRecord) -> status_pb2.WorkerStatus:
         hit_tokens_per_s=load.hit_tokens_per_s,
         fetched_bytes_per_s=load.fetched_bytes_per_s,
         tokens_per_s=load.tokens_per_s,
+        version=record.version,
+        not_ready_reason=record.not_ready_reason,
+    )
+
+
+def refused_worker(refusal: Refusal) -> status_pb2.RefusedWorker:
+    return status_pb2.RefusedWorker(
+        worker_id=refusal.worker_id, role=refusal.role, version=refusal.version, reason=refusal.reason[:_MAX_REASON_CHARS]
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,14 @@ from google.protobuf.json_format import MessageToDict
 
 from router.load_ratio import role_load
 from router.prefix_index import NO_HINTS
+from router.registry import Refusal
 from router.status import (
     WINDOW_S,
     Point,
     Sample,
     columns,
     point,
+    refused_worker,
     router_load,
     sample_before,
     take_sample,
@@ -37,6 +39,7 @@ _EVERY_S = 1.0
 HISTORY_POINTS = 600
 # Each open page is one.
 MAX_LISTENERS = 64
+_MAX_REFUSED = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,7 @@ class RouterView:
     state: Callable[[], RouterState]
     ready: Callable[[], bool]
     draining: Callable[[], bool]
+    refusals: Callable[[], Sequence[Refusal]] = lambda: ()
 
 
 class StatusBoard:
@@ -85,6 +89,7 @@ class StatusBoard:
             registry_connected=state.registry_connected,
             workers=[worker_status(record) for record in records],
             load=router_load(before, now, state, self._ratio),
+            refused=[refused_worker(refusal) for refusal in self._view.refusals()[:_MAX_REFUSED]],
         )
 
     def status_json(self) -> dict[str, Any]:

@@ -159,6 +159,20 @@ def test_only_layouts_that_fit_and_common_transports_are_paired() -> None:
     assert chosen(nixl, [candidate("d0", transports=("ray",)), candidate("d1", transports=("nixl",), cached=10)]) == ("p0", "d1")
 
 
+def test_two_workers_too_far_apart_are_no_pair() -> None:
+    """Each is near enough to a router of 0.2."""
+    old, new = candidate("p0", version="0.1.0"), candidate("d0", version="0.3.0")
+    said = shortage([old], [new])
+    assert said.shortage is Shortage.INCOMPATIBLE
+    assert said.reason.startswith("prefill workers run 0.1.0 and decode workers 0.3.0, more than one minor version apart")
+    middle = candidate("d1", version="0.2.4", load=WorkerLoad(num_free_blocks=1000, num_running=60))
+    assert chosen([old], [new, middle]) == ("p0", "d1"), "however much there is to do"
+    assert chosen([old, candidate("p1", version="0.3.1", queued=2000)], [new]) == ("p1", "d0")
+    local = place(Snapshot(prefill=[old], decode=[candidate("d0", version="0.3.0", local_prefill=True)]), demand())
+    assert isinstance(local, Placement)
+    assert local.prefill is None
+
+
 def test_a_missing_transport_is_named_with_the_workers_that_lack_it() -> None:
     lacking = shortage([candidate("p0", transports=()), candidate("p1", transports=())], [candidate("d0")])
     assert lacking.shortage is Shortage.NO_TRANSPORT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -77,6 +78,34 @@ async def test_workers_come_change_and_go(cluster: Cluster) -> None:
     assert seen == [0, 2, 2, 2, 1]
     await registry.poll()
     assert await cluster.redis.smembers(WORKERS_KEY) == {b"p0"}, "names of the dead do not pile up"
+
+
+async def test_a_version_too_far_from_the_routers_is_refused_listed_and_back_when_it_is_near(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = Registry(cluster.redis, dataclasses.replace(deployment(cluster), version="0.3.1"))
+    for name, version in {"old": "0.1.0", "near": "0.2.5", "same": "0.3.0", "next": "0.4.0", "far": "0.5.0", "odd": "main"}.items():
+        await write(cluster.redis, described(cluster, name, version=version))
+    unsaid = json.loads(described(cluster, "unsaid").to_json())
+    del unsaid["version"]
+    await cluster.redis.set(worker_key("unsaid"), json.dumps(unsaid), px=4000)
+    await cluster.redis.set(worker_key("garbage"), b"{", px=4000)
+    await cluster.redis.sadd(WORKERS_KEY, "unsaid", "garbage")
+    for _ in range(3):
+        await registry.poll()
+    assert sorted(record.worker_id for record in registry.workers) == ["near", "next", "same"]
+    refused = {refusal.worker_id: refusal for refusal in registry.refusals}
+    assert list(refused) == ["far", "garbage", "odd", "old", "unsaid"]
+    assert refused["old"].reason == "it runs version 0.1.0 and the router 0.3.1, more than one minor version apart; upgrade it"
+    assert refused["far"].reason.endswith("upgrade the router")
+    assert (refused["unsaid"].version, refused["unsaid"].role) == ("0.1", "decode")
+    assert (refused["garbage"].version, refused["garbage"].role) == ("", "")
+    assert sum("is refused" in record.message for record in caplog.records) == 5, "each once"
+    await write(cluster.redis, described(cluster, "old", version="0.2.0", epoch=6))
+    await cluster.redis.delete(worker_key("garbage"))
+    await registry.poll()
+    assert {refusal.worker_id for refusal in registry.refusals} == {"far", "odd", "unsaid"}
+    assert "old" in {record.worker_id for record in registry.workers}
 
 
 async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_once(

@@ -43,6 +43,7 @@ def render(looks: Sequence[Look], width: int, paint: Paint) -> list[str]:
     known = next((look.status for look in looks if look.status is not None), None)
     if known is not None:
         lines += _workers(known.workers, width, paint)
+        lines += _troubles(known, width, paint)
     return lines
 
 
@@ -94,7 +95,7 @@ def _workers(workers: Sequence[WorkerStatus], width: int, paint: Paint) -> list[
     lines = []
     for role in _ROLES:
         of_role = sorted((worker for worker in workers if worker.role == role), key=lambda worker: worker.worker_id)
-        ready = sum(worker.ready and not worker.draining for worker in of_role)
+        ready = sum(worker_state(worker) == "ready" for worker in of_role)
         if of_role:
             lines.append(paint(clipped(f"{role}: {ready} of {len(of_role)} ready", width), "bold"))
         else:
@@ -109,13 +110,24 @@ def _workers(workers: Sequence[WorkerStatus], width: int, paint: Paint) -> list[
     return lines[:-1]
 
 
+def _troubles(status: ClusterStatus, width: int, paint: Paint) -> list[str]:
+    """Workers that get no request, and why: those of no use now, and those that the router refuses."""
+    idle = [f"{worker.worker_id}: {worker.not_ready_reason}" for worker in status.workers if worker.not_ready_reason]
+    lines = [paint(line, "yellow") for text in idle for line in _wrapped(text, width)]
+    for refused in status.refused:
+        about = ", ".join(filter(None, (refused.role, refused.version)))
+        named = f"{refused.worker_id} ({about})" if about else refused.worker_id
+        lines += [paint(line, "red") for line in _wrapped(f"refused: {named}: {refused.reason}", width)]
+    return ["", *lines] if lines else []
+
+
 def _without(role: str, workers: Sequence[WorkerStatus]) -> str:
     if role == "prefill" and any(worker.local_prefill for worker in workers):
         return "no workers; decode workers compute prompts themselves"
     return "no workers, and nothing is served without"
 
 
-_STATE_STYLE = {"ready": "green", "draining": "yellow", "starting": "yellow"}
+_STATE_STYLE = {"ready": "green", "draining": "yellow", "starting": "yellow", "no use": "yellow"}
 
 
 def _columns() -> list[_Column]:
@@ -135,7 +147,9 @@ def _columns() -> list[_Column]:
 
 
 def worker_state(worker: WorkerStatus) -> str:
-    return "draining" if worker.draining else "ready" if worker.ready else "starting"
+    if worker.draining or not worker.ready:
+        return "draining" if worker.draining else "starting"
+    return "no use" if worker.not_ready_reason else "ready"
 
 
 def _kv(worker: WorkerStatus) -> str:

@@ -44,6 +44,19 @@ class WorkerStatus:
     """KV taken from prefill workers."""
     tokens_per_s: float
     """Computed: prompt tokens by a prefill worker, answers' by a decode worker."""
+    version: str = ""
+    not_ready_reason: str = ""
+    """Why nobody could be served there although it is ready itself; empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedWorker:
+    """One that registers and gets no request. `role` and `version` are empty where nothing of it could be read."""
+
+    worker_id: str
+    role: str
+    version: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +107,15 @@ class ClusterStatus:
     draining: bool
     workers: tuple[WorkerStatus, ...]
     load: RouterLoad
+    refused: tuple[RefusedWorker, ...] = ()
 
 
 def cluster_status(message: pb.ClusterStatus) -> ClusterStatus:
     return ClusterStatus(
-        **_plain(message, ClusterStatus, ("workers", "load")),
+        **_plain(message, ClusterStatus, ("workers", "load", "refused")),
         workers=tuple(_worker(worker) for worker in message.workers),
         load=_load(message.load),
+        refused=tuple(RefusedWorker(**_plain(refused, RefusedWorker)) for refused in message.refused),
     )
 
 

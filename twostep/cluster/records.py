@@ -17,6 +17,7 @@ from typing import Any
 
 from twostep.errors import InvalidRequest
 from twostep.step_curve import StepCurve
+from twostep.version_skew import UNSAID
 
 HEARTBEAT_S = 1.0
 HEARTBEAT_TTL_S = 4.0
@@ -94,6 +95,7 @@ class WorkerRecord:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     # How long its steps take; None: not measured yet.
     curve: StepCurve | None = None
+    version: str = UNSAID  # twostep.__version__ of its process
     # Token budget of a step, and whether prompts may be computed on a decode worker, in chunks of it.
     step_tokens: int = 512
     local_prefill: bool = False

@@ -87,6 +87,11 @@ PLACEMENTS = counter(
 MIGRATIONS = counter("twostep_request_migrations_total", "How often a request went on elsewhere because a worker was lost.")
 STREAMS = gauge("twostep_router_streams", "Token streams open to decode workers.")
 WORKERS = gauge("twostep_router_workers", "Workers that may get new work, by role.", ["worker_role"])
+REFUSED_WORKERS = gauge(
+    "twostep_router_refused_workers",
+    "Workers that register and get no request: another model, secret or hash unit, a version too far from the router's, a record that "
+    "cannot be read. `twostep status` says which and why.",
+)
 
 LOAD_RATIO = gauge(
     "twostep_prefill_decode_load_ratio",
@@ -96,7 +101,7 @@ LOAD_RATIO = gauge(
 REGISTRY_CONNECTED = gauge("twostep_router_registry_connected", "1: Redis answers. 0: requests go to the workers known last.")
 STALLED = gauge("twostep_router_stalled_seconds", "Since the router's event loop last came round; a quarter of a second as a rule.")
 
-_READ = (RUNNING, WAITING, GENERATION_TOKENS, STREAMS, WORKERS, LOAD_RATIO, REGISTRY_CONNECTED, STALLED)
+_READ = (RUNNING, WAITING, GENERATION_TOKENS, STREAMS, WORKERS, REFUSED_WORKERS, LOAD_RATIO, REGISTRY_CONNECTED, STALLED)
 FAMILIES = (
     *(
         REQUESTS,
@@ -116,7 +121,8 @@ FAMILIES = (
         CACHED_TOKENS,
         GENERATION_TOKENS,
     ),
-    *(PROMPT_SIZES, GENERATION_SIZES, ATTEMPTS, PLACEMENTS, MIGRATIONS, STREAMS, WORKERS, LOAD_RATIO, REGISTRY_CONNECTED, STALLED),
+    *(PROMPT_SIZES, GENERATION_SIZES, ATTEMPTS, PLACEMENTS, MIGRATIONS, STREAMS, WORKERS, REFUSED_WORKERS),
+    *(LOAD_RATIO, REGISTRY_CONNECTED, STALLED),
 )
 
 
@@ -128,6 +134,7 @@ class RouterState:
     num_waiting: int
     num_streams: int
     workers: Mapping[str, int]
+    num_refused: int = 0
     load_ratio: float | None = None
     registry_connected: bool = True
     stalled_s: float = 0.0
@@ -171,6 +178,7 @@ class RouterMetrics:
         yield Reading(WAITING, state.num_waiting, ("router",))
         yield Reading(GENERATION_TOKENS, self.num_generation_tokens)
         yield Reading(STREAMS, state.num_streams)
+        yield Reading(REFUSED_WORKERS, state.num_refused)
         if state.load_ratio is not None:
             yield Reading(LOAD_RATIO, state.load_ratio)
         yield Reading(REGISTRY_CONNECTED, state.registry_connected)

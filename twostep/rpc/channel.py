@@ -8,7 +8,9 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
+from twostep import __version__
 from twostep.errors import SetupError, TwostepError, error_from_grpc
+from twostep.version_skew import user_agent
 
 MAX_MESSAGE_BYTES = 16 << 20
 
@@ -95,9 +97,10 @@ def open_channel(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     compression: grpc.Compression = grpc.Compression.NoCompression,
 ) -> grpc.aio.Channel:
-    """A channel to `host:port`; connects on first use and reconnects by itself. `compression` is that of what is sent on it."""
+    """A channel to `host:port`; connects on first use and reconnects by itself. `compression` is that of what is sent on it. Each of its
+    calls says this process's version (twostep/rpc/version_gate.py)."""
     credentials = client_credentials(tls)
-    options = channel_options(max_message_bytes)
+    options = [*channel_options(max_message_bytes), ("grpc.primary_user_agent", user_agent(__version__))]
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options, compression=compression)
     named = [("grpc.ssl_target_name_override", tls.peer_name)] if tls.peer_name else []

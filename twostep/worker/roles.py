@@ -32,6 +32,7 @@ _SERVICES: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "decode": {"twostep.v1.Decode": decode_pb2_grpc.add_DecodeServicer_to_server},
 }
 ROLES = tuple(_SERVICES)
+SERVICE_NAMES = tuple(name for services in _SERVICES.values() for name in services)
 
 
 class RoleConflict(Exception):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from twostep import __version__
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.registration import Registration
 from twostep.engine.engine import Engine, EngineConfig
@@ -27,6 +28,7 @@ from twostep.prefix import secret_check
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.rpc.version_gate import VersionGate
 from twostep.worker.address import reachable_address
 from twostep.worker.config import WorkerConfig
 from twostep.worker.curve_tracker import CurveTracker
@@ -37,7 +39,7 @@ from twostep.worker.life import Life
 from twostep.worker.model import ServedModel
 from twostep.worker.readiness import Readiness
 from twostep.worker.requests import RequestReader
-from twostep.worker.roles import ROLES, RoleConflict, Switchboard, check_services, config_in_role, swap_bytes
+from twostep.worker.roles import ROLES, SERVICE_NAMES, RoleConflict, Switchboard, check_services, config_in_role, swap_bytes
 from twostep.worker.service import WorkerService
 from twostep.worker.telemetry import Telemetry
 
@@ -106,6 +108,7 @@ class Worker:
                 max_concurrent_rpcs=config.max_concurrent_rpcs,
             ),
             alive=lambda: self._loop.alive(config.stall_timeout),
+            interceptors=[VersionGate(__version__, SERVICE_NAMES, us=self.worker_id)],
         )
         self._readiness = Readiness(self.worker_id, self.server.health)
         self._board = Switchboard()
@@ -138,6 +141,7 @@ class Worker:
             role=config.role,
             address=self.address,
             epoch=self.epoch,
+            version=__version__,
             model=self._model.name,
             layout=self._model.layout,
             hash_unit=config.hash_unit,

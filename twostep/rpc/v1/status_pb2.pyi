@@ -46,6 +46,7 @@ class ClusterStatus(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     REGISTRY_CONNECTED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     version: _builtins.str
     model: _builtins.str
@@ -59,6 +60,10 @@ class ClusterStatus(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
     def load(self) -> Global___RouterLoad: ...
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedWorker]:
+        """Registered, and given no request; in the order of their names."""
+
     def __init__(
         self,
         *,
@@ -71,14 +76,45 @@ class ClusterStatus(_message.Message):
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         load: Global___RouterLoad | None = ...,
         registry_connected: _builtins.bool = ...,
+        refused: _abc.Iterable[Global___RefusedWorker] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "load", b"load", "model", b"model", "ready", b"ready", "registry_connected", b"registry_connected", "router_id", b"router_id", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "load", b"load", "model", b"model", "ready", b"ready", "refused", b"refused", "registry_connected", b"registry_connected", "router_id", b"router_id", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class RefusedWorker(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    role: _builtins.str
+    """Both empty where the worker's record cannot be read."""
+    version: _builtins.str
+    reason: _builtins.str
+    """A sentence with what to do."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+        version: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "role", b"role", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedWorker: _TypeAlias = RefusedWorker  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
@@ -107,6 +143,8 @@ class WorkerStatus(_message.Message):
     HIT_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     FETCHED_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    NOT_READY_REASON_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -132,6 +170,9 @@ class WorkerStatus(_message.Message):
     hit_tokens_per_s: _builtins.float
     fetched_bytes_per_s: _builtins.float
     tokens_per_s: _builtins.float
+    version: _builtins.str
+    not_ready_reason: _builtins.str
+    """Why nobody could be served there although it is ready itself: no KV transport works."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -158,10 +199,12 @@ class WorkerStatus(_message.Message):
         hit_tokens_per_s: _builtins.float = ...,
         fetched_bytes_per_s: _builtins.float = ...,
         tokens_per_s: _builtins.float = ...,
+        version: _builtins.str = ...,
+        not_ready_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "fetched_bytes_per_s", b"fetched_bytes_per_s", "hit_tokens_per_s", b"hit_tokens_per_s", "local_prefill", b"local_prefill", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_context_tokens", b"num_context_tokens", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_queued_tokens", b"num_queued_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "queried_tokens_per_s", b"queried_tokens_per_s", "ready", b"ready", "role", b"role", "tokens_per_s", b"tokens_per_s", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "fetched_bytes_per_s", b"fetched_bytes_per_s", "hit_tokens_per_s", b"hit_tokens_per_s", "local_prefill", b"local_prefill", "max_num_seqs", b"max_num_seqs", "not_ready_reason", b"not_ready_reason", "num_blocks", b"num_blocks", "num_context_tokens", b"num_context_tokens", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_queued_tokens", b"num_queued_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "queried_tokens_per_s", b"queried_tokens_per_s", "ready", b"ready", "role", b"role", "tokens_per_s", b"tokens_per_s", "transports", b"transports", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
