@@ -109,6 +109,7 @@ function showRouter() {
   document.title = `${status.model} · Twostep`;
   if (status.draining) setBanner("This router is draining: it takes no new requests and will be gone soon.", "warn");
   else if (!status.registry_connected) setBanner("Redis does not answer. Requests go to the workers that were known last.", "warn");
+  else if (status.refused?.length) setBanner(`${plural(status.refused.length, "worker")} refused, ${status.refused[0].worker_id}: ${status.refused[0].reason}`, "warn");
   else setBanner("");
 }
 

@@ -54,7 +54,7 @@ export function workersOf(state, role) {
 export function conditionOf(worker) {
   if (worker.gone) return { word: "gone", tone: "bad" };
   if (worker.draining) return { word: "draining", tone: "warn" };
-  if (!worker.ready) return { word: "not ready", tone: "warn" };
+  if (!worker.ready || worker.not_ready_reason) return { word: "not ready", tone: "warn" };
   return { word: "ready", tone: "ok" };
 }
 

@@ -124,6 +124,24 @@ def test_no_workers_yet_and_workers_of_one_role() -> None:
     assert "prefill: no workers, and nothing is served" in "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
 
 
+def test_workers_that_get_no_request_are_named_with_why() -> None:
+    cluster = some_cluster()
+    cluster.workers[0].not_ready_reason = "no KV transport works (--kv-transfer ray): ray: Ray does not answer at h:1"
+    cluster.refused.add(worker_id="decode-9", role="decode", version="0.3.0", reason="it runs version 0.3.0; upgrade \x1b[31mthe router")
+    cluster.refused.add(worker_id="odd", reason="not a worker record of this version")
+    lines = render([Look("a:1", status=cluster_status(cluster))], 70, plain)
+    shown = " ".join("".join(lines).split())
+    assert "prefill: 0 of 1 ready" in lines
+    assert any(line.split()[:3] == ["prefill-0", "no", "use"] for line in lines)
+    assert "prefill-0: no KV transport works (--kv-transfer ray): ray: Ray does not answer at h:1" in shown
+    assert "refused: decode-9 (decode, 0.3.0): it runs version 0.3.0; upgrade" in shown
+    assert "refused: odd: not a worker record of this version" in lines
+    assert all(width_of(line) <= 70 for line in lines)
+    assert "\x1b" not in shown
+    names = {worker.worker_id: worker.version for worker in cluster_status(cluster).refused}
+    assert names == {"decode-9": "0.3.0", "odd": ""}
+
+
 def test_failures_and_what_was_not_observed() -> None:
     cluster = pb.ClusterStatus(model="m", router_id="r", load=pb.RouterLoad(failures_per_s=2.5, window_s=60))
     shown = "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))

@@ -1,7 +1,7 @@
 """The client SDK: blocking and asyncio. Needs grpcio and protobuf only."""
 
 from twostep.client._async import AsyncClient, AsyncGeneration
-from twostep.client._status import ClusterStatus, Percentiles, RouterLoad, WorkerStatus
+from twostep.client._status import ClusterStatus, Percentiles, RefusedWorker, RouterLoad, WorkerStatus
 from twostep.client._sync import Client, Generation
 from twostep.client._types import (
     ChatOptions,
@@ -37,6 +37,7 @@ __all__ = [
     "Percentiles",
     "Phases",
     "Piece",
+    "RefusedWorker",
     "RequestClass",
     "RequestOptions",
     "RouterLoad",
