@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from router.autoscaler.model import PolicyConfig, PoolConfig
@@ -55,6 +55,7 @@ class AutoscalerConfig:
     max_streams: int = 64
     redis_start_timeout: float = 10.0
     tls: TlsFiles = PLAINTEXT
+    tls_client_auth: str = "require"
     interval: float = 15.0
     demand_window: float = 30.0
     leader_lease: float = 15.0
@@ -81,6 +82,12 @@ class AutoscalerConfig:
     decision_log: Path | None = None
     log_level: str = "info"
     log_json: bool = False
+
+    @property
+    def front_tls(self) -> TlsFiles:
+        """Of the port that KEDA comes to."""
+        # With an authority alone there is nothing to serve TLS with, which is refused as ever.
+        return self.tls if self.tls_client_auth == "require" or self.tls.cert is None else replace(self.tls, ca=None)
 
     def policy(self) -> PolicyConfig:
         """What of it the policy looks at. Raises InvalidRequest for numbers that contradict each other."""
@@ -176,6 +183,12 @@ def _network_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
         "--tls-peer-name",
         default="",
         help="name that workers' certificates must have, whatever address they are reached at; the address itself if not given",
+    )
+    parser.flag(
+        "--tls-client-auth",
+        default=default.tls_client_auth,
+        choices=["require", "none"],
+        help="whether KEDA needs a certificate of --tls-ca; workers need one in any case",
     )
 
 

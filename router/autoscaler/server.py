@@ -82,7 +82,7 @@ class Autoscaler:
                 host=config.host,
                 port=config.external_scaler_port,
                 health_port=config.health_port,
-                tls=config.tls,
+                tls=config.front_tls,
                 max_message_bytes=1 << 20,
                 max_concurrent_rpcs=config.max_streams + 64,
             ),

@@ -1,0 +1,240 @@
+"""What the autoscaler's service is tested against: a real Redis, workers and routers that are nothing but what they write there, and a
+client that asks over gRPC as KEDA does."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import redis
+import redis.asyncio
+
+from router.autoscaler.config import AutoscalerConfig
+from router.autoscaler.server import Autoscaler
+from twostep.cluster.demand import WINDOW_S, DemandTotals, demand_key, window_of
+from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, worker_key
+from twostep.cluster.registration import connect
+from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
+from twostep.prefix import secret_check
+from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
+from twostep.rpc.keda import externalscaler_pb2, externalscaler_pb2_grpc
+from twostep.step_curve import StepCurve
+
+SECRET = b"a secret of the tests, long enough"
+WAIT_S = 60.0
+LAYOUT = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=16, num_layers=1, num_kv_heads=1, head_dim=4)
+# Of a worker that does 20,000 prompt tokens a second and a decode step in 10 ms and a bit.
+CURVE = StepCurve(fixed_s=0.01, per_row_s=5e-5, per_sequence_s=1e-4, per_context_s=1e-8)
+
+
+class RedisServer:
+    """A real server on a unix socket, which tests may kill and start again, empty or with what it had."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.url = server_url(directory)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        argv = server_argv(server_binary(), self._directory)
+        self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        give_up = time.monotonic() + WAIT_S
+        client = redis.Redis.from_url(self.url)
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.exceptions.RedisError:
+                assert time.monotonic() < give_up, "the Redis server did not start"
+                time.sleep(0.01)
+        client.close()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            socket_path(self._directory).unlink(missing_ok=True)
+
+
+async def eventually(condition: Callable[[], bool], what: str) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < give_up, f"waited in vain for {what}"
+        await asyncio.sleep(0.01)
+
+
+def worker(worker_id: str, role: str, **options: Any) -> WorkerRecord:
+    values: dict[str, Any] = {
+        "worker_id": worker_id,
+        "role": role,
+        "address": "127.0.0.1:1",
+        "epoch": 1_000_000,
+        "model": "m",
+        "layout": LAYOUT,
+        "hash_unit": 64,
+        "secret_check": secret_check(SECRET),
+        "num_blocks": 4096,
+        "max_num_seqs": 64,
+        "max_model_len": 4096,
+        "transports": ("ray",),
+        "curve": CURVE,
+        "pod_name": f"pod-{worker_id}",
+        "pod_owner": role,
+    }
+    return WorkerRecord(**(values | options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What one router is asked for, every second of a while."""
+
+    requests: int
+    prompt_tokens: int = 1000
+    cached_tokens: int = 0
+    output_tokens: int = 100
+    refused: int = 0
+    queued: int = 0
+    ttft_met: float = 1.0
+    tpot_met: float = 1.0
+
+    def totals(self) -> DemandTotals:
+        many = self.requests * WINDOW_S
+        return DemandTotals(
+            requests=many,
+            prompt_tokens=many * self.prompt_tokens,
+            refused=self.refused * WINDOW_S,
+            started=many,
+            started_prompt_tokens=many * self.prompt_tokens,
+            cached_tokens=many * self.cached_tokens,
+            uncached_squares=many * (self.prompt_tokens - self.cached_tokens) ** 2,
+            ended=many,
+            output_tokens=many * self.output_tokens,
+            ttft_total=many,
+            ttft_met=round(many * self.ttft_met),
+            tpot_total=many,
+            tpot_met=round(many * self.tpot_met),
+            queued=self.queued,
+        )
+
+
+class Writer:
+    """Plays workers and routers: writes what they would say at an instant of the test's clock. Records do not expire."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self.redis = client
+        self._written: set[str] = set()
+
+    async def workers(self, *records: WorkerRecord) -> None:
+        """These are there, and no others."""
+        names = {record.worker_id for record in records}
+        async with self.redis.pipeline(transaction=True) as pipe:
+            for gone in self._written - names:
+                pipe.delete(worker_key(gone))
+                pipe.srem(WORKERS_KEY, gone)
+            for record in records:
+                pipe.set(worker_key(record.worker_id), record.to_json())
+                pipe.sadd(WORKERS_KEY, record.worker_id)
+            await pipe.execute()
+        self._written = names
+
+    async def load(self, now_s: float, load: Load, *, routers: int = 1, seconds: float = 60.0) -> None:
+        """For so long it has been the same, on each router."""
+        last = window_of(now_s)
+        async with self.redis.pipeline(transaction=True) as pipe:
+            for window in range(last - math.ceil(seconds / WINDOW_S), last + 1):
+                fields: Mapping[Any, Any] = {f"router-{number}": load.totals().to_json() for number in range(routers)}
+                pipe.hset(demand_key(window), mapping=fields)
+                pipe.expire(demand_key(window), 600)
+            await pipe.execute()
+
+    async def forget_load(self) -> None:
+        keys = [key async for key in self.redis.scan_iter("twostep:v1:demand:*")]
+        if keys:
+            await self.redis.delete(*keys)
+
+
+@dataclass
+class Clock:
+    """Seconds since 1970, as the test has them."""
+
+    now_s: float = field(default_factory=lambda: float(int(time.time())))
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Keda:
+    """Asks as KEDA does."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.stub = externalscaler_pb2_grpc.ExternalScalerStub(channel)
+
+    @staticmethod
+    def ref(role: str | None) -> externalscaler_pb2.ScaledObjectRef:
+        metadata = {"scalerAddress": "autoscaler:50081"} | ({} if role is None else {"role": role})
+        return externalscaler_pb2.ScaledObjectRef(name=f"twostep-{role}", namespace="n", scalerMetadata=metadata)
+
+    async def value(self, role: str) -> float:
+        """What it would hand to the HorizontalPodAutoscaler."""
+        request = externalscaler_pb2.GetMetricsRequest(scaledObjectRef=self.ref(role), metricName=f"twostep-{role}-replicas")
+        answer = await self.stub.GetMetrics(request, timeout=WAIT_S)
+        (metric,) = answer.metricValues
+        return metric.metricValueFloat if metric.metricValueFloat > 0 else float(metric.metricValue)
+
+    async def active(self, role: str) -> bool:
+        answer: externalscaler_pb2.IsActiveResponse = await self.stub.IsActive(self.ref(role), timeout=WAIT_S)
+        return answer.result
+
+    async def refusal(self, role: str = "prefill") -> grpc.StatusCode:
+        """The status, or OK."""
+        try:
+            await self.value(role)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+
+@asynccontextmanager
+async def keda(port: int, tls: TlsFiles = PLAINTEXT) -> AsyncIterator[Keda]:
+    async with open_channel(f"127.0.0.1:{port}", tls=tls) as channel:
+        yield Keda(channel)
+
+
+def config(url: str, directory: Path, **options: Any) -> AutoscalerConfig:
+    secret = directory / "secret"
+    if not secret.exists():
+        secret.write_bytes(SECRET)
+    made = AutoscalerConfig(
+        redis_url=url, secret_file=secret, host="127.0.0.1", external_scaler_port=0, metrics_port=-1, health_port=-1, kubernetes_api=""
+    )
+    return replace(made, **options)
+
+
+@asynccontextmanager
+async def running(settings: AutoscalerConfig, clock: Clock | None = None, *, look_again_s: float = 0.05) -> AsyncIterator[Autoscaler]:
+    autoscaler = Autoscaler(settings, clock=clock, look_again_s=look_again_s)
+    await autoscaler.start()
+    try:
+        yield autoscaler
+    finally:
+        await autoscaler.drain(0.0)
+
+
+@asynccontextmanager
+async def client(url: str) -> AsyncIterator[redis.asyncio.Redis]:
+    made = connect(url)
+    try:
+        yield made
+    finally:
+        await made.aclose()
