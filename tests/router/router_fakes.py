@@ -25,6 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from router.config import RouterConfig
 from router.server import Router
+from twostep import __version__
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
 from twostep.fingerprint import model_fingerprint
 from twostep.local.ports import free_ports
@@ -487,6 +488,7 @@ class Cluster:
             max_model_len=MAX_MODEL_LEN,
             transports=("local",),
             load=WorkerLoad(num_free_blocks=1024),
+            version=__version__,
         )
         self.redis = redis.asyncio.Redis.from_url(redis_server.url)
         self.router: Router
