@@ -122,6 +122,17 @@ class Builder:
                 (target / inside).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(self.checkout / path, target / inside)
 
+    def kept(self, text: str) -> Image:
+        """The last stage as an earlier run left it: nothing is run, only what holds at its end is read again."""
+        stage = dockerfile.parse(text).final
+        image = Image(Root(self.scratch / f"stage-{stage.name}"))
+        if not image.root.path.is_dir():
+            raise FileNotFoundError(f"{image.root.path} is not there: run deploy/replay-image with --keep before")
+        for step in stage.instructions:
+            if step.name not in ("COPY", "RUN"):
+                self._step(step, image, {}, context.Ignore(""))
+        return image
+
     def _in(self, image: Image, path: str) -> Path:
         return image.root.path / str(Path(image.cwd, path)).lstrip("/")
 

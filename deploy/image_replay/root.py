@@ -30,6 +30,8 @@ class Sandbox:
     shm_bytes: int = 64 << 20
     shm_dir: str = ""
     """A directory that stands in for /dev/shm, where processes of several roots share it; empty: one of its own."""
+    before: tuple[str, ...] = ()
+    """What the command begins with on the host: `ip netns exec NAME` for another network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Root:
     def argv(self, command: Sequence[str], sandbox: Sandbox) -> list[str]:
         """A command of the host that becomes `command` in this root, as process 1 of its own namespace."""
         script = "\n".join([*self._mounts(sandbox), self._exec(command, sandbox)])
-        return ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--", "bash", "-euc", script]
+        return [*sandbox.before, "unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--", "bash", "-euc", script]
 
     def run(self, command: Sequence[str], sandbox: Sandbox, timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Its exit code and output, both streams together. Raises TimeoutExpired, with everything that it started killed."""
