@@ -53,7 +53,7 @@ def assign(
     courses: Mapping[str, Course],
     now_s: float,
 ) -> Assignment:
-    search = _Search(config=config, goal=goal, fitted=fitted, there=there)
+    search = _Search(config=config, goal=goal, fitted=fitted, there=there, lately=_lately(config, courses.get("switch"), now_s))
     if before is not None and (kept := search.as_it_is(before)) is not None:
         return kept
     # Woken up: whoever waits is not to wait for a cool-down.
@@ -62,7 +62,7 @@ def assign(
     free: tuple[float, ...] | None = None
     for choice in search.choices(before):
         wanted = search.outcome(choice)
-        if not search.within(wanted):
+        if not search.within(wanted) or not search.spared(choice):
             continue
         rank = search.rank(choice, wanted)
         free = rank if free is None else min(free, rank)
@@ -77,9 +77,18 @@ def assign(
     return Assignment(wanted=wanted, switches=search.switches(choice, victims), victims=victims, held=free is not None and free < rank)
 
 
+def _lately(config: PolicyConfig, course: Course | None, now_s: float) -> int:
+    """Which way workers have been switched within the cool-down: 1 to prefill, -1 to decode, 0 not."""
+    if course is None or course.turned_s is None or now_s - course.turned_s >= config.cool_down_s:
+        return 0
+    return course.way
+
+
 def _may_become(before: Wanted, after: Wanted, courses: Mapping[str, Course], now_s: float, cool_down_s: float) -> bool:
-    was, will = before.as_dict(), after.as_dict()
-    return all(may_move(courses.get(name), was[name], will[name], now_s, cool_down_s) for name in was)
+    """The pods of no Deployment turn round too soon."""
+    return may_move(courses.get("prefill"), before.prefill_pods, after.prefill_pods, now_s, cool_down_s) and may_move(
+        courses.get("decode"), before.decode_pods, after.decode_pods, now_s, cool_down_s
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +97,7 @@ class _Search:
     goal: Goal
     fitted: Fitted
     there: Composition
+    lately: int
 
     def as_it_is(self, before: Wanted) -> Assignment | None:
         """Nothing is to be done, as most of the time."""
@@ -209,16 +219,32 @@ class _Search:
                 return False
         return self.config.affordable(pods)
 
+    def _ready(self, choice: _Choice) -> dict[Role, int]:
+        """Workers that serve then. One that is to switch serves in its new role, after its drain."""
+        ready: dict[Role, int] = {}
+        for role in ROLES:
+            ready[role] = sum(self.there.is_ready(w) for w in self._left(choice.pods, choice.away, role))
+        ready["prefill"] += choice.to_prefill
+        ready["decode"] -= choice.to_prefill
+        return ready
+
+    def spared(self, choice: _Choice) -> bool:
+        """Whether those that switch can be spared: who is left carries the load of now, and with some to spare where workers went the other
+        way lately. Or else the other role has nobody."""
+        if not choice.to_prefill:
+            return True
+        source: Role = "decode" if choice.to_prefill > 0 else "prefill"
+        ready, goal = self._ready(choice), self.goal
+        back = self.lately * choice.to_prefill < 0
+        if ready[source] >= (goal.kept[source] if back else goal.now[source]):
+            return True
+        return ready[source] >= 1 and abs(choice.to_prefill) == 1 and ready[other(source)] == 1
+
     def rank(self, choice: _Choice, wanted: Wanted) -> tuple[float, ...]:
         """The smaller the better."""
         there, need, now = self.there, self.fitted.need, self.goal.now
         final = self._final(choice)
-        ready: dict[Role, int] = {}
-        for role in ROLES:
-            ready[role] = sum(there.is_ready(w) for w in self._left(choice.pods, choice.away, role))
-        # One that is to switch from a role serves in the other after its drain.
-        ready["prefill"] += choice.to_prefill
-        ready["decode"] -= choice.to_prefill
+        ready = self._ready(choice)
         quick = self.config.switch_s + self.config.drain_s < min(self.config.pool(role).cold_start_s for role in ROLES)
         begun = sum(abs(choice.pods[role] - there.pods[role]) for role in ROLES)
         at_home = sum(len(there.cells[role, other(role)]) - choice.away[other(role)] for role in ROLES)

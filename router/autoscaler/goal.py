@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from router.autoscaler.composition import Composition
-from router.autoscaler.forecast import Forecast
+from router.autoscaler.forecast import Decoding, Forecast
 from router.autoscaler.memory import Memory, Need
 from router.autoscaler.model import ROLES, Observation, PolicyConfig, Role, WorkerView
 from router.autoscaler.sizing import Demand, WorkerSpec, decode_need, prefill_need
@@ -36,6 +36,7 @@ class Goal:
     shared: bool
     asleep: bool
     ahead: Mapping[Role, int]
+    kept: Mapping[Role, int]
     needs: tuple[Need, ...]  # to be remembered
 
 
@@ -45,19 +46,20 @@ def goal(config: PolicyConfig, memory: Memory, forecast: Forecast, observation: 
     idle_s = 0.0 if memory.busy_s is None else now_s - memory.busy_s
     if config.scale_to_zero_after_s > 0.0 and idle_s >= config.scale_to_zero_after_s:
         least = {role: config.pool(role).min_workers for role in ROLES}
-        return Goal(now=least, need=least, total=sum(least.values()), shared=shared, asleep=True, ahead=least, needs=())
+        return Goal(now=least, need=least, total=sum(least.values()), shared=shared, asleep=True, ahead=least, kept=least, needs=())
     current: dict[Role, int] = {}
     ahead: dict[Role, int] = {}
     kept: dict[Role, int] = {}
     survival: dict[Role, int] = {}
+    decoding = decoding_of(observation.workers)
     just = replace(config, attainment=min(config.attainment, _SURVIVAL_ATTAINMENT), max_utilization=_SURVIVAL_UTILIZATION)
     for role in ROLES:
         spec = memory.specs.get(role, WorkerSpec())
         horizon_s = config.pool(role).cold_start_s + config.interval_s
         correction = memory.corrections.get(role)
         factor = correction.factor if correction is not None else 1.0
-        present = demand(forecast, observation, 0.0).times(factor)
-        later = demand(forecast, observation, horizon_s).times(factor)
+        present = demand(forecast, 0.0, decoding.num_seqs).times(factor)
+        later = demand(forecast, horizon_s, decoding.num_seqs).times(factor)
         late = backlog_per_s(config, spec, observation, there.ready("prefill"), horizon_s)
         present, later = present.plus(late), later.plus(late)
         least = config.pool(role).least
@@ -74,18 +76,18 @@ def goal(config: PolicyConfig, memory: Memory, forecast: Forecast, observation: 
     if shared:
         total = max(need.total for need in needs)
         total = total if full else max(total, sum(there.pods.values()))
-        return Goal(now=current, need=ahead, total=total, shared=True, asleep=False, ahead=ahead, needs=needs)
+        return Goal(now=current, need=ahead, total=total, shared=True, asleep=False, ahead=ahead, kept=kept, needs=needs)
     apart = {role: max(need.of(role) for need in needs) for role in ROLES}
     if not full:
         apart = {role: max(apart[role], there.expected(role)) for role in ROLES}
-    return Goal(now=current, need=apart, total=sum(apart.values()), shared=False, asleep=False, ahead=ahead, needs=needs)
+    return Goal(now=current, need=apart, total=sum(apart.values()), shared=False, asleep=False, ahead=ahead, kept=kept, needs=needs)
 
 
 def sized(config: PolicyConfig, role: Role, spec: WorkerSpec, load: Demand) -> int:
     return prefill_need(config, spec, load) if role == "prefill" else decode_need(config, spec, load)
 
 
-def demand(forecast: Forecast, observation: Observation, seconds: float) -> Demand:
+def demand(forecast: Forecast, seconds: float, running: int = 0) -> Demand:
     """The most that is expected from now until then."""
     rate = forecast.requests.ahead(seconds)
     share = 1.0 / rate if rate else 0.0
@@ -96,8 +98,21 @@ def demand(forecast: Forecast, observation: Observation, seconds: float) -> Dema
         cached_tokens=max(0.0, prompt - forecast.uncached.ahead(seconds) * share),
         output_tokens=forecast.output.ahead(seconds) * share,
         prompt_scv=forecast.prompt_scv,
-        running=sum(w.num_running for w in observation.workers if w.role == "decode"),
+        decoded_per_s=forecast.decoded.ahead(seconds),
+        running=running,
     )
+
+
+def decoding_of(workers: tuple[WorkerView, ...]) -> Decoding:
+    """By their curves: a worker that is slow because it has too many sequences gives few tokens for them, and one that nobody has measured
+    is not counted."""
+    num_seqs, tokens_per_s = 0, 0.0
+    for worker in workers:
+        if worker.role == "decode" and worker.num_running:
+            num_seqs += worker.num_running
+            if worker.curve is not None:
+                tokens_per_s += worker.num_running / max(1e-4, worker.curve.decode_step_s(worker.num_running, worker.context_tokens))
+    return Decoding(num_seqs=num_seqs, tokens_per_s=tokens_per_s)
 
 
 def backlog_per_s(config: PolicyConfig, spec: WorkerSpec, observation: Observation, num_ready: int, within_s: float) -> float:

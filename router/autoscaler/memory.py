@@ -63,9 +63,6 @@ class Wanted:
     def pods(self) -> int:
         return self.prefill_pods + self.decode_pods
 
-    def as_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
@@ -76,7 +73,7 @@ class Memory:
     forecast: Forecast | None = None
     needs: tuple[Need, ...] = ()  # of the last cool-down, oldest first
     wanted: Wanted | None = None
-    courses: Mapping[str, Course] = field(default_factory=dict)  # by field of Wanted
+    courses: Mapping[str, Course] = field(default_factory=dict)  # of the pods of each Deployment, and of role switches
     corrections: Mapping[Role, Correction] = field(default_factory=dict)
     specs: Mapping[Role, WorkerSpec] = field(default_factory=dict)  # of workers seen last, for when there are none
     busy_s: float | None = None  # instant at which there was a request last
@@ -125,8 +122,8 @@ def _role(name: str) -> Role:
 def _forecast(raw: dict[str, Any] | None) -> Forecast | None:
     if raw is None:
         return None
-    holts = {name: Holt(**raw[name]) for name in ("requests", "prompt", "uncached", "output")}
-    if not all(math.isfinite(holt.level) and math.isfinite(holt.trend) for holt in holts.values()):
+    holts = {name: Holt(**raw[name]) for name in ("requests", "prompt", "uncached", "output", "decoded")}
+    if not all(math.isfinite(holt.level) and math.isfinite(holt.trend) and math.isfinite(holt.least) for holt in holts.values()):
         raise ValueError("a forecast that is not finite")
     return Forecast(**holts, prompt_scv=float(raw["prompt_scv"]))
 

@@ -16,12 +16,12 @@ from router.autoscaler.assignment import Assignment, assign
 from router.autoscaler.composition import Composition, compose
 from router.autoscaler.correction import corrected
 from router.autoscaler.forecast import Forecast, observe
-from router.autoscaler.goal import Goal, demand, goal, sized, spec_of
+from router.autoscaler.goal import Goal, decoding_of, demand, goal, sized, spec_of
 from router.autoscaler.limits import Fitted, fit
-from router.autoscaler.memory import Correction, Memory
+from router.autoscaler.memory import Correction, Course, Memory, Wanted
 from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role
 from router.autoscaler.sizing import can_help
-from router.autoscaler.stability import courses_after
+from router.autoscaler.stability import moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,6 @@ def decide(config: PolicyConfig, memory: Memory, observation: Observation) -> St
     fitted = fit(config, aim, there, asked_for)
     chosen = assign(config, aim, fitted, there, memory.wanted, memory.courses, now_s)
     wanted = chosen.wanted
-    before = memory.wanted.as_dict() if memory.wanted is not None else wanted.as_dict()
     replicas: dict[Role, int] = {"prefill": wanted.prefill_pods, "decode": wanted.decode_pods}
     decision = Decision(
         prefill=wanted.prefill,
@@ -58,23 +57,37 @@ def decide(config: PolicyConfig, memory: Memory, observation: Observation) -> St
         seen,
         needs=aim.needs,
         wanted=wanted,
-        courses=courses_after(memory.courses, before, wanted.as_dict(), now_s),
+        courses=_courses(memory, wanted, chosen, now_s),
         switching={**there.switching, **{switch.worker_id: (switch.to, now_s) for switch in chosen.switches}},
         victims=chosen.victims,
     )
     return Step(decision=decision, memory=after)
 
 
+def _courses(memory: Memory, wanted: Wanted, chosen: Assignment, now_s: float) -> dict[str, Course]:
+    before = memory.wanted or wanted
+    courses = {
+        "prefill": moved(memory.courses.get("prefill"), before.prefill_pods, wanted.prefill_pods, now_s),
+        "decode": moved(memory.courses.get("decode"), before.decode_pods, wanted.decode_pods, now_s),
+    }
+    if chosen.switches:
+        courses["switch"] = Course(way=1 if chosen.switches[0].to == "prefill" else -1, turned_s=now_s)
+    elif "switch" in memory.courses:
+        courses["switch"] = memory.courses["switch"]
+    return courses
+
+
 def _see(config: PolicyConfig, memory: Memory, observation: Observation) -> Memory:
     """Steps 1 and 2: what is known after this observation."""
     now_s, traffic = observation.now_s, observation.traffic
     dt_s = 0.0 if memory.at_s is None else max(0.0, now_s - memory.at_s)
-    forecast = observe(memory.forecast, traffic, dt_s, config.window_s)
+    decoding = decoding_of(observation.workers)
+    forecast = observe(memory.forecast, traffic, decoding, dt_s, config.window_s)
     specs = {role: spec_of(observation.workers, role, memory.specs.get(role)) for role in ROLES}
     busy = traffic.requests_per_s > 0.0 or traffic.queued_requests > 0
     busy = busy or any(w.num_running or w.num_waiting or w.queued_tokens for w in observation.workers)
     corrections: dict[Role, Correction] = {}
-    present = demand(forecast, observation, 0.0)
+    present = demand(forecast, 0.0, decoding.num_seqs)
     for role in ROLES:
         before = memory.corrections.get(role, Correction())
         serving = sum(w.ready and not w.draining for w in observation.workers if w.role == role)

@@ -46,14 +46,21 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """A load to be carried. `running`: sequences that decode now, as measured, in sum."""
+    """A load to be carried. `decoded_per_s`: tokens of answers that are given now, in sum: the least that there will be. `running`:
+    sequences that decode now; only asked where there are no curves."""
 
     requests_per_s: float
     prompt_tokens: float
     cached_tokens: float
     output_tokens: float
     prompt_scv: float = 0.5
+    decoded_per_s: float = 0.0
     running: float = 0.0
+
+    @property
+    def decode_per_s(self) -> float:
+        """Tokens that decode workers are to give: the first of each answer comes from the prompt's step."""
+        return max(self.requests_per_s * max(0.0, self.output_tokens - 1.0), self.decoded_per_s)
 
     @property
     def uncached_tokens(self) -> float:
@@ -66,7 +73,12 @@ class Demand:
 
     def times(self, factor: float) -> Demand:
         """So many times as many requests of the same kind."""
-        return replace(self, requests_per_s=self.requests_per_s * factor, running=self.running * factor)
+        return replace(
+            self,
+            requests_per_s=self.requests_per_s * factor,
+            decoded_per_s=self.decoded_per_s * factor,
+            running=self.running * factor,
+        )
 
     def plus(self, requests_per_s: float) -> Demand:
         """So many more requests a second of the same kind."""
@@ -169,12 +181,11 @@ def sequences(curve: StepCurve, token_rate: float, context: float) -> float:
 def decode_need(config: PolicyConfig, spec: WorkerSpec, demand: Demand) -> int:
     """The least decode workers whose steps keep the TPOT target and that have seats and blocks for the sequences that are there at a time.
     A target that a sequence alone would miss is left out: more workers would not mend it. 0 without load."""
-    later = max(0.0, demand.output_tokens - 1.0)
-    if demand.requests_per_s * later <= 0.0 and demand.running <= 0.0:
+    if demand.decode_per_s <= 0.0 and demand.running <= 0.0:
         return 0
     if spec.curve is None:
         by_seats = math.ceil(demand.running / (seats(spec, demand.context) * config.max_utilization) - 1e-9)
-        return max(1, by_seats, _by_tokens(config, spec, demand.requests_per_s * later))
+        return max(1, by_seats, _by_tokens(config, spec, demand.decode_per_s))
     for num_workers in range(1, MOST_WORKERS):
         if decode_holds(config, spec, demand, num_workers):
             return num_workers
@@ -189,14 +200,14 @@ def decode_holds(config: PolicyConfig, spec: WorkerSpec, demand: Demand, num_wor
     if decode_step_s(curve, 1.0, context) > limit:
         limit = math.inf
     room = seats(spec, context)
-    mean = sequences(curve, demand.requests_per_s * later / num_workers, context) if later else 0.0
+    mean = sequences(curve, demand.decode_per_s / num_workers, context)
     if mean > room * config.max_utilization:
         return False
     noise = NormalDist().inv_cdf(config.attainment) * math.sqrt(mean / num_workers)
-    if mean + noise > room:
+    if mean + max(0.0, noise) > room:
         return False
-    busy = max(mean + _LIFE_NOISE * max(0.0, noise), demand.running / num_workers)
-    return busy <= room and decode_step_s(curve, max(1.0, busy), context) <= limit
+    busy = mean + _LIFE_NOISE * max(0.0, noise)
+    return decode_step_s(curve, max(1.0, busy), context) <= limit
 
 
 def can_help(config: PolicyConfig, role: Role, spec: WorkerSpec, demand: Demand) -> bool:

@@ -6,8 +6,6 @@ growing to shrinking, or back, does not turn again within a cool-down of that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from router.autoscaler.memory import Course, Need
 
 
@@ -36,7 +34,3 @@ def moved(course: Course | None, before: int, after: int, now_s: float) -> Cours
     if not way or way == course.way:
         return course
     return Course(way=way, turned_s=now_s if course.way else course.turned_s)
-
-
-def courses_after(courses: Mapping[str, Course], before: Mapping[str, int], after: Mapping[str, int], now_s: float) -> dict[str, Course]:
-    return {name: moved(courses.get(name), before[name], after[name], now_s) for name in after}
