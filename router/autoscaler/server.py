@@ -56,7 +56,9 @@ class Autoscaler:
         cold_start_s: dict[Role, float] = {role: policy.pool(role).cold_start_s for role in ROLES}
         self._fleet = Fleet(secret_check(secret), cold_start_s)
         self.board = DecisionBoard(stale_s=config.stale_after * config.interval, max_listeners=config.max_streams)
-        self._switcher = Switcher(secret, drain_s=config.worker_drain, tls=config.tls, on_result=self._on_switch)
+        self._switcher = Switcher(
+            secret, drain_s=config.worker_drain, tls=config.tls, on_result=self._on_switch, may=lambda: self.lease.held
+        )
         self._decisions = None if config.decision_log is None else DecisionLog(config.decision_log, policy)
         marks = None
         if config.kubernetes_api:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from router.autoscaler.model import Role, Switch
@@ -19,8 +20,8 @@ from twostep.rpc.worker_role import switch_role, who_is
 
 log = logging.getLogger(__name__)
 
-# ok: it serves the other role. refused: it cannot, and is not asked again. failed: it did not, this time. left_out: it would have been
-# the last of its role, or is not there any more.
+# ok: it serves the other role. refused: it cannot, and is not asked again. failed: it did not, this time. left_out: it is the last of
+# its role.
 Outcome = Literal["ok", "refused", "failed", "left_out"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "refused", "failed", "left_out")
 
@@ -33,47 +34,61 @@ def last_of_role(record: WorkerRecord, records: Sequence[WorkerRecord]) -> bool:
 
 
 class Switcher:
-    """`on_result` gets the record as it was when it was asked, and what became of it."""
+    """What was asked for waits its turn: drains take their time. `may`: whether this replica still leads; without it what waits is dropped.
+    `on_result` gets the record as it was when it was asked, and what became of it."""
 
     def __init__(
-        self, secret: bytes, *, drain_s: float, tls: TlsFiles = PLAINTEXT, on_result: Callable[[WorkerRecord, Role, Outcome], None]
+        self,
+        secret: bytes,
+        *,
+        drain_s: float,
+        tls: TlsFiles = PLAINTEXT,
+        on_result: Callable[[WorkerRecord, Role, Outcome], None],
+        may: Callable[[], bool] = lambda: True,
     ) -> None:
         self._secret = secret
         self._drain_s = drain_s
         self._tls = tls
         self._on_result = on_result
+        self._may = may
         self._task: asyncio.Task[None] | None = None
-        self._busy_with = ""
+        self._waiting: dict[str, Switch] = {}
+        # As last seen, and as switches since then have made them.
+        self._records: dict[str, WorkerRecord] = {}
 
     @property
-    def busy_with(self) -> str:
-        """Worker id; "": none."""
-        return self._busy_with if self._task is not None and not self._task.done() else ""
+    def busy(self) -> bool:
+        return self._task is not None and not self._task.done()
 
     def start(self, switches: Sequence[Switch], records: Sequence[WorkerRecord]) -> None:
-        """The first of them that may be asked, if none is being asked: the others are for the next decision. Returns at once."""
-        if self.busy_with:
-            return
-        by_name = {record.worker_id: record for record in records}
+        """Asks for these, after those that wait. Returns at once."""
+        self._records = {record.worker_id: record for record in records}
         for switch in switches:
-            record = by_name.get(switch.worker_id)
-            if record is None or record.role == switch.to:
-                continue
-            if record.draining or not record.ready:
-                continue
-            if last_of_role(record, records):
-                log.warning("%s is not asked to take the %s role: it is the last %s worker", record.worker_id, switch.to, record.role)
-                self._on_result(record, switch.to, "left_out")
-                continue
-            self._busy_with = record.worker_id
-            self._task = asyncio.create_task(self._ask(record, switch.to), name=f"switch {record.worker_id}")
-            return
+            self._waiting[switch.worker_id] = switch
+        if self._waiting and not self.busy:
+            self._task = asyncio.create_task(self._ask_all(), name="role switches")
 
     async def close(self) -> None:
         """Gives up the call; the worker goes on with it."""
+        self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+
+    async def _ask_all(self) -> None:
+        while self._waiting:
+            switch = self._waiting.pop(next(iter(self._waiting)))
+            if not self._may():
+                self._waiting.clear()
+                return
+            record = self._records.get(switch.worker_id)
+            if record is None or record.role == switch.to or record.draining or not record.ready:
+                continue
+            if last_of_role(record, list(self._records.values())):
+                log.warning("%s is not asked to take the %s role: it is the last %s worker", record.worker_id, switch.to, record.role)
+                self._on_result(record, switch.to, "left_out")
+                continue
+            await self._ask(record, switch.to)
 
     async def _ask(self, record: WorkerRecord, to: Role) -> None:
         outcome: Outcome = "failed"
@@ -84,6 +99,8 @@ class Switcher:
                     raise Unavailable(f"{worker.worker_id} answers at {record.address}, which was its address")
                 change = await switch_role(channel, self._secret, role=to, drain_timeout_s=self._drain_s, worker=worker)
             outcome = "ok"
+            # Until the next look: its new life is not known yet, and does not count as one that serves.
+            self._records[record.worker_id] = replace(record, role=to, ready=False)
             log.info("%s is a %s worker now: drained in %.2f s, switched in %.2f s", record.worker_id, to, change.drain_s, change.switch_s)
         except Incompatible as error:
             outcome = "refused"
