@@ -39,6 +39,10 @@ spec:
       serviceAccountName: {{ include "twostep.serviceAccountName" $component }}
       automountServiceAccountToken: false
       enableServiceLinks: false
+      {{- if $ray }}
+      # Ray's drivers, the workers' KV agents among them, find the raylet by looking through /proc.
+      shareProcessNamespace: true
+      {{- end }}
       {{- include "twostep.pullSecrets" $root | nindent 6 }}
       # The drain, what a worker needs to end after it, and Ray's end after that.
       terminationGracePeriodSeconds: {{ add $root.Values.workers.drainSeconds (ternary 45 20 $ray) }}
