@@ -42,7 +42,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm rolling fuzz replay-image clean
+.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm rolling chart-replay fuzz replay-image clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -81,6 +81,10 @@ fault-matrix: $(VENV)/.dev
 
 storm: $(VENV)/.dev
 	@$(BIN)/python benchmarks/hand_over_storm.py $(STORM_FLAGS)
+
+# The demo profile's pods as processes in namespaces of this machine, as root (docs/kubernetes.md).
+chart-replay: $(VENV)/.dev
+	@$(BIN)/python tests/helm/chart_replay.py $(REPLAY_FLAGS)
 
 # Each role and Redis, while clients ask (docs/upgrades.md).
 rolling: $(VENV)/.dev

@@ -136,7 +136,7 @@ priorityClassName: {{ . }}
 {{- define "twostep.tlsDnsNames" -}}
 {{- $root := . -}}
 {{- $names := list (include "twostep.tlsPeerName" .) "localhost" -}}
-{{- range $component := list "router" "autoscaler" -}}
+{{- range $component := list "router" "router-headless" "autoscaler" -}}
 {{- $name := include "twostep.component" (dict "root" $root "component" $component) -}}
 {{- $names = concat $names (list $name (printf "%s.%s" $name $root.Release.Namespace) (printf "%s.%s.svc" $name $root.Release.Namespace) (printf "%s.%s.svc.%s" $name $root.Release.Namespace $root.Values.clusterDomain)) -}}
 {{- end -}}
