@@ -85,7 +85,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("colocated.gpusPerWorker", _NATURAL),
     ("ray.mode", _one_of("chart", "kuberay", "external")),
     ("ray.address", {"type": "string", "pattern": "^([^:/ ]+:[0-9]+)?$"}),
-    ("ray.ports.workers", _whole(2, 10000)),
+    ("ray.ports.workers", _whole(8, 10000)),
+    ("ray.ports.first", _whole(1024, 65000)),
     ("ray.ports.*", _whole(1, 65535)),
     ("redis.external.address", {"type": "string", "pattern": "^([^:/ ]+:[0-9]+)?$"}),
     ("redis.maxMemory", {"type": "string", "pattern": "^[0-9]+([kmg]b?)?$"}),
@@ -163,9 +164,9 @@ DEFS: dict[str, Any] = {
 # fmt: off
 SETTLED = frozenset((
     "host", "port", "health-port", "metrics-port", "http-port", "external-scaler-port", "model", "redis-url", "secret-file", "router-id",
-    "worker-id", "autoscaler-id", "pod-name", "pod-namespace", "pod-owner", "advertise-address", "ray-address", "tls-cert", "tls-key", "tls-ca",
-    "tls-peer-name", "tls-client-auth", "api-keys", "api-keys-file", "admin-host", "admin-port", "batch-dir", "log-level", "log-json",
-    "otlp-endpoint", "kubernetes-api", "kubernetes-dir", "drain-timeout",
+    "worker-id", "autoscaler-id", "pod-name", "pod-namespace", "pod-owner", "advertise-address", "ray-address", "tls-cert", "tls-key",
+    "tls-ca", "tls-peer-name", "tls-client-auth", "api-keys", "api-keys-file", "admin-host", "admin-port", "batch-dir", "log-level",
+    "log-json", "otlp-endpoint", "kubernetes-api", "kubernetes-dir", "drain-timeout",
 ))
 # fmt: on
 

@@ -15,61 +15,78 @@ def _values(*parts: Mapping[str, Any], **settings: Any) -> Values:
     return merged(*parts, *(dotted(name.replace("__", "."), value) for name, value in settings.items()))
 
 
+# Switches that have nothing to do with each other share a case: each rendering takes a tenth of a second.
 SWITCHES: dict[str, Values] = {
-    "names": _values(nameOverride="llm", fullnameOverride="chat", commonLabels={"team": "ml"}, podAnnotations={"note": "x"}),
-    "registry": _values(
-        image__registry="registry.example/a", image__pullSecrets=[{"name": "pull"}], image__worker__digest=f"sha256:{'0a' * 32}"
+    "names": _values(
+        nameOverride="llm",
+        fullnameOverride="chat",
+        commonLabels={"team": "ml"},
+        podAnnotations={"note": "x"},
+        image={"registry": "registry.example/a", "pullSecrets": [{"name": "pull"}], "worker": {"digest": f"sha256:{'0a' * 32}"}},
     ),
-    "model-claim": _values(model__volume__existingClaim="weights"),
-    "model-host-path": _values(model__volume={"type": "hostPath", "hostPath": "/srv/models"}),
-    "model-image": _values(model__volume__type="image", model__path="/opt/model"),
-    "model-loader": _values(model={"name": "chat", "loader": {"enabled": True, "command": ["fetch"], "args": ["a b", "$(x)"]}}),
-    "model-in-each-pod": _values(model={"volume": {"type": "emptyDir"}, "loader": {"enabled": True, "command": ["fetch"]}}),
-    "secrets": _values(secrets__existingSecret="mine"),
-    "keys-in-a-file": _values(auth={"apiKeys": "file", "existingSecret": "keys", "adminPort": 8001}),
-    "keys-in-redis": _values(auth__apiKeys="redis"),
-    "tls": _values(tls__enabled=True),
-    "tls-issuer": _values(
-        tls={"enabled": True, "clientCertificates": True, "certManager": {"issuerRef": {"name": "corp", "kind": "ClusterIssuer"}}}
+    "given": _values(
+        model__volume__existingClaim="weights",
+        secrets__existingSecret="mine",
+        tracing__otlpEndpoint="http://collector:4317",
+        logLevel="debug",
+        logJson=False,
+        router={"service": {"type": "LoadBalancer", "annotations": {"a": "b"}}, "batches": {"enabled": True, "existingClaim": "files"}},
     ),
-    "tls-secret": _values(tls={"enabled": True, "source": "secret", "existingSecret": "cert", "extraDnsNames": ["llm.example"]}),
-    "tls-job": _values(tls={"enabled": True, "source": "job"}),
-    "tracing": _values(tracing__otlpEndpoint="http://collector:4317", logLevel="debug", logJson=False),
-    "router-flags": _values(router={"flags": {"max-inflight": 1024, "reasoning-parser": "auto", "allowed-origins": ["https://a.example"]}}),
-    "router-balancer": _values(router__service={"type": "LoadBalancer", "annotations": {"a": "b"}}),
-    "batches": _values(router__batches__enabled=True),
-    "batches-claim": _values(router__batches={"enabled": True, "existingClaim": "files"}),
-    "no-budgets": _values(router__pdb__enabled=False, prefill__pdb__enabled=False, decode__pdb__enabled=False),
     "placement": _values(
-        router={"affinity": {"nodeAffinity": {}}, "priorityClassName": "high", "nodeSelector": {"pool": "cpu"}},
+        router={"affinity": {"nodeAffinity": {}}, "priorityClassName": "high", "nodeSelector": {"pool": "cpu"}, "pdb": {"enabled": False}},
         prefill={
             "nodeSelector": {"gpu": "h200"},
             "topologySpreadConstraints": [
                 {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {"matchLabels": {"a": "b"}}}
             ],
+            "pdb": {"enabled": False},
         },
-        decode={"tolerations": [], "maxSurge": "25%", "maxUnavailable": "10%"},
+        decode={"tolerations": [], "maxSurge": "25%", "maxUnavailable": "10%", "pdb": {"enabled": False}},
     ),
-    "cpu": _values(prefill__gpus=0, decode__gpus=0, workers={"device": "cpu", "flags": {"dtype": "float32"}}),
+    "host-path": _values(
+        model__volume={"type": "hostPath", "hostPath": "/srv/models"}, redis__persistence__enabled=False, networkPolicy__enabled=False
+    ),
+    "model-loader": _values(model={"name": "chat", "loader": {"enabled": True, "command": ["fetch"], "args": ["a b", "$(x)"]}}),
+    "model-in-each-pod": _values(model={"volume": {"type": "emptyDir"}, "loader": {"enabled": True, "command": ["fetch"]}}),
+    "keys-in-a-file": _values(auth={"apiKeys": "file", "existingSecret": "keys", "adminPort": 8001}),
+    "keys-in-redis": _values(
+        auth__apiKeys="redis",
+        router={
+            "flags": {"max-inflight": 1024, "reasoning-parser": "auto", "allowed-origins": ["https://a.example"]},
+            "batches": {"enabled": True},
+        },
+    ),
+    "tls": _values(tls__enabled=True),
+    "tls-issuer": _values(
+        tls={"enabled": True, "clientCertificates": True, "certManager": {"issuerRef": {"name": "corp", "kind": "ClusterIssuer"}}},
+        model={"volume": {"type": "image"}, "path": "/opt/model"},
+    ),
+    "tls-secret": _values(tls={"enabled": True, "source": "secret", "existingSecret": "cert", "extraDnsNames": ["llm.example"]}),
+    "tls-job": _values(tls={"enabled": True, "source": "job"}),
+    "cpu": _values(
+        prefill__gpus=0, decode__gpus=0, workers={"device": "cpu", "flags": {"dtype": "float32"}}, autoscaling__router__enabled=True
+    ),
     "parallel": _values(prefill__gpus=2, decode={"gpus": 4, "flags": {"max-num-seqs": 64}}, workers__runtimeClassName="nvidia"),
-    "no-ray": _values(ray__enabled=False),
+    "no-ray": _values(ray__enabled=False, redis={"embedded": False, "external": {"existingSecret": "redis"}}),
     "decode-alone": _values(ray__enabled=False, prefill__replicas=0, workers__kvTransfer="none"),
     "kuberay": _values(ray__mode="kuberay"),
     "ray-elsewhere": _values(ray={"mode": "external", "address": "ray.example:6379"}),
-    "ray-sizes": _values(ray={"objectStore": "20Gi", "ports": {"first": 12000, "workers": 100}}, workers__sharedMemory="512Mi"),
-    "redis-elsewhere": _values(
-        redis={"embedded": False, "external": {"existingSecret": "redis", "address": "r:6379", "passwordKey": "pw"}}
+    "ray-sizes": _values(
+        ray={"objectStore": "20Gi", "ports": {"first": 12000, "workers": 100}},
+        workers__sharedMemory="512Mi",
+        redis={"embedded": False, "external": {"existingSecret": "redis", "address": "r:6379", "passwordKey": "pw"}},
     ),
-    "redis-elsewhere-without-ray": _values(redis={"embedded": False, "external": {"existingSecret": "redis"}}),
-    "redis-in-memory": _values(redis__persistence__enabled=False),
-    "colocated": _values(colocated={"enabled": True, "prefill": 2, "decode": 2}),
+    "colocated": _values(
+        colocated={"enabled": True, "prefill": 2, "decode": 2}, ray__enabled=False, monitoring__serviceMonitor__enabled=True
+    ),
+    "colocated-with-ray": _values(colocated={"enabled": True, "replicas": 2, "pdb": {"enabled": False}}),
     "autoscaling": _values(autoscaling={"enabled": True, "maxCostPerHour": 40, "keda": {"fallbackReplicas": 2}, "flags": {"surge": 2}}),
     "autoscaling-to-zero": _values(
         autoscaling={"enabled": True, "scaleToZeroAfterSeconds": 600, "prefill": {"minReplicas": 0}, "decode": {"minReplicas": 0}}
     ),
-    "autoscaling-without-rights": _values(autoscaling={"enabled": True, "podDeletionCost": False, "switchRoles": False, "replicas": 1}),
-    "router-autoscaling": _values(autoscaling__router__enabled=True),
-    "no-network-policies": _values(networkPolicy__enabled=False),
+    "autoscaling-without-rights": _values(
+        autoscaling={"enabled": True, "podDeletionCost": False, "switchRoles": False, "replicas": 1}, tls={"enabled": True, "source": "job"}
+    ),
     "network-policies": _values(
         networkPolicy={
             "egress": True,
@@ -88,22 +105,31 @@ SWITCHES: dict[str, Values] = {
         }
     ),
     "gateway": _values(
-        gateway={"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["llm.example"], "grpcHostnames": ["grpc.llm.example"]}
+        gateway={"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["llm.example"], "grpcHostnames": ["grpc.llm.example"]},
+        ingress={"enabled": True, "className": "nginx", "host": "llm.example", "tlsSecret": "cert", "annotations": {"a": "b"}},
     ),
-    "gateways": _values(
-        gateway={"enabled": True, "parentRefs": [{"name": "public"}], "grpcParentRefs": [{"name": "public", "sectionName": "grpc"}]}
-    ),
-    "ingress": _values(
-        ingress={"enabled": True, "className": "nginx", "host": "llm.example", "tlsSecret": "cert", "annotations": {"a": "b"}}
-    ),
+    "gateway-http": _values(gateway={"enabled": True, "parentRefs": [{"name": "public"}], "grpc": False}),
+    "gateway-grpc": _values(gateway={"enabled": True, "parentRefs": [{"name": "public", "namespace": "gateways"}], "http": False}),
 }
 
 EVERYTHING = _values(
     *(
         SWITCHES[name]
-        for name in ("names", "registry", "model-loader", "keys-in-a-file", "tls-job", "tracing", "batches", "network-policies")
+        for name in (
+            "names",
+            "model-loader",
+            "keys-in-a-file",
+            "keys-in-redis",
+            "tls-job",
+            "network-policies",
+            "cpu",
+            "autoscaling-to-zero",
+        )
     ),
-    *(SWITCHES[name] for name in ("autoscaling-to-zero", "router-autoscaling", "monitoring", "gateway", "ingress", "kuberay", "parallel")),
+    *(SWITCHES[name] for name in ("monitoring", "gateway", "kuberay", "parallel")),
+    auth__apiKeys="file",
+    tracing__otlpEndpoint="http://collector:4317",
+    logLevel="debug",
 )
 
 PROFILES = ("demo", "h200", "mixed")
@@ -114,5 +140,5 @@ CASES: dict[str, tuple[str, Values]] = {
     **{name: ("", values) for name, values in SWITCHES.items()},
     "everything": ("", EVERYTHING),
     **{f"profile-{name}": (name, {}) for name in PROFILES},
-    **{f"profile-{name}-tls": (name, merged(SWITCHES["tls-job"], SWITCHES["monitoring"])) for name in PROFILES},
+    "profile-mixed-tls": ("mixed", merged(SWITCHES["tls-job"], SWITCHES["rdma"], {"gateway": SWITCHES["gateway-http"]["gateway"]})),
 }

@@ -11,16 +11,8 @@ from chart_processes import Process, processes
 from chart_render import Chart, render
 from helm_schema import SETTLED
 
-# Cases beside which the others say nothing new to processes.
-TELLING = (
-    "defaults", "everything", "names", "model-loader", "keys-in-a-file", "keys-in-redis", "tls", "tls-issuer",
-    "tracing", "router-flags", "batches",
-    "cpu", "parallel", "no-ray", "decode-alone", "kuberay", "ray-elsewhere", "ray-sizes", "redis-elsewhere", "colocated", "autoscaling",
-    "autoscaling-to-zero", "autoscaling-without-rights", "rdma", "profile-demo", "profile-h200", "profile-mixed",
-)  # fmt: skip
 
-
-@pytest.mark.parametrize("case", TELLING)
+@pytest.mark.parametrize("case", CASES)
 def test_parsers_take_what_they_are_told(case: str) -> None:
     profile, values = CASES[case]
     found = list(processes(render(values, profile)))

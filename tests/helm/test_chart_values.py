@@ -1,0 +1,175 @@
+"""Values: what the schema and the templates refuse, and that schema, page and shipped files are what they are made from."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import types
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import helm_schema
+import jsonschema
+import pytest
+import yaml
+from chart_cases import CASES, EVERYTHING, SWITCHES
+from chart_render import CHART, ROOT, dotted, helm, merged, profile, refusal, render, run
+
+# By dotted name: what is wrong, and what helm says about it.
+WRONG: list[tuple[str, Any, str]] = [
+    ("router.replicas", -1, "router.replicas: Must be greater than or equal to 0"),
+    ("router.replicas", "many", "router.replicas: Invalid type. Expected: integer, given: string"),
+    ("ruoter.replicas", 3, "Additional property ruoter is not allowed"),
+    ("prefill.replica", 3, "prefill: Additional property replica is not allowed"),
+    ("decode.gpus", 1.5, "decode.gpus: Invalid type. Expected: integer, given: number"),
+    ("router.service.type", "Balancer", 'router.service.type must be one of the following: "ClusterIP", "NodePort", "LoadBalancer"'),
+    ("ray.mode", "operator", 'ray.mode must be one of the following: "chart", "kuberay", "external"'),
+    ("ray.objectStore", "lots", "ray.objectStore: Does not match pattern"),
+    ("ray.ports.workers", 4, "ray.ports.workers: Must be greater than or equal to 8"),
+    ("redis.embedded", "maybe", "redis.embedded: Invalid type. Expected: boolean, given: string"),
+    ("tls.source", "openssl", "tls.source must be one of the following"),
+    ("tls.certManager.duration", "90 days", "tls.certManager.duration: Does not match pattern"),
+    ("auth.apiKeys", "yes", "auth.apiKeys must be one of the following"),
+    ("logLevel", "warn", "logLevel must be one of the following"),
+    ("model.volume.type", "nfs", "model.volume.type must be one of the following"),
+    ("workers.kvTransfer", "rdma", "workers.kvTransfer: Does not match pattern"),
+    ("router.flags.max-inflite", 3, "router.flags: Additional property max-inflite is not allowed"),
+    ("decode.flags.port", 3, "decode.flags: Additional property port is not allowed"),
+    ("router.flags.reasoning-parser", "mine", "router.flags.reasoning-parser must be one of the following"),
+    ("router.resources.limits.memory", "2GB", "router.resources.limits.memory: Does not match pattern"),
+    ("prefill.resources.cpu", 2, "prefill.resources: Additional property cpu is not allowed"),
+    ("prefill.nodeSelector.gpu", True, "prefill.nodeSelector.gpu: Invalid type. Expected: string, given: boolean"),
+    ("autoscaling.slo.attainment", 95, "autoscaling.slo.attainment: Must be less than or equal to 1"),
+    ("autoscaling.decode.maxReplicas", 0, "autoscaling.decode.maxReplicas: Must be greater than or equal to 1"),
+    ("image.router.digest", "latest", "image.router.digest: Does not match pattern"),
+    ("gateway.requestTimeout", "forever", "gateway.requestTimeout: Does not match pattern"),
+    ("secrets.existingSecret", "My Secret", "secrets.existingSecret: Does not match pattern"),
+]
+
+# Values that are right alone and contradict each other.
+CONTRARY: list[tuple[str, Any, str]] = [
+    ("tls", {"enabled": True, "source": "secret"}, "give tls.existingSecret"),
+    ("redis", {"embedded": False}, "give redis.external.existingSecret"),
+    ("auth.apiKeys", "file", "give auth.existingSecret"),
+    ("model.volume.type", "emptyDir", "set model.loader.enabled"),
+    ("model.loader.enabled", True, "needs model.loader.command"),
+    ("ray", {"mode": "external"}, "give ray.address"),
+    ("workers.kvTransfer", "none", "set prefill.replicas to 0"),
+    ("gateway.enabled", True, "give gateway.parentRefs"),
+    ("gateway", {"enabled": True, "parentRefs": [{"name": "a"}]}, "give gateway.hostnames and gateway.grpcHostnames"),
+    (
+        "gateway",
+        {"enabled": True, "parentRefs": [{"name": "a"}], "hostnames": ["b.c"], "grpcHostnames": ["b.c"]},
+        "gateway.grpcHostnames has b.c, which gateway.hostnames has too",
+    ),
+    ("ingress", {"enabled": True, "tlsSecret": "cert"}, "give ingress.host"),
+    ("autoscaling", {"enabled": True, "scaleToZeroAfterSeconds": 60}, "needs autoscaling.prefill.minReplicas 0"),
+    ("autoscaling", {"enabled": True, "prefill": {"minReplicas": 9}}, "autoscaling.prefill.maxReplicas (8) is less than"),
+]
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_wrong_values_are_refused_by_name(turn: int) -> None:
+    """Helm tells all faults at once: those of other values than the ones before share a rendering."""
+    wrong = [fault for fault in WRONG if [other[0] for other in WRONG[: WRONG.index(fault)]].count(fault[0]) == turn]
+    said = refusal(merged(*(dotted(name, value) for name, value, _ in wrong)))
+    assert [fault for fault in wrong if fault[2] not in said] == []
+
+
+@pytest.mark.parametrize(("name", "value", "words"), CONTRARY, ids=[f"{name}-{number}" for number, (name, *_) in enumerate(CONTRARY)])
+def test_contrary_values_are_refused_with_what_to_change(name: str, value: Any, words: str) -> None:
+    assert words in refusal(dotted(name, value))
+
+
+def test_autoscaling_and_colocated_workers_exclude_each_other() -> None:
+    assert "colocated.enabled" in refusal(merged(SWITCHES["autoscaling"], SWITCHES["colocated"]))
+
+
+def test_every_switch_has_a_case() -> None:
+    """Every boolean of the values is both on and off in some case."""
+    seen: dict[str, set[bool]] = {}
+    for name, values in CASES.values():
+        _booleans(merged(profile(""), profile(name) if name else {}, values), "", seen)
+    assert [name for name, states in seen.items() if len(states) < 2] == []
+
+
+def _booleans(values: dict[str, Any], prefix: str, seen: dict[str, set[bool]]) -> None:
+    for key, value in values.items():
+        if isinstance(value, bool):
+            seen.setdefault(prefix + key, set()).add(value)
+        elif isinstance(value, dict):
+            _booleans(value, f"{prefix}{key}.", seen)
+
+
+def test_the_schema_is_a_schema_whose_every_rule_is_used() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    assert helm_schema.unused_rules(profile("")) == []
+    used = set(re.findall(r'"#/\$defs/(\w+)"', json.dumps(schema)))
+    assert used == schema["$defs"].keys()
+
+
+def helm_docs() -> types.ModuleType:
+    """scripts/helm-docs, which is no name of a module."""
+    loader = SourceFileLoader("helm_docs", str(ROOT / "scripts/helm-docs"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass looks its module up.
+    sys.modules[loader.name] = module
+    loader.exec_module(module)
+    return module
+
+
+def test_a_value_that_nobody_describes_stops_the_page() -> None:
+    docs = helm_docs()
+    text = "# -- Described.\na: 1\nb:\n  # -- Also.\n  # On two lines.\n  c: [x]\n  d: {}\n"
+    with pytest.raises(SystemExit, match=r":7: nothing describes b\.d"):
+        list(docs.values_of(text.splitlines(), yaml.compose(text)))
+    text = text.replace("  d:", "  # -- It too.\n  d:")
+    found = {value.name: (value.default, value.text) for value in docs.values_of(text.splitlines(), yaml.compose(text))}
+    assert found == {"a": (1, "Described."), "b.c": (["x"], "Also. On two lines."), "b.d": ({}, "It too.")}
+
+
+def test_rendering_draws_nothing_at_random() -> None:
+    """Neither one rendering nor another of the same values differs: GitOps tools would apply what is random anew every time."""
+    words = re.compile(r"\b(rand\w+|uuidv4|gen(CA|SelfSigned|Signed|PrivateKey)\w*|derivePassword|lookup|now|htpasswd|bcrypt)\b")
+    for file in (CHART / "templates").rglob("*"):
+        if file.is_file():
+            # Scripts and prose apart: between the braces of templates.
+            for expression in re.findall(r"\{\{(?!-? */\*)(.*?)\}\}", file.read_text(), flags=re.DOTALL):
+                assert not words.search(re.sub(r'"[^"]*"', "", expression)), (file.name, expression)
+    once = run(EVERYTHING).stdout
+    command = [helm(), "template", "demo", str(CHART), "--namespace", "serving", "--values", "-"]
+    again = subprocess.run(command, input=json.dumps(EVERYTHING), capture_output=True, text=True, check=True).stdout
+    assert again == once
+
+
+@pytest.mark.parametrize("case", ["defaults", "everything", "tls-secret"])
+def test_notes_say_what_to_type_next_and_what_is_open(case: str, tmp_path: Path) -> None:
+    """helm template leaves NOTES.txt out: a copy of the chart includes it in an object."""
+    chart = tmp_path / "helm"
+    shutil.copytree(CHART, chart)
+    (chart / "templates/notes-here.yaml").write_text('notes: {{ include (print $.Template.BasePath "/NOTES.txt") . | toJson }}\n')
+    name, values = CASES[case]
+    result = run(values, name, chart)
+    assert result.returncode == 0, result.stderr
+    notes = next(json.loads(line.removeprefix("notes: ")) for line in result.stdout.splitlines() if line.startswith("notes: "))
+    full = "chat" if case == "everything" else "demo-twostep"
+    assert "helm test demo -n serving" in notes
+    assert f"port-forward svc/{full}-router 8000:8000" in notes
+    assert ("No TLS" in notes) is (not values.get("tls", {}).get("enabled", False))
+    assert ("No API keys" in notes) is (case != "everything")
+    assert ("stay as they are given" in notes) is (case != "everything")
+    assert ("needs KEDA" in notes) is (case == "everything")
+    if case == "tls-secret":
+        assert "demo-twostep-peer" in notes
+        assert "llm.example" in notes
+    services = {service["metadata"]["name"] for service in render(values, name).of("Service")}
+    for named in re.findall(rf"({full}[\w-]*)\.serving\.svc\.cluster\.local:", notes):
+        assert named in services
