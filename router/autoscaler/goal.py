@@ -1,8 +1,8 @@
 """How many workers there should be: of each role for the load, and in sum, with what is kept and what may be lost. Bounds come later.
 
-    now      the load that is there
+    now      the load until the next decision
     ahead    the most of it until a pod asked for now would serve: a cold start and an interval
-    kept     `ahead` and `hysteresis` more, the most of the last cool-down: nothing below it is taken away
+    kept     `ahead`, and `now` with `hysteresis` more, the most of the last cool-down: nothing below it is taken away
     spare    what carries the load of now with `spare` workers lost, if only just: late by half, and without room to grow
 
 Where workers can switch roles, what is kept and what is spare is one number for both roles, and a worker of either fills in for any.
@@ -21,7 +21,7 @@ from router.autoscaler.sizing import Demand, WorkerSpec, decode_need, prefill_ne
 from router.autoscaler.stability import remember
 
 # Of first tokens, and of sequences, while a lost worker is missed: it is for a cold start at most.
-_SURVIVAL_ATTAINMENT = 0.5
+_SURVIVAL_ATTAINMENT = 0.9
 _SURVIVAL_UTILIZATION = 0.95
 
 
@@ -53,19 +53,20 @@ def goal(config: PolicyConfig, memory: Memory, forecast: Forecast, observation: 
     survival: dict[Role, int] = {}
     decoding = decoding_of(observation.workers)
     just = replace(config, attainment=min(config.attainment, _SURVIVAL_ATTAINMENT), max_utilization=_SURVIVAL_UTILIZATION)
+    # A mean over a window is as old as its middle.
+    lag_s = config.window_s / 2
     for role in ROLES:
         spec = memory.specs.get(role, WorkerSpec())
         horizon_s = config.pool(role).cold_start_s + config.interval_s
         correction = memory.corrections.get(role)
         factor = correction.factor if correction is not None else 1.0
-        present = demand(forecast, 0.0, decoding.num_seqs).times(factor)
-        later = demand(forecast, horizon_s, decoding.num_seqs).times(factor)
         late = backlog_per_s(config, spec, observation, there.ready("prefill"), horizon_s)
-        present, later = present.plus(late), later.plus(late)
+        present = demand(forecast, lag_s + config.interval_s, decoding.num_seqs).times(factor).plus(late)
+        later = demand(forecast, lag_s + horizon_s, decoding.num_seqs).times(factor).plus(late)
         least = config.pool(role).least
         current[role] = max(least, sized(config, role, spec, present))
         ahead[role] = max(current[role], sized(config, role, spec, later))
-        kept[role] = max(ahead[role], sized(config, role, spec, later.times(1.0 + config.hysteresis)))
+        kept[role] = max(ahead[role], sized(config, role, spec, present.times(1.0 + config.hysteresis)))
         survival[role] = max(1, sized(just, role, spec, present))
     if not shared:
         kept = {role: max(kept[role], survival[role] + config.spare) for role in ROLES}
