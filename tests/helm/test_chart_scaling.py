@@ -1,0 +1,110 @@
+"""ScaledObjects: that KEDA and the HorizontalPodAutoscaler it makes carry out what the autoscaler decides, at once and whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from chart_cases import SWITCHES
+from chart_processes import processes
+from chart_render import Chart, Object, merged, render
+from google.protobuf.json_format import ParseDict
+
+from router.autoscaler import hpa
+from router.autoscaler.external_scaler import role_of
+from twostep.rpc.keda import externalscaler_pb2
+
+CHART_VALUES = merged(SWITCHES["autoscaling"], {"autoscaling": {"decode": {"maxReplicas": 40}}})
+
+
+def allowed(behavior: Object, pods: int, wanted: int) -> int:
+    """How far an HPA with this behaviour goes within one period, as its documentation reckons: the policy that changes most decides."""
+    rules = behavior["scaleUp" if wanted > pods else "scaleDown"]
+    assert rules["stabilizationWindowSeconds"] == 0
+    assert rules["selectPolicy"] == "Max"
+    most = max(
+        rule["value"] if rule["type"] == "Pods" else math.ceil(pods * rule["value"] / 100) for rule in rules["policies"]
+    )  # fmt: skip
+    return min(wanted, pods + most) if wanted > pods else max(wanted, pods - most)
+
+
+def formula(value: float, pods: int, tolerance: float) -> int:
+    """What an HPA makes of an external metric with AverageValue and a target of 1."""
+    ratio = value / pods
+    return pods if 1 - tolerance <= ratio <= 1 + tolerance else math.ceil(value)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_decisions_are_carried_out_within_one_period(role: str) -> None:
+    chart = render(CHART_VALUES)
+    spec = chart.one("ScaledObject", role)["spec"]
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    scaler = next(process.config for process in processes(chart) if process.module == "router.autoscaler")
+    for pods in range(1, spec["maxReplicaCount"] + 1):
+        for wish in range(spec["minReplicaCount"], spec["maxReplicaCount"] + 1):
+            asked = hpa.ask(wish, pods, None, scaler.hpa_tolerance)
+            wanted = formula(hpa.metric(asked.pods, pods, scaler.hpa_tolerance), pods, scaler.hpa_tolerance)
+            wanted = min(max(wanted, spec["minReplicaCount"]), spec["maxReplicaCount"])
+            assert allowed(behavior, pods, wanted) == wanted
+            # Too many by no more than the tolerance, too few never but where the most allowed lies within it.
+            assert (
+                wanted >= min(wish, pods)
+                if wish <= pods
+                else wanted >= wish or pods * (1 + scaler.hpa_tolerance) >= spec["maxReplicaCount"]
+            )
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_scaler_knows_what_keda_asks_for(role: str) -> None:
+    """The reference as KEDA builds it from the ScaledObject, given to the external scaler's own reading of it."""
+    object = render(CHART_VALUES).one("ScaledObject", role)
+    trigger = object["spec"]["triggers"][0]
+    assert (trigger["type"], trigger["metricType"]) == ("external", "AverageValue")
+    metadata = object["metadata"]
+    reference = {"name": metadata["name"], "namespace": metadata["namespace"], "scalerMetadata": trigger["metadata"]}
+    assert role_of(ParseDict(reference, externalscaler_pb2.ScaledObjectRef())) == role
+    assert object["spec"]["scaleTargetRef"]["name"].endswith(f"-{role}")
+
+
+def test_bounds_of_keda_and_of_the_autoscaler_are_the_same() -> None:
+    chart = render(CHART_VALUES)
+    scaler = next(process.config for process in processes(chart) if process.module == "router.autoscaler")
+    for role in ("prefill", "decode"):
+        spec, pool = chart.one("ScaledObject", role)["spec"], getattr(scaler, role)
+        assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (pool.min_workers, pool.max_workers)
+        assert spec["fallback"] == {"failureThreshold": 3, "replicas": 2}
+        assert "idleReplicaCount" not in spec
+
+
+def test_pools_that_may_be_let_go_are_let_go_by_keda() -> None:
+    chart = render(SWITCHES["autoscaling-to-zero"])
+    for role in ("prefill", "decode"):
+        spec = chart.one("ScaledObject", role)["spec"]
+        assert (spec["idleReplicaCount"], spec["minReplicaCount"]) == (0, 1)
+    # Without a worker no router would be ready, and nothing could come that wakes them.
+    probe = chart.pod("router").spec["containers"][0]["readinessProbe"]["grpc"]["service"]
+    assert probe == "liveness"
+    assert render({}).pod("router").spec["containers"][0]["readinessProbe"]["grpc"]["service"] == "readiness"
+
+
+def test_keda_shows_a_certificate_where_the_autoscaler_asks_for_one() -> None:
+    chart: Chart = render(merged(SWITCHES["autoscaling"], SWITCHES["tls"]))
+    authentication = chart.of("TriggerAuthentication")[0]
+    for object in chart.of("ScaledObject"):
+        trigger = object["spec"]["triggers"][0]
+        assert trigger["authenticationRef"]["name"] == authentication["metadata"]["name"]
+        host = trigger["metadata"]["scalerAddress"].rpartition(":")[0]
+        assert host in chart.one("Certificate", "-tls")["spec"]["dnsNames"]
+    targets = {target["parameter"]: target["key"] for target in authentication["spec"]["secretTargetRef"]}
+    assert targets == {"caCert": "ca.crt", "tlsClientCert": "tls.crt", "tlsClientKey": "tls.key"}
+    scaler = next(process.config for process in processes(chart) if process.module == "router.autoscaler")
+    assert scaler.tls.ca is not None
+    assert not render(SWITCHES["autoscaling"]).of("TriggerAuthentication")
+
+
+def test_rights_over_pods_only_where_pods_are_marked() -> None:
+    role = render(SWITCHES["autoscaling"]).one("Role", "autoscaler")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "patch"]}]
+    without = render(SWITCHES["autoscaling-without-rights"])
+    assert [role["metadata"]["name"] for role in without.of("Role")] == ["demo-twostep-make-secrets", "demo-twostep-make-tls"]
+    assert without.pod("autoscaler").spec["automountServiceAccountToken"] is False
