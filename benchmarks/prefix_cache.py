@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from twostep import Client
+from twostep import Client, TwostepError
 
 # Workers announce what they hold with their heartbeats, once a second.
 ANNOUNCE_S = 1.5
@@ -41,6 +41,14 @@ def ask(client: Client, token_ids: list[int]) -> Sample:
 
 
 def main() -> None:
+    try:
+        run()
+    except TwostepError as error:
+        sys.exit(error.message)
+
+
+def run() -> None:
+    """Raises TwostepError where a request is not answered."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="localhost:50051")
     parser.add_argument("--prefix-tokens", type=int, default=1984, help="shared by the two prompts of a round")
