@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -21,20 +20,11 @@ from router.autoscaler.simulation.contestants import contestant, hpa_grid
 from router.autoscaler.simulation.hardware import hardware_of
 from router.autoscaler.simulation.outcome import Outcome
 from router.autoscaler.simulation.report import Line, cheapest_as_good, lines_of, markdown, peers
+from router.autoscaler.simulation.results import Job, read_results, write_result
 from router.autoscaler.simulation.run import Setting, simulate
+from router.autoscaler.simulation.tape import decision_lines
 from router.autoscaler.simulation.traces import Requests, Trace, requests, trace_names, trace_of
 from twostep.errors import TwostepError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One simulation. All of it is text and numbers, for another process."""
-
-    trace: str
-    peak: float
-    shorten: float
-    seed: int
-    who: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.trace:
         texts = [*args.who, *(hpa_grid() if args.grid else ())]
         jobs = [Job(trace=name, peak=args.peak, shorten=args.shorten, seed=seed, who=who) for seed in args.seeds for who in texts]
-        outcomes = list(_outcomes(setting, jobs, args.processes))
+        outcomes = list(_outcomes(setting, jobs, args.processes, args.results))
         outcomes = [one for _, one in sorted(zip(jobs, outcomes, strict=True), key=lambda pair: (texts.index(pair[0].who), pair[0].seed))]
         lines = lines_of(outcomes)
         grid = [line for line in lines if line.name.startswith("HPAs")]
@@ -56,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             drawn = [next(one for one in outcomes if one.name == line.name) for line in shown]
             _say(f"wrote {draw(drawn, setting.policy, args.plot / f'autoscaling-{name}.png', title=name)}\n")
+        if args.decision_log:
+            trace, found = _trace(name, args.peak, args.shorten, args.seeds[0])
+            args.decision_log.write_text("".join(decision_lines(setting, trace, found, seed=args.seeds[0])), encoding="utf-8")
     return 0
 
 
@@ -86,13 +79,18 @@ def _verdict(ours: Line, grid: Sequence[Line], target: float) -> Iterator[str]:
             )
 
 
-def _outcomes(setting: Setting, jobs: Sequence[Job], num_processes: int) -> Iterator[Outcome]:
+def _outcomes(setting: Setting, jobs: Sequence[Job], num_processes: int, results: Path | None) -> Iterator[Outcome]:
+    """In the order of the jobs. What `results` has is taken from there, what it lacks is written there as soon as it is known."""
+    known = {} if results is None else read_results(results, setting)
+    missing = [job for job in jobs if job not in known]
     one = partial(_simulate, setting)
-    if num_processes == 1:
-        yield from map(one, jobs)
-        return
-    with ProcessPoolExecutor(num_processes) as pool:
-        yield from pool.map(one, jobs)
+    simulated = iter(map(one, missing) if num_processes == 1 else ProcessPoolExecutor(num_processes).map(one, missing))
+    for job in jobs:
+        if job not in known:
+            known[job] = next(simulated)
+            if results is not None:
+                write_result(results, setting, job, known[job])
+        yield known[job]
 
 
 def _simulate(setting: Setting, job: Job) -> Outcome:
@@ -123,6 +121,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--grid", action="store_true", help="every pair of HPAs of the grid as well")
     parser.add_argument("--all", action="store_true", help="show the whole grid, not those that count")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keep outcomes here, and take from it what was simulated before")
+    parser.add_argument(
+        "--decision-log", type=Path, metavar="FILE", help="write down what the joint policy sees and decides, of the first seed"
+    )
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw autoscaling-TRACE.png of the first seed")
     parser.add_argument("--preset", default="h200-llama-3.1-8b")
     parser.add_argument("--ttft-ms", type=float, default=500.0)

@@ -18,9 +18,9 @@ from router.autoscaler.model import Decision, Observation, PolicyConfig, Role
 from router.autoscaler.simulation.scalers import METRICS, FixedFleet, FixedRatio, JointPolicy, Scaler, Target, TwoHpas
 from twostep.errors import InvalidRequest
 
-# What each HPA is tried with: beyond 26 % of its 256 seats a decode worker of the preset misses 10 ms a token.
-PREFILL_GRID = tuple(Target("busy", percent / 100) for percent in (20, 30, 40, 50, 60, 70, 80, 90))
-DECODE_GRID = tuple(Target("seats", percent / 100) for percent in (6, 8, 10, 12, 14, 16, 18, 20, 22, 25, 30, 50))
+# What each HPA is tried with. With more than 26 to 45 % of its 256 seats taken, a decode worker of the preset misses 10 ms a token.
+PREFILL_GRID = tuple(Target("busy", percent / 100) for percent in (30, 40, 50, 60, 70, 80))
+DECODE_GRID = tuple(Target("seats", percent / 100) for percent in (8, 12, 16, 20, 25, 30))
 
 
 def hpa_grid(prefill: Sequence[Target] = PREFILL_GRID, decode: Sequence[Target] = DECODE_GRID) -> Iterator[str]:

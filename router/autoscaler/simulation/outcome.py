@@ -95,6 +95,11 @@ class Ledger:
         return [k / n if n else None for k, n in zip(kept, came, strict=True)]
 
     @property
+    def firsts(self) -> Sequence[float]:
+        """Of each request, when its first token came; 0: not yet."""
+        return self._first
+
+    @property
     def kept(self) -> int:
         return self._fate.count(_KEPT)
 
