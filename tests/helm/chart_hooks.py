@@ -1,0 +1,71 @@
+"""Hook Jobs of the chart, run as their pods would be, against an API server's stand-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from chart_render import NAMESPACE, render
+
+TIMEOUT_S = 60
+PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets"
+
+
+class FakeApi(ThreadingHTTPServer):
+    """Secrets of one namespace. `refuses` methods get 403, as without the right; `late` ones are there by the time they are made."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.secrets: dict[str, Any] = {}
+        self.refuses: set[str] = set()
+        self.late: dict[str, Any] = {}
+        self.tokens: set[str] = set()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeApi
+
+    def do_GET(self) -> None:
+        name = self.path.removeprefix(f"{PATH}/")
+        self._answer(403 if "GET" in self.server.refuses else 200 if name in self.server.secrets else 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        name = body["metadata"]["name"]
+        self.server.secrets |= self.server.late
+        if "POST" in self.server.refuses or self.path != PATH:
+            self._answer(403)
+        elif name in self.server.secrets:
+            self._answer(409)
+        else:
+            self.server.secrets[name] = body
+            self._answer(201)
+
+    def _answer(self, status: int) -> None:
+        self.server.tokens.add(self.headers["Authorization"])
+        self.send_response(status)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def run_hook(component: str, api: FakeApi, scratch: Path, values: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
+    """As the Job runs it: its command over the files of its ConfigMap, in its environment."""
+    chart = render(values)
+    job = chart.pod(component).spec["containers"][0]
+    for name, text in chart.one("ConfigMap", component)["data"].items():
+        (scratch / name).write_text(text)
+    (scratch / "token").write_text("of-the-account\n")
+    env = {variable["name"]: variable["value"] for variable in job["env"]}
+    env |= {"KUBERNETES_API": f"http://127.0.0.1:{api.server_port}", "ACCOUNT_DIR": str(scratch), "PATH": os.environ["PATH"]}
+    command = [sys.executable, *(word.replace("/etc/twostep/scripts", str(scratch)) for word in job["command"][1:])]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
