@@ -1,7 +1,8 @@
 """Which transports a worker has: made from `--kv-transfer`, started together, the best first.
 
 auto          cuda_ipc, nixl, ray, in this order: those that can exist here. Why another cannot is said once, in the log
-a,b,...       those and no others, in this order of preference; the worker does not start without any one of them
+a,b,...       those and no others, in this order of preference; the worker does not start where one of them cannot be made. A Ray that is
+              away makes no difference: the transport is ready once it is back
 none          nothing is handed over: for decode workers that compute every prompt themselves
 local         within one process: for tests, never made here
 """

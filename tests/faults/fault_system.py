@@ -118,12 +118,12 @@ class FaultSystem:
 
     # ---- its life -------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    async def start(self, within_s: float = START_S) -> None:
         self._redis = redis.asyncio.Redis.from_url(self.redis_url, socket_timeout=1, socket_connect_timeout=1)
         await self.components["redis"].start()
         await self.start_ray()
         await asyncio.gather(*(c.start() for c in self.components.values() if c.num_lives == 0))
-        await self.until_whole(START_S)
+        await self.until_whole(within_s)
 
     async def start_ray(self) -> None:
         """Nothing but Ray: returns when its head is up and the other raylets are on their way."""
