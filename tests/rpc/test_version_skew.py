@@ -27,8 +27,9 @@ PATCHES = st.sampled_from(["", ".0", ".7", "rc1", ".0.dev3+g12ab", ".post1"])
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
-    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert pyproject["project"]["version"] == __version__
+    root = Path(__file__).parents[2]
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"] == __version__
+    assert f'appVersion: "{__version__}"' in (root / "helm/Chart.yaml").read_text()
     assert minor_of(__version__) is not None
 
 
