@@ -192,7 +192,8 @@ class Fleet:
     async def _missing(self) -> str:
         for member in self.members.values():
             if not member.process.running:
-                raise AssertionError(f"{member.name} has ended:\n{self.log_tail(member.name)}")
+                status = await member.process.wait()
+                raise AssertionError(f"{member.name} has ended with status {status}:\n{self.log_tail(member.name)}")
             if not await self._probes.healthy(member.address, "readiness"):
                 return f"{member.name} is not ready:\n{self.log_tail(member.name)}"
             member.rings |= self._rings(member)
