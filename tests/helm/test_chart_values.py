@@ -86,8 +86,9 @@ def test_contrary_values_are_refused_with_what_to_change(name: str, value: Any, 
     assert words in refusal(dotted(name, value))
 
 
-def test_autoscaling_and_colocated_workers_exclude_each_other() -> None:
-    assert "colocated.enabled" in refusal(merged(SWITCHES["autoscaling"], SWITCHES["colocated"]))
+@pytest.mark.parametrize(("other", "words"), [("colocated", "colocated.enabled"), ("decode-alone", "set autoscaling.enabled to false")])
+def test_where_nothing_can_be_scaled_nothing_is(other: str, words: str) -> None:
+    assert words in refusal(merged(SWITCHES["autoscaling"], SWITCHES[other]))
 
 
 def test_every_switch_has_a_case() -> None:

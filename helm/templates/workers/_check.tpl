@@ -28,8 +28,11 @@
 {{- if and (eq .Values.ray.mode "external") .Values.ray.enabled (not .Values.ray.address) -}}
 {{- fail "ray.mode is external: give ray.address, host:port of its GCS" -}}
 {{- end -}}
-{{- if and (not .Values.colocated.enabled) (eq $transfer "nixl") (not .Values.prefill.gpus) (gt (int .Values.prefill.replicas) 0) -}}
+{{- if and (not .Values.colocated.enabled) (eq $transfer "nixl") (not .Values.prefill.gpus) (or .Values.autoscaling.enabled (gt (int .Values.prefill.replicas) 0)) -}}
 {{- fail "without ray.enabled KV travels by nixl, and workers without GPUs have no nixl: enable Ray, or set prefill.replicas to 0 and workers.kvTransfer to none" -}}
+{{- end -}}
+{{- if and (eq $transfer "none") .Values.autoscaling.enabled -}}
+{{- fail "workers.kvTransfer none leaves prefill workers nothing to do, and the autoscaler would make some: set autoscaling.enabled to false" -}}
 {{- end -}}
 {{- if and (eq $transfer "none") (gt (int .Values.prefill.replicas) 0) -}}
 {{- fail "workers.kvTransfer none leaves prefill workers nothing to do: set prefill.replicas to 0" -}}
