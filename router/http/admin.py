@@ -28,10 +28,11 @@ from router.access.account import Account
 from router.access.control import Access
 from router.http.calls import json_body
 from router.http.errors import Handler, errors
+from router.last_of_role import what_ends
 from router.status_board import StatusBoard
 from router.workers import WorkerPool
 from twostep.api_keys import Key, make_key, same_key
-from twostep.errors import InvalidRequest, NotFound, Unauthenticated
+from twostep.errors import Incompatible, InvalidRequest, NotFound, Unauthenticated
 from twostep.rpc.channel import TlsFiles, open_channel
 from twostep.rpc.worker_role import switch_role
 
@@ -158,6 +159,8 @@ async def set_role(request: web.Request) -> web.Response:
     address = next((record.address for record in administration.pool.records() if record.worker_id == worker_id), None)
     if address is None:
         raise NotFound(f"there is no worker {worker_id[:64]!r}; GET /admin/status lists those that there are")
+    if not wanted.get("force") and (ends := what_ends(administration.pool.records(), worker_id, role)):
+        raise Incompatible(f'{ends}; start one first, or send "force": true')
     log.info("worker %s is asked to take the %s role", worker_id, role)
     async with open_channel(address, tls=administration.tls) as channel:
         change = await switch_role(channel, administration.secret, role=role, drain_timeout_s=float(drain_s))

@@ -156,7 +156,11 @@ async def test_workers_change_their_roles(cluster: Cluster) -> None:
     await cluster.beat()
     try:
         async with administered(cluster) as http:
-            status, told = await asked(http, "POST", "/admin/workers/d0/role", {"role": "prefill", "drain_timeout_s": 2})
+            status, told = await asked(http, "POST", "/admin/workers/d0/role", {"role": "prefill"})
+            assert status == 409
+            assert "d0 is the last decode worker" in json.dumps(told)
+            wish = {"role": "prefill", "drain_timeout_s": 2, "force": True}
+            status, told = await asked(http, "POST", "/admin/workers/d0/role", wish)
             assert (status, told) == (200, {"worker_id": "d0", "role": "prefill", "epoch": 8, "drain_s": 2.0, "switch_s": 0.1})
             for path, body, wanted in (
                 ("/admin/workers/d9/role", {"role": "prefill"}, 404),

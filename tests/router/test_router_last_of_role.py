@@ -1,0 +1,58 @@
+"""The last worker of a role is not sent away by mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from router.last_of_role import what_ends
+from twostep.cluster.records import LayoutRecord, WorkerRecord
+
+_RECORD = WorkerRecord(
+    worker_id="",
+    role="",
+    address="127.0.0.1:1",
+    epoch=1,
+    model="m",
+    layout=LayoutRecord(model_fingerprint="m", dtype="float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8),
+    hash_unit=64,
+    secret_check="x",
+    num_blocks=10,
+    max_num_seqs=4,
+    max_model_len=64,
+)
+
+
+def fleet(words: str) -> list[WorkerRecord]:
+    """`p0 d0+ d1-`: + computes prompts too, - drains."""
+    return [
+        dataclasses.replace(
+            _RECORD,
+            worker_id=word.rstrip("+-"),
+            role="prefill" if word[0] == "p" else "decode",
+            local_prefill="+" in word,
+            draining="-" in word,
+        )
+        for word in words.split()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "worker_id", "role", "ends"),
+    [
+        ("p0 p1 d0", "p0", "decode", False),
+        ("p0 d0", "p0", "decode", True),
+        ("p0 d0+", "p0", "decode", False),
+        ("p0 p1- d0", "p0", "decode", True),
+        ("p0 d0+ d1+", "d0", "prefill", False),
+        ("p0 d0+ d1-", "d0", "prefill", True),
+        ("p0 d0+", "d0", "prefill", True),
+        ("p0 d0", "d0", "decode", False),
+        ("p0 d0", "d9", "prefill", False),
+    ],
+)
+def test_what_ends(words: str, worker_id: str, role: str, ends: bool) -> None:
+    said = what_ends(fleet(words), worker_id, role)
+    assert bool(said) is ends
+    assert not said or said.startswith(f"{worker_id} is the last")
