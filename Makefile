@@ -1,4 +1,4 @@
-# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · fuzz · replay-image · clean.  Everything lands in .venv; a stamp says what is there already.
+# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · replay-image · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"                            TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
@@ -7,7 +7,9 @@
 #   make fuzz FUZZ_CASES=100000                                   random requests over HTTP and gRPC; 10,000 of them if not told
 #   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die, for 3 minutes
 #   make rolling ROLLING_FLAGS="--clients 12"                     a rolling update of every part under load, some minutes
+#   make helm HELM_CASES=500                                      the chart's tests, with so many random combinations of its switches
 #   make replay-image IMAGE=router                               its Dockerfile's steps in a clean root, as root (docs/images.md)
+#   make simulate SIMULATE_FLAGS="--trace mixed --grid"           the autoscaler on a simulated cluster, beside HPAs (docs/autoscaling-simulation.md)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   takes PyTorch from there instead of from where pip's own configuration points
 #   PYTHON=python3.12                                  makes .venv with that interpreter (3.11 or newer)
 
@@ -28,6 +30,9 @@ FAULT_FLAGS ?=
 STORM_FLAGS ?=
 ROLLING_FLAGS ?=
 FUZZ_CASES ?= 10000
+SIMULATE_FLAGS ?= --seeds 11 12 13
+HELM_CASES ?= 12
+CHECKOV ?= checkov
 IMAGE ?= router
 REPLAY_FLAGS ?=
 
@@ -42,7 +47,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm rolling chart-replay fuzz replay-image clean
+.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz replay-image clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -83,6 +88,16 @@ storm: $(VENV)/.dev
 	@$(BIN)/python benchmarks/hand_over_storm.py $(STORM_FLAGS)
 
 # The demo profile's pods as processes in namespaces of this machine, as root (docs/kubernetes.md).
+# What make check and make test do for the chart, and more random combinations of its switches: HELM_CASES=500
+helm: $(VENV)/.dev
+	@$(BIN)/python scripts/helm-docs
+	@scripts/helm-lint
+	@TWOSTEP_CHART_CASES=$(HELM_CASES) $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_FLAGS) tests/helm
+
+# CHECKOV=path/to/checkov, which is not installed here.
+helm-checkov: $(VENV)/.dev
+	@scripts/helm-checkov $(CHECKOV)
+
 chart-replay: $(VENV)/.dev
 	@$(BIN)/python tests/helm/chart_replay.py $(REPLAY_FLAGS)
 
@@ -97,6 +112,10 @@ fuzz: $(VENV)/.dev
 # On Linux, as root, with debootstrap and a network: about 300 MB of Debian, then what the image holds.
 replay-image: $(VENV)/.dev
 	@$(BIN)/python deploy/replay-image $(IMAGE) $(REPLAY_FLAGS)
+
+# Nothing is measured: the same everywhere, some seconds to some minutes of one core for each run of a trace.
+simulate: $(VENV)/.dev
+	@$(BIN)/python -P -m router.autoscaler.simulation $(SIMULATE_FLAGS)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis .run
