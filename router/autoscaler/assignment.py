@@ -229,16 +229,23 @@ class _Search:
         return ready
 
     def spared(self, choice: _Choice) -> bool:
-        """Whether those that switch can be spared: who is left carries the load of now, and with some to spare where workers went the other
-        way lately. Or else the other role has nobody."""
-        if not choice.to_prefill:
+        """Whether those that go or switch can be spared: who is left carries the load of now, and with some to spare where workers went the
+        other way lately. But bounds and budget come first, and a role that has nobody."""
+        there, goal = self.there, self.goal
+        forced = self.fitted.total < sum(there.pods.values())
+        forced = forced or any(there.pods[role] > self.config.pool(role).max_workers for role in ROLES)
+        ready, to_prefill = self._ready(choice), choice.to_prefill
+        if not forced:
+            stay: dict[Role, int] = {"prefill": ready["prefill"] - to_prefill, "decode": ready["decode"] + to_prefill}
+            if any(stay[role] < min(there.ready(role), goal.now[role]) for role in ROLES):
+                return False
+        if not to_prefill:
             return True
-        source: Role = "decode" if choice.to_prefill > 0 else "prefill"
-        ready, goal = self._ready(choice), self.goal
-        back = self.lately * choice.to_prefill < 0
-        if ready[source] >= (goal.kept[source] if back else goal.now[source]):
-            return True
-        return ready[source] >= 1 and abs(choice.to_prefill) == 1 and ready[other(source)] == 1
+        source: Role = "decode" if to_prefill > 0 else "prefill"
+        least = goal.kept[source] if self.lately * to_prefill < 0 else goal.now[source]
+        if self.fitted.need[source] < goal.need[source]:
+            least = self.fitted.need[source]
+        return ready[source] >= least or (ready[source] >= 1 and abs(to_prefill) == 1 and ready[other(source)] == 1)
 
     def rank(self, choice: _Choice, wanted: Wanted) -> tuple[float, ...]:
         """The smaller the better."""

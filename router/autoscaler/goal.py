@@ -99,7 +99,8 @@ def demand(forecast: Forecast, seconds: float, running: int = 0) -> Demand:
         cached_tokens=max(0.0, prompt - forecast.uncached.ahead(seconds) * share),
         output_tokens=forecast.output.ahead(seconds) * share,
         prompt_scv=forecast.prompt_scv,
-        decoded_per_s=forecast.decoded.ahead(seconds),
+        # Without its trend: it rises too when a worker comes back and makes up for lost time.
+        decoded_per_s=forecast.decoded.now,
         running=running,
     )
 

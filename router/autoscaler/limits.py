@@ -23,7 +23,7 @@ class Fitted:
 
 def fit(config: PolicyConfig, goal: Goal, there: Composition, asked_for: int) -> Fitted:
     """`asked_for`: pods of both roles that the last decision wanted, or that are there."""
-    fitted = _within_cost(config, goal, _within_bounds(config, goal))
+    fitted = _within_cost(config, goal, there, _within_bounds(config, goal, there))
     return _within_surge(config, goal, there, max(asked_for, 0), fitted)
 
 
@@ -31,20 +31,28 @@ def _floor(config: PolicyConfig, goal: Goal, role: Role) -> int:
     return config.pool(role).min_workers if goal.asleep else config.pool(role).least
 
 
-def _within_bounds(config: PolicyConfig, goal: Goal) -> Fitted:
+def _in_use(goal: Goal, there: Composition, role: Role) -> int:
+    """Workers that are needed and there: not taken away because others cannot be had."""
+    return min(goal.need[role], there.expected(role))
+
+
+def _within_bounds(config: PolicyConfig, goal: Goal, there: Composition) -> Fitted:
     most = {role: config.pool(role).max_workers for role in ROLES}
     short = min(ROLES, key=lambda role: most[role] / max(1, goal.need[role]))
     share = most[short] / max(1, goal.need[short])
     if share >= 1.0:
         total = min(goal.total, sum(most.values()))
         return Fitted(need=goal.need, total=total, limit="max_workers" if total < goal.total else "")
-    need = {role: min(most[role], max(_floor(config, goal, role), math.ceil(goal.need[role] * share - 1e-9))) for role in ROLES}
+    need: dict[Role, int] = {}
+    for role in ROLES:
+        part = math.ceil(goal.need[role] * share - 1e-9)
+        need[role] = min(most[role], max(_floor(config, goal, role), _in_use(goal, there, role), part))
     # Beyond its bound a role gets nothing; the spare, if there was one, still has its place on the other side.
     extra = goal.total - sum(goal.need.values())
     return Fitted(need=need, total=min(sum(need.values()) + extra, sum(most.values())), limit=f"max_workers of {short}")
 
 
-def _within_cost(config: PolicyConfig, goal: Goal, fitted: Fitted) -> Fitted:
+def _within_cost(config: PolicyConfig, goal: Goal, there: Composition, fitted: Fitted) -> Fitted:
     total, need = fitted.total, fitted.need
     if config.affordable(_cheapest(config, need, total)):
         return fitted
@@ -52,8 +60,12 @@ def _within_cost(config: PolicyConfig, goal: Goal, fitted: Fitted) -> Fitted:
         total -= 1
         if config.affordable(_cheapest(config, need, total)):
             return replace(fitted, total=total, limit="max_cost")
-    floor = {role: _floor(config, goal, role) for role in ROLES}
-    need = _grow(floor, need, config.affordable)
+    start = {role: _floor(config, goal, role) for role in ROLES}
+    if not goal.shared:
+        # Nobody can change sides: those that are there stay.
+        kept = {role: max(start[role], min(need[role], _in_use(goal, there, role))) for role in ROLES}
+        start = kept if config.affordable(kept) else start
+    need = _grow(start, need, config.affordable)
     return Fitted(need=need, total=sum(need.values()), limit="max_cost")
 
 
