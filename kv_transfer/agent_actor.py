@@ -38,6 +38,8 @@ MAX_CONCURRENCY = 256
 
 # A copy of a chunk is bound by one processor: what several hand-overs, or one in a hurry, want at once.
 _NUM_THREADS = 16
+# Of other agents by their names, at once.
+_NUM_LOOKUPS = 4
 _SWEEP_S = 0.2
 _COLLECT_EVERY = 25
 _SWITCH_S = 0.0005
@@ -58,6 +60,7 @@ class KvAgentActor:
         self._endpoint = endpoint
         self._book: ObjectBook[Any] = ObjectBook(budget_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-agent")
+        self._lookups = ThreadPoolExecutor(_NUM_LOOKUPS, thread_name_prefix="kv-agent-lookup")
         self._peers: OrderedDict[str, Any] = OrderedDict()
         # Probes take memory that no budget counts: one at a time.
         self._probing = asyncio.Semaphore(1)
@@ -165,7 +168,8 @@ class KvAgentActor:
         """Handle of another agent's actor; names are never used twice, so it may be kept. Raises ValueError if there is none."""
         handle = self._peers.get(endpoint)
         if handle is None:
-            handle = await self._in_thread(ray.get_actor, endpoint, NAMESPACE)
+            # Without a GCS this takes a minute. Nothing waits for its end: it touches no memory of ours.
+            handle = await asyncio.get_running_loop().run_in_executor(self._lookups, ray.get_actor, endpoint, NAMESPACE)
             self._peers[endpoint] = handle
             if len(self._peers) > _MAX_PEERS:
                 self._peers.popitem(last=False)
