@@ -77,7 +77,7 @@ class Replay:
         for container in running.pod.spec["containers"]:
             probe = container.get("readinessProbe")
             while probe is not None and self._holds(running, container["name"], probe):
-                if time.monotonic() - begun > DEADLINE_S or running.pid(container["name"]) is None:
+                if time.monotonic() - begun > DEADLINE_S or running.containers[container["name"]].poll() is not None:
                     why = self._holds(running, container["name"], probe)
                     raise TimeoutError(f"{component}: {container['name']} is not ready ({why}):\n{running.log(container['name'])[-4000:]}")
                 time.sleep(0.2)
@@ -85,6 +85,8 @@ class Replay:
 
     def _holds(self, running: RunningPod, container: str, probe: Mapping[str, Any]) -> str:
         """Empty if the probe does, else why not. As the kubelet asks: from outside, or inside the container."""
+        if running.pid(container) is None:
+            return "it has not begun"
         if "grpc" in probe:
             return check(f"{running.ip}:{probe['grpc']['port']}", probe["grpc"]["service"], 5.0)
         if "exec" in probe:

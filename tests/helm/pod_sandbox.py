@@ -63,11 +63,13 @@ class RunningPod:
         self.ip = f"10.79.0.{world.num_pods + 1}"
         self.directory = world.directory / "pods" / name
         self.directory.mkdir(parents=True)
-        # Holds the network namespace open.
-        self._holder = subprocess.Popen(["unshare", "--net", "--kill-child", "sleep", "infinity"])
+        # Holds the pod's namespaces open, and buries orphans, as the pause container does.
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "--pid", "--fork", "--kill-child=SIGKILL", "sh", "-c", "sleep infinity & wait"]
+        )
         self._port = f"pod{world.num_pods}"
-        _until("the pod's network is there", self._apart)
-        _run("ip", "link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", str(self._holder.pid))
+        _until("the pod's namespaces are there", self._apart)
+        _run("ip", "link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", str(self._pause))
         _run("ip", "link", "set", self._port, "master", "pods", "up")
         for words in (
             ("ip", "addr", "add", f"{self.ip}/16", "dev", "eth0"),
@@ -87,9 +89,11 @@ class RunningPod:
             self._volumes[claim["metadata"]["name"]] = world.claim(f"{claim['metadata']['name']}-{name}")
         self.containers: dict[str, subprocess.Popen[bytes]] = {}
 
+    _pause = 0
+
     def inside(self, *words: str) -> str:
         """In the pod's network."""
-        argv = ["nsenter", f"--net=/proc/{self._holder.pid}/ns/net", "--", *words]
+        argv = ["nsenter", f"--net=/proc/{self._pause}/ns/net", "--", *words]
         return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
 
     def start(self) -> None:
@@ -139,10 +143,11 @@ class RunningPod:
 
     def kill(self) -> None:
         """As when its machine is lost."""
-        for name, process in self.containers.items():
+        for name in self.containers:
             self.signal(name, signal.SIGKILL)
-            process.wait()
         self._close()
+        for process in self.containers.values():
+            process.wait()
 
     def signal(self, container: str, number: signal.Signals) -> None:
         """To the container's first process, and with SIGKILL to all of it."""
@@ -151,12 +156,10 @@ class RunningPod:
             os.kill(pid, number)
 
     def pid(self, container: str) -> int | None:
-        """Of its first process: the child of the `unshare` that made its namespaces. None once it has ended."""
+        """Of its first process: the child of whatever put it into its namespaces. None once it has ended."""
         outer = self.containers[container]
-        if outer.poll() is not None:
-            return None
-        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
-        return int(children[0]) if children else None
+        children = _children(outer.pid) if outer.poll() is None else []
+        return children[0] if children else None
 
     def exec_argv(self, container: str, command: Sequence[str]) -> list[str]:
         """As `kubectl exec`, with the container's environment."""
@@ -203,11 +206,15 @@ class RunningPod:
         command = [re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), word) for word in command]
         script = self.directory / f"{container['name']}.sh"
         script.write_text(self._make_root(container, command, env))
-        net = ["nsenter", f"--net=/proc/{self._holder.pid}/ns/net", "--"]
-        spaces = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child=SIGKILL"]
+        net = ["nsenter", f"--net=/proc/{self._pause}/ns/net"]
+        spaces = ["unshare", "--mount", "--ipc", "--uts"]
+        if self.pod.spec.get("shareProcessNamespace"):
+            net.append(f"--pid=/proc/{self._pause}/ns/pid")
+        else:
+            spaces += ["--pid", "--fork", "--kill-child=SIGKILL"]
         with log:
             return subprocess.Popen(
-                [*net, *spaces, "sh", str(script)], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={"PATH": os.environ["PATH"]}
+                [*net, "--", *spaces, "sh", str(script)], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={"PATH": os.environ["PATH"]}
             )
 
     def _make_root(self, container: Object, command: Sequence[str], env: Mapping[str, str]) -> str:
@@ -267,10 +274,9 @@ class RunningPod:
         os.chown(path, 0, self.pod.spec["securityContext"]["fsGroup"])
 
     def _apart(self) -> bool:
-        try:
-            return os.readlink(f"/proc/{self._holder.pid}/ns/net") != os.readlink("/proc/self/ns/net")
-        except OSError:
-            return False
+        children = _children(self._holder.pid)
+        self._pause = children[0] if children else 0
+        return bool(children)
 
     def _close(self) -> None:
         self._holder.kill()
@@ -288,6 +294,13 @@ def _until(what: str, met: Callable[[], Any], timeout_s: float = 60.0) -> None:
         if time.monotonic() > give_up:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}")
         time.sleep(0.05)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _run(*words: str) -> None:

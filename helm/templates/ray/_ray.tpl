@@ -18,6 +18,9 @@
   value: /etc/twostep/ray/ray-token
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
+# The kernel keeps a pod within its limits. Ray would count its neighbours' memory, and kill agents for it.
+- name: RAY_memory_monitor_refresh_ms
+  value: "0"
 - name: RAY_gcs_rpc_server_reconnect_timeout_s
   value: {{ .Values.ray.reconnectSeconds | quote }}
 {{- end -}}
