@@ -1,4 +1,4 @@
-# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · replay-image · clean.  Everything lands in .venv; a stamp says what is there already.
+# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · simulate · replay-image · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"                            TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
@@ -47,7 +47,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz replay-image clean
+.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz simulate replay-image clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
