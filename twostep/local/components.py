@@ -137,10 +137,11 @@ class Components:
     def _autoscaler(self, scale: Scale, needs: tuple[str, ...]) -> Component:
         """The same as on Kubernetes; what else it can be told, it is told by its TWOSTEP_ variables."""
         plan, options = self._plan, self._options
-        health_port, metrics_port = free_ports(2)
+        (health_port,) = free_ports(1)
         num_gpus = str(options.tensor_parallel_size)
         flags = ["--redis-url", plan.redis_url, "--secret-file", str(plan.secret_file), "--host", LOOPBACK]
-        flags += ["--external-scaler-port", str(plan.scaler_port), "--health-port", str(health_port), "--metrics-port", str(metrics_port)]
+        flags += ["--external-scaler-port", str(plan.scaler_port), "--health-port", str(health_port)]
+        flags += ["--metrics-port", str(plan.scaler_metrics_port)]
         for role in ROLES:
             bounds = scale.of(role)
             flags += [f"--{role}-min-workers", str(bounds.least), f"--{role}-max-workers", str(bounds.most)]

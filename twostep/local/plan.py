@@ -80,6 +80,7 @@ class Plan:
     scale: Scale | None = None
     """How many workers there may be; None: those of the start, always."""
     scaler_port: int = 0
+    scaler_metrics_port: int = 0
 
     @property
     def scaler_address(self) -> str:
@@ -110,7 +111,7 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
         redis_server.server_binary()
     num_gpus = _num_gpus(options, environ)
     scale = _scale(options, model_dir, num_gpus, progress) if options.autoscale else None
-    ports = iter(free_ports(7))
+    ports = iter(free_ports(8))
     port = options.port or next(ports)
     roles = [("prefill", i) for i in range(options.num_prefill)] + [("decode", i) for i in range(options.num_decode)]
     names = [f"{role}-{index}" for role, index in roles]
@@ -136,6 +137,7 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
         places=tuple(places),
         scale=scale,
         scaler_port=next(ports),
+        scaler_metrics_port=next(ports),
     )
 
 

@@ -66,8 +66,10 @@ class LocalSystem:
 
     @property
     def metrics_urls(self) -> dict[str, str]:
-        """Where each process serves its metrics."""
+        """Where each process of the start serves its metrics."""
         found = {"router": self.plan.router_metrics_port} | {worker.worker_id: worker.metrics_port for worker in self.plan.workers}
+        if self.plan.scale is not None:
+            found["autoscaler"] = self.plan.scaler_metrics_port
         hosts = {"router": self.target.rpartition(":")[0]}
         return {name: f"http://{hosts.get(name, LOOPBACK)}:{port}/metrics" for name, port in found.items()}
 
