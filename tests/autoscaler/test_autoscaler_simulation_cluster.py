@@ -57,9 +57,7 @@ def served(found: Requests, replicas: Mapping[Role, int], until: float) -> tuple
     return cluster, ledger
 
 
-@pytest.mark.parametrize(
-    ("num_prefill", "num_decode", "rate", "prompt", "output"), [(3, 1, 30, 2600, 128), (1, 2, 35, 1000, 450)]
-)
+@pytest.mark.parametrize(("num_prefill", "num_decode", "rate", "prompt", "output"), [(3, 1, 30, 2600, 128), (1, 2, 35, 1000, 450)])
 def test_steady_loads_as_the_planner_simulates_them(num_prefill: int, num_decode: int, rate: float, prompt: float, output: float) -> None:
     """Step by step there, at the pace of steps here: TTFT and TPOT within 3 %, attainment within 2 points."""
     found = requests(steady(rate, prompt, output, 12), seed=1)

@@ -42,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.grid:
             _say("\n".join(_verdict(lines[0], grid, setting.policy.attainment)) + "\n")
         if args.plot:
-            from router.autoscaler.simulation.plots import draw  # noqa: PLC0415 - needs matplotlib
+            from router.autoscaler.simulation.plots import draw, draw_costs  # noqa: PLC0415 - needs matplotlib
 
             drawn = [next(one for one in outcomes if one.name == line.name) for line in shown]
-            _say(f"wrote {draw(drawn, setting.policy, args.plot / f'autoscaling-{name}.png', title=name)}\n")
+            _say(f"wrote {draw(drawn, setting.policy, args.plot / f'autoscaling-{name}.png', title=name)}")
+            _say(f"wrote {draw_costs(lines, setting.policy, args.plot / f'autoscaling-{name}-costs.png', title=name)}\n")
         if args.decision_log:
             trace, found = _trace(name, args.peak, args.shorten, args.seeds[0])
             args.decision_log.write_text("".join(decision_lines(setting, trace, found, seed=args.seeds[0])), encoding="utf-8")
@@ -125,7 +126,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--decision-log", type=Path, metavar="FILE", help="write down what the joint policy sees and decides, of the first seed"
     )
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw autoscaling-TRACE.png of the first seed")
+    parser.add_argument(
+        "--plot", type=Path, metavar="DIR", help="draw autoscaling-TRACE.png of the first seed, autoscaling-TRACE-costs.png of all"
+    )
     parser.add_argument("--preset", default="h200-llama-3.1-8b")
     parser.add_argument("--ttft-ms", type=float, default=500.0)
     parser.add_argument("--tpot-ms", type=float, default=10.0)

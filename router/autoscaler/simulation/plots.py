@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from router.autoscaler.model import ROLES, PolicyConfig, Role
 from router.autoscaler.simulation.outcome import Moment, Outcome
+from router.autoscaler.simulation.report import Line
 
 # Apart for colour-blind readers as well (Okabe and Ito, 2008).
 _COLOURS: dict[Role, str] = {"prefill": "#0072B2", "decode": "#E69F00"}
@@ -50,6 +51,44 @@ def draw(outcomes: Sequence[Outcome], policy: PolicyConfig, path: Path, *, title
         f"Trace “{title}”, simulated: load, workers, and requests that kept TTFT ≤ {policy.ttft_ms:g} and TPOT ≤ {policy.tpot_ms:g} ms",
         fontsize=11,
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def draw_costs(lines: Sequence[Line], policy: PolicyConfig, path: Path, *, title: str) -> Path:
+    """What each contestant kept, and for how many GPU-hours: means over the seeds. HPAs by their decode metric."""
+    figure = Figure(figsize=(7.6, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    kinds = (
+        ("decode seats", "HPAs, decode on running sequences", "s", _LINES[2]),
+        ("decode pool", "HPAs, decode on KV in use", "o", _COLOURS["prefill"]),
+    )
+    for word, label, marker, colour in kinds:
+        found = [line for line in lines if line.name.startswith("HPAs") and word in line.name]
+        if found:
+            hours, kept = [line.gpu_hours for line in found], [line.attainment for line in found]
+            axis.scatter(hours, kept, marker=marker, s=26, color=colour, label=label)
+    others = [line for line in lines if not line.name.startswith("HPAs")]
+    for line, colour, marker in zip(others, (_LINES[1], _LINES[0], _LINES[3], "0.2"), "*DXP", strict=False):
+        axis.scatter(
+            [line.gpu_hours],
+            [line.attainment],
+            marker=marker,
+            s=130 if marker == "*" else 50,
+            color=colour,
+            label=line.name.split(", HPA")[0],
+            zorder=3,
+        )
+    axis.axhline(policy.attainment, color=_GREY, lw=0.8, ls="--")
+    axis.set_xlabel("GPU-hours")
+    axis.set_ylabel("share of requests kept")
+    axis.grid(color="0.9", lw=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False, loc="lower right")
+    axis.set_title(f"Trace “{title}”, simulated: what was kept for how much", fontsize=10.5, loc="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)
     return path
