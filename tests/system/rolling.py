@@ -1,7 +1,7 @@
 """`make rolling`: a rolling update of each role and of Redis under load, with figures (docs/upgrades.md).
 
     python tests/system/rolling.py                  all of it, some minutes on two cores
-    python tests/system/rolling.py --clients 12
+    python tests/system/rolling.py --clients 12 --parts short redis
 
 Two routers, two prefill and two decode workers, each a process, serve a small model in float32 to clients of the SDK that ask without a
 pause. Each part prints a line; the exit status is 0 if no request failed, all tokens were right and nothing was left over.
@@ -25,6 +25,8 @@ from oracle import Oracle
 from steady_load import Outcome, SteadyLoad, model_cases
 
 LONG_S, SHORT_S = 60.0, 0.05
+ROLES = ("prefill", "decode", "router")
+PARTS = ("long", "short", "in-place", "redis")
 ROUTERS = tuple(f"router-{n}" for n in range(6))
 FLAGS = ("--dtype", "float32", "--num-blocks", "256", "--block-size", str(BLOCK_SIZE))
 # Without a time to live: it is there after a restart only if Redis came back with what it had.
@@ -135,28 +137,31 @@ def differing(parts: Sequence[Part]) -> list[Outcome]:
     return [outcome for part in parts for outcome in part.outcomes if list(outcome.token_ids) != list(outcome.case.expected)]
 
 
-async def roll_all(fleet: Fleet, load: SteadyLoad, say: Callable[[str], None]) -> list[Part]:
+async def roll_all(fleet: Fleet, load: SteadyLoad, parts: Sequence[str], say: Callable[[str], None]) -> list[Part]:
+    """`parts` of PARTS. The fleet has two members of each role, which will drain for a long time if that is the first part."""
     update = Update(fleet, load, say)
     await update.part("nothing happens", load.more(30))
-    for drain_s, old, new in ((LONG_S, (0, 1), (2, 3)), (SHORT_S, (2, 3), (4, 5))):
-        for role in ("prefill", "decode", "router"):
-            names = [[f"{role}-{n}" for n in numbers] for numbers in (old, new)]
-            await update.part(f"{role}: replaced, drained for {drain_s:g} s at most", update.replace(*names, drain_s=SHORT_S))
-    for role in ("prefill", "decode", "router"):
-        await update.part(f"{role}: restarted in place, drained for {SHORT_S:g} s", update.restart(f"{role}-4", f"{role}-5"))
-    await update.part("Redis restarted, away for 3 s", update.restart_redis(down_s=3.0))
-    await update.part("nothing happens", load.more(30))
+    present = {role: [f"{role}-{n}" for n in (0, 1)] for role in ROLES}
+    for part, drain_s in (("long", LONG_S), ("short", SHORT_S)):
+        for role in ROLES if part in parts else ():
+            old = present[role]
+            new = present[role] = [f"{role}-{int(name.partition('-')[2]) + 2}" for name in old]
+            await update.part(f"{role}: replaced, drained for {drain_s:g} s at most", update.replace(old, new, drain_s=SHORT_S))
+    for role in ROLES if "in-place" in parts else ():
+        await update.part(f"{role}: restarted in place, drained for {SHORT_S:g} s", update.restart(*present[role]))
+    if "redis" in parts:
+        await update.part("Redis restarted, away for 3 s", update.restart_redis(down_s=3.0))
     return update.parts
 
 
 async def _main(args: argparse.Namespace, model_dir: Path, oracle: Oracle) -> int:
     cases = model_cases(oracle, 40, max_tokens=(100, 500))
     async with Fleet(model_dir, flags=FLAGS, routers=ROUTERS) as fleet:
-        names = [f"{role}-{n}" for role in ("prefill", "decode", "router") for n in (0, 1)]
-        await fleet.start(dict.fromkeys(names, LONG_S))
+        names = [f"{role}-{n}" for role in ROLES for n in (0, 1)]
+        await fleet.start(dict.fromkeys(names, LONG_S if "long" in args.parts else SHORT_S))
         print(HEADER, flush=True)
         async with SteadyLoad(fleet.targets, cases, num_clients=args.clients) as load:
-            parts = await roll_all(fleet, load, lambda line: print(line, flush=True))
+            parts = await roll_all(fleet, load, args.parts, lambda line: print(line, flush=True))
         await fleet.until_empty()
         near_ties = check(parts, oracle)
     outcomes = [outcome for part in parts for outcome in part.outcomes]
@@ -177,6 +182,9 @@ def _moved_when_they_should(parts: Sequence[Part]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="drains with time and without, restarts, Redis; all if not given"
+    )
     parser.add_argument("--clients", type=int, default=6, help="requests at any time")
     args = parser.parse_args()
     # The tests' own model, which their folder makes.
