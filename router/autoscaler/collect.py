@@ -34,6 +34,10 @@ _MAX_WORKERS = 4096
 _FEW = 8
 
 
+class NothingMetered(Unavailable):
+    """No router has said what is asked of it: that is not the same as nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """`decision`: the last one that stands; None: there is none, or none that is understood here."""
@@ -86,10 +90,9 @@ class Collector:
         return self._now(replies[0]), _decision(replies[1])
 
     def observation(self, look: Look, *, switching: Collection[str] = ()) -> Observation:
-        """What the policy is to see of it. `switching`: workers that change their role now. Raises Unavailable while no router has said
-        what is asked of it: that is not the same as nothing."""
+        """What the policy is to see of it. `switching`: workers that change their role now. Raises NothingMetered."""
         if look.demand.seconds <= 0:
-            raise Unavailable("no router has said yet what is asked of it")
+            raise NothingMetered("no router has said of late what is asked of it")
         traffic = self._lengths = traffic_of(look.demand, self._lengths)
         asked = None if look.decision is None else look.decision.replicas
         return Observation(

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.autoscaler.board import DecisionBoard
-from router.autoscaler.collect import Collector, Look
+from router.autoscaler.collect import Collector, Look, NothingMetered
 from router.autoscaler.decision_log import DecisionLog
 from router.autoscaler.hpa import Asked, replicas_asked
 from router.autoscaler.lease import Lease
@@ -34,7 +34,7 @@ from twostep.metrics.autoscaler import AutoscalerMetrics, AutoscalerState
 
 log = logging.getLogger(__name__)
 
-# A replica that does not lead looks so often within an interval, and so often at least.
+# A replica that does not lead looks so often within an interval, and so often at least; so does one that has looked in vain.
 _LOOKS = 4
 _LOOK_AT_LEAST_S = 2.0
 _MARK_S = 5.0
@@ -130,7 +130,8 @@ class Controller:
             await self._lead(look)
             self._trouble = ""
         except Unavailable as error:
-            self._skip("demand" if self._parts.lease.reachable and "router" in error.message else "redis", error.message, leads=leads)
+            self._skip("demand" if isinstance(error, NothingMetered) else "redis", error.message, leads=leads)
+            return min(self._config.interval_s, _LOOK_AT_LEAST_S)
         return max(0.0, self._config.interval_s - (time.monotonic() - started))
 
     def state(self) -> AutoscalerState:

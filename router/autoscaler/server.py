@@ -116,6 +116,7 @@ class Autoscaler:
             await self.lease.renew()
             await self._server.start()
         except BaseException:
+            await self.lease.release()
             await self._close()
             raise
         for work in (self.controller.run(), self._renew(), self._tick()):

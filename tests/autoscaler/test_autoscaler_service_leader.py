@@ -157,11 +157,10 @@ async def test_any_replica_answers_and_another_goes_on_from_the_memory(redis_ser
         assert await of_two.value("prefill") == await of_one.value("prefill") > 1
         before = one.board.answer()
         await vanish(one)
-        await writer.redis.delete(LEASE_KEY)  # as at its end
-        assert await two.lease.renew()
         clock.now_s += 30.0
         await writer.load(clock.now_s, Load(requests=30, prompt_tokens=1500))
-        two.controller.wake()
+        await writer.redis.delete(LEASE_KEY)  # as at its end
+        assert await two.lease.renew()
         await eventually(lambda: led_by(two, "two"), "a decision of the other one")
         after, seen = two.board.answer(), two.controller.observation
         assert after.token > before.token

@@ -169,12 +169,14 @@ async def test_the_service_writes_what_it_decides(
     clock, path = Clock(), tmp_path / "log"
     settings = config(redis_server.url, tmp_path, interval=60.0, leader_lease=3600.0, decision_log=path)
     await writer.workers(worker("p", "prefill"), worker("d", "decode"))
+    await writer.load(clock.now_s, Load(requests=4))
     async with running(settings, clock) as autoscaler:
-        for number in range(1, 6):
+        await eventually(lambda: autoscaler.board.record is not None, "the decision at the start")
+        for number in range(2, 6):
+            clock.now_s += 60.0
             await writer.load(clock.now_s, Load(requests=4 * number))
             autoscaler.controller.wake()
-            await eventually(lambda: (r := autoscaler.board.record) is not None and r.at_s == clock.now_s, "a decision")
-            clock.now_s += 60.0
+            await eventually(lambda: autoscaler.board.answer().at_s == clock.now_s, "a decision")
     logged = logged_in(path)
     assert len(logged) == 5
     assert logged[0].config == settings.policy()

@@ -52,7 +52,7 @@ LIMITED = counter(
 )
 SKIPPED = counter(
     "twostep_autoscaler_skipped_total",
-    "Intervals in which the leader decided nothing, by reason: redis (away), demand (no router has said what is asked of it), lease (lost "
+    "Looks of the leader that led to no decision, by reason: redis (away), demand (no router has said what is asked of it), lease (lost "
     "before the decision stood).",
     ["reason"],
 )

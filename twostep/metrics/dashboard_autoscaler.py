@@ -65,12 +65,12 @@ AUTOSCALER: tuple[str, Sequence[Panel]] = (
             (f"sum by (worker_role) (increase(twostep_autoscaler_direction_changes_total{{{S}}}[{W}]))", "{{worker_role}}"),
         ),
         areas(
-            "Role switches, marked pods, skipped intervals",
+            "Role switches, marked pods, looks in vain",
             "none",
-            "Changes of roles that were asked for; pods marked as those to go first; intervals in which nothing was decided.",
+            "Changes of roles that were asked for; pods marked as those to go first; looks that led to no decision.",
             (f"sum by (status) (increase(twostep_autoscaler_switches_total{{{S}}}[{W}]))", "switches, {{status}}"),
             (f"sum by (status) (increase(twostep_autoscaler_pod_patches_total{{{S}}}[{W}]))", "pods, {{status}}"),
-            (f"sum by (reason) (increase(twostep_autoscaler_skipped_total{{{S}}}[{W}]))", "skipped, {{reason}}"),
+            (f"sum by (reason) (increase(twostep_autoscaler_skipped_total{{{S}}}[{W}]))", "in vain, {{reason}}"),
         ),
     ),
 )
