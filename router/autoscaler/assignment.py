@@ -77,6 +77,12 @@ def assign(
     return Assignment(wanted=wanted, switches=search.switches(choice, victims), victims=victims, held=free is not None and free < rank)
 
 
+def _between(first: int, last: int) -> list[int]:
+    """Numbers of pods to look at: both ends, and what is near them."""
+    low, high = min(first, last), max(first, last)
+    return [num for num in range(low, high + 1) if num - low <= 2 * _REACH or high - num <= 2 * _REACH]
+
+
 def _lately(config: PolicyConfig, course: Course | None, now_s: float) -> int:
     """Which way workers have been switched within the cool-down: 1 to prefill, -1 to decode, 0 not."""
     if course is None or course.turned_s is None or now_s - course.turned_s >= config.cool_down_s:
@@ -131,22 +137,18 @@ class _Search:
         asked_for = before.pods if before is not None else sum(there.pods.values())
         lows = {role: self.config.pool(role).min_workers for role in ROLES}
         highs = {role: self.config.pool(role).max_workers for role in ROLES}
-        marks = [there.pods["prefill"], there.pods["prefill"] + total - asked_for]
-        if before is not None:
-            marks += [before.prefill_pods, before.prefill_pods + total - asked_for]
-        first = min(highs["prefill"], max(lows["prefill"], min(marks) - _REACH))
-        last = max(lows["prefill"], min(highs["prefill"], max(marks) + _REACH))
-        for num_pods in range(min(total, asked_for), max(total, asked_for) + 1):
-            found = False
-            for prefill in range(first, last + 1):
-                if lows["decode"] <= num_pods - prefill <= highs["decode"]:
-                    found = True
-                    yield from self._ways({"prefill": prefill, "decode": num_pods - prefill})
-            if not found:
-                for prefill in range(
-                    max(lows["prefill"], num_pods - highs["decode"]), min(highs["prefill"], num_pods - lows["decode"]) + 1
-                ):
-                    yield from self._ways({"prefill": prefill, "decode": num_pods - prefill})
+        need = self.fitted.need
+        away = len(there.cells["decode", "prefill"]) - len(there.cells["prefill", "decode"])
+        for num_pods in _between(asked_for, total):
+            more = num_pods - asked_for
+            marks = {there.pods["prefill"], there.pods["prefill"] + more, need["prefill"] + away, num_pods - need["decode"] + away}
+            if before is not None:
+                marks |= {before.prefill_pods, before.prefill_pods + more}
+            least = max(lows["prefill"], num_pods - highs["decode"])
+            most = min(highs["prefill"], num_pods - lows["decode"])
+            near = {min(most, max(least, mark + step)) for mark in marks for step in range(-_REACH, _REACH + 1)}
+            for prefill in sorted(near) if least <= most else ():
+                yield from self._ways({"prefill": prefill, "decode": num_pods - prefill})
 
     def _ways(self, pods: Mapping[Role, int]) -> Iterator[_Choice]:
         """Which workers are lost, and how many switch."""

@@ -70,7 +70,7 @@ class AutoscalerConfig:
     surge: int = 4
     cool_down: float = 180.0
     hysteresis: float = 0.1
-    max_utilization: float = 0.85
+    max_utilization: float = 0.9
     scale_to_zero_after: float = 0.0
     worker_drain: float = 30.0
     switch_roles: bool = True

@@ -3,7 +3,7 @@
     now      the load until the next decision
     ahead    the most of it until a pod asked for now would serve: a cold start and an interval
     kept     `ahead`, and `now` with `hysteresis` more, the most of the last cool-down: nothing below it is taken away
-    spare    what carries the load of now with `spare` workers lost, if only just: late by half, and without room to grow
+    spare    what carries the load of now with `spare` workers lost, if only just
 
 Where workers can switch roles, what is kept and what is spare is one number for both roles, and a worker of either fills in for any.
 """
@@ -20,8 +20,7 @@ from router.autoscaler.model import ROLES, Observation, PolicyConfig, Role, Work
 from router.autoscaler.sizing import Demand, WorkerSpec, decode_need, prefill_need
 from router.autoscaler.stability import remember
 
-# Of first tokens, and of sequences, while a lost worker is missed: it is for a cold start at most.
-_SURVIVAL_ATTAINMENT = 0.9
+# Of a prefill worker, while a lost one is missed: it is for a cold start at most.
 _SURVIVAL_UTILIZATION = 0.95
 
 
@@ -52,7 +51,7 @@ def goal(config: PolicyConfig, memory: Memory, forecast: Forecast, observation: 
     kept: dict[Role, int] = {}
     survival: dict[Role, int] = {}
     decoding = decoding_of(observation.workers)
-    just = replace(config, attainment=min(config.attainment, _SURVIVAL_ATTAINMENT), max_utilization=_SURVIVAL_UTILIZATION)
+    just = replace(config, max_utilization=max(config.max_utilization, _SURVIVAL_UTILIZATION))
     # A mean over a window is as old as its middle.
     lag_s = config.window_s / 2
     for role in ROLES:
@@ -60,7 +59,7 @@ def goal(config: PolicyConfig, memory: Memory, forecast: Forecast, observation: 
         horizon_s = config.pool(role).cold_start_s + config.interval_s
         correction = memory.corrections.get(role)
         factor = correction.factor if correction is not None else 1.0
-        late = backlog_per_s(config, spec, observation, there.ready("prefill"), horizon_s)
+        late = backlog_per_s(config, observation, there.ready("prefill"), horizon_s)
         present = demand(forecast, lag_s + config.interval_s, decoding.num_seqs).times(factor).plus(late)
         later = demand(forecast, lag_s + horizon_s, decoding.num_seqs).times(factor).plus(late)
         least = config.pool(role).least
@@ -117,7 +116,7 @@ def decoding_of(workers: tuple[WorkerView, ...]) -> Decoding:
     return Decoding(num_seqs=num_seqs, tokens_per_s=tokens_per_s)
 
 
-def backlog_per_s(config: PolicyConfig, spec: WorkerSpec, observation: Observation, num_ready: int, within_s: float) -> float:
+def backlog_per_s(config: PolicyConfig, observation: Observation, num_ready: int, within_s: float) -> float:
     """Requests a second that come on top if what waits, and cannot be served in time by those that are there, is to be worked off within
     that time. At most as many as come by themselves."""
     traffic = observation.traffic

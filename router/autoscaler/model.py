@@ -167,7 +167,7 @@ class PolicyConfig:
     switch_s: float = 0.1  # what a role switch takes beyond the drain
     drain_s: float = 30.0  # streams have so long before they are migrated
     scale_to_zero_after_s: float = 0.0  # without a request; 0: never
-    max_utilization: float = 0.85  # of a prefill worker, and of a decode worker's seats and blocks
+    max_utilization: float = 0.9  # of a prefill worker, and of a decode worker's seats and blocks
     edge_s: float = 0.02  # of a TTFT that is spent outside queue and prefill
     hand_over_s: float = 0.02  # from the first token to the decode worker's first step
 

@@ -16,7 +16,7 @@ from router.autoscaler.assignment import Assignment, assign
 from router.autoscaler.composition import Composition, compose
 from router.autoscaler.correction import corrected
 from router.autoscaler.forecast import Forecast, observe
-from router.autoscaler.goal import Goal, decoding_of, demand, goal, sized, spec_of
+from router.autoscaler.goal import Goal, backlog_per_s, decoding_of, demand, goal, sized, spec_of
 from router.autoscaler.limits import Fitted, fit
 from router.autoscaler.memory import Correction, Course, Memory, Wanted
 from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role
@@ -88,6 +88,8 @@ def _see(config: PolicyConfig, memory: Memory, observation: Observation) -> Memo
     busy = busy or any(w.num_running or w.num_waiting or w.queued_tokens for w in observation.workers)
     corrections: dict[Role, Correction] = {}
     present = demand(forecast, 0.0, decoding.num_seqs)
+    ready = sum(w.ready and w.role == "prefill" for w in observation.workers)
+    late = backlog_per_s(config, observation, ready, config.interval_s)
     for role in ROLES:
         before = memory.corrections.get(role, Correction())
         serving = sum(w.ready and not w.draining for w in observation.workers if w.role == role)
@@ -97,7 +99,7 @@ def _see(config: PolicyConfig, memory: Memory, observation: Observation) -> Memo
             before,
             met=traffic.ttft_met if role == "prefill" else traffic.tpot_met,
             num_answers=traffic.requests_per_s * config.window_s,
-            enough=enough and can_help(config, role, specs[role], present),
+            enough=enough and not late and can_help(config, role, specs[role], present),
             now_s=now_s,
             dt_s=dt_s,
         )
