@@ -39,7 +39,7 @@ _ROOT = Path(__file__).parents[2]
 # Longer than nodes and agents go on by themselves without one.
 _AWAY_S = 90.0
 _SETTLE_S = 15.0
-_BACK_S = 120.0
+_BACK_S = 300.0
 _START_S = 300.0
 _EVERY_S = 0.25
 _STORE_BYTES = 160 << 20
