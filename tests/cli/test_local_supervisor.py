@@ -196,7 +196,7 @@ async def test_components_come_and_go_while_the_others_run(tmp_path: Path) -> No
     assert supervisor.names == ("a", "b", "c")
     gone = supervisor.pid_of("a")
     assert gone is not None
-    await asyncio.gather(supervisor.retire("a"), supervisor.retire("a"))
+    await asyncio.gather(supervisor.retire("a"), supervisor.retire("a"), supervisor.retire("broken"))
     assert not alive(gone)
     assert supervisor.names == ("b", "c")
     # What is left is kept running, and may have the name again.

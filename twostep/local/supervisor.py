@@ -136,7 +136,10 @@ class Supervisor:
         return name in self._ready and self._ready[name].is_set()
 
     async def retire(self, name: str) -> None:
-        """Stops one as stop() does, and starts it no more. Returns when it is gone; cancelled, it goes on in the background."""
+        """Stops one as stop() does, and starts it no more. Returns when it is gone; cancelled, it goes on in the background. One that is no
+        component any more is gone."""
+        if name not in self._components:
+            return
         await asyncio.shield(self._begin_stop(name))
         self._forget(name)
 
