@@ -23,6 +23,7 @@ from twostep.cluster.scaling import ScalingRecord
 from twostep.errors import InvalidRequest
 from twostep.metrics.autoscaler import FAMILIES
 from twostep.prefix import secret_check
+from twostep.worker.config import parse_config as worker_flags
 
 COLD: dict[Role, float] = {"prefill": 60.0, "decode": 10.0}
 
@@ -185,6 +186,14 @@ def test_every_flag_is_a_variable_and_the_defaults_are_the_configs(monkeypatch: 
     assert AutoscalerConfig().policy().max_cost is None
 
 
+def test_keda_may_come_without_a_certificate_and_workers_may_not() -> None:
+    flags = ["--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a"]
+    both = parse_config(flags)
+    assert both.front_tls == both.tls
+    one = parse_config([*flags, "--tls-client-auth", "none"])
+    assert (one.front_tls.ca, one.front_tls.cert, one.tls.ca) == (None, Path("c"), Path("a"))
+
+
 def test_the_api_server_is_the_clusters_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
@@ -192,6 +201,17 @@ def test_the_api_server_is_the_clusters_unless_told_otherwise(monkeypatch: pytes
     assert parse_config(["--kubernetes-api", "none"]).kubernetes_api == ""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     assert parse_config([]).kubernetes_api == "https://[fd00::1]:6443"
+
+
+def test_workers_are_told_their_pod_and_are_their_own_deployments_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TWOSTEP_POD_OWNER", "TWOSTEP_POD_NAME", "TWOSTEP_POD_NAMESPACE"):
+        monkeypatch.delenv(name, raising=False)
+    plain = worker_flags("decode", ["--runner", "fake"])
+    assert (plain.pod_owner, plain.pod_name, plain.pod_namespace) == ("decode", "", "")
+    monkeypatch.setenv("TWOSTEP_POD_NAME", "twostep-prefill-5d9f-x2x4")
+    monkeypatch.setenv("TWOSTEP_POD_OWNER", "prefill")
+    told = worker_flags("decode", ["--runner", "fake", "--pod-namespace", "n"])
+    assert (told.pod_owner, told.pod_name, told.pod_namespace) == ("prefill", "twostep-prefill-5d9f-x2x4", "n")
 
 
 @pytest.mark.parametrize(

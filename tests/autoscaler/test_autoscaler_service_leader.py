@@ -7,12 +7,15 @@ import asyncio
 from pathlib import Path
 
 import grpc
+import pytest
+import redis
 from service_harness import Clock, Load, RedisServer, Writer, client, config, eventually, keda, running, worker
 
 from router.autoscaler.config import AutoscalerConfig
 from router.autoscaler.lease import Lease
 from router.autoscaler.memory import Memory
-from router.autoscaler.policy import decide
+from router.autoscaler.model import Observation, PolicyConfig
+from router.autoscaler.policy import Step, decide
 from router.autoscaler.server import Autoscaler
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY, ScalingRecord
 
@@ -256,3 +259,57 @@ async def test_workers_that_were_there_a_moment_ago_are_looked_for_again(redis_s
         seen = one.controller.observation
         assert seen is not None
         assert [view.worker_id for view in seen.workers] == ["d"]
+
+
+async def test_a_leader_that_loses_its_lease_while_it_decides_does_nothing(
+    redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asked = Clock(), list[object]()
+    await writer.workers(worker("p", "prefill"), worker("d", "decode"))
+    await writer.load(clock.now_s, Load(requests=1))
+    settings = settings_of(redis_server, tmp_path, "one", interval=30.0, leader_lease=3600.0)
+
+    def taken_away(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
+        with redis.Redis.from_url(redis_server.url) as connection:
+            connection.set(LEASE_KEY, "99:two")
+        return decide(policy, memory, observation)
+
+    one = Autoscaler(settings, clock=clock)
+    monkeypatch.setattr(one.controller, "_policy", taken_away)
+    monkeypatch.setattr(one._switcher, "start", lambda *arguments: asked.append(arguments))
+    await one.start()
+    try:
+        await eventually(lambda: one.metrics.skipped.labels("lease")._value.get() == 1, "a decision that does not stand")
+        assert not one.lease.held
+        assert one.board.record is None
+        assert asked == []
+        assert await writer.redis.get(DECISION_KEY) is None
+    finally:
+        await one.drain(0.0)
+
+
+async def test_a_memory_that_the_policy_fails_with_is_left_behind(
+    redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    await writer.workers(worker("p", "prefill"), worker("d", "decode"))
+    await writer.load(clock.now_s, Load(requests=1))
+
+    def fails_with_a_memory(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
+        if memory != Memory():
+            raise ZeroDivisionError
+        return decide(policy, memory, observation)
+
+    one = Autoscaler(settings_of(redis_server, tmp_path, "one", interval=30.0, leader_lease=3600.0), clock=clock)
+    monkeypatch.setattr(one.controller, "_policy", fails_with_a_memory)
+    await one.start()
+    try:
+        await eventually(lambda: one.board.record is not None, "a decision")
+        clock.now_s += 30.0
+        await writer.load(clock.now_s, Load(requests=1))
+        one.controller.wake()
+        await eventually(lambda: one.board.answer().number == 2, "another one")
+        assert "the policy fails with the memory" in caplog.text
+        assert one._alive()
+    finally:
+        await one.drain(0.0)
