@@ -1,4 +1,4 @@
-# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · simulate · replay-image · clean.  Everything lands in .venv; a stamp says what is there already.
+# demo · up · test · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · simulate · replay-image · replay-compose · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"                            TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
@@ -31,7 +31,7 @@ STORM_FLAGS ?=
 ROLLING_FLAGS ?=
 FUZZ_CASES ?= 10000
 SIMULATE_FLAGS ?= --seeds 11 12 13
-HELM_CASES ?= 12
+HELM_CASES ?= 8
 CHECKOV ?= checkov
 IMAGE ?= router
 REPLAY_FLAGS ?=
@@ -112,6 +112,10 @@ fuzz: $(VENV)/.dev
 # On Linux, as root, with debootstrap and a network: about 300 MB of Debian, then what the image holds.
 replay-image: $(VENV)/.dev
 	@$(BIN)/python deploy/replay-image $(IMAGE) $(REPLAY_FLAGS)
+
+# After replay-image of router and of worker-cpu, both with REPLAY_FLAGS=--keep.
+replay-compose: $(VENV)/.dev
+	@$(BIN)/python deploy/replay-compose $(REPLAY_FLAGS)
 
 # Nothing is measured: the same everywhere, some seconds to some minutes of one core for each run of a trace.
 simulate: $(VENV)/.dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -74,9 +75,10 @@ def processes(chart: Chart) -> Iterator[Process]:
 
 def _of_container(pod: Pod, container: Object, module: str, argv: list[str]) -> Iterator[Process]:
     environment = environment_of(container)
-    flags, config, fault = _parsed(module, argv, environment)
-    workers = [(worker.argv[3], list(worker.argv[4:])) for worker in pod_workers(config)] if module == POD and config else []
-    parsed = [(name, *_parsed(name, arguments, environment)) for name, arguments in workers]
+    told = tuple(environment.items())
+    flags, config, fault = _parsed(module, tuple(argv), told)
+    workers = [(worker.argv[3], worker.argv[4:]) for worker in pod_workers(config)] if module == POD and config else []
+    parsed = [(name, *_parsed(name, arguments, told)) for name, arguments in workers]
     known = flags.union(*(each[1] for each in parsed))
     yield Process(pod, container, module, environment, known, config, fault)
     for name, _, its_config, its_fault in parsed:
@@ -102,11 +104,12 @@ def environment_of(container: Object) -> dict[str, str]:
     return found
 
 
-def _parsed(module: str, argv: list[str], environment: dict[str, str]) -> tuple[frozenset[str], Any, str]:
+@functools.cache
+def _parsed(module: str, argv: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> tuple[frozenset[str], Any, str]:
     home, function, before = PARSERS[module]
     said = io.StringIO()
     config = None
-    with mock.patch.dict(os.environ, environment, clear=True), contextlib.redirect_stderr(said):
+    with mock.patch.dict(os.environ, dict(environment), clear=True), contextlib.redirect_stderr(said):
         try:
             actions = parser_of(home, *before, function=function)._actions
             config = getattr(importlib.import_module(home), function)(*before, argv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -93,6 +94,7 @@ class Chart:
         return next(pod for pod in self.pods() if pod.component == component)
 
 
+@functools.cache
 def profile(name: str) -> Mapping[str, Any]:
     """helm/values-NAME.yaml; the chart's defaults for an empty name."""
     text = (CHART / f"values{name and '-'}{name}.yaml").read_text()
@@ -126,9 +128,16 @@ def _run(values: str, profile: str, chart: Path) -> subprocess.CompletedProcess[
     return subprocess.run(command, input=values, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
-@functools.cache
 def _parsed(text: str) -> Chart:
-    return Chart(tuple(object for object in yaml.load_all(text, _Loader) if object))
+    parts = re.split(r"^---$", text, flags=re.MULTILINE)
+    return Chart(tuple(object for part in parts if (object := _object(part)) is not None))
+
+
+@functools.cache
+def _object(text: str) -> Object | None:
+    """One document. Most are the same from case to case, and YAML's reader takes longer than helm's writer."""
+    object: Object | None = yaml.load(text, _Loader)
+    return object
 
 
 def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from chart_cases import CASES
-from chart_checks import CHECKS, endings, hardened, named, probes, references, resources, scaling, selectors, services
+from chart_checks import CHECKS, endings, hardened, named, probes, quantity, references, resources, scaling, selectors, services
 from chart_render import Chart, render
 from chart_schemas import NEWEST, OLDEST, VERSIONS, faults
 from chart_security import restricted
@@ -20,7 +20,7 @@ NOT_RESTRICTED = {"rdma", "host-path", "profile-mixed-tls"}
 @pytest.mark.parametrize("case", CASES)
 def test_kubernetes_takes_the_objects(case: str) -> None:
     profile, values = CASES[case]
-    versions = VERSIONS if case in ("defaults", "everything") else (OLDEST, NEWEST)
+    versions = VERSIONS if case == "everything" else (OLDEST, NEWEST)
     assert [fault for object in render(values, profile).objects for version in versions for fault in faults(object, version)] == []
 
 
@@ -36,6 +36,19 @@ def test_pods_keep_the_restricted_level(case: str) -> None:
     profile, values = CASES[case]
     found = [fault for pod in render(values, profile).pods() for fault in restricted(pod)]
     assert bool(found) is (case in NOT_RESTRICTED), found
+
+
+def test_shared_memory_is_counted_on_top() -> None:
+    """What /dev/shm holds counts against whoever wrote it: the worker its ring, the raylet its object store."""
+    chart = render({"workers": {"sharedMemory": "2Gi"}, "ray": {"objectStore": "10Gi"}})
+    for role in ("prefill", "decode"):
+        pod = chart.pod(role)
+        limits = {container["name"]: quantity(container["resources"]["limits"]["memory"]) for container in pod.spec["containers"]}
+        assert limits == {"worker": (64 + 2) << 30, "raylet": (2 + 10) << 30}
+        shm = next(volume for volume in pod.spec["volumes"] if volume["name"] == "shm")
+        assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": f"{12 << 10}Mi"}
+        for container in pod.spec["containers"]:
+            assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
 
 
 def _first(chart: Chart, kind: str) -> Any:

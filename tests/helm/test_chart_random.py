@@ -13,7 +13,7 @@ from chart_schemas import NEWEST, OLDEST, faults
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-NUM_CASES = int(os.environ.get("TWOSTEP_CHART_CASES", "12"))
+NUM_CASES = int(os.environ.get("TWOSTEP_CHART_CASES", "8"))
 
 
 @settings(max_examples=NUM_CASES)
