@@ -255,7 +255,8 @@ def main() -> int:
 
     directory = Path(tempfile.mkdtemp(prefix="chart-replay-"))
     directory.chmod(0o755)
-    values: dict[str, Any] = {"decode": {"flags": {"local-prefill": False}}}
+    # Without measuring how fast this machine is, and with every prompt handed over.
+    values: dict[str, Any] = {"workers": {"flags": {"calibrate": False}}, "decode": {"flags": {"local-prefill": False}}}
     if flags.tls:
         values["tls"] = {"enabled": True, "source": "job"}
     # What the image of Redis has.
