@@ -98,6 +98,9 @@ def node_env(base: Mapping[str, str]) -> dict[str, str]:
         # How long nodes, agents and their helpers go on while no GCS answers; Ray's own 60 s are less than a head may take to come back.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         "RAY_BACKEND_LOG_LEVEL": "warning",
+        # Nobody collects Ray's own metrics here, and each process would complain of that every ten seconds.
+        "RAY_enable_metrics_collection": "0",
+        "RAY_enable_open_telemetry": "0",
         # Ray would count its neighbours' memory, and kill agents for it.
         "RAY_memory_monitor_refresh_ms": "0",
         **base,

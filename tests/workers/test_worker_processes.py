@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_harness import BLOCK, SECRET, WAIT_S, RouterDouble, expected, prompt_of
 
 from kv_transfer.testing import LocalRay
-from twostep.cluster.records import worker_key
+from twostep.cluster.records import WorkerRecord, worker_key
 from twostep.local.ports import free_ports
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import decode_pb2_grpc, kv_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -217,3 +217,46 @@ async def test_each_side_survives_the_death_of_the_other(ray_head: LocalRay, red
             await router.close()
         finally:
             again.kill()
+
+
+async def test_workers_start_before_ray_and_join_it_when_it_comes(ray_head: LocalRay, redis_url: str, tmp_path: Path) -> None:
+    """Last of this file: Ray is another one after it."""
+    await asyncio.to_thread(ray_head.kill)
+    flags = ("--transport-timeout", "0.5", "--kv-transfer", "ray")
+    shared = ("--redis-url", redis_url, "--ray-address", ray_head.address, *flags)
+    processes = [Process(role, free_ports(1)[0], tmp_path, *shared, environment=ray_head.environment) for role in ("prefill", "decode")]
+    prefill, decode = processes
+    try:
+        await decode.ready()
+        async with open_channel(prefill.address) as to_prefill, open_channel(decode.address) as to_decode:
+            stubs = Stubs(to_prefill, to_decode)
+            router = RouterDouble(stubs)  # type: ignore[arg-type]
+            await router.open()
+            prompt = prompt_of(30)
+            assert (await router.generate_here("alone", prompt, 5)).tokens == expected(prompt, 5)
+            epochs = [(await stubs.stats(index)).epoch for index in (0, 1)]
+            reason = await _not_ready_reason(redis_url)
+            assert "no KV transport works (--kv-transfer ray): ray: Ray does not answer at" in reason
+            await asyncio.to_thread(ray_head.start)
+            await prefill.ready()
+            give_up = time.monotonic() + START_S
+            while not (await stubs.stats(1)).transports[0].ready:
+                assert time.monotonic() < give_up, decode.log.read_text()
+                await asyncio.sleep(0.1)
+            assert (await router.generate("moved", prompt, 5)).tokens == expected(prompt, 5)
+            assert [(await stubs.stats(index)).epoch for index in (0, 1)] == epochs
+            assert await _not_ready_reason(redis_url) == ""
+            await router.close()
+    finally:
+        for process in processes:
+            process.kill()
+
+
+async def _not_ready_reason(redis_url: str) -> str:
+    """What the prefill worker says of itself, once it does."""
+    give_up = time.monotonic() + START_S
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        while (raw := await connection.get(worker_key("prefill"))) is None:
+            assert time.monotonic() < give_up, "the prefill worker does not register"
+            await asyncio.sleep(0.1)
+    return WorkerRecord.from_json(raw).not_ready_reason
