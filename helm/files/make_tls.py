@@ -1,8 +1,8 @@
 """Makes an authority and a certificate, once, and puts them into a Secret: tls.crt, tls.key, ca.crt. Runs as a hook of the chart.
 
-What is there already stays as it is. The authority's key is thrown away: nobody can issue a further certificate, and to have a new one, delete
-the Secret and upgrade the release. Environment: SECRET_NAME, NAMESPACE, DNS_NAMES (one a line), DAYS, LABELS (a JSON object); KUBERNETES_API
-and ACCOUNT_DIR only in tests.
+What is there already stays as it is. The authority's key is thrown away: nobody can issue a further certificate, and to have a new one,
+delete the Secret and upgrade the release. Environment: SECRET_NAME, NAMESPACE, DNS_NAMES (one a line), DAYS, LABELS (a JSON object);
+KUBERNETES_API and ACCOUNT_DIR only in tests.
 """
 
 from __future__ import annotations
