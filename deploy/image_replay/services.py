@@ -19,7 +19,7 @@ from image_replay.network import Network
 from image_replay.root import HOST_FILES, Process, Sandbox
 
 _SETUP_TIMEOUT_S = 900.0
-_HEALTH_TIMEOUT_S = 600.0
+_HEALTH_TIMEOUT_S = 1800.0
 _STOP_TIMEOUT_S = 60.0
 _ASK_TIMEOUT_S = 300.0
 
@@ -39,6 +39,7 @@ class Services:
     scratch: Path
     say: Callable[[str], None]
     _running: dict[str, Process] = field(default_factory=dict)
+    _healthy: set[str] = field(default_factory=set)
 
     def up(self) -> None:
         """Everything in the order of depends_on, until every health check is content. Raises ServiceError."""
@@ -102,6 +103,8 @@ class Services:
         self.say(f"started {name}: {' '.join(command)}")
 
     def _await_healthy(self, name: str) -> None:
+        if name in self._healthy:
+            return
         kind, *command = self._services[name]["healthcheck"]["test"]
         if kind != "CMD":
             raise ServiceError(f"{name}: a health check that is no CMD is not understood here")
@@ -109,7 +112,8 @@ class Services:
         while (done := self._image(name).root.run(command, self._sandbox(name), _ASK_TIMEOUT_S)).returncode != 0:
             if not process.running or time.monotonic() - started > _HEALTH_TIMEOUT_S:
                 raise ServiceError(f"{name} is not healthy: {done.stdout.strip()}\n{process.tail()}")
-            time.sleep(1)
+            time.sleep(float(self._services[name]["healthcheck"]["interval"].removesuffix("s")))
+        self._healthy.add(name)
         self.say(f"ok: {name} is healthy, looked for {time.monotonic() - started:.0f} s")
 
     def _image(self, name: str) -> Image:
