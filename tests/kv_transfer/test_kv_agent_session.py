@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -177,3 +178,37 @@ def open_pipes() -> set[tuple[int, str]]:
             if target.startswith("pipe:"):
                 found.add((int(path.name), target))
     return found
+
+
+_TALKATIVE_RAY = {
+    "ray/__init__.py": "def init(**_):\n    print('(raylet) a node was marked dead', flush=True)\n    raise ConnectionError('no cluster')\n",
+    "ray/exceptions.py": "class RayError(Exception): pass\n",
+    "ray/util/__init__.py": "",
+    "ray/util/scheduling_strategies.py": "class NodeAffinitySchedulingStrategy: pass\n",
+}
+
+
+async def test_what_ray_prints_is_not_taken_for_the_agents_word(tmp_path: Path) -> None:
+    """Ray tells its drivers on stdout of nodes that it has lost, in the midst of their start."""
+    for name, text in _TALKATIVE_RAY.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    flags = ("--address", "h:1", "--endpoint", "e", "--socket", "s", "--ring", str(tmp_path / "ring"), "--budget-bytes", "1")
+    helper = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "kv_transfer.agent", *flags, "--start-timeout", "1"),
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert helper.stdout is not None
+    assert helper.stderr is not None
+    try:
+        # Its standard input stays open meanwhile: at its end it would end.
+        said, complaints = await asyncio.wait_for(asyncio.gather(helper.stdout.read(), helper.stderr.read()), 120)
+    finally:
+        with suppress(ProcessLookupError):
+            helper.kill()
+        await helper.wait()
+    assert json.loads(said) == {"ready": False, "error": "ConnectionError: no cluster"}
+    assert b"marked dead" in complaints
