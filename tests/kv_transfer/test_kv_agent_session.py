@@ -181,7 +181,7 @@ def open_pipes() -> set[tuple[int, str]]:
 
 
 _TALKATIVE_RAY = {
-    "ray/__init__.py": "def init(**_):\n    print('(raylet) a node was marked dead', flush=True)\n    raise ConnectionError('no cluster')\n",
+    "ray/__init__.py": "def init(**_):\n    print('(raylet) a node marked dead', flush=True)\n    raise ConnectionError('no cluster')\n",
     "ray/exceptions.py": "class RayError(Exception): pass\n",
     "ray/util/__init__.py": "",
     "ray/util/scheduling_strategies.py": "class NodeAffinitySchedulingStrategy: pass\n",
