@@ -23,7 +23,10 @@ def starts_whole_systems(nodeid: str) -> bool:
 class OneSystemAtATime(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         scope: str = super()._split_scope(nodeid)
-        return "whole systems" if starts_whole_systems(scope) else scope
+        if starts_whole_systems(scope):
+            return "whole systems"
+        # Each rendering of the chart is looked at by several files, and remembered by one process.
+        return "chart" if scope.startswith("tests/helm/") else scope
 
 
 class Distribution:
