@@ -209,7 +209,8 @@ class Controller:
             if self._memory == Memory():
                 raise
             log.exception("the policy fails with the memory that it was given; beginning without one")
-            return self._policy(self._config, Memory(), observation)
+            self._memory = Memory()
+            return self._policy(self._config, self._memory, observation)
 
     async def _mark(self, look: Look, decision: Decision) -> None:
         if self._parts.marks is None or not self._parts.lease.held:

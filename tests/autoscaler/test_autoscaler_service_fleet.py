@@ -16,7 +16,7 @@ from service_harness import SECRET, Clock, Load, RedisServer, Writer, config, ev
 from router.autoscaler.collect import traffic_of
 from router.autoscaler.config import AutoscalerConfig, parse_config
 from router.autoscaler.fleet import Fleet, owner_of
-from router.autoscaler.model import Role, Traffic
+from router.autoscaler.model import PolicyConfig, Role, Traffic
 from twostep.cluster.demand import Demand, DemandTotals
 from twostep.cluster.records import WORKERS_KEY, WorkerLoad, worker_key
 from twostep.cluster.scaling import ScalingRecord
@@ -184,6 +184,8 @@ def test_every_flag_is_a_variable_and_the_defaults_are_the_configs(monkeypatch: 
     assert (policy.prefill.max_workers, policy.switching, policy.max_cost, policy.decode.price_per_gpu_hour) == (17, False, 99.5, 2.5)
     assert (policy.ttft_ms, found.hpa_tolerance) == (300.0, 0.0)
     assert AutoscalerConfig().policy().max_cost is None
+    targets = AutoscalerConfig()
+    assert targets.policy() == PolicyConfig(ttft_ms=targets.target_ttft_ms, tpot_ms=targets.target_tpot_ms), "the policy's own defaults"
 
 
 def test_keda_may_come_without_a_certificate_and_workers_may_not() -> None:
