@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from chart_cases import CASES
+from chart_cases import CASES, EVERYTHING
 from chart_checks import CHECKS, endings, hardened, named, probes, quantity, references, resources, scaling, selectors, services
-from chart_render import Chart, render
+from chart_render import Chart, merged, refusal, render
 from chart_schemas import NEWEST, OLDEST, VERSIONS, faults
 from chart_security import restricted
 
@@ -108,3 +108,13 @@ def test_the_checks_find_damage(damage: str) -> None:
     assert list(check(chart)) == []
     harm(chart)
     assert list(check(chart)) != []
+
+
+def test_long_names_stay_names() -> None:
+    name = "a-name-that-somebody-found-good-and-is-far-too-long-for-a-service"
+    chart = render(merged(EVERYTHING, {"fullnameOverride": name, "ray": {"mode": "chart"}}))
+    assert [fault for check in (named, selectors, services) for fault in check(chart)] == []
+    # KubeRay's operator names the head's Service, and shortens what is longer than 50 characters from the front.
+    assert "longer than 37 characters" in refusal(merged(EVERYTHING, {"fullnameOverride": name}))
+    assert len(f"{name[:37]}-ray-head-svc") == 50
+    assert render(merged(EVERYTHING, {"fullnameOverride": name[:37].rstrip("-")}))
