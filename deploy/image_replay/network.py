@@ -46,6 +46,7 @@ class Network:
         bridge = f"{self._tag}-bridge"
         _ip("netns", "add", bridge)
         _ip("-n", bridge, "link", "add", "br0", "type", "bridge")
+        _ip("-n", bridge, "addr", "add", f"{_PREFIX}.1/24", "dev", "br0")
         _ip("-n", bridge, "link", "set", "br0", "up")
         for at, name in enumerate(self._names):
             host = f"{self._tag}-{name}"
@@ -54,6 +55,8 @@ class Network:
             _ip("-n", bridge, "link", "set", f"to{at}", "master", "br0", "up")
             _ip("-n", host, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
             _ip("-n", host, "link", "set", "eth0", "up")
+            # It leads nowhere, but Ray looks for the way out to find its own address.
+            _ip("-n", host, "route", "add", "default", "via", f"{_PREFIX}.1")
             _ip("-n", host, "link", "set", "lo", "up")
 
     def _remove(self) -> None:

@@ -160,7 +160,7 @@ class Services:
         """Each a directory of the user's, or memory of the given size. They, and every host's /dev/shm, go with this process's mounts."""
         for volume, options in self.spec["volumes"].items():
             path = self.scratch / "volumes" / volume
-            path.mkdir(parents=True, mode=0o755)
+            path.mkdir(parents=True, mode=0o755, exist_ok=True)
             os.chown(path, 10001, 10001)
             if options:
                 _mount_memory(path, options["driver_opts"]["o"])
