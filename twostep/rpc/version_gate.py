@@ -7,7 +7,7 @@ call carries anyway. Callers without one are older than that, or not ours.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import grpc
@@ -65,10 +65,6 @@ def _refusing(reason: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.Rpc
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         await context.abort(code, reason)
 
-    async def refuse_stream(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        await context.abort(code, reason)
-        yield b""
-
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse_stream)
+        return grpc.unary_stream_rpc_method_handler(refuse)
     return grpc.unary_unary_rpc_method_handler(refuse)
