@@ -69,7 +69,7 @@ class AutoscalerConfig:
     spare: int = 1
     surge: int = 4
     cool_down: float = 180.0
-    hysteresis: float = 0.1
+    hysteresis: float = 0.35
     max_utilization: float = 0.9
     scale_to_zero_after: float = 0.0
     worker_drain: float = 30.0

@@ -159,7 +159,7 @@ class PolicyConfig:
     interval_s: float = 15.0  # between decisions
     window_s: float = 30.0  # that Traffic is a mean over
     cool_down_s: float = 180.0  # for which less must have been enough before anything is taken away; at most one change of direction in it
-    hysteresis: float = 0.1  # what is kept must carry so much more load
+    hysteresis: float = 0.35  # what is kept must carry so much more load
     surge: int = 4  # workers added, taken away or switched in one decision at most
     spare: int = 1  # workers that may be lost at once: shared by both roles where workers can switch, else of each role
     max_cost: float | None = None  # an hour, of all workers together

@@ -25,7 +25,7 @@ def pool(**more: Any) -> PoolConfig:
 
 
 def config(**more: Any) -> PolicyConfig:
-    return replace(PolicyConfig(prefill=pool(), decode=pool(), ttft_ms=500.0, tpot_ms=10.0), **more)
+    return replace(PolicyConfig(prefill=pool(), decode=pool(), ttft_ms=500.0, tpot_ms=10.0, hysteresis=0.1), **more)
 
 
 def traffic(rate: float, *, prompt: float = 2600.0, output: float = 128.0, **more: Any) -> Traffic:

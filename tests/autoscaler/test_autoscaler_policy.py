@@ -81,16 +81,16 @@ def test_a_switch_under_way_is_not_asked_for_again_and_one_that_failed_is() -> N
     settings = config(drain_s=30.0)
     views = workers(2, 2)
     pods = {"prefill": 2, "decode": 2}
-    first = decide(settings, Memory(), Observation(now_s=0.0, traffic=traffic(30.0), workers=views, pods=pods))
+    first = decide(settings, Memory(), Observation(now_s=0.0, traffic=traffic(33.0), workers=views, pods=pods))
     assert len(first.decision.switches) == 1
     name = first.decision.switches[0].worker_id
     # It drains: no capacity, but expected as a prefill worker.
     draining = tuple(replace(w, draining=True, ready=False) if w.worker_id == name else w for w in views)
-    second = decide(settings, first.memory, Observation(now_s=15.0, traffic=traffic(30.0), workers=draining, pods=first.decision.replicas))
+    second = decide(settings, first.memory, Observation(now_s=15.0, traffic=traffic(33.0), workers=draining, pods=first.decision.replicas))
     assert second.decision.switches == ()
     assert second.decision.replicas == first.decision.replicas
     # A minute later it is a decode worker still, and ready: nobody switched it.
-    late = decide(settings, second.memory, Observation(now_s=75.0, traffic=traffic(30.0), workers=views, pods=second.decision.replicas))
+    late = decide(settings, second.memory, Observation(now_s=75.0, traffic=traffic(33.0), workers=views, pods=second.decision.replicas))
     assert late.decision.switches == (Switch(worker_id=name, to="prefill"),)
 
 
@@ -199,13 +199,13 @@ def test_a_worker_that_switched_goes_first_when_its_role_shrinks() -> None:
 def test_a_missed_target_with_workers_enough_asks_for_more_and_is_forgotten() -> None:
     settings = config(spare=0, hysteresis=0.0)
     fleet = Fleet.of(settings, 3, 1)
-    fleet.run(traffic(RATE, ttft_met=0.99, tpot_met=1.0), 120.0)
+    fleet.run(traffic(25.0, ttft_met=0.99, tpot_met=1.0), 120.0)
     assert fleet.decisions[-1].needed["prefill"] == 2
-    fleet.run(traffic(RATE, ttft_met=0.6, tpot_met=1.0), 300.0)
+    fleet.run(traffic(25.0, ttft_met=0.6, tpot_met=1.0), 600.0)
     assert fleet.decisions[-1].needed["prefill"] > 2
     assert fleet.decisions[-1].needed["decode"] == 1
     assert "slower than their curves: prefill" in fleet.decisions[-1].reason
-    fleet.run(traffic(RATE, ttft_met=1.0, tpot_met=1.0), 3600.0)
+    fleet.run(traffic(25.0, ttft_met=1.0, tpot_met=1.0), 3600.0)
     assert fleet.decisions[-1].needed["prefill"] == 2
 
 

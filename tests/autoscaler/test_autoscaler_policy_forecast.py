@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_fleet import traffic
 
@@ -69,6 +69,7 @@ def test_a_missed_interval_counts_by_its_time() -> None:
     assert Holt(level=10.0).observe(value, noise, -5.0) == Holt(level=10.0)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e5), st.floats(0, 120)), min_size=1, max_size=30))
 def test_nothing_is_negative_nor_more_than_half_as_much_again(seen: list[tuple[float, float, float]]) -> None:
     forecast = None

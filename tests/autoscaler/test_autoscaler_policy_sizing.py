@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_fleet import DECODE, PREFILL, config
 
@@ -57,8 +57,8 @@ def test_a_prompts_work_is_its_share_of_full_steps() -> None:
 
 
 def test_more_of_the_prompt_in_caches_needs_fewer_prefill_workers() -> None:
-    assert prefill_need(CONFIG, PREFILL_SPEC, load(60.0)) == 5
-    assert prefill_need(CONFIG, PREFILL_SPEC, load(60.0, cached=2000.0)) < 3
+    assert prefill_need(CONFIG, PREFILL_SPEC, load(60.0)) == 4
+    assert prefill_need(CONFIG, PREFILL_SPEC, load(60.0, cached=2000.0)) == 1
 
 
 def test_prompts_that_are_late_by_themselves_do_not_ask_for_workers_without_end() -> None:
@@ -111,10 +111,11 @@ def test_without_a_curve_what_a_busy_worker_did_counts() -> None:
     assert decode_need(CONFIG, WorkerSpec(max_num_seqs=32), seated) == 3
 
 
-rates = st.floats(0.01, 2000.0)
+rates = st.floats(0.01, 300.0)
 lengths = st.floats(1.0, 20_000.0)
 
 
+@settings(max_examples=40)
 @given(rates, st.floats(1.0, 3.0), lengths, st.floats(2.0, 2000.0), st.floats(0.0, 3.0))
 def test_needs_grow_with_the_load(rate: float, factor: float, prompt: float, output: float, scv: float) -> None:
     little, much = load(rate, prompt, output, scv=scv), load(rate * factor, prompt, output, scv=scv)
@@ -122,6 +123,7 @@ def test_needs_grow_with_the_load(rate: float, factor: float, prompt: float, out
     assert decode_need(CONFIG, DECODE_SPEC, little) <= decode_need(CONFIG, DECODE_SPEC, much)
 
 
+@settings(max_examples=40)
 @given(rates, lengths, st.floats(2.0, 2000.0))
 def test_the_need_is_the_least_that_holds(rate: float, prompt: float, output: float) -> None:
     demand = load(rate, prompt, output)
@@ -141,7 +143,7 @@ def test_what_is_sized_keeps_its_targets_in_the_planners_simulation(rate: float,
     base = Deployment(num_prefill=1, num_decode=1, prefill=engine, decode=decode, hand_over=HandOver(latency_s=0.007), edge_s=0.011)
     workload = parse_workload(f"prompts=2600+-30%,outputs={output}+-30%")
     targets = Targets(ttft_ms=CONFIG.ttft_ms, tpot_ms=CONFIG.tpot_ms)
-    assert try_rate(base.sized(*need), workload, rate, targets, seconds=30.0).met
+    assert try_rate(base.sized(*need), workload, rate, targets, seconds=20.0).met
     for fewer in ((need[0] - 1, need[1]), (need[0], need[1] - 1)):
         if min(fewer) >= 1:
-            assert not try_rate(base.sized(*fewer), workload, rate * 1.1, targets, seconds=30.0, to_the_end=False).met
+            assert not try_rate(base.sized(*fewer), workload, rate * 1.1, targets, seconds=20.0, to_the_end=False).met
