@@ -109,5 +109,5 @@ def test_contestants_that_make_no_sense_are_refused(text: str) -> None:
 
 def test_the_grid_reaches_below_30_percent() -> None:
     pairs = list(hpa_grid())
-    assert len(pairs) == len(set(pairs)) == 36
+    assert len(pairs) == len(set(pairs)) == 48
     assert any("seats:0.08" in pair for pair in pairs)

@@ -18,9 +18,13 @@ from router.autoscaler.model import Decision, Observation, PolicyConfig, Role
 from router.autoscaler.simulation.scalers import METRICS, FixedFleet, FixedRatio, JointPolicy, Scaler, Target, TwoHpas
 from twostep.errors import InvalidRequest
 
-# What each HPA is tried with. With more than 26 to 45 % of its 256 seats taken, a decode worker of the preset misses 10 ms a token.
-PREFILL_GRID = tuple(Target("busy", percent / 100) for percent in (30, 40, 50, 60, 70, 80))
-DECODE_GRID = tuple(Target("seats", percent / 100) for percent in (8, 12, 16, 20, 25, 30))
+# What each HPA is tried with. A decode worker of the preset misses 10 ms a token from 26 % of its seats on where prompts are long, from 45
+# where answers are; from about 19 of its KV pool in both cases.
+PREFILL_GRID = tuple(Target("busy", percent / 100) for percent in (50, 60, 70, 80))
+DECODE_GRID = (
+    *(Target("seats", percent / 100) for percent in (8, 12, 16, 20, 25, 30)),
+    *(Target("pool", percent / 100) for percent in (6, 8, 10, 12, 14, 16)),
+)
 
 
 def hpa_grid(prefill: Sequence[Target] = PREFILL_GRID, decode: Sequence[Target] = DECODE_GRID) -> Iterator[str]:
