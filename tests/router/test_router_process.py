@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -78,7 +79,8 @@ async def health(port: int, service: str) -> bool | None:
 
 
 async def wait_health(port: int, service: str, wanted: bool | None) -> None:
-    for _ in range(200):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
         if await health(port, service) is wanted:
             return
         await asyncio.sleep(0.05)
@@ -108,7 +110,7 @@ async def test_it_is_ready_once_it_can_serve_and_drains_at_sigterm(cluster: Clus
                         await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=2)
                     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert reply.token_ids == cluster.expected(60), "what ran was allowed to end"
-        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
     await cluster.all_free()
 
 
@@ -124,7 +126,7 @@ async def test_what_does_not_end_in_time_is_cancelled_everywhere(cluster: Cluste
             await call.read()
             await until(lambda: bool(decode.held), "it is served")
             process.send_signal(signal.SIGINT)
-            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await asyncio.wait_for(process.wait(), 60) == 0
         await cluster.all_free()
         assert len(decode.cancels) == 1
 
