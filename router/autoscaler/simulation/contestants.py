@@ -18,8 +18,8 @@ from router.autoscaler.model import Decision, Observation, PolicyConfig, Role
 from router.autoscaler.simulation.scalers import METRICS, FixedFleet, FixedRatio, JointPolicy, Scaler, Target, TwoHpas
 from twostep.errors import InvalidRequest
 
-# What each HPA is tried with. A decode worker of the preset misses 10 ms a token from 26 % of its seats on where prompts are long, from 45
-# where answers are; from about 19 % of its KV pool in both cases.
+# What each HPA is tried with. A decode worker of the preset misses 10 ms a token from 26 % of its seats on where prompts are long, and from
+# 45 % on where answers are; from about 19 % of its KV pool in both cases.
 PREFILL_GRID = tuple(Target("busy", percent / 100) for percent in (50, 60, 70, 80))
 DECODE_GRID = (
     *(Target("seats", percent / 100) for percent in (8, 12, 16, 20, 25, 30)),
