@@ -32,6 +32,8 @@ class Sandbox:
     """A directory that stands in for /dev/shm, where processes of several roots share it; empty: one of its own."""
     before: tuple[str, ...] = ()
     """What the command begins with on the host: `ip netns exec NAME` for another network."""
+    beside: int = 0
+    """A process whose table of processes it shares; 0: it has one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,11 @@ class Root:
     def argv(self, command: Sequence[str], sandbox: Sandbox) -> list[str]:
         """A command of the host that becomes `command` in this root, as process 1 of its own namespace."""
         script = "\n".join([*self._mounts(sandbox), self._exec(command, sandbox)])
-        return [*sandbox.before, "unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--", "bash", "-euc", script]
+        others = ["--pid", "--fork", "--kill-child"]
+        enter = []
+        if sandbox.beside:
+            others, enter = [], ["nsenter", "--target", str(sandbox.beside), "--pid", "--"]
+        return [*sandbox.before, *enter, "unshare", "--mount", "--ipc", "--uts", *others, "--", "bash", "-euc", script]
 
     def run(self, command: Sequence[str], sandbox: Sandbox, timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Its exit code and output, both streams together. Raises TimeoutExpired, with everything that it started killed."""
@@ -100,11 +106,14 @@ class Process:
     def running(self) -> bool:
         return self.outer.poll() is None
 
+    @property
+    def children(self) -> list[str]:
+        return Path(f"/proc/{self.outer.pid}/task/{self.outer.pid}/children").read_text().split()
+
     def terminate(self, timeout_s: float) -> int | None:
         """SIGTERM to the process and its exit code; None: it had to be killed."""
         if self.running:
-            children = Path(f"/proc/{self.outer.pid}/task/{self.outer.pid}/children").read_text().split()
-            subprocess.run(["kill", "-TERM", *children], check=False)
+            subprocess.run(["kill", "-TERM", *self.children], check=False)
         try:
             return self.outer.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -113,6 +122,9 @@ class Process:
 
     def kill(self) -> None:
         """Its namespace goes with it, and so does everything that it started."""
+        if self.running:
+            # One that shares another's table of processes does not go with the one that made it.
+            subprocess.run(["kill", "-KILL", *self.children], check=False, stderr=subprocess.DEVNULL)
         self.outer.kill()
         self.outer.wait()
 

@@ -154,6 +154,7 @@ class Services:
             tmpfs=tuple(service.get("tmpfs", [])),
             shm_dir=str(self.scratch / "shm" / host),
             before=() if name == "setup" else tuple(self.network.inside(host)),
+            beside=int(self._running[host].children[0]) if "pid" in service else 0,
         )
 
     def _make_volumes(self) -> None:
