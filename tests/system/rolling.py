@@ -155,7 +155,7 @@ async def roll_all(fleet: Fleet, load: SteadyLoad, parts: Sequence[str], say: Ca
 
 
 async def _main(args: argparse.Namespace, model_dir: Path, oracle: Oracle) -> int:
-    cases = model_cases(oracle, 40, max_tokens=(100, 500))
+    cases = model_cases(oracle, 20, max_tokens=(100, 400))
     async with Fleet(model_dir, flags=FLAGS, routers=ROUTERS) as fleet:
         names = [f"{role}-{n}" for role in ROLES for n in (0, 1)]
         await fleet.start(dict.fromkeys(names, LONG_S if "long" in args.parts else SHORT_S))
