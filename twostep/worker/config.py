@@ -226,7 +226,7 @@ def _network_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None
         "--advertise-address", default="", metavar="HOST[:PORT]", help="how others reach this worker; --host and --port if not given"
     )
     parser.flag("--worker-id", default="", help="unique name, kept over restarts; role, host name and port if not given")
-    parser.flag("--pod-name", default="", help="of the Kubernetes pod that this process runs in: whoever scales the deployment marks it by it")
+    parser.flag("--pod-name", default="", help="of the Kubernetes pod of this process: whoever scales the deployment marks that")
     parser.flag("--pod-namespace", default="", help="namespace of --pod-name")
     parser.flag(
         "--pod-owner",
