@@ -23,7 +23,18 @@ RELEASE = "demo"
 TIMEOUT_S = 120
 
 Object = dict[str, Any]
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _mapping(loader: Any, node: yaml.MappingNode) -> Object:
+    """Helm takes a key that stands there twice; kustomize, Flux and Argo CD do not."""
+    keys = [key.value for key, _ in node.value]
+    assert len(set(keys)) == len(keys), f"{sorted(key for key in keys if keys.count(key) > 1)} twice, {node.start_mark}"
+    found: Object = loader.construct_mapping(node, deep=True)
+    return found
+
+
+_Loader: Any = type("_Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 @functools.cache

@@ -40,10 +40,6 @@ spec:
       automountServiceAccountToken: false
       enableServiceLinks: false
       {{- if $ray }}
-      # A KV agent looks for its node's raylet in the table of processes.
-      shareProcessNamespace: true
-      {{- end }}
-      {{- if $ray }}
       # Ray's drivers, the workers' KV agents among them, find the raylet by looking through /proc.
       shareProcessNamespace: true
       {{- end }}
