@@ -46,6 +46,8 @@ class Services:
         self._make_volumes()
         hosts = self.scratch / "hosts"
         hosts.write_text(self.network.hosts_file())
+        # Docker answers at once what is in no hosts file; a name server that is not there would be waited for.
+        (self.scratch / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         for name in self._order():
             for needed, how in self._services[name].get("depends_on", {}).items():
                 if how["condition"] == "service_healthy":
@@ -126,9 +128,9 @@ class Services:
 
     def _sandbox(self, name: str) -> Sandbox:
         service, image, host = self._services[name], self._image(name), self._host(name)
-        binds = {path: path for path in HOST_FILES if name == "setup" and Path(path).exists()} or {
-            "/etc/hosts": str(self.scratch / "hosts")
-        }
+        binds = {f"/etc/{file}": str(self.scratch / file) for file in ("hosts", "resolv.conf")}
+        if name == "setup":
+            binds = {path: path for path in HOST_FILES if Path(path).exists()}
         binds |= self.stand_ins.get(name, {})
         writable: set[str] = set()
         for volume in service.get("volumes", []):
