@@ -39,6 +39,7 @@ class World:
         self.secrets = secrets
         self.hosts: dict[str, str] = {}
         self.num_pods = 0
+        self.pods: list[RunningPod] = []
         _run("ip", "link", "add", "pods", "type", "bridge")
         _run("ip", "addr", "add", "10.79.0.1/16", "dev", "pods")
         _run("ip", "link", "set", "pods", "up")
@@ -81,9 +82,10 @@ class RunningPod:
         ):
             self.inside(*words)
         # Whoever knew another pod at the Service's address learns of this one.
-        for service in services:
-            self.inside("ip", "neigh", "flush", "all")
-            subprocess.run(["ip", "neigh", "flush", "to", world.address(service)], check=False)
+        for other in world.pods:
+            other.inside("ip", "neigh", "flush", "all")
+        _run("ip", "neigh", "flush", "all")
+        world.pods.append(self)
         self._volumes = {volume["name"]: self._volume(volume) for volume in pod.spec["volumes"]}
         for claim in pod.owner["spec"].get("volumeClaimTemplates", []):
             self._volumes[claim["metadata"]["name"]] = world.claim(f"{claim['metadata']['name']}-{name}")
@@ -279,6 +281,7 @@ class RunningPod:
         return bool(children)
 
     def _close(self) -> None:
+        self.world.pods.remove(self)
         self._holder.kill()
         self._holder.wait()
         subprocess.run(["ip", "link", "del", self._port], stderr=subprocess.DEVNULL, check=False)
