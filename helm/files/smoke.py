@@ -1,7 +1,7 @@
 """`helm test`: asks a router for its health, and for an answer over gRPC and over HTTP.
 
-Environment: ROUTER (its host), TIMEOUT_S (for all of it; workers may still load), GRPC_PORT and HTTP_PORT, SECRET_FILE (the deployment's,
-which opens routers that ask for API keys), and, with TLS, TLS_CA, TLS_CERT and TLS_KEY.
+Environment: ROUTER (its host), TIMEOUT_S (for all of it; workers may still load), GRPC_PORT and HTTP_PORT, HEALTH_SERVICE (readiness),
+SECRET_FILE (the deployment's, which opens routers that ask for API keys), and, with TLS, TLS_CA, TLS_CERT and TLS_KEY.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class Smoke:
         self._grpc = f"{self._host}:{environ.get('GRPC_PORT', '50051')}"
         self._http = f"{self._host}:{environ.get('HTTP_PORT', '8000')}"
         self._ca, self._cert, self._key = (environ.get(name) or None for name in ("TLS_CA", "TLS_CERT", "TLS_KEY"))
+        self._service = environ.get("HEALTH_SERVICE", "readiness")
         secret = environ.get("SECRET_FILE")
         self._api_key = system_key(Path(secret).read_bytes().strip()) if secret else None
 
     def health(self, timeout: float) -> str:
         with self._channel() as channel:
-            request = health_pb2.HealthCheckRequest(service="readiness")
+            request = health_pb2.HealthCheckRequest(service=self._service)
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
         if answer.status != health_pb2.HealthCheckResponse.SERVING:
-            raise ConnectionError("the router is not ready: no worker has registered, or it drains")
-        return f"gRPC health of {self._grpc}: ready"
+            raise ConnectionError(f"the router is not ready ({self._service}): no worker has registered, or it drains")
+        return f"gRPC health of {self._grpc}: {self._service}"
 
     def generate(self, timeout: float) -> str:
         tls = {"tls_ca": self._ca, "tls_cert": self._cert, "tls_key": self._key}

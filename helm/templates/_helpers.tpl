@@ -47,11 +47,13 @@ app.kubernetes.io/part-of: twostep
 {{- end }}
 {{- end -}}
 
-{{/* dict root, image: router, worker or redis */}}
+{{/* dict root, image: router, worker or redis. A repository that begins with a host is where it says. */}}
 {{- define "twostep.image" -}}
 {{- $image := index .root.Values.image .image -}}
 {{- $repository := $image.repository -}}
-{{- with .root.Values.image.registry }}{{ $repository = printf "%s/%s" (trimSuffix "/" .) $repository }}{{ end -}}
+{{- if and .root.Values.image.registry (not (regexMatch "^(localhost|[^/]*[.:][^/]*)/" $repository)) -}}
+{{- $repository = printf "%s/%s" (trimSuffix "/" .root.Values.image.registry) $repository -}}
+{{- end -}}
 {{- if $image.digest -}}
 {{- printf "%s@%s" $repository $image.digest -}}
 {{- else -}}
@@ -266,6 +268,11 @@ priorityClassName: {{ . }}
 {{- fail (printf "%q is no quantity of memory that this chart can add up; give a whole number with Ki, Mi, Gi or Ti, such as 8Gi" $text) -}}
 {{- end -}}
 {{- mul (int64 $number) (int64 (index $units $unit)) -}}
+{{- end -}}
+
+{{/* true where there may be no worker at all, and a request is what makes one. */}}
+{{- define "twostep.toZero" -}}
+{{- if and .Values.autoscaling.enabled (or (not .Values.autoscaling.prefill.minReplicas) (not .Values.autoscaling.decode.minReplicas)) -}}true{{- end -}}
 {{- end -}}
 
 {{/* ---- probes: gRPC, on the plaintext health port (name: health) ---- */}}

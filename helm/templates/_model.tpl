@@ -59,6 +59,9 @@
       value: {{ .Values.model.path | quote }}
     - name: HOME
       value: /tmp
+    # Without a GPU of its own: the worker's image asks for all of them.
+    - name: NVIDIA_VISIBLE_DEVICES
+      value: void
     {{- with $loader.env }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

@@ -70,7 +70,10 @@ SWITCHES: dict[str, Values] = {
     "no-ray": _values(ray__enabled=False, redis={"embedded": False, "external": {"existingSecret": "redis"}}),
     "decode-alone": _values(ray__enabled=False, prefill__replicas=0, workers__kvTransfer="none"),
     "kuberay": _values(ray__mode="kuberay"),
-    "ray-elsewhere": _values(ray={"mode": "external", "address": "ray.example:6379"}),
+    "ray-elsewhere": _values(
+        ray={"mode": "external", "address": "ray.example:6379"},
+        networkPolicy__rayFrom=[{"namespaceSelector": {"matchLabels": {"team": "web"}}}],
+    ),
     "ray-sizes": _values(
         ray={"objectStore": "20Gi", "ports": {"first": 12000, "workers": 100}},
         workers__sharedMemory="512Mi",

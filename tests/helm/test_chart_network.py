@@ -115,6 +115,14 @@ def test_ports_of_ray_are_those_its_nodes_take(case: str) -> None:
             assert not reaches(chart, source, target, ports.first - 1)
 
 
+def test_a_head_elsewhere_reaches_the_raylets_and_nothing_else() -> None:
+    chart = render(CASES["ray-elsewhere"][1])
+    assert reaches(chart, "web", "decode", FIRST)
+    assert reaches(chart, "web", "prefill", LAST)
+    assert not reaches(chart, "web", "decode", 50071)
+    assert not reaches(chart, "neighbour", "decode", FIRST)
+
+
 def test_every_worker_of_one_pod_is_reached() -> None:
     chart = render(CASES["colocated"][1])
     grpc = [process.config.port for process in processes(chart) if process.module in ("prefill_worker", "decode_worker")]

@@ -51,6 +51,24 @@ def test_values_arrive() -> None:
     assert prefill.secret_file == decode.secret_file == router.secret_file
 
 
+@pytest.mark.parametrize(("cpu", "each"), [("32", 16), ("500m", 1), (9, 4), ("7500m", 3)])
+def test_workers_of_one_pod_share_its_cpus(cpu: Any, each: int) -> None:
+    values = {"colocated": {"enabled": True, "gpusPerWorker": 0, "resources": {"limits": {"cpu": cpu}}}}
+    threads = [_config(render(values), module).cpu_threads for module in ("prefill_worker", "decode_worker")]
+    assert threads == [each, each]
+
+
+@pytest.mark.parametrize("case", ["defaults", "cpu", "colocated", "model-loader"])
+def test_who_asks_for_no_gpu_sees_none(case: str) -> None:
+    """The CUDA image asks the container runtime for all of them."""
+    for pod in render(CASES[case][1]).pods():
+        for container in pod.containers():
+            if "worker-cuda" in container["image"]:
+                asks = "nvidia.com/gpu" in container["resources"]["limits"]
+                void = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in container["env"]
+                assert asks is not void, f"{pod.name}: {container['name']}"
+
+
 def test_the_autoscaler_knows_the_pools() -> None:
     scaler = _config(render(CASES["everything"][1]), "router.autoscaler")
     assert (scaler.prefill.gpus_per_worker, scaler.decode.gpus_per_worker) == (2, 4)

@@ -59,6 +59,9 @@ CONTRARY: list[tuple[str, Any, str]] = [
     ("model.volume.type", "emptyDir", "set model.loader.enabled"),
     ("model.loader.enabled", True, "needs model.loader.command"),
     ("ray", {"mode": "external"}, "give ray.address"),
+    ("ray", {"mode": "external", "address": "a:6379"}, "give networkPolicy.rayFrom"),
+    ("prefill.maxSurge", 0, "prefill.maxSurge and prefill.maxUnavailable are both 0"),
+    ("colocated", {"enabled": True, "maxUnavailable": "0%"}, "colocated.maxSurge and colocated.maxUnavailable are both 0"),
     ("workers.kvTransfer", "none", "set prefill.replicas to 0"),
     ("gateway.enabled", True, "give gateway.parentRefs"),
     ("gateway", {"enabled": True, "parentRefs": [{"name": "a"}]}, "give gateway.hostnames and gateway.grpcHostnames"),
@@ -84,6 +87,14 @@ def test_wrong_values_are_refused_by_name(turn: int) -> None:
 @pytest.mark.parametrize(("name", "value", "words"), CONTRARY, ids=[f"{name}-{number}" for number, (name, *_) in enumerate(CONTRARY)])
 def test_contrary_values_are_refused_with_what_to_change(name: str, value: Any, words: str) -> None:
     assert words in refusal(dotted(name, value))
+
+
+def test_a_registry_goes_before_what_names_none() -> None:
+    own = {"image": {"registry": "registry.example:5000/llm", "router": {"repository": "localhost/router"}}}
+    images = {pod.component: pod.spec["containers"][0]["image"].partition("@")[0] for pod in render(own).pods()}
+    assert images["redis"] == "docker.io/valkey/valkey"
+    assert images["router"] == "localhost/router:0.1.0"
+    assert images["prefill"] == "registry.example:5000/llm/twostep/worker-cuda:0.1.0"
 
 
 @pytest.mark.parametrize(("other", "words"), [("colocated", "colocated.enabled"), ("decode-alone", "set autoscaling.enabled to false")])

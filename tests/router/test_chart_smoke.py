@@ -50,6 +50,14 @@ async def test_a_router_without_workers_fails_and_says_why(cluster: Cluster) -> 
     assert "not ready" in said
 
 
+async def test_where_a_request_is_what_wakes_workers_one_is_sent(cluster: Cluster) -> None:
+    async with cluster.serving():
+        status, said = await smoke(cluster, timeout_s=1, HEALTH_SERVICE="liveness")
+    assert status == 1
+    assert "liveness" in said
+    assert "generate: " in said
+
+
 @pytest.fixture
 def tls(tmp_path: Path) -> TlsFiles:
     """A certificate of localhost that is its own authority."""

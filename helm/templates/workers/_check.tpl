@@ -35,6 +35,15 @@
 {{- if and (not .Values.colocated.enabled) (eq $transfer "nixl") (not .Values.prefill.gpus) (or .Values.autoscaling.enabled (gt (int .Values.prefill.replicas) 0)) -}}
 {{- fail "without ray.enabled KV travels by nixl, and workers without GPUs have no nixl: enable Ray, or set prefill.replicas to 0 and workers.kvTransfer to none" -}}
 {{- end -}}
+{{- if and (eq .Values.ray.mode "external") .Values.ray.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.rayFrom) -}}
+{{- fail "ray.mode is external, and its head must reach the raylets: give networkPolicy.rayFrom, who it is" -}}
+{{- end -}}
+{{- $rollouts := ternary (dict "colocated" .Values.colocated) (dict "prefill" .Values.prefill "decode" .Values.decode) .Values.colocated.enabled -}}
+{{- range $name, $pool := $rollouts -}}
+{{- if and (has (toString $pool.maxSurge) (list "0" "0%")) (has (toString $pool.maxUnavailable) (list "0" "0%")) -}}
+{{- fail (printf "%s.maxSurge and %s.maxUnavailable are both 0, and no pod could ever be replaced: set one of them to 1" $name $name) -}}
+{{- end -}}
+{{- end -}}
 {{- if and (eq $transfer "none") .Values.autoscaling.enabled -}}
 {{- fail "workers.kvTransfer none leaves prefill workers nothing to do, and the autoscaler would make some: set autoscaling.enabled to false" -}}
 {{- end -}}

@@ -76,6 +76,7 @@ spec:
             {{- if $ray }}
             {{- include "twostep.rayAuthEnv" $root | nindent 12 }}
             {{- end }}
+            {{- include "twostep.noGpuEnv" (dict "gpus" $values.gpus) | nindent 12 }}
             {{- if and (not $values.gpus) (not (hasKey $flags "cpu-threads")) }}
             # Threads by what this container may use, not by what its node has.
             - name: TWOSTEP_CPU_THREADS

@@ -72,6 +72,14 @@ nixl
   value: /tmp/cache/inductor
 {{- end -}}
 
+{{/* dict gpus: a container that asked for no GPU is to see none, whatever its image asks for. */}}
+{{- define "twostep.noGpuEnv" -}}
+{{- if not .gpus }}
+- name: NVIDIA_VISIBLE_DEVICES
+  value: void
+{{- end }}
+{{- end -}}
+
 {{/* dict root, shm: bytes of shared memory */}}
 {{- define "twostep.workerVolumes" -}}
 - name: tmp
