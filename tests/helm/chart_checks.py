@@ -124,8 +124,7 @@ def _asked_for(chart: Chart) -> Iterator[tuple[tuple[str, Any], str]]:
         for container in pod.containers():
             for variable in container.get("env", []):
                 found = re.search(r"(?:@|^)(demo-[\w-]+|chat-[\w-]+):(\d+)", variable.get("value", ""))
-                # The Service of KubeRay's head is made by its operator.
-                if found and not found[1].endswith("-head-svc"):
+                if found:
                     yield (found[1], int(found[2])), f"{pod.name}: {variable['name']}"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from chart_cases import CASES, EVERYTHING
-from chart_checks import CHECKS, endings, hardened, named, probes, quantity, references, resources, scaling, selectors, services
-from chart_render import Chart, merged, refusal, render
+from chart_checks import CHECKS, endings, hardened, matches, named, probes, quantity, references, resources, scaling, selectors, services
+from chart_render import Chart, merged, render
 from chart_schemas import NEWEST, OLDEST, VERSIONS, faults
 from chart_security import restricted
 
@@ -112,9 +112,17 @@ def test_the_checks_find_damage(damage: str) -> None:
 
 def test_long_names_stay_names() -> None:
     name = "a-name-that-somebody-found-good-and-is-far-too-long-for-a-service"
-    chart = render(merged(EVERYTHING, {"fullnameOverride": name, "ray": {"mode": "chart"}}))
-    assert [fault for check in (named, selectors, services) for fault in check(chart)] == []
-    # KubeRay's operator names the head's Service, and shortens what is longer than 50 characters from the front.
-    assert "longer than 37 characters" in refusal(merged(EVERYTHING, {"fullnameOverride": name}))
-    assert len(f"{name[:37]}-ray-head-svc") == 50
-    assert render(merged(EVERYTHING, {"fullnameOverride": name[:37].rstrip("-")}))
+    for mode in ("chart", "kuberay"):
+        chart = render(merged(EVERYTHING, {"fullnameOverride": name, "ray": {"mode": mode}}))
+        assert [fault for check in (named, selectors, services) for fault in check(chart)] == []
+
+
+@pytest.mark.parametrize("case", ["defaults", "kuberay"])
+def test_rays_head_has_an_address_that_stays(case: str) -> None:
+    """Raylets look it up once: behind a headless Service a new head would be one that nobody finds."""
+    chart = render(CASES[case][1])
+    service = chart.one("Service", "-ray-head")
+    assert service["spec"].get("clusterIP") != "None"
+    assert matches({"matchLabels": service["spec"]["selector"]}, chart.pod("ray-head").metadata["labels"])
+    raylet = next(container for container in chart.pod("decode").containers() if container["name"] == "raylet")
+    assert {"name": "TWOSTEP_RAY_ADDRESS", "value": "demo-twostep-ray-head:6379"} in raylet["env"]

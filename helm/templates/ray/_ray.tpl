@@ -3,8 +3,6 @@
 {{- define "twostep.rayAddress" -}}
 {{- if eq .Values.ray.mode "external" -}}
 {{- .Values.ray.address -}}
-{{- else if eq .Values.ray.mode "kuberay" -}}
-{{- printf "%s-head-svc:%v" (include "twostep.component" (dict "root" . "component" "ray")) .Values.ray.ports.gcs -}}
 {{- else -}}
 {{- printf "%s:%v" (include "twostep.component" (dict "root" . "component" "ray-head")) .Values.ray.ports.gcs -}}
 {{- end -}}

@@ -25,10 +25,6 @@
 {{- if and .Values.colocated.enabled (eq $transfer "cuda_ipc") (gt (int .Values.colocated.replicas) 1) -}}
 {{- fail "CUDA IPC joins workers of one pod: with colocated.replicas above 1 enable Ray for the pairs of two pods" -}}
 {{- end -}}
-{{- if and (eq .Values.ray.mode "kuberay") .Values.ray.enabled (gt (len (include "twostep.fullname" .)) 37) -}}
-{{- /* It makes CLUSTER-head-svc, and takes from the front what is beyond 50 characters. */}}
-{{- fail (printf "ray.mode is kuberay, whose operator would shorten the name of the head's Service: %s is longer than 37 characters; give fullnameOverride" (include "twostep.fullname" .)) -}}
-{{- end -}}
 {{- if and (eq .Values.ray.mode "external") .Values.ray.enabled (not .Values.ray.address) -}}
 {{- fail "ray.mode is external: give ray.address, host:port of its GCS" -}}
 {{- end -}}
