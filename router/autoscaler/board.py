@@ -39,10 +39,11 @@ class DecisionBoard:
         return age_s is not None and age_s < self._stale_s
 
     def show(self, record: ScalingRecord, age_s: float) -> None:
-        """What was decided so long ago. One that is older than what is shown changes nothing."""
-        if self._record is not None and record.order < self._record.order:
+        """What was decided so long ago. One that is older than what is shown changes nothing; but once that is too old, whatever is not is
+        believed: Redis may have lost everything, and a leader that had seen nothing begun with small tokens again."""
+        if self._record is not None and record.order < self._record.order and (self.fresh or age_s >= self._stale_s):
             return
-        if self._record is None or record.order > self._record.order:
+        if self._record is None or record.order != self._record.order:
             self._made_at = self._clock() - max(0.0, age_s)
         changed = self._record is None or record != self._record
         self._record = record

@@ -1,9 +1,10 @@
-"""One look at Redis: what is asked of the deployment, who serves it, and what was decided last. Three round trips at most:
+"""One look at Redis: what is asked of the deployment, who serves it, and what was decided last. Three round trips as a rule:
 
     1  the time, the names of all workers, the records of those known, what routers metered, the last decision
     2  the records of workers that are new; only if there are any
     3  once more those that were there the last time and are not now, two heartbeats later; only if there are any. A Redis that came back
-       empty has nobody's record for a second, and a cluster does not lose its workers within one
+       empty has nobody's record for a second, and a cluster does not lose its workers within one. Whoever knows no worker yet and finds
+       no decision to go on from looks again in the same way, until nobody is new
 
 Redis' clock is the clock of all replicas: instants of decisions mean the same to each of them.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from twostep.errors import InvalidRequest, Unavailable
 
 _TIMEOUT_S = 3.0
 LOOK_AGAIN_S = 2 * HEARTBEAT_S
+_MOST_LOOKS = 5
 # Workers of one deployment: names beyond are not looked at.
 _MAX_WORKERS = 4096
 # Of the requests whose lengths say how unlike prompts are; below, it is taken to be what it usually is.
@@ -38,14 +40,20 @@ class NothingMetered(Unavailable):
     """No router has said what is asked of it: that is not the same as nothing."""
 
 
+class NobodyKnown(Unavailable):
+    """Workers are registered, and none of them is one of this deployment: that is not the same as none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """`decision`: the last one that stands; None: there is none, or none that is understood here."""
+    """`decision`: the last one that stands; None: there is none, or none that is understood here. `num_refused`: records of workers that
+    do not belong here, or are not understood."""
 
     now_s: float
     records: Sequence[WorkerRecord]
     demand: Demand
     decision: ScalingRecord | None
+    num_refused: int = 0
 
 
 class Collector:
@@ -66,6 +74,8 @@ class Collector:
         self._clock = clock
         self._look_again_s = look_again_s
         self._known: dict[str, WorkerRecord] = {}
+        # Names of records that were there at the last look and do not count.
+        self._refused: set[str] = set()
         # Redis' clock is ahead of this machine's by so much.
         self._ahead_s = 0.0
         self._lengths = Traffic()
@@ -90,9 +100,11 @@ class Collector:
         return self._now(replies[0]), _decision(replies[1])
 
     def observation(self, look: Look, *, switching: Collection[str] = ()) -> Observation:
-        """What the policy is to see of it. `switching`: workers that change their role now. Raises NothingMetered."""
+        """What the policy is to see of it. `switching`: workers that change their role now. Raises NothingMetered, NobodyKnown."""
         if look.demand.seconds <= 0:
             raise NothingMetered("no router has said of late what is asked of it")
+        if look.num_refused and not look.records:
+            raise NobodyKnown(f"{look.num_refused} workers are registered and none of them counts; the warnings before say why")
         traffic = self._lengths = traffic_of(look.demand, self._lengths)
         asked = None if look.decision is None else look.decision.replicas
         return Observation(
@@ -118,8 +130,12 @@ class Collector:
         now_s = self._now(replies[0])
         listed = sorted(name.decode(errors="replace") for name in replies[1])[:_MAX_WORKERS]
         fields = dict(zip(windows, replies[3 : 3 + len(windows)], strict=True))
+        decision = _decision(replies[2])
+        self._refused.clear()
         found = self._read(known, replies[3 + len(windows)] if known else [])
         found |= await self._fetch([name for name in listed if name not in self._known])
+        if decision is None and not known:
+            found |= await self._newcomers(found)
         missing = [name for name, record in self._known.items() if name not in found and not record.draining]
         if missing:
             await asyncio.sleep(self._look_again_s)
@@ -129,8 +145,23 @@ class Collector:
             now_s=now_s,
             records=tuple(found.values()),
             demand=demand_of(fields, now_s=now_s, span_s=self._span_s),
-            decision=_decision(replies[2]),
+            decision=decision,
+            num_refused=len(self._refused),
         )
+
+    async def _newcomers(self, found: Mapping[str, WorkerRecord]) -> dict[str, WorkerRecord]:
+        """Those who register while others do: two looks in a row without any end it."""
+        new: dict[str, WorkerRecord] = {}
+        for _ in range(_MOST_LOOKS):
+            await asyncio.sleep(self._look_again_s)
+            async with asyncio.timeout(_TIMEOUT_S):
+                listed = await cast(Awaitable[set[bytes]], self._redis.smembers(WORKERS_KEY))
+            names = sorted(name.decode(errors="replace") for name in listed)[:_MAX_WORKERS]
+            more = await self._fetch([name for name in names if name not in found and name not in new])
+            if not more:
+                break
+            new |= more
+        return new
 
     async def _fetch(self, names: Sequence[str]) -> dict[str, WorkerRecord]:
         if not names:
@@ -147,9 +178,12 @@ class Collector:
                 record = WorkerRecord.from_json(value)
             except InvalidRequest as error:
                 self._fleet.refuse(name, error.message)
+                self._refused.add(name)
                 continue
             if self._fleet.belongs(name, record):
                 found[name] = record
+            else:
+                self._refused.add(name)
         return found
 
     def _now(self, reply: Any) -> float:

@@ -16,10 +16,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.autoscaler.board import DecisionBoard
-from router.autoscaler.collect import Collector, Look, NothingMetered
+from router.autoscaler.collect import Collector, Look, NobodyKnown, NothingMetered
 from router.autoscaler.decision_log import DecisionLog
 from router.autoscaler.hpa import Asked, replicas_asked
 from router.autoscaler.lease import Lease
@@ -40,7 +40,8 @@ _LOOK_AT_LEAST_S = 2.0
 _MARK_S = 5.0
 # A decision that comes sooner after the last one than this share of an interval is not made: another leader made that one.
 _TOO_SOON = 0.5
-# What metrics have as reasons of a bound.
+# What metrics have as reasons of no decision, and of a bound.
+_SKIPPED: dict[type[Unavailable], str] = {NothingMetered: "demand", NobodyKnown: "workers"}
 _BOUNDS = ("max_workers", "max_cost", "surge", "cool_down")
 
 
@@ -130,7 +131,7 @@ class Controller:
             await self._lead(look)
             self._trouble = ""
         except Unavailable as error:
-            self._skip("demand" if isinstance(error, NothingMetered) else "redis", error.message, leads=leads)
+            self._skip(_SKIPPED.get(type(error), "redis"), error.message, leads=leads)
             return min(self._config.interval_s, _LOOK_AT_LEAST_S)
         return max(0.0, self._config.interval_s - (time.monotonic() - started))
 
@@ -169,6 +170,8 @@ class Controller:
 
     async def _lead(self, look: Look) -> None:
         token = self._parts.lease.token
+        # Without the last decision, as after Redis has lost everything, from what this replica knows: it may have followed it.
+        look = replace(look, decision=look.decision or self._parts.board.record)
         if self._leading != token:
             self._take_over(look, token)
         observation = self._parts.collector.observation(look, switching=set(self._memory.switching))
@@ -186,12 +189,12 @@ class Controller:
         self._parts.board.show(record, 0.0)
         self._count(record, step.decision, look)
         if self._parts.lease.held:
-            self._parts.switcher.start(step.decision.switches, look.records)
+            standing = {name: role for name, (role, _) in step.memory.switching.items()}
+            self._parts.switcher.start(step.decision.switches, look.records, standing)
 
     def _take_over(self, look: Look, token: int) -> None:
-        """Goes on where the last leader was. Without its decision, as after Redis has lost everything, from what this replica knows: it may
-        have followed it."""
-        before = look.decision or self._parts.board.record
+        """Goes on where the last leader was."""
+        before = look.decision
         self._memory = _memory_of(before)
         self._ways = {}
         self._leading, self._number = token, 0
@@ -225,7 +228,7 @@ class Controller:
         decision = step.decision
         pods: dict[str, int] = {role: observation.pods[role] for role in ROLES}
         replicas: dict[str, int] = {role: decision.replicas[role] for role in ROLES}
-        asked = replicas_asked(replicas, pods, _asked(look.decision or self._parts.board.record), self._tolerance)
+        asked = replicas_asked(replicas, pods, _asked(look.decision), self._tolerance)
         return ScalingRecord(
             token=token,
             number=self._number,

@@ -80,7 +80,8 @@ def _cheapest(config: PolicyConfig, need: Mapping[Role, int], total: int) -> dic
 
 def _within_surge(config: PolicyConfig, goal: Goal, there: Composition, asked_for: int, fitted: Fitted) -> Fitted:
     floor = {role: _floor(config, goal, role) for role in ROLES}
-    most = max(asked_for + config.surge, sum(floor.values()))
+    # What is there already is not added: a number that was wanted too low does not end workers that are needed.
+    most = max(asked_for + config.surge, sum(there.pods.values()), sum(floor.values()))
     least = min(asked_for - config.surge, sum(config.pool(role).max_workers for role in ROLES))
     if fitted.total < least:
         # Fewer at once; but not more than there may be.

@@ -63,6 +63,9 @@ class Wanted:
     def pods(self) -> int:
         return self.prefill_pods + self.decode_pods
 
+    def workers(self, role: Role) -> int:
+        return self.prefill if role == "prefill" else self.decode
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:

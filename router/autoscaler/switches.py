@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -60,9 +60,12 @@ class Switcher:
     def busy(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def start(self, switches: Sequence[Switch], records: Sequence[WorkerRecord]) -> None:
-        """Asks for these, after those that wait. Returns at once."""
+    def start(self, switches: Sequence[Switch], records: Sequence[WorkerRecord], standing: Mapping[str, Role] | None = None) -> None:
+        """Asks for these, after those that wait. Returns at once. `standing`: by worker id, switches that are still wanted; those that wait
+        and are none of them are dropped. None: all are."""
         self._records = {record.worker_id: record for record in records}
+        if standing is not None:
+            self._waiting = {name: switch for name, switch in self._waiting.items() if standing.get(name) == switch.to}
         for switch in switches:
             self._waiting[switch.worker_id] = switch
         if self._waiting and not self.busy:

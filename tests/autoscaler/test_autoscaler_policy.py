@@ -53,6 +53,27 @@ def test_less_is_believed_after_a_whole_cool_down() -> None:
     assert len(fleet.decisions[-1].victims) == before - 3
 
 
+@pytest.mark.parametrize("switching", [True, False])
+def test_nobody_seen_of_those_that_were_asked_for_is_no_reason_for_fewer(switching: bool) -> None:
+    fleet = Fleet.of(config(cool_down_s=60.0, switching=switching), 6, 4)
+    fleet.run(traffic(60.0), 120.0)
+    wanted = dict(fleet.decisions[-1].replicas)
+    for _ in range(40):
+        fleet.pods.clear()
+        assert dict(fleet.step(traffic(0.1)).replicas) == wanted
+
+
+def test_those_that_turn_out_to_be_there_are_not_ended_by_the_surge() -> None:
+    """The first decision saw three of twenty."""
+    settings = config(surge=4)
+    first = decide(settings, Memory(), Observation(now_s=0.0, traffic=traffic(100.0), workers=workers(1, 2)))
+    assert sum(first.decision.replicas.values()) < 12
+    observation = Observation(now_s=15.0, traffic=traffic(100.0), workers=workers(12, 8), pods={"prefill": 12, "decode": 8})
+    second = decide(settings, first.memory, observation).decision
+    assert dict(second.replicas) == {"prefill": 12, "decode": 8}
+    assert not second.victims
+
+
 def test_a_new_leader_without_memory_takes_nothing_away_for_a_cool_down() -> None:
     fleet = Fleet.of(config(cool_down_s=180.0), 6, 4)
     for decision in fleet.run(traffic(3.0), 180.0):

@@ -52,8 +52,8 @@ LIMITED = counter(
 )
 SKIPPED = counter(
     "twostep_autoscaler_skipped_total",
-    "Looks of the leader that led to no decision, by reason: redis (away), demand (no router has said what is asked of it), lease (lost "
-    "before the decision stood).",
+    "Looks of the leader that led to no decision, by reason: redis (away), demand (no router has said what is asked of it), workers "
+    "(none of those that are registered counts), lease (lost before the decision stood).",
     ["reason"],
 )
 TURNS = counter(
@@ -74,9 +74,6 @@ PATCHES = counter(
 
 _READ = (LEADER, ANSWERING, AGE, DESIRED_WORKERS, DESIRED_REPLICAS, NEEDED, WORKERS, PODS, COST, REQUESTS, ATTAINMENT)
 FAMILIES = (*_READ, DECISIONS, LIMITED, SKIPPED, TURNS, SWITCHES, PATCHES)
-
-DECISION_KINDS = ("hold", "up", "down", "shift")
-SKIP_REASONS = ("redis", "demand", "lease")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
