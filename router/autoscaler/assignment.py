@@ -155,8 +155,8 @@ class _Search:
         ranges: list[range] = []
         for owner in ROLES:
             registered = self._registered_lost(pods, owner)
-            home, away = len(self.there.cells[owner, owner]), len(self.there.cells[other(owner), owner])
-            ranges.append(range(max(0, registered - home), min(registered, away) + 1))
+            at_home, elsewhere = len(self.there.cells[owner, owner]), len(self.there.cells[other(owner), owner])
+            ranges.append(range(max(0, registered - at_home), min(registered, elsewhere) + 1))
         for prefill_away in ranges[0]:
             for decode_away in ranges[1]:
                 away: dict[Role, int] = {"prefill": prefill_away, "decode": decode_away}
@@ -273,7 +273,7 @@ class _Search:
     # ---- who --------------------------------------------------------------------------------------------------------
 
     def victims(self, choice: _Choice) -> tuple[str, ...]:
-        lost = []
+        lost: list[WorkerView] = []
         for role in ROLES:
             for owner in ROLES:
                 lost += self.there.cells[role, owner][: self._lost(choice.pods, choice.away, role, owner)]

@@ -44,8 +44,8 @@ def goal(config: PolicyConfig, memory: Memory, forecast: Forecast, observation: 
     shared = config.switching and (not observation.workers or any(w.can_switch for w in observation.workers))
     idle_s = 0.0 if memory.busy_s is None else now_s - memory.busy_s
     if config.scale_to_zero_after_s > 0.0 and idle_s >= config.scale_to_zero_after_s:
-        least = {role: config.pool(role).min_workers for role in ROLES}
-        return Goal(now=least, need=least, total=sum(least.values()), shared=shared, asleep=True, ahead=least, kept=least, needs=())
+        idle = {role: config.pool(role).min_workers for role in ROLES}
+        return Goal(now=idle, need=idle, total=sum(idle.values()), shared=shared, asleep=True, ahead=idle, kept=idle, needs=())
     current: dict[Role, int] = {}
     ahead: dict[Role, int] = {}
     kept: dict[Role, int] = {}
@@ -62,8 +62,7 @@ def goal(config: PolicyConfig, memory: Memory, forecast: Forecast, observation: 
         late = backlog_per_s(config, observation, there.ready("prefill"), horizon_s)
         present = demand(forecast, lag_s + config.interval_s, decoding.num_seqs).times(factor).plus(late)
         later = demand(forecast, lag_s + horizon_s, decoding.num_seqs).times(factor).plus(late)
-        least = config.pool(role).least
-        current[role] = max(least, sized(config, role, spec, present))
+        current[role] = max(config.pool(role).least, sized(config, role, spec, present))
         ahead[role] = max(current[role], sized(config, role, spec, later))
         kept[role] = max(ahead[role], sized(config, role, spec, present.times(1.0 + config.hysteresis)))
         survival[role] = max(1, sized(just, role, spec, present))
