@@ -1,7 +1,7 @@
 """Counts what is asked of this router and how well it is answered, and writes it to Redis for the autoscaler (twostep/cluster/demand.py).
 
 One pipelined round trip a second, beside the requests and never on their way. Without Redis serving goes on; what was counted meanwhile is
-written later if its window is still read.
+written later if it is of this window or the last one.
 """
 
 from __future__ import annotations
