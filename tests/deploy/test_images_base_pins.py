@@ -20,6 +20,9 @@ def deploy(tmp_path: Path) -> Path:
     folder.mkdir()
     shutil.copy(CHECKOUT / "deploy/pin-base-images", folder)
     (folder / "Dockerfile.a").write_text(f"ARG BASE=docker.io/library/python:3.11-slim@{OLD}\nFROM ${{BASE}}\n")
+    for name in ("helm/values.yaml", "docs/helm-values.md"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(f"digest: {OLD}\n")
     (folder / "compose.yaml").write_text(f"services:\n  redis:\n    image: valkey/valkey:9.1-alpine@{OLD}\n  other:\n    image: mine\n")
     return folder
 
@@ -39,6 +42,8 @@ def test_each_tag_gets_the_digest_of_today(deploy: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (deploy / "Dockerfile.a").read_text() == f"ARG BASE=docker.io/library/python:3.11-slim@{NEW}\nFROM ${{BASE}}\n"
     assert f"image: valkey/valkey:9.1-alpine@{NEW}\n" in (deploy / "compose.yaml").read_text()
+    assert (deploy.parent / "helm/values.yaml").read_text() == f"digest: {NEW}\n"
+    assert (deploy.parent / "docs/helm-values.md").read_text() == f"digest: {NEW}\n"
     assert [line.split()[3] for line in (deploy.parent / "asked").read_text().splitlines()] == [
         "docker.io/library/python:3.11-slim",
         "valkey/valkey:9.1-alpine",
@@ -65,6 +70,9 @@ def test_a_check_changes_nothing_and_fails_where_a_digest_is_missing(deploy: Pat
 def test_what_the_project_stands_on_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "deploy"
     folder.mkdir()
+    for name in ("helm/values.yaml", "docs/helm-values.md"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(CHECKOUT / name, tmp_path / name)
     for path in [
         CHECKOUT / "deploy/pin-base-images",
         CHECKOUT / "deploy/compose.yaml",
@@ -75,3 +83,4 @@ def test_what_the_project_stands_on_is_found(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2
     assert all(NEW in path.read_text() for path in folder.glob("Dockerfile.*"))
+    assert NEW in (tmp_path / "helm/values.yaml").read_text()

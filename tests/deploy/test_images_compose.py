@@ -66,6 +66,12 @@ def test_images_are_built_here_or_pinned_by_digest(compose: dict[str, Any]) -> N
             assert re.search(r":[\w.-]+@sha256:[0-9a-f]{64}$", service["image"])
 
 
+def test_the_chart_runs_the_same_redis(compose: dict[str, Any]) -> None:
+    """deploy/pin-base-images finds the chart's digest by the one of compose.yaml."""
+    image = yaml.safe_load((CHECKOUT / "helm/values.yaml").read_text())["image"]["redis"]
+    assert compose["services"]["redis"]["image"] == f"{image['repository']}:{image['tag']}@{image['digest']}"
+
+
 def test_what_serves_others_says_whether_it_is_well(compose: dict[str, Any]) -> None:
     services = compose["services"]
     assert {name for name, service in services.items() if "healthcheck" not in service} == {"setup", "prefill-ray", "decode-ray"}
