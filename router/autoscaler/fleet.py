@@ -107,7 +107,8 @@ class Fleet:
             role=cast(Role, record.role),
             owner=owner_of(record),
             pod_name=record.pod_name,
-            ready=record.ready,
+            # One that is ready itself and that no KV reaches serves nobody.
+            ready=record.ready and not record.not_ready_reason,
             draining=record.draining,
             # Who hands nothing over stays a decode worker.
             can_switch=bool(record.transports) and life not in self._unwilling,

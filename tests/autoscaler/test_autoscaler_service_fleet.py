@@ -51,7 +51,13 @@ def test_a_worker_of_an_older_version_is_owned_by_its_role_and_one_without_trans
     assert owner_of(worker("a", "decode", pod_owner="")) == "decode"
     assert owner_of(worker("a", "decode", pod_owner="router")) == "decode"
     (view,) = fleet().views([worker("a", "decode", transports=())], 1.0)
+    assert view.ready
     assert not view.can_switch
+
+
+def test_a_worker_that_no_kv_reaches_serves_nobody() -> None:
+    (view,) = fleet().views([worker("a", "prefill", transports=(), not_ready_reason="no KV transport works")], 1.0)
+    assert not view.ready
 
 
 def test_those_that_were_there_already_have_been_since_their_epoch_and_others_since_they_were_seen() -> None:

@@ -114,6 +114,8 @@ async def test_the_last_of_a_role_keeps_it() -> None:
         there = [fake.record for fake in fakes]
         assert last_of_role(there[0], there)
         assert last_of_role(there[1], there), "one that is not ready does not count"
+        assert last_of_role(there[0], [*there, worker("p1", "prefill", not_ready_reason="no KV transport works")])
+        assert not last_of_role(there[0], [*there, worker("p1", "prefill")])
         switcher.start([Switch(worker_id="p0", to="decode"), Switch(worker_id="d0", to="prefill")], there)
         await eventually(lambda: len(results) == 2, "both")
         assert results == [("p0", "decode", "left_out"), ("d0", "prefill", "left_out")]

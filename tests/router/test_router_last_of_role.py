@@ -25,14 +25,15 @@ _RECORD = WorkerRecord(
 
 
 def fleet(words: str) -> list[WorkerRecord]:
-    """`p0 d0+ d1-`: + computes prompts too, - drains."""
+    """`p0 d0+ d1- d2!`: + computes prompts too, - drains, ! no KV reaches."""
     return [
         dataclasses.replace(
             _RECORD,
-            worker_id=word.rstrip("+-"),
+            worker_id=word.rstrip("+-!"),
             role="prefill" if word[0] == "p" else "decode",
             local_prefill="+" in word,
             draining="-" in word,
+            not_ready_reason="no KV transport works" if "!" in word else "",
         )
         for word in words.split()
     ]
@@ -45,6 +46,8 @@ def fleet(words: str) -> list[WorkerRecord]:
         ("p0 d0", "p0", "decode", True),
         ("p0 d0+", "p0", "decode", False),
         ("p0 p1- d0", "p0", "decode", True),
+        ("p0 p1! d0", "p0", "decode", True),
+        ("p0 p1! d0", "p1", "decode", False),
         ("p0 d0+ d1+", "d0", "prefill", False),
         ("p0 d0+ d1-", "d0", "prefill", True),
         ("p0 d0+", "d0", "prefill", True),
