@@ -72,6 +72,7 @@ CONTRARY: list[tuple[str, Any, str]] = [
     ),
     ("ingress", {"enabled": True, "tlsSecret": "cert"}, "give ingress.host"),
     ("autoscaling", {"enabled": True, "scaleToZeroAfterSeconds": 60}, "needs autoscaling.prefill.minReplicas 0"),
+    ("autoscaling.router", {"enabled": True, "minReplicas": 11}, "autoscaling.router.maxReplicas (10) is less than"),
     ("autoscaling", {"enabled": True, "prefill": {"minReplicas": 9}}, "autoscaling.prefill.maxReplicas (8) is less than"),
 ]
 
