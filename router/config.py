@@ -12,6 +12,7 @@ from router.batches.flags import batch_flags
 from router.demand_flags import DEFAULT_TPOT_MS, DEFAULT_TTFT_MS, target_flags
 from router.fair_queue import AGEING_S
 from router.quota import tenant_weights
+from twostep.flag_values import whole
 from twostep.flags import FlagParser, allowed_origins, tracing_flag
 from twostep.rpc.channel import COMPRESSIONS, PLAINTEXT, TlsFiles
 from twostep.text.reasoning import REASONING_PARSERS
@@ -103,20 +104,20 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     )
     parser.flag("--redis-url", default=default.redis_url, help="where workers register")
     parser.flag("--host", default=default.host, help="address to listen on")
-    parser.flag("--port", type=_between(0, 65535), default=default.port, help="gRPC port, 0 for any free one")
+    parser.flag("--port", type=whole(0, 65535), default=default.port, help="gRPC port, 0 for any free one")
     parser.flag(
-        "--health-port", type=_between(-1, 65535), default=None, help="plaintext health-only port; --port + 1 if not given, -1 for none"
+        "--health-port", type=whole(-1, 65535), default=None, help="plaintext health-only port; --port + 1 if not given, -1 for none"
     )
     parser.flag(
-        "--metrics-port", type=_between(-1, 65535), default=None, help="plaintext HTTP, GET /metrics; --port + 2 if not given, -1 for none"
+        "--metrics-port", type=whole(-1, 65535), default=None, help="plaintext HTTP, GET /metrics; --port + 2 if not given, -1 for none"
     )
     parser.flag(
         "--http-port",
-        type=_between(-1, 65535),
+        type=whole(-1, 65535),
         default=None,
         help=f"OpenAI's API and the page; {DEFAULT_HTTP_PORT} if not given, any free one if --port is 0, -1 for none",
     )
-    parser.flag("--max-body-bytes", type=_between(1024, 1 << 40), default=default.max_body_bytes, help="largest HTTP request taken")
+    parser.flag("--max-body-bytes", type=whole(1024, 1 << 40), default=default.max_body_bytes, help="largest HTTP request taken")
     parser.flag(
         "--allowed-origins",
         type=allowed_origins,
@@ -129,12 +130,10 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")
     parser.flag("--secret-file", type=Path, default=None, help="deployment secret, the same file on every process")
     parser.flag("--router-id", default="", help="unique name of this replica; drawn at start if not given")
-    parser.flag(
-        "--hash-unit", type=_between(1, 65536), default=default.hash_unit, help="tokens of one prefix hash, the same on every process"
-    )
+    parser.flag("--hash-unit", type=whole(1, 65536), default=default.hash_unit, help="tokens of one prefix hash, the same on every process")
     parser.flag(
         "--default-max-tokens",
-        type=_between(0, 1 << 30),
+        type=whole(0, 1 << 30),
         default=default.default_max_tokens,
         help="max_tokens of requests that give none; 0: as many as the context has room for, as vLLM does",
     )
@@ -150,16 +149,16 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         choices=TOOL_CALL_PARSERS,
         help="how the model writes tool calls; auto: by its chat template",
     )
-    parser.flag("--max-inflight", type=_between(1, 1 << 20), default=default.max_inflight, help="requests served at once")
+    parser.flag("--max-inflight", type=whole(1, 1 << 20), default=default.max_inflight, help="requests served at once")
     parser.flag(
         "--max-waiting",
-        type=_between(0, 1 << 20),
+        type=whole(0, 1 << 20),
         default=default.max_waiting,
         help="requests that may wait to be served; more are refused",
     )
     parser.flag(
         "--max-inflight-prompt-tokens",
-        type=_between(1, 1 << 40),
+        type=whole(1, 1 << 40),
         default=default.max_inflight_prompt_tokens,
         help="prompt tokens of all requests served at once",
     )
@@ -172,13 +171,13 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     )
     parser.flag(
         "--tenant-max-inflight",
-        type=_between(0, 1 << 20),
+        type=whole(0, 1 << 20),
         default=default.tenant_max_inflight,
         help="requests of one tenant served at once; 0: as many as --max-inflight",
     )
     parser.flag(
         "--tenant-max-waiting",
-        type=_between(0, 1 << 20),
+        type=whole(0, 1 << 20),
         default=default.tenant_max_waiting,
         help="requests of one tenant that may wait; 0: as many as --max-waiting",
     )
@@ -191,20 +190,20 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     target_flags(parser)
     parser.flag(
         "--staged-steps",
-        type=_between(0, 1 << 20),
+        type=whole(0, 1 << 20),
         default=default.staged_steps,
         help="steps' worth of prompt tokens that this router keeps queued on one worker (half for batch requests); the rest waits here, "
         "where classes and tenants take turns; 0: no limit",
     )
     parser.flag(
         "--max-buffered-tokens",
-        type=_between(1, 1 << 20),
+        type=whole(1, 1 << 20),
         default=default.max_buffered_tokens,
         help="tokens kept for a slow client before it is cut",
     )
     parser.flag(
         "--max-attempts",
-        type=_between(1, 100),
+        type=whole(1, 100),
         default=default.max_attempts,
         help="times a request is begun, in all, when workers are lost",
     )
@@ -275,20 +274,6 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     tls = TlsFiles(cert=args.pop("tls_cert"), key=args.pop("tls_key"), ca=args.pop("tls_ca"), peer_name=args.pop("tls_peer_name"))
     args["served_model_name"] = args["served_model_name"] or Path(args["model"]).resolve().name
     return RouterConfig(tls=tls, **args)
-
-
-class _between:  # noqa: N801, RUF100  # argparse shows the type's name in its messages
-    def __init__(self, low: int, high: int) -> None:
-        self._low, self._high = low, high
-
-    def __call__(self, text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not self._low <= value <= self._high:
-            raise argparse.ArgumentTypeError(f"{value} is not within {self._low} and {self._high}")
-        return value
 
 
 def _seconds(text: str) -> float:

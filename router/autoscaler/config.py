@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from router.autoscaler.model import PolicyConfig, PoolConfig
 from router.demand_flags import DEFAULT_TPOT_MS, DEFAULT_TTFT_MS, target_flags
 from twostep.errors import InvalidRequest
+from twostep.flag_values import not_negative, seconds, share, whole
 from twostep.flags import FlagParser
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
 
@@ -158,24 +158,24 @@ def _network_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
     parser.flag("--host", default=default.host, help="address to listen on")
     parser.flag(
         "--external-scaler-port",
-        type=_whole(0, 65535),
+        type=whole(0, 65535),
         default=default.external_scaler_port,
         help="gRPC port that KEDA asks, 0 for any free one",
     )
     parser.flag(
         "--health-port",
-        type=_whole(-1, 65535),
+        type=whole(-1, 65535),
         default=None,
         help="plaintext health-only port; --external-scaler-port + 1 if not given, -1 for none",
     )
     parser.flag(
         "--metrics-port",
-        type=_whole(-1, 65535),
+        type=whole(-1, 65535),
         default=None,
         help="plaintext HTTP, GET /metrics; --external-scaler-port + 2 if not given, -1 for none",
     )
-    parser.flag("--max-streams", type=_whole(1, 4096), default=default.max_streams, help="callers of StreamIsActive at once")
-    parser.flag("--redis-start-timeout", type=_seconds(), default=default.redis_start_timeout, help="how long to wait for Redis at start")
+    parser.flag("--max-streams", type=whole(1, 4096), default=default.max_streams, help="callers of StreamIsActive at once")
+    parser.flag("--redis-start-timeout", type=seconds(), default=default.redis_start_timeout, help="how long to wait for Redis at start")
     parser.flag("--tls-cert", type=Path, default=None, help="PEM certificate; with --tls-key it switches TLS on")
     parser.flag("--tls-key", type=Path, default=None, help="PEM key of --tls-cert")
     parser.flag("--tls-ca", type=Path, default=None, help="PEM authority that peers must be certified by: KEDA, and the workers")
@@ -193,55 +193,53 @@ def _network_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
 
 
 def _policy_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
-    parser.flag("--interval", type=_seconds(), default=default.interval, help="seconds between two decisions")
-    parser.flag("--demand-window", type=_seconds(1.0, 120.0), default=default.demand_window, help="seconds over which the load is averaged")
+    parser.flag("--interval", type=seconds(), default=default.interval, help="seconds between two decisions")
+    parser.flag("--demand-window", type=seconds(1.0, 120.0), default=default.demand_window, help="seconds over which the load is averaged")
     parser.flag(
         "--leader-lease",
-        type=_seconds(),
+        type=seconds(),
         default=default.leader_lease,
         help="seconds after which another replica may lead, if the leader is not heard of",
     )
     parser.flag(
         "--stale-after",
-        type=_whole(2, 1000),
+        type=whole(2, 1000),
         default=default.stale_after,
         help="intervals after which a decision is no answer any more: UNAVAILABLE, for which KEDA keeps what there is",
     )
     target_flags(parser)
-    parser.flag("--attainment", type=_share, default=default.attainment, help="share of answers that are to keep the targets")
+    parser.flag("--attainment", type=share, default=default.attainment, help="share of answers that are to keep the targets")
     for role in ("prefill", "decode"):
         pool: Pool = getattr(default, role)
-        parser.flag(f"--{role}-min-workers", type=_whole(0, 10_000), default=pool.min_workers, help=f"fewest pods of the {role} Deployment")
-        parser.flag(f"--{role}-max-workers", type=_whole(1, 10_000), default=pool.max_workers, help="most of them")
-        parser.flag(f"--{role}-gpus-per-worker", type=_whole(1, 64), default=pool.gpus_per_worker, help="GPUs that one of them has")
-        parser.flag(f"--{role}-price", type=_not_negative, default=pool.price, help="what one of its GPUs costs an hour")
-        parser.flag(f"--{role}-cold-start", type=_not_negative, default=pool.cold_start, help="seconds until a new one serves")
-    parser.flag("--max-cost", type=_not_negative, default=default.max_cost, help="most that all workers may cost an hour; 0: no bound")
-    parser.flag("--spare", type=_whole(0, 10_000), default=default.spare, help="workers that may be lost at once without a target missed")
+        parser.flag(f"--{role}-min-workers", type=whole(0, 10_000), default=pool.min_workers, help=f"fewest pods of the {role} Deployment")
+        parser.flag(f"--{role}-max-workers", type=whole(1, 10_000), default=pool.max_workers, help="most of them")
+        parser.flag(f"--{role}-gpus-per-worker", type=whole(1, 64), default=pool.gpus_per_worker, help="GPUs that one of them has")
+        parser.flag(f"--{role}-price", type=not_negative, default=pool.price, help="what one of its GPUs costs an hour")
+        parser.flag(f"--{role}-cold-start", type=not_negative, default=pool.cold_start, help="seconds until a new one serves")
+    parser.flag("--max-cost", type=not_negative, default=default.max_cost, help="most that all workers may cost an hour; 0: no bound")
+    parser.flag("--spare", type=whole(0, 10_000), default=default.spare, help="workers that may be lost at once without a target missed")
     parser.flag(
-        "--surge", type=_whole(1, 10_000), default=default.surge, help="workers that one decision adds, takes away or switches at most"
+        "--surge", type=whole(1, 10_000), default=default.surge, help="workers that one decision adds, takes away or switches at most"
     )
-    parser.flag(
-        "--hysteresis", type=_not_negative, default=default.hysteresis, help="what is kept must carry so much more load, as a share"
-    )
+    parser.flag("--hysteresis", type=not_negative, default=default.hysteresis, help="what is kept must carry so much more load, as a share")
     parser.flag(
         "--max-utilization",
-        type=_share,
+        type=share,
         default=default.max_utilization,
         help="share of a worker's time, seats and blocks that is planned for",
     )
     parser.flag(
-        "--cool-down", type=_not_negative, default=default.cool_down, help="seconds of less load before workers go, and between two turns"
+        "--cool-down", type=not_negative, default=default.cool_down, help="seconds of less load before workers go, and between two turns"
     )
     parser.flag(
         "--scale-to-zero-after",
-        type=_not_negative,
+        type=not_negative,
         default=default.scale_to_zero_after,
         help="seconds without a request after which no worker is kept; 0: never",
     )
     parser.flag(
         "--worker-drain",
-        type=_not_negative,
+        type=not_negative,
         default=default.worker_drain,
         help="seconds that a worker's requests may go on for when it changes its role or goes; the workers' own --drain-timeout",
     )
@@ -251,7 +249,7 @@ def _policy_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
         default=default.switch_roles,
         help="let workers take the other role where that is quicker than a new pod",
     )
-    parser.flag("--switch-time", type=_not_negative, default=default.switch_time, help="seconds that it takes, beside the drain")
+    parser.flag("--switch-time", type=not_negative, default=default.switch_time, help="seconds that it takes, beside the drain")
 
 
 def _kubernetes_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
@@ -292,48 +290,8 @@ def _api(text: str) -> str:
     return text.rstrip("/")
 
 
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-        return value
-
-    return parse
-
-
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 up")
-    return value
-
-
-def _seconds(low: float = 0.01, high: float = 86_400.0) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = _not_negative(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from {low:g} to {high:g}")
-        return value
-
-    return parse
-
-
-def _share(text: str) -> float:
-    value = _not_negative(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is no share; give a number above 0 and at most 1")
-    return value
-
-
 def _tolerance(text: str) -> float:
-    value = _not_negative(text)
+    value = not_negative(text)
     if value > 0.5:
         raise argparse.ArgumentTypeError(f"{text} is too much; give a share from 0 to 0.5")
     return value

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from twostep.flag_values import seconds, whole
 from twostep.flags import FlagParser
 
 PORTS_EACH = 10
@@ -76,11 +77,11 @@ def parse_pod(argv: Sequence[str] | None = None) -> PodConfig:
     """Exits with a usage message if a flag does not make sense."""
     default = PodConfig()
     parser = FlagParser(prog="python -P -m twostep.local.pod", description="Several workers as processes of one container.")
-    parser.flag("--prefill-workers", type=_whole(0, _MOST_WORKERS), default=default.prefill_workers, help="prefill workers")
-    parser.flag("--decode-workers", type=_whole(1, _MOST_WORKERS), default=default.decode_workers, help="decode workers")
+    parser.flag("--prefill-workers", type=whole(0, _MOST_WORKERS), default=default.prefill_workers, help="prefill workers")
+    parser.flag("--decode-workers", type=whole(1, _MOST_WORKERS), default=default.decode_workers, help="decode workers")
     parser.flag(
         "--gpus-per-worker",
-        type=_whole(0, 64),
+        type=whole(0, 64),
         default=default.gpus_per_worker,
         help="GPUs of each, one worker's after the other's; more than 1: one model cut over them; 0: as --device of the workers says",
     )
@@ -95,11 +96,11 @@ def parse_pod(argv: Sequence[str] | None = None) -> PodConfig:
     parser.flag("--pod-name", default=default.pod_name, help="what the workers' names begin with")
     parser.flag("--host", default=default.host, help="address of --pod-health-port")
     parser.flag(
-        "--first-port", type=_whole(1, 65000), default=default.first_port, help="gRPC port of the first worker; the next one's is 10 up"
+        "--first-port", type=whole(1, 65000), default=default.first_port, help="gRPC port of the first worker; the next one's is 10 up"
     )
-    parser.flag("--pod-health-port", type=_whole(1, 65535), default=default.pod_health_port, help="plaintext gRPC health of all of them")
-    parser.flag("--drain-timeout", type=_seconds, default=default.drain_timeout, help="time for running requests to end after SIGTERM")
-    parser.flag("--start-timeout", type=_seconds, default=default.start_timeout, help="how long a worker may take until it is ready")
+    parser.flag("--pod-health-port", type=whole(1, 65535), default=default.pod_health_port, help="plaintext gRPC health of all of them")
+    parser.flag("--drain-timeout", type=seconds(), default=default.drain_timeout, help="time for running requests to end after SIGTERM")
+    parser.flag("--start-timeout", type=seconds(), default=default.start_timeout, help="how long a worker may take until it is ready")
     parser.flag(
         "--log-level", default=default.log_level, choices=["debug", "info", "warning", "error"], help="least severe level that is logged"
     )
@@ -118,26 +119,3 @@ def worker_flags(text: str) -> WorkerFlags:
     return tuple(
         f"--{name}" if value is True else f"--no-{name}" if value is False else f"--{name}={value}" for name, value in given.items()
     )
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-        return value
-
-    return whole_number
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.engine.preemption import PreemptionMode
+from twostep.flag_values import not_negative, positive, share, whole
 from twostep.flags import KV_TRANSPORTS, KV_WIRES, FlagParser, kv_transports, tracing_flag
 from twostep.models.store import default_cache_dir
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
@@ -118,7 +118,7 @@ def parse_config(role: str, argv: Sequence[str] | None = None) -> WorkerConfig:
 
 
 def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
-    number = _between
+    number = whole
     parser.flag("--model", default="", metavar="DIR", help="model directory, or the name of a known model")
     parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")
     parser.flag("--runner", default="model", choices=["model", "fake"], help="fake: hand-computable tokens and settable timing, no weights")
@@ -151,19 +151,19 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
     )
     parser.flag(
         "--gpu-memory-utilization",
-        type=_share,
+        type=share,
         default=default.gpu_memory_utilization,
         help="share of the whole card that this process may take: weights, steps, graphs, and the rest is KV cache",
     )
     parser.flag(
         "--swap-space",
-        type=_not_negative,
+        type=not_negative,
         default=default.swap_space,
         help="GiB of host memory for the KV of sequences that give way when the KV cache is full; never more than the KV cache's size",
     )
     parser.flag(
         "--prefix-cache-space",
-        type=_not_negative,
+        type=not_negative,
         default=default.prefix_cache_space,
         help="GiB of host memory for prefixes that the KV cache gives up; 0: none. It pays where prompts come back later than the KV cache "
         "can keep them, and costs a copy of every prompt",
@@ -191,12 +191,12 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
     parser.flag("--max-waiting", type=number(1, 1 << 20), default=default.max_waiting, help="prompts that may wait; more are refused")
     parser.flag(
         "--max-step-ms",
-        type=_not_negative,
+        type=not_negative,
         default=default.max_step_ms,
         help="longest a step may take that computes prompts beside others' tokens; 0: as those requests' promised TPOT says. "
         f"If not given: 0, on a GPU {GPU_MAX_STEP_MS:g}",
     )
-    parser.flag("--ageing", type=_positive, default=default.ageing, help="seconds of waiting that make a request one class more urgent")
+    parser.flag("--ageing", type=positive, default=default.ageing, help="seconds of waiting that make a request one class more urgent")
     parser.flag(
         "--hash-unit", type=number(1, 65536), default=default.hash_unit, help="tokens of one prefix hash, the same on every process"
     )
@@ -207,7 +207,7 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
         help="measure at the start, for a second or two, how long steps take; without it routers reckon with guesses",
     )
     parser.flag("--cpu-threads", type=number(0, 1024), default=0, help="threads of the CPU engine; 0: torch decides")
-    parser.flag("--fake-step-ms", type=_not_negative, default=0.0, help="least duration of a step of --runner fake")
+    parser.flag("--fake-step-ms", type=not_negative, default=0.0, help="least duration of a step of --runner fake")
     parser.flag(
         "--fake-vocab-size", type=number(2, 1 << 31), default=default.fake_vocab_size, help="vocabulary of --runner fake without --model"
     )
@@ -215,12 +215,12 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
 
 def _network_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None:
     parser.flag("--host", default=default.host, help="address to listen on")
-    parser.flag("--port", type=_between(0, 65535), default=DEFAULT_PORTS[role], help="gRPC port, 0 for any free one")
+    parser.flag("--port", type=whole(0, 65535), default=DEFAULT_PORTS[role], help="gRPC port, 0 for any free one")
     parser.flag(
-        "--health-port", type=_between(-1, 65535), default=None, help="plaintext health-only port; --port + 1 if not given, -1 for none"
+        "--health-port", type=whole(-1, 65535), default=None, help="plaintext health-only port; --port + 1 if not given, -1 for none"
     )
     parser.flag(
-        "--metrics-port", type=_between(-1, 65535), default=None, help="plaintext HTTP, GET /metrics; --port + 2 if not given, -1 for none"
+        "--metrics-port", type=whole(-1, 65535), default=None, help="plaintext HTTP, GET /metrics; --port + 2 if not given, -1 for none"
     )
     parser.flag(
         "--advertise-address", default="", metavar="HOST[:PORT]", help="how others reach this worker; --host and --port if not given"
@@ -244,11 +244,9 @@ def _network_flags(parser: FlagParser, default: WorkerConfig, role: str) -> None
         default="",
         help="name that workers' certificates must have, whatever address they are reached at; the address itself if not given",
     )
-    parser.flag(
-        "--max-concurrent-rpcs", type=_between(1, 1 << 20), default=default.max_concurrent_rpcs, help="calls and streams open at once"
-    )
-    parser.flag("--drain-timeout", type=_not_negative, default=default.drain_timeout, help="time for running requests to end after SIGTERM")
-    parser.flag("--stall-timeout", type=_positive, default=default.stall_timeout, help="not alive once work has seen no step for so long")
+    parser.flag("--max-concurrent-rpcs", type=whole(1, 1 << 20), default=default.max_concurrent_rpcs, help="calls and streams open at once")
+    parser.flag("--drain-timeout", type=not_negative, default=default.drain_timeout, help="time for running requests to end after SIGTERM")
+    parser.flag("--stall-timeout", type=positive, default=default.stall_timeout, help="not alive once work has seen no step for so long")
 
 
 def _transfer_flags(parser: FlagParser, default: WorkerConfig) -> None:
@@ -272,30 +270,30 @@ def _transfer_flags(parser: FlagParser, default: WorkerConfig) -> None:
         "--run-dir", type=Path, default=None, help="private, short directory for the KV agent's socket; a temporary one if not given"
     )
     parser.flag(
-        "--transport-timeout", type=_positive, default=default.transport_timeout, help="how long to wait for the KV transport at start"
+        "--transport-timeout", type=positive, default=default.transport_timeout, help="how long to wait for the KV transport at start"
     )
     # Of either role, since a worker may change its own (docs/roles.md).
     parser.flag(
         "--kv-budget-bytes",
-        type=_between(0, 1 << 50),
+        type=whole(0, 1 << 50),
         default=0,
         help="prefill: most KV published at once; 0: 70%% of the object store",
     )
     parser.flag(
         "--kv-ring-bytes",
-        type=_between(0, 1 << 40),
+        type=whole(0, 1 << 40),
         default=0,
         help="memory shared with the KV agent of the ray transport; 0: 64 MiB, on a GPU up to 256",
     )
     parser.flag(
         "--chunk-bytes",
-        type=_between(0, 1 << 30),
+        type=whole(0, 1 << 30),
         default=default.chunk_bytes,
         help="prefill: size of a published chunk, about; 0: 8 MiB of what is copied out, 256 MiB of what is read in place",
     )
     parser.flag(
         "--lease-ttl",
-        type=_positive,
+        type=positive,
         default=default.lease_ttl,
         help="so long after its last progress a hand-over ends (prefill), and a reservation without a ticket (decode)",
     )
@@ -307,44 +305,7 @@ def _transfer_flags(parser: FlagParser, default: WorkerConfig) -> None:
     )
     parser.flag(
         "--router-lease",
-        type=_positive,
+        type=positive,
         default=default.router_lease,
         help="decode: sequences of a router without a stream for so long end",
     )
-
-
-def _between(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not within {low} and {high}")
-        return value
-
-    return parse
-
-
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 up")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _not_negative(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is no share; give a number above 0 and at most 1")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("0 is too little; give a number above 0")
-    return value
