@@ -47,7 +47,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz simulate replay-image clean
+.PHONY: help demo up test check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz simulate replay-image replay-compose clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
