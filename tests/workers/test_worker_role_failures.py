@@ -12,6 +12,7 @@ from worker_harness import RedisServer
 
 from decode_worker.edge import DecodeEdge
 from kv_transfer.local import LocalHub
+from prefill_worker.edge import PrefillEdge
 from twostep import AsyncClient
 from twostep.cluster.records import WorkerRecord, prefix_key, worker_key
 from twostep.cluster.registration import connect
@@ -124,6 +125,23 @@ async def test_transports_that_do_not_come_up_send_it_back(
         with pytest.raises(Incompatible, match=r"w0 is a prefill worker still: no KV transport works after 0\.2 s"):
             await system.switch("w0", "decode")
         assert system.workers["w0"].record().ready
+
+
+async def test_transports_of_neither_role_leave_it_in_its_own(
+    model_dir: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while Ray's head is away: the process goes on, and is of use again once KV has a way."""
+    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False, transport_timeout=0.2) as system:
+        worker = system.workers["w0"]
+        with monkeypatch.context() as away:
+            for edge in (PrefillEdge, DecodeEdge):
+                away.setattr(edge, "ready_transports", ())
+            with pytest.raises(Incompatible, match="w0 is a prefill worker still"):
+                await system.switch("w0", "decode")
+            assert not worker.engine_failed.is_set()
+            assert (worker.record().role, worker.record().transports) == ("prefill", ())
+            assert "no KV transport works" in worker.record().not_ready_reason
+        await until(lambda: not worker.record().not_ready_reason, "KV has a way again")
 
 
 async def test_a_stop_does_not_wait_for_transports_that_do_not_come_up(

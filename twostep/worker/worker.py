@@ -173,11 +173,7 @@ class Worker:
             await self.edge.start()
             port = await self.server.start()
             self.address = reachable_address(self.config, port)
-            try:
-                await self._life.wait_for_transport()
-            except SetupError as error:
-                # What moves KV comes and goes while a worker runs, and may as well come after its start.
-                log.warning("%s starts all the same: %s", self.worker_id, error.message)
+            await self._look_for_transport(self._life)
             self._ready = True
             await self._registration.start()
             self._readiness.announced()
@@ -276,14 +272,14 @@ class Worker:
     async def _go_back(self, config: WorkerConfig, carried: Carried) -> None:
         """To the role it had. Raises RoleConflict, and InternalError: it has none any more."""
         try:
-            await self._begin(config, carried)
+            await self._begin(config, carried, back=True)
         except Exception as error:
             raise InternalError(f"{self.worker_id} can serve neither role now, and ends: {error}") from error
         await self._resume()
 
-    async def _begin(self, config: WorkerConfig, carried: Carried) -> None:
-        """A new life in the role of `config`, that nobody is told of yet. Raises SetupError, and then the life before is the present one
-        and has `carried`."""
+    async def _begin(self, config: WorkerConfig, carried: Carried, *, back: bool = False) -> None:
+        """A new life in the role of `config`, that nobody is told of yet; `back` in the one it had, whether or not KV has a way. Raises
+        SetupError, and then the life before is the present one and has `carried`."""
         give_up = time.monotonic() + _ENGINE_IDLE_S
         while not await asyncio.to_thread(
             self.engine.reconfigure,
@@ -297,11 +293,18 @@ class Worker:
         life = self._new_life(config, carried)
         try:
             await life.edge.start()
-            await life.wait_for_transport(self._interrupted)
+            await (self._look_for_transport(life) if back else life.wait_for_transport(self._interrupted))
         except BaseException:
             await life.edge.leave()
             raise
         self._life = life
+
+    async def _look_for_transport(self, life: Life) -> None:
+        """What moves KV comes and goes while a worker runs, and may as well come later."""
+        try:
+            await life.wait_for_transport(self._interrupted)
+        except SetupError as error:
+            log.warning("%s goes on all the same: %s", self.worker_id, error.message)
 
     async def _resume(self) -> None:
         self._check_not_interrupted()
