@@ -29,7 +29,7 @@ from twostep.errors import InvalidRequest, Unavailable
 
 _TIMEOUT_S = 3.0
 LOOK_AGAIN_S = 2 * HEARTBEAT_S
-_MOST_LOOKS = 5
+_MOST_LOOKS = 3
 # Workers of one deployment: names beyond are not looked at.
 _MAX_WORKERS = 4096
 # Of the requests whose lengths say how unlike prompts are; below, it is taken to be what it usually is.
@@ -150,7 +150,7 @@ class Collector:
         )
 
     async def _newcomers(self, found: Mapping[str, WorkerRecord]) -> dict[str, WorkerRecord]:
-        """Those who register while others do: two looks in a row without any end it."""
+        """Those who register while others do, until a look finds nobody new; three looks at most."""
         new: dict[str, WorkerRecord] = {}
         for _ in range(_MOST_LOOKS):
             await asyncio.sleep(self._look_again_s)
