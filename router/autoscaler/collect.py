@@ -4,7 +4,7 @@
     2  the records of workers that are new; only if there are any
     3  once more those that were there the last time and are not now, two heartbeats later; only if there are any. A Redis that came back
        empty has nobody's record for a second, and a cluster does not lose its workers within one. Whoever knows no worker yet and finds
-       no decision to go on from looks again in the same way, until nobody is new
+       no decision to go on from looks again in the same way until nobody is new, three times at most
 
 Redis' clock is the clock of all replicas: instants of decisions mean the same to each of them.
 """
