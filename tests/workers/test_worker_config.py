@@ -135,6 +135,14 @@ def test_how_much_a_step_takes_follows_from_the_device_unless_told(
     assert (fake.device, fake.max_num_batched_tokens) == ("auto", 512)
 
 
+@pytest.mark.parametrize(("native", "taken"), [(True, "auto"), (False, "float32")])
+def test_a_cpu_without_bfloat16_takes_float32(native: bool, taken: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostep.engine.device.cpu_computes_bfloat16", lambda: native)
+    flags = ["--model", str(tiny_llama_dir), "--device", "cpu"]
+    assert settle(parse_config("decode", flags)).dtype == taken
+    assert settle(parse_config("decode", [*flags, "--dtype", "bfloat16"])).dtype == "bfloat16", "as told"
+
+
 def test_a_variable_is_held_to_the_flag_s_choices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TWOSTEP_PREEMPTION_MODE", "foo")
     with pytest.raises(SystemExit):

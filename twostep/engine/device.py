@@ -27,6 +27,15 @@ def choose_device(name: str) -> tuple[str, str]:
     return f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, number {index} of {count}"
 
 
+def cpu_computes_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 by itself (AVX-512 or newer). Where torch has to make do, it takes ten times as long as float32,
+    and rounds in between."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+
+
 def device_of(name: str) -> torch.device:
     """Raises SetupError for a device that is unknown or not here."""
     if name == "cpu":

@@ -122,7 +122,12 @@ def _model_flags(parser: FlagParser, default: WorkerConfig) -> None:
     parser.flag("--model", default="", metavar="DIR", help="model directory, or the name of a known model")
     parser.flag("--served-model-name", default="", help="name clients ask for; the directory's name if not given")
     parser.flag("--runner", default="model", choices=["model", "fake"], help="fake: hand-computable tokens and settable timing, no weights")
-    parser.flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: that of the weights")
+    parser.flag(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="auto: that of the weights, on a CPU without bfloat16 float32",
+    )
     parser.flag(
         "--kv-cache-dtype", default="auto", choices=["auto", "fp8", "int8"], help="auto: as --dtype; fp8, int8: a byte a number, lossy"
     )

@@ -109,13 +109,16 @@ def settle(config: WorkerConfig) -> WorkerConfig:
     on_gpu = False
     if config.runner == "model" and config.model:
         # Importing torch takes seconds and hundreds of megabytes, which a fake runner does without.
-        from twostep.engine.device import choose_device  # noqa: PLC0415
+        from twostep.engine.device import choose_device, cpu_computes_bfloat16  # noqa: PLC0415
 
         device, why = choose_device(config.device)
         if device != config.device:
             log.info("device %s: %s", device, why)
             config = replace(config, device=device)
         on_gpu = device != "cpu"
+        if config.dtype == "auto" and not on_gpu and not cpu_computes_bfloat16():
+            log.info("dtype float32: this CPU computes bfloat16 slower and less exactly")
+            config = replace(config, dtype="float32")
     config = replace(config, step_tokens_at_knee=config.step_tokens_at_knee or not config.max_num_batched_tokens)
     if not config.max_num_batched_tokens and on_gpu:
         other = next(role for role in GPU_STEP_TOKENS if role != config.role)
