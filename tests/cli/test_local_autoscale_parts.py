@@ -179,8 +179,9 @@ def test_the_autoscaler_is_started_with_the_bounds_of_the_machine(tiny_llama_dir
     assert (flag(commands["decode-1"], "--pod-owner"), flag(commands["prefill-0"], "--pod-owner")) == ("decode", "prefill")
     # A machine that has less than is to be started at once is not believed.
     monkeypatch.setattr("twostep.local.capacity.num_cores", lambda: 1)
-    plan, _, _ = planned(told(*common))
+    plan, _, said = planned(told(*common))
     assert plan.scale == Scale(prefill=Bounds(least=1, most=1), decode=Bounds(least=2, most=2), total=3)
+    assert said[-1] == "autoscaler: the 3 workers that start are all that there is room for: none will be added"
 
 
 def test_without_the_flag_nothing_scales(tiny_llama_dir: Path) -> None:

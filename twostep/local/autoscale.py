@@ -139,6 +139,8 @@ class LocalAutoscale:
         if replicas != self._last:
             if self._last is not None or any(self._count(role) != replicas[role] for role in ROLES):
                 why = f": {wanted.reason}" if wanted.reason else ""
+                if sum(replicas.values()) > self._scale.total:
+                    why += f"; there is room for {self._scale.total} together, so that not all of them are started"
                 self._say(f"autoscaler: {replicas['prefill']} prefill, {replicas['decode']} decode workers wanted{why}")
             self._last = replicas
 

@@ -174,6 +174,8 @@ def _scale(options: LocalOptions, model_dir: Path, num_gpus: int, progress: Call
         f"autoscaler: {prefill.least} to {prefill.most} prefill, {decode.least} to {decode.most} decode workers, {scale.total} together at "
         f"most" + (f" for want of {room.limit}" if scale.total == room.num_workers < prefill.most + decode.most else "")
     )
+    if scale.total <= options.num_workers:
+        progress(f"autoscaler: the {options.num_workers} workers that start are all that there is room for: none will be added")
     return scale
 
 
