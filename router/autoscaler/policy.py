@@ -49,7 +49,7 @@ def decide(config: PolicyConfig, memory: Memory, observation: Observation) -> St
         replicas=replicas,
         switches=chosen.switches,
         victims=chosen.victims,
-        reason=_reason(seen, aim, chosen, there),
+        reason=_reason(observation, seen, aim, chosen, there),
         limit=_limit(fitted, chosen),
         needed=dict(aim.ahead),
     )
@@ -123,11 +123,13 @@ def _limit(fitted: Fitted, chosen: Assignment) -> str:
     return fitted.limit or ("cool_down" if chosen.held else "")
 
 
-def _reason(seen: Memory, aim: Goal, chosen: Assignment, there: Composition) -> str:
+def _reason(observation: Observation, seen: Memory, aim: Goal, chosen: Assignment, there: Composition) -> str:
     if aim.asleep:
         return "idle: scaled to the least"
-    forecast = _known(seen.forecast)
-    parts = [f"{forecast.requests.level:.3g} requests/s need {aim.now['prefill']} + {aim.now['decode']}"]
+    # The level follows what comes; whichever is more is what the workers are for.
+    rate = max(_known(seen.forecast).requests.level, observation.traffic.requests_per_s)
+    waiting = f", {observation.traffic.queued_requests} waiting," if observation.traffic.queued_requests else ""
+    parts = [f"{rate:.3g} requests/s{waiting} need {aim.now['prefill']} + {aim.now['decode']}"]
     if aim.ahead != aim.now:
         parts.append(f"{aim.ahead['prefill']} + {aim.ahead['decode']} ahead")
     if aim.total > sum(aim.ahead.values()):
