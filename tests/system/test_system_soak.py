@@ -54,7 +54,7 @@ async def soak(system: System, num_requests: int) -> Counter[str]:
         return Counter(await asyncio.gather(*(one(client, n, shared) for n in range(num_requests))))
 
 
-@pytest.mark.parametrize(("local_prefill", "num_requests"), [(False, 200), (True, 100)], ids=["all handed over", "as routers choose"])
+@pytest.mark.parametrize(("local_prefill", "num_requests"), [(False, 100), (True, 60)], ids=["all handed over", "as routers choose"])
 def test_soak(smollm2_dir: Path, tmp_path: Path, local_prefill: bool, num_requests: int) -> None:
     with running(smollm2_dir, tmp_path, local_prefill=local_prefill) as system:
         ends = asyncio.run(soak(system, num_requests))
