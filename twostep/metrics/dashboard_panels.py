@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from twostep.metrics.dashboard_autoscaler import AUTOSCALER
-from twostep.metrics.panel import Panel, R, S, W, areas, lines, number, percentiles, quantile, rate
+from twostep.metrics.panel import GOOD_HIGH, GOOD_LOW, Panel, R, S, W, areas, lines, number, percentiles, quantile, rate
 
 _ANSWERED = f'{S}, status!="CANCELLED"'
 _OWED = f'{S}, status=~"UNAVAILABLE|INTERNAL|DEADLINE_EXCEEDED|DATA_LOSS|UNKNOWN"'
 _HIT_RATE = f"{rate('twostep_prefix_cache_hits_total')} / {rate('twostep_prefix_cache_queries_total')}"
 _SLO = f"{rate('twostep_request_slo_attained_total')} / {rate('twostep_request_slo_total')}"
-_GOOD_HIGH = ((0.0, "red"), (0.95, "orange"), (0.99, "green"))
-_GOOD_LOW = ((0.0, "green"), (0.01, "orange"), (0.05, "red"))
 
 ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
     (
@@ -27,7 +25,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 "percentunit",
                 "Share of requests that the system owed an answer and gave none.",
                 f"({rate('twostep_requests_total', match=_OWED)} or vector(0)) / {rate('twostep_requests_total', match=_ANSWERED)}",
-                thresholds=_GOOD_LOW,
+                thresholds=GOOD_LOW,
             ),
             number("TTFT p99", "s", "Time to the first token.", quantile(0.99, "twostep_time_to_first_token_seconds")),
             number(
@@ -41,7 +39,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 "percentunit",
                 "Of requests with targets, those that ended within all of them.",
                 _SLO,
-                thresholds=_GOOD_HIGH,
+                thresholds=GOOD_HIGH,
             ),
             number("Prefix hit rate", "percentunit", "Of prompt tokens looked up on workers, those whose KV was there.", _HIT_RATE),
             number(

@@ -10,6 +10,9 @@ S = 'namespace=~"$namespace", job=~"$job"'
 R = f'{S}, role=~"$role"'
 # The window of rates, which Grafana chooses by the scrape interval.
 W = "$__rate_interval"
+# Colours of shares, from which value on: where high is good, and where low is.
+GOOD_HIGH = ((0.0, "red"), (0.95, "orange"), (0.99, "green"))
+GOOD_LOW = ((0.0, "green"), (0.01, "orange"), (0.05, "red"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
