@@ -87,7 +87,6 @@ fault-matrix: $(VENV)/.dev
 storm: $(VENV)/.dev
 	@$(BIN)/python benchmarks/hand_over_storm.py $(STORM_FLAGS)
 
-# The demo profile's pods as processes in namespaces of this machine, as root (docs/kubernetes.md).
 # What make check and make test do for the chart, and more random combinations of its switches: HELM_CASES=500
 helm: $(VENV)/.dev
 	@$(BIN)/python scripts/helm-docs
@@ -98,6 +97,7 @@ helm: $(VENV)/.dev
 helm-checkov: $(VENV)/.dev
 	@scripts/helm-checkov $(CHECKOV)
 
+# The demo profile's pods as processes in namespaces of this machine, as root (docs/kubernetes.md).
 chart-replay: $(VENV)/.dev
 	@$(BIN)/python tests/helm/chart_replay.py $(REPLAY_FLAGS)
 
