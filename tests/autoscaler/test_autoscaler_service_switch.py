@@ -177,6 +177,8 @@ async def test_a_leader_shifts_a_worker_to_the_role_that_is_short(redis_server: 
         async with running(settings, clock) as autoscaler:
             await eventually(lambda: autoscaler.board.record is not None, "a decision")
             for _ in range(30):
+                # A worker has its new role before the answer is back: only then is it counted.
+                await eventually(lambda: not autoscaler._switcher.busy, "the end of a switch")
                 if sum(fake.record.role == "decode" for fake in fakes) > 1:
                     break
                 clock.now_s += 60.0
@@ -184,7 +186,6 @@ async def test_a_leader_shifts_a_worker_to_the_role_that_is_short(redis_server: 
                 await writer.load(clock.now_s, load)
                 autoscaler.controller.wake()
                 await eventually(lambda: autoscaler.board.answer().at_s == clock.now_s, "another decision")
-                await eventually(lambda: not autoscaler._switcher.busy, "the end of a switch")
             shifted = [fake.record.worker_id for fake in fakes if fake.record.role == "decode" and fake.record.pod_owner == "prefill"]
             assert shifted, "one of them decodes now"
             assert autoscaler.metrics.switches.labels("ok")._value.get() == len(shifted)
