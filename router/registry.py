@@ -207,7 +207,10 @@ class Registry:
                 after[name] = record
             else:
                 self._missing_since.pop(name, None)
-                log.warning("worker %s is gone: no heartbeat", name)
+                if record.draining:
+                    log.info("worker %s has left after its drain", name)
+                else:
+                    log.warning("worker %s is gone: no heartbeat", name)
         self._say(refusals)
         self._trim(after)
         for name, record in after.items():

@@ -80,6 +80,19 @@ async def test_workers_come_change_and_go(cluster: Cluster) -> None:
     assert await cluster.redis.smembers(WORKERS_KEY) == {b"p0"}, "names of the dead do not pile up"
 
 
+async def test_who_left_after_a_drain_is_not_said_to_be_lost(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry(cluster.redis, deployment(cluster), missing_grace_s=0.0)
+    await write(cluster.redis, described(cluster, "drained", draining=True))
+    await write(cluster.redis, described(cluster, "lost"))
+    await registry.poll()
+    await cluster.redis.delete(worker_key("drained"), worker_key("lost"))
+    with caplog.at_level("INFO"):
+        await registry.poll()
+    assert registry.workers == ()
+    said = {record.getMessage(): record.levelname for record in caplog.records}
+    assert said == {"worker drained has left after its drain": "INFO", "worker lost is gone: no heartbeat": "WARNING"}
+
+
 async def test_a_version_too_far_from_the_routers_is_refused_listed_and_back_when_it_is_near(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:

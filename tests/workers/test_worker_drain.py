@@ -33,6 +33,8 @@ from worker_harness import (
 )
 
 from kv_transfer.local import LocalHub
+from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
+from twostep.cluster.registration import connect
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner
 from twostep.errors import SetupError
@@ -95,6 +97,27 @@ async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str)
         await asyncio.wait_for(asyncio.gather(*stopping), WAIT_S)
         # The stream ended by itself, in order.
         assert await router._call.code() is grpc.StatusCode.OK
+
+
+async def test_its_record_says_that_it_drains_until_nothing_runs(redis_url: str) -> None:
+    async with started(redis_url, decode_runner=make_runner(step_s=0.01)) as pair, routed(pair) as router:
+        name = pair.prefill_worker.worker_id
+        running = asyncio.create_task(router.generate("r", prompt_of(40), 200))
+        await decoding(router)
+        client = connect(redis_url)
+        try:
+            stopping = await begin_to_stop(pair.decode_worker, WAIT_S)
+            keys = {worker.worker_id: worker_key(worker.worker_id) for worker in (pair.prefill_worker, pair.decode_worker)}
+            while not (record := WorkerRecord.from_json(await client.get(keys[pair.decode_worker.worker_id]))).draining:
+                assert not running.done(), "it never said so"
+            assert not record.ready
+            # Longer than a record lives: it is renewed.
+            assert (await running).tokens == expected(prompt_of(40), 200)
+            await stopping
+            assert await client.exists(keys[pair.decode_worker.worker_id]) == 0
+            assert await client.smembers(WORKERS_KEY) == {name.encode()}
+        finally:
+            await client.aclose()
 
 
 async def test_health_follows_the_drain(redis_url: str) -> None:

@@ -1,7 +1,8 @@
 """One worker: engine, server, registration, and the edge of the role that it has now; started, switched and stopped in order.
 
 start   engine thread · edge (KV transport) · server listens · transport answers · registered · ready
-stop    not ready · deregistered · no new work · what runs ends, or is failed at the drain timeout · edge frees · server and engine stop
+stop    not ready, and said so in Redis · no new work · what runs ends, or is failed at the drain timeout · deregistered · edge frees ·
+        server and engine stop
 switch  not ready, and said so in Redis · no new work · what runs ends, or is failed at the drain timeout · edge frees, and leaves its
         transports running · engine reconfigured · the other role's edge under a new epoch · registered as that · ready   (docs/roles.md)
 """
@@ -199,7 +200,8 @@ class Worker:
         if self._switching is not None:
             await asyncio.wait({self._switching})
         self._refuse(f"{self.worker_id} is draining; use another worker")
-        await self._registration.close()
+        # Its record stays as long as anything runs: to a router, a worker without one is lost as soon as it is silent.
+        await self._registration.announce()
         await self._life.drain(drain_timeout_s, self.engine_failed.is_set)
         self._life.fail_rest(Unavailable(f"{self.worker_id} stopped before the request was done; try again"))
         await self._stop()
