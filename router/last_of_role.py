@@ -9,7 +9,7 @@ from twostep.cluster.records import WorkerRecord
 
 def what_ends(records: Iterable[WorkerRecord], worker_id: str, role: str) -> str:
     """What would not be served any more once the worker had `role`; empty: everything still is, or was not before either."""
-    workers = [record for record in records if record.ready and not record.not_ready_reason and not record.draining]
+    workers = [record for record in records if record.serves]
     leaving = next((record for record in workers if record.worker_id == worker_id), None)
     if leaving is None or leaving.role == role:
         return ""

@@ -180,8 +180,8 @@ class Collector:
                 self._fleet.refuse(name, error.message)
                 self._refused.add(name)
                 continue
-            if self._fleet.belongs(name, record):
-                found[name] = record
+            if (counted := self._fleet.take(name, record)) is not None:
+                found[name] = counted
             else:
                 self._refused.add(name)
         return found

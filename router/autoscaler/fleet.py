@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 from router.autoscaler.model import ROLES, Role, WorkerView
+from twostep import __version__
 from twostep.cluster.records import WorkerRecord
+from twostep.version_skew import why_not
 
 log = logging.getLogger(__name__)
 
@@ -41,30 +44,40 @@ class Fleet:
         self._pending_s = {role: 2 * cold_start_s[role] + _PENDING_BEYOND_S for role in ROLES}
         self._first_seen: dict[Life, float] = {}
         self._looked = False
-        self._refused: dict[str, str] = {}
+        # What was said of whom.
+        self._said: dict[str, str] = {}
         self._unwilling: set[Life] = set()
         # Pods that were asked for and are not there: how many are wanted in all, and since when.
         self._asked: dict[Role, tuple[int, float]] = {}
 
     def refuse(self, name: str, why: str) -> None:
         """Logged once."""
-        if self._refused.get(name) != why:
-            log.warning("worker %s is not counted: %s", name, why)
-            self._refused[name] = why
+        self._say(name, f"is not counted: {why}")
 
-    def belongs(self, name: str, record: WorkerRecord) -> bool:
-        why = ""
-        if record.role not in ROLES:
-            why = f"its role is {record.role!r}; upgrade the autoscaler"
-        elif record.worker_id != name:
-            why = f"its record says it is {record.worker_id!r}; give every worker a name of its own"
-        elif self._secret_check and record.secret_check != self._secret_check:
-            why = "it has another deployment secret; give all processes the same --secret-file"
-        if why:
+    def take(self, name: str, record: WorkerRecord) -> WorkerRecord | None:
+        """As it counts here: a pod whose version keeps it from serving is there, and not ready. None: it does not count."""
+        if why := self._why_foreign(name, record):
             self.refuse(name, why)
-            return False
-        self._refused.pop(name, None)
-        return True
+            return None
+        if why := why_not(__version__, record.version, us="the autoscaler", them="it"):
+            self._say(name, f"counts as a pod that serves nobody: {why}")
+            return replace(record, ready=False, not_ready_reason=why)
+        self._said.pop(name, None)
+        return record
+
+    def _why_foreign(self, name: str, record: WorkerRecord) -> str:
+        if record.role not in ROLES:
+            return f"its role is {record.role!r}; upgrade the autoscaler"
+        if record.worker_id != name:
+            return f"its record says it is {record.worker_id!r}; give every worker a name of its own"
+        if self._secret_check and record.secret_check != self._secret_check:
+            return "it has another deployment secret; give all processes the same --secret-file"
+        return ""
+
+    def _say(self, name: str, what: str) -> None:
+        if self._said.get(name) != what:
+            log.warning("worker %s %s", name, what)
+            self._said[name] = what
 
     def would_not_switch(self, record: WorkerRecord) -> None:
         self._unwilling.add(life_of(record))
@@ -78,8 +91,8 @@ class Fleet:
         for life in [known for known in self._first_seen if known not in lives][: max(0, len(self._first_seen) - _MAX_REMEMBERED)]:
             del self._first_seen[life]
         self._unwilling &= lives
-        for name in list(self._refused)[: max(0, len(self._refused) - _MAX_REMEMBERED)]:
-            del self._refused[name]
+        for name in list(self._said)[: max(0, len(self._said) - _MAX_REMEMBERED)]:
+            del self._said[name]
         return tuple(self._view(record) for record in sorted(records, key=lambda record: record.worker_id))
 
     def pods(

@@ -28,8 +28,7 @@ OUTCOMES: tuple[Outcome, ...] = ("ok", "refused", "failed", "left_out")
 
 def last_of_role(record: WorkerRecord, records: Sequence[WorkerRecord]) -> bool:
     """Whether no other worker serves its role now."""
-    others = (other for other in records if other.role == record.role and other.worker_id != record.worker_id)
-    return not any(other.ready and not other.not_ready_reason and not other.draining for other in others)
+    return not any(other.serves and other.role == record.role and other.worker_id != record.worker_id for other in records)
 
 
 class Switcher:

@@ -17,6 +17,7 @@ from router.autoscaler.collect import traffic_of
 from router.autoscaler.config import AutoscalerConfig, parse_config
 from router.autoscaler.fleet import Fleet, owner_of
 from router.autoscaler.model import PolicyConfig, Role, Traffic
+from router.autoscaler.switches import last_of_role
 from twostep.cluster.demand import Demand, DemandTotals
 from twostep.cluster.records import WORKERS_KEY, WorkerLoad, worker_key
 from twostep.cluster.scaling import ScalingRecord
@@ -89,10 +90,25 @@ def test_workers_that_do_not_belong_here_are_left_out_and_named_once(caplog: pyt
     seen = fleet()
     strangers = [worker("a", "router"), worker("b", "prefill", secret_check="other")]
     for _ in range(2):
-        assert not any(seen.belongs(record.worker_id, record) for record in strangers)
-    assert not seen.belongs("c", worker("d", "prefill"))
-    assert seen.belongs("d", worker("d", "prefill"))
+        assert not any(seen.take(record.worker_id, record) for record in strangers)
+    assert seen.take("c", worker("d", "prefill")) is None
+    assert seen.take("d", worker("d", "prefill")) == worker("d", "prefill")
     assert len(caplog.records) == 3
+
+
+def test_a_worker_that_routers_refuse_for_its_version_is_a_pod_that_serves_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    seen, near, far = fleet(), worker("near", "decode", version="0.2.0"), worker("far", "decode", version="0.9.0")
+    for _ in range(2):
+        counted = [taken for record in (near, far) if (taken := seen.take(record.worker_id, record)) is not None]
+    assert counted[0] == near
+    assert [view.ready for view in seen.views(counted, 1.0)] == [False, True]
+    assert seen.pods(counted, {"decode": 2}, 1.0) == {"prefill": 0, "decode": 2}
+    assert last_of_role(counted[0], counted), "nobody is asked to leave its role to that one"
+    assert [record.getMessage() for record in caplog.records] == [
+        "worker far counts as a pod that serves nobody: it runs version 0.9.0 and the autoscaler 0.1.0, more than one minor version apart; "
+        "upgrade the autoscaler"
+    ]
+    assert seen.take("far", worker("far", "decode", version="0.1.4")) == worker("far", "decode", version="0.1.4")
 
 
 async def test_damaged_and_strange_records_cost_nobody_anything(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:

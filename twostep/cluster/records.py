@@ -104,6 +104,11 @@ class WorkerRecord:
     pod_namespace: str = ""
     pod_owner: str = ""
 
+    @property
+    def serves(self) -> bool:
+        """Whether requests can be placed on it now."""
+        return self.ready and not self.not_ready_reason and not self.draining
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
