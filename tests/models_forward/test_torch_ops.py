@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def test_norms_and_activation(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "llama-biases", "qwen3"])
-def test_bfloat16_stays_near_float32(tmp_path: Path, family: str) -> None:
+def test_bfloat16_stays_as_near_float32_as_it_does_in_transformers(tmp_path: Path, family: str) -> None:
     oracle = save_model(family, tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=40, block_size=8, dtype="bfloat16")
     (sequence,) = scattered_sequences([150], 8, 40, random.Random(5))
@@ -65,7 +66,10 @@ def test_bfloat16_stays_near_float32(tmp_path: Path, family: str) -> None:
     sequence.num_computed = 149
     got = torch.cat((first, runner.forward(make_batch([(sequence, 1)], 8)))).float()
     want = reference_logits(oracle, sequence.tokens)
-    assert float((got - want).square().mean().sqrt() / want.std()) < 0.05
+    theirs = reference_logits(copy.deepcopy(oracle).bfloat16(), sequence.tokens)
+    ours, hugging_face = (float((logits - want).square().mean().sqrt() / want.std()) for logits in (got, theirs))
+    assert ours < 0.05
+    assert ours < 1.5 * hugging_face, "what bfloat16 costs there, it costs here, give or take the order of rounding"
 
 
 def test_a_batch_without_sample_rows_only_writes(tmp_path: Path) -> None:
