@@ -23,6 +23,7 @@ from twostep.bench.serve.sweep import Doom
 from twostep.bench.serve.target import Answer, Clock, Exchange, RequestFailed, Served
 from twostep.bench.serve.traces import Trace, TraceRequest
 from twostep.bench.serve.workloads import MultiTurn, Quoting, RandomPrompts, Replay, Session, Text, Turn, num_quoted
+from twostep.cli._bench_progress import _state
 from twostep.errors import InvalidRequest
 
 SERVED = Served(model="fake", max_model_len=4096, alphabet=range(1000))
@@ -86,9 +87,10 @@ async def test_open_loop_sends_everything_though_nothing_is_answered() -> None:
     progress = Progress()
     runner = Runner(target=target, extent=Extent(num_requests=50), run="r", progress=progress)
     task = asyncio.create_task(runner.open_loop(zip((i * 0.001 for i in range(50)), one_turn_sessions(50), strict=True)))
-    while progress.num_sent < 50:
+    while progress.num_sent < 50 or not progress.none_to_come:
         assert not task.done()
         await asyncio.sleep(0.001)
+    assert _state(progress) == "50 sent, waiting for the last 50 answers"
     # All are on their way, and not one has been answered.
     assert (progress.in_flight, progress.num_ended, target.most_under_way) == (50, 0, 50)
     gate.set()

@@ -54,7 +54,8 @@ def _update(bar: Any, extent: Extent, progress: Progress) -> None:
 
 def _state(progress: Progress) -> str:
     failed = f", {progress.num_failed} failed" if progress.num_failed else ""
-    return f"{progress.num_sent} sent, {progress.in_flight} under way{failed}"
+    doing = f"waiting for the last {progress.in_flight} answers" if progress.none_to_come else f"{progress.in_flight} under way"
+    return f"{progress.num_sent} sent, {doing}{failed}"
 
 
 async def _follow(label: str, extent: Extent, progress: Progress, bar: Any) -> None:

@@ -70,6 +70,8 @@ class Progress:
     num_ended: int = 0
     num_failed: int = 0
     num_tokens: int = 0
+    none_to_come: bool = False
+    """No session begins any more: those that have are waited for."""
 
     @property
     def in_flight(self) -> int:
@@ -186,6 +188,7 @@ class Runner:
                 tasks.create_task(self._session(number, session, at, prepared))
             else:
                 self._exhausted = True
+            self.progress.none_to_come = True
 
     async def _users(self, sessions: Iterator[Session], num_users: int) -> None:
         numbered = enumerate(sessions)
@@ -196,17 +199,18 @@ class Runner:
             while True:
                 now = self._clock()
                 if now >= self.extent.end_s or (self.extent.num_requests and num_measured >= self.extent.num_requests):
-                    return
+                    break
                 number, session = next(numbered, (-1, None))
                 if session is None:
                     self._exhausted = True
-                    return
+                    break
                 prepared = self.target.prepare((), session.turns[0], self.run)
                 now = self._clock()
                 num_measured += self.extent.measures(now)
                 if not await self._session(number, session, now, prepared):
                     # Somebody who is refused does not ask again within the same millisecond.
                     await asyncio.sleep(0.05)
+            self.progress.none_to_come = True
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(num_users):
