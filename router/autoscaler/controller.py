@@ -2,7 +2,7 @@
 
     1. look      what is asked of the deployment, who serves it, what was decided last          collect.py
     2. decide    the policy, a pure function of that and of its memory                          policy.py
-    3. mark      pods that should go first, so that they are marked before anybody is told       pods.py
+    3. mark      pods that should go first, before anybody is told; a later lease's are left     pods.py
     4. commit    the decision and the policy's memory to Redis, if the lease is still held       lease.py
     5. act       KEDA is answered from it (external_scaler.py), and a worker changes its role    switches.py
 
@@ -25,7 +25,7 @@ from router.autoscaler.hpa import Asked, replicas_asked
 from router.autoscaler.lease import Lease
 from router.autoscaler.memory import Memory
 from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig
-from router.autoscaler.pods import PodMarks
+from router.autoscaler.pods import MarkLease, PodMarks
 from router.autoscaler.policy import Step, decide
 from router.autoscaler.switches import Switcher
 from twostep.cluster.scaling import ScalingRecord
@@ -177,7 +177,8 @@ class Controller:
         observation = self._parts.collector.observation(look, switching=set(self._memory.switching))
         step = self._decide(observation)
         self._seen, self._decision = observation, step.decision
-        await self._mark(look, step.decision)
+        if not await self._mark(look, step.decision, token):
+            return
         self._number += 1
         record = self._record(look, observation, step, token)
         if not await self._parts.lease.commit(record):
@@ -215,14 +216,26 @@ class Controller:
             self._memory = Memory()
             return self._policy(self._config, self._memory, observation)
 
-    async def _mark(self, look: Look, decision: Decision) -> None:
+    async def _mark(self, look: Look, decision: Decision, token: int) -> bool:
+        """False: somebody else has marked them since, and leads."""
         if self._parts.marks is None or not self._parts.lease.held:
-            return
+            return True
         pods = {record.worker_id: record.pod_name for record in look.records if record.pod_name}
         victims = [pods[name] for name in decision.victims if name in pods]
-        result = await self._parts.marks.apply(victims, set(pods.values()) - set(victims), timeout_s=min(_MARK_S, self._config.interval_s))
+        result = await self._parts.marks.apply(
+            victims,
+            set(pods.values()) - set(victims),
+            lease=MarkLease(token=token, holder=self._name),
+            timeout_s=min(_MARK_S, self._config.interval_s),
+        )
         self._metrics.patches.labels("ok").inc(result.done)
         self._metrics.patches.labels("failed").inc(result.failed)
+        if result.outranked:
+            # Or else Redis has lost its tokens, and they began anew: whoever takes the lease next has a larger one than that.
+            self._parts.lease.saw(result.outranked)
+            await self._parts.lease.release()
+            self._skip("lease", f"pods are marked by lease {result.outranked}, a later one than {token}; it is taken anew if nobody has it")
+        return not result.outranked
 
     def _record(self, look: Look, observation: Observation, step: Step, token: int) -> ScalingRecord:
         decision = step.decision

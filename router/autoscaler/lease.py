@@ -109,8 +109,10 @@ class Lease:
     async def release(self) -> None:
         """So that another replica need not wait for its end."""
         if self._token:
-            await self._run(_RELEASE, [LEASE_KEY], [self._value])
+            value = self._value
+            # First, or a renewal that takes it anew meanwhile would be forgotten.
             self._token, self._until = 0, -float("inf")
+            await self._run(_RELEASE, [LEASE_KEY], [value])
 
     @property
     def _value(self) -> str:
