@@ -27,11 +27,11 @@ def deploy(tmp_path: Path) -> Path:
     return folder
 
 
-def run(deploy: Path, answer: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """`answer`: what `docker buildx imagetools inspect` does with its last arguments, in shell."""
+def run(deploy: Path, answer: str, *flags: str, has_buildx: bool = True) -> subprocess.CompletedProcess[str]:
+    """`answer`: what `docker buildx imagetools inspect` does with its last arguments, in shell; buildx itself is there."""
     docker = deploy.parent / "bin/docker"
     docker.parent.mkdir(exist_ok=True)
-    docker.write_text(f'#!/bin/bash\necho "$@" >>{deploy.parent}/asked\n{answer}\n')
+    docker.write_text(f'#!/bin/bash\n[ "$2" = version ] && exit {0 if has_buildx else 1}\necho "$@" >>{deploy.parent}/asked\n{answer}\n')
     docker.chmod(0o755)
     env = {**os.environ, "PATH": f"{docker.parent}:{os.environ['PATH']}"}
     return subprocess.run([deploy / "pin-base-images", *flags], env=env, capture_output=True, text=True, timeout=60, check=False)
@@ -48,6 +48,12 @@ def test_each_tag_gets_the_digest_of_today(deploy: Path) -> None:
         "docker.io/library/python:3.11-slim",
         "valkey/valkey:9.1-alpine",
     ]
+
+
+def test_without_buildx_nothing_is_said_of_the_images(deploy: Path) -> None:
+    done = run(deploy, f"echo {NEW}", "--check", has_buildx=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "buildx" in done.stderr
 
 
 def test_an_answer_that_is_no_digest_changes_nothing(deploy: Path) -> None:
