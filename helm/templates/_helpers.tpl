@@ -258,16 +258,24 @@ priorityClassName: {{ . }}
 
 {{/* ---- quantities ---- */}}
 
-{{/* A quantity of memory (8Gi, 512Mi, 1G, a number) in bytes. */}}
+{{/* A quantity of memory as Kubernetes reads it (8Gi, 1.5Gi, 512Mi, 1G, a number) in bytes, rounded up as there. */}}
 {{- define "twostep.bytes" -}}
 {{- $text := include "twostep.text" . -}}
-{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "" 1 -}}
-{{- $number := regexFind "^[0-9]+" $text -}}
+{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "" 1 "m" 0.001 -}}
+{{- $number := regexFind "^[0-9]+([.][0-9]+)?" $text -}}
 {{- $unit := trimPrefix $number $text -}}
 {{- if or (eq $number "") (not (hasKey $units $unit)) -}}
-{{- fail (printf "%q is no quantity of memory that this chart can add up; give a whole number with Ki, Mi, Gi or Ti, such as 8Gi" $text) -}}
+{{- fail (printf "%q is no quantity of memory that this chart can add up; give a number with Ki, Mi, Gi or Ti, such as 8Gi" $text) -}}
 {{- end -}}
-{{- mul (int64 $number) (int64 (index $units $unit)) -}}
+{{- ceil (mulf (float64 $number) (float64 (index $units $unit))) | int64 -}}
+{{- end -}}
+
+{{/* An amount of memory as Redis reads it, in bytes: k, m and g are thousands, kb, mb and gb are 1024s, in either case. */}}
+{{- define "twostep.redisBytes" -}}
+{{- $text := include "twostep.text" . | lower -}}
+{{- $units := dict "k" 1000 "m" 1000000 "g" 1000000000 "kb" 1024 "mb" 1048576 "gb" 1073741824 "b" 1 "" 1 -}}
+{{- $number := regexFind "^[0-9]+" $text -}}
+{{- mul (int64 $number) (int64 (get $units (trimPrefix $number $text))) -}}
 {{- end -}}
 
 {{/* true where there may be no worker at all, and a request is what makes one. */}}

@@ -46,7 +46,13 @@ SWITCHES: dict[str, Values] = {
     "host-path": _values(
         model__volume={"type": "hostPath", "hostPath": "/srv/models"}, redis__persistence__enabled=False, networkPolicy__enabled=False
     ),
-    "model-loader": _values(model={"name": "chat", "loader": {"enabled": True, "command": ["fetch"], "args": ["a b", "$(x)"]}}),
+    "model-loader": _values(
+        model={
+            "name": "chat",
+            "volume": {"existingClaim": ""},
+            "loader": {"enabled": True, "command": ["fetch"], "args": ["a b", "$(x)"]},
+        }
+    ),
     "model-in-each-pod": _values(model={"volume": {"type": "emptyDir"}, "loader": {"enabled": True, "command": ["fetch"]}}),
     "keys-in-a-file": _values(auth={"apiKeys": "file", "existingSecret": "keys", "adminPort": 8001}),
     "keys-in-redis": _values(

@@ -113,33 +113,40 @@ def profile(name: str) -> Mapping[str, Any]:
     return values
 
 
+# A model, which every release must be given; the demo brings its own.
+MODEL: Mapping[str, Any] = {"model": {"path": "/models/model", "volume": {"existingClaim": "weights"}}}
+
+
 def render(values: Mapping[str, Any], profile: str = "") -> Chart:
     """Raises AssertionError with helm's own words if it refuses."""
     result = run(values, profile)
     assert result.returncode == 0, result.stderr
-    return _parsed(result.stdout)
+    return parsed(result.stdout)
 
 
-def refusal(values: Mapping[str, Any], profile: str = "") -> str:
+def refusal(values: Mapping[str, Any], profile: str = "", *, model: bool = True) -> str:
     """Helm's words about values that it is to refuse."""
-    result = run(values, profile)
+    result = run(values, profile, model=model)
     assert result.returncode != 0, f"helm takes {values}"
     return result.stderr
 
 
-def run(values: Mapping[str, Any], profile: str = "", chart: Path = CHART) -> subprocess.CompletedProcess[str]:
-    """`helm template`. Values go over those of the profile."""
-    return _run(json.dumps(values, sort_keys=True), profile, chart)
+def run(
+    values: Mapping[str, Any], profile: str = "", chart: Path = CHART, *, model: bool = True, flags: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """`helm template`, with `flags`. Values go over those of the profile. `model`: over MODEL, too, where the profile has none."""
+    given = merged(MODEL, values) if model and profile != "demo" else values
+    return _run(json.dumps(given, sort_keys=True), profile, chart, flags)
 
 
 @functools.cache
-def _run(values: str, profile: str, chart: Path) -> subprocess.CompletedProcess[str]:
+def _run(values: str, profile: str, chart: Path, flags: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     files = ["--values", str(CHART / f"values-{profile}.yaml")] if profile else []
-    command = [helm(), "template", RELEASE, str(chart), "--namespace", NAMESPACE, *files, "--values", "-"]
+    command = [helm(), "template", RELEASE, str(chart), "--namespace", NAMESPACE, *files, "--values", "-", *flags]
     return subprocess.run(command, input=values, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
-def _parsed(text: str) -> Chart:
+def parsed(text: str) -> Chart:
     parts = re.split(r"^---$", text, flags=re.MULTILINE)
     return Chart(tuple(object for part in parts if (object := _object(part)) is not None))
 

@@ -53,10 +53,11 @@ def test_a_hook_without_rights_fails(api: FakeApi, tmp_path: Path, method: str) 
 def load(tmp_path: Path, command: list[str], args: list[str]) -> subprocess.CompletedProcess[str]:
     values = {
         **SWITCHES["model-loader"],
-        "model": {"path": str(tmp_path / "m"), "loader": {"enabled": True, "command": command, "args": args}},
+        "model": {"loader": {"enabled": True, "command": command, "args": args}},
     }
     (container,) = render(values).pod("decode").spec["initContainers"]
     env = {"PATH": os.environ["PATH"]} | {variable["name"]: variable["value"] for variable in container["env"]}
+    env["MODEL_PATH"] = str(tmp_path / "m")
     words = [*container["command"], *container["args"]]
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 

@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 import yaml
 from chart_cases import CASES, EVERYTHING, SWITCHES
-from chart_render import CHART, ROOT, dotted, helm, merged, profile, refusal, render, run
+from chart_render import CHART, MODEL, ROOT, dotted, helm, merged, profile, refusal, render, run
 
 # By dotted name: what is wrong, and what helm says about it.
 WRONG: list[tuple[str, Any, str]] = [
@@ -57,6 +57,9 @@ CONTRARY: list[tuple[str, Any, str]] = [
     ("redis", {"embedded": False}, "give redis.external.existingSecret"),
     ("auth.apiKeys", "file", "give auth.existingSecret"),
     ("model.volume.type", "emptyDir", "set model.loader.enabled"),
+    ("model.path", "", "which model? Give model.path"),
+    ("model.path", "/data/llama", "give the path below it, as in /models/"),
+    ("model.volume.existingClaim", "", "give model.volume.existingClaim, a claim that holds it (also if it is demo-twostep-model"),
     ("model.loader.enabled", True, "needs model.loader.command"),
     ("ray", {"mode": "external"}, "give ray.address"),
     ("ray", {"mode": "external", "address": "a:6379"}, "give networkPolicy.rayFrom"),
@@ -159,7 +162,7 @@ def test_rendering_draws_nothing_at_random() -> None:
                 assert not words.search(re.sub(r'"[^"]*"', "", expression)), (file.name, expression)
     once = run(EVERYTHING).stdout
     command = [helm(), "template", "demo", str(CHART), "--namespace", "serving", "--values", "-"]
-    again = subprocess.run(command, input=json.dumps(EVERYTHING), capture_output=True, text=True, check=True).stdout
+    again = subprocess.run(command, input=json.dumps(merged(MODEL, EVERYTHING)), capture_output=True, text=True, check=True).stdout
     assert again == once
 
 

@@ -4,6 +4,7 @@
 {{- if and .Values.colocated.enabled .Values.autoscaling.enabled -}}
 {{- fail "autoscaling.enabled moves the replicas of the prefill and decode Deployments, and with colocated.enabled there are none: switch one of them off" -}}
 {{- end -}}
+{{- if .Values.redis.embedded }}{{ include "twostep.checkRedis" . }}{{ end -}}
 {{- if and (eq .Values.model.volume.type "emptyDir") (not .Values.model.loader.enabled) -}}
 {{- fail "model.volume.type emptyDir begins empty: set model.loader.enabled and model.loader.command, or another type" -}}
 {{- end -}}
@@ -45,5 +46,36 @@
 {{- end -}}
 {{- if and (eq $transfer "none") (gt (int .Values.prefill.replicas) 0) -}}
 {{- fail "workers.kvTransfer none leaves prefill workers nothing to do: set prefill.replicas to 0" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* That there is a model: nothing that could stand for one would be the one that is wanted. (`helm lint` overlooks a fail.) */}}
+{{- define "twostep.checkModel" -}}
+{{- $model := .Values.model -}}
+{{- if not $model.path -}}
+{{- fail "which model? Give model.path, its directory in the containers, and what holds it: model.volume.existingClaim, another model.volume.type, or model.loader, which fetches it (docs/kubernetes.md). With a small model that it fetches itself: -f values-demo.yaml" -}}
+{{- else if and (ne $model.volume.type "image") (not (regexMatch "^/models(/|$)" $model.path)) -}}
+{{- fail (printf "model.path is %s, and model.volume is mounted at /models: give the path below it, as in /models/Llama-3.1-8B-Instruct; or model.volume.type image, if the model is in the images" $model.path) -}}
+{{- else if and (eq $model.volume.type "pvc") (not $model.volume.existingClaim) (not $model.loader.enabled) -}}
+{{- $claim := include "twostep.modelClaim" . -}}
+{{- fail (printf "nothing puts a model into the claim that the chart would make: give model.volume.existingClaim, a claim that holds it (also if it is %s, which an earlier release made), or model.loader.enabled and model.loader.command" $claim) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* That Redis may write its file anew: it forks, and what changes before the child has ended is there twice; at worst all of it. */}}
+{{- define "twostep.checkRedis" -}}
+{{- $memory := dig "limits" "memory" "" .Values.redis.resources -}}
+{{- if $memory -}}
+{{- $given := include "twostep.text" .Values.redis.maxMemory -}}
+{{- $memory = include "twostep.text" $memory -}}
+{{- $data := int64 (include "twostep.redisBytes" $given) -}}
+{{- $limit := int64 (include "twostep.bytes" $memory) -}}
+{{- $half := printf "%dmb" (div $limit 2097152) -}}
+{{- if not $data -}}
+{{- fail (printf "redis.maxMemory is %s, which to Redis is no bound, and redis.resources.limits.memory is %s: it would be killed for its memory; set redis.maxMemory to %s at most" $given $memory $half) -}}
+{{- end -}}
+{{- if gt (mul 2 $data) $limit -}}
+{{- fail (printf "redis.maxMemory is %s and redis.resources.limits.memory is %s: when Redis forks to write its file anew, it may take twice its data, and be killed for it; set redis.maxMemory to %s at most, or redis.resources.limits.memory to %dMi at least" $given $memory $half (div (add (mul 2 $data) 1048575) 1048576)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
