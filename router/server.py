@@ -35,6 +35,7 @@ from router.quota_share import QuotaShare
 from router.redis_start import wait_for_redis
 from router.registry import Deployment, Registry
 from router.room import Room
+from router.scaling_watch import ScalingWatch
 from router.service import InferenceService
 from router.service_access import KeyGuard
 from router.status_board import RouterView, StatusBoard
@@ -166,6 +167,7 @@ class Router:
             hold_back=self._hold_back,
             demand=self._demand,
         )
+        self._scaling = ScalingWatch(self._redis)
         self._last_tick = time.monotonic()
         self._draining = self._able = False
         view = RouterView(
@@ -175,6 +177,7 @@ class Router:
             ready=self._ready,
             draining=lambda: self._draining,
             refusals=lambda: self.registry.refusals,
+            decision=lambda: self._scaling.seen,
         )
         self.board = StatusBoard(view, metrics, self.pool)
         self._server = GrpcServer(
@@ -270,7 +273,7 @@ class Router:
         running = (self.registry.run(), self._quota_share.run(), self._demand.run(), self.access.run(), self._inference.cut_stuck_clients())
         if self.batches is not None:
             self._keep(self.batches.run())
-        for work in (*running, self._tick(), self.board.run(), collecting):
+        for work in (*running, self._tick(), self._scaling.run(), self.board.run(), collecting):
             self._keep(work)
         log.info(
             "router %s serves %s on %s:%d, HTTP on %d",

@@ -1,4 +1,5 @@
-"""What a router shows of itself and of its workers: pure functions from worker records, and from what its counters said before and now.
+"""What a router shows of itself, of its workers and of the autoscaler's decision: pure functions from records in Redis, and from what its
+counters said before and now.
 
     Sample   everything that the router has counted so far, taken once a second (router/status_board.py)
     load     two samples: what came between them, as rates and percentiles
@@ -18,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from router.load_ratio import Waiting
 from router.registry import Refusal
+from router.scaling_watch import SeenDecision
 from twostep.cluster.records import WorkerRecord
 from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.rpc.v1 import status_pb2
@@ -28,6 +30,8 @@ _RATE_S = 5.0
 _PERCENTILE_S = 15.0
 # A record that cannot be read may say anything.
 _MAX_REASON_CHARS = 1000
+_MAX_NAME_CHARS = 200
+_MAX_SWITCHES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +245,46 @@ def refused_worker(refusal: Refusal) -> status_pb2.RefusedWorker:
 def _unsigned(value: int, bits: int = 32) -> int:
     """A record may say anything: one worker that is wrong must not hide the others."""
     return min(max(0, value), (1 << bits) - 1)
+
+
+# ---- the autoscaler ------------------------------------------------------------------------------------------------------
+
+
+def scaling_status(seen: SeenDecision, at: float, workers: Sequence[WorkerRecord]) -> status_pb2.Scaling:
+    """`at`: now, by the clock of `seen`. A switch is under way until the worker's own record has the role."""
+    record = seen.record
+    if record is None:
+        return status_pb2.Scaling(problem=_text(seen.problem, _MAX_REASON_CHARS))
+    serving = [worker.role for worker in workers if worker.ready and not worker.draining and not worker.not_ready_reason]
+    roles = {worker.worker_id: worker.role for worker in workers}
+    under_way = [(worker_id, role) for worker_id, role in sorted(seen.switches.items()) if roles.get(worker_id) != role]
+    return status_pb2.Scaling(
+        leader=_text(record.leader, _MAX_NAME_CHARS),
+        age_s=seen.age_s(at),
+        stale=seen.stale(at),
+        roles=[
+            status_pb2.RoleScaling(
+                role=role,
+                pods=record.pods[role],
+                wanted_pods=record.replicas[role],
+                wanted_workers=record.wanted[role],
+                serving_workers=serving.count(role),
+            )
+            for role in ("prefill", "decode")
+        ],
+        switches=[
+            status_pb2.RoleSwitch(worker_id=_text(worker_id, _MAX_NAME_CHARS), role=_text(role, _MAX_NAME_CHARS))
+            for worker_id, role in under_way[:_MAX_SWITCHES]
+        ],
+        reason=_text(record.reason, _MAX_REASON_CHARS),
+        limit=_text(record.limit, _MAX_NAME_CHARS),
+        problem=_text(seen.problem, _MAX_REASON_CHARS),
+    )
+
+
+def _text(value: object, most: int) -> str:
+    """Half a surrogate pair, which JSON may hold, is nothing that can be sent."""
+    return str(value)[:most].encode(errors="replace").decode()
 
 
 # ---- history -------------------------------------------------------------------------------------------------------------

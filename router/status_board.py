@@ -15,6 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from router.load_ratio import role_load
 from router.prefix_index import NO_HINTS
 from router.registry import Refusal
+from router.scaling_watch import SeenDecision
 from router.status import (
     WINDOW_S,
     Point,
@@ -24,6 +25,7 @@ from router.status import (
     refused_worker,
     router_load,
     sample_before,
+    scaling_status,
     take_sample,
     waiting_requests,
     worker_status,
@@ -52,6 +54,7 @@ class RouterView:
     ready: Callable[[], bool]
     draining: Callable[[], bool]
     refusals: Callable[[], Sequence[Refusal]] = lambda: ()
+    decision: Callable[[], SeenDecision | None] = lambda: None
 
 
 class StatusBoard:
@@ -79,6 +82,7 @@ class StatusBoard:
         before, now = sample_before(self._samples, WINDOW_S), self._samples[-1]
         state = self._view.state()
         records = sorted(self._pool.records(), key=lambda record: (record.role, record.worker_id))
+        decision = self._view.decision()
         return status_pb2.ClusterStatus(
             router_id=self._view.router_id,
             version=package_version(),
@@ -90,6 +94,7 @@ class StatusBoard:
             workers=[worker_status(record) for record in records],
             load=router_load(before, now, state, self._ratio),
             refused=[refused_worker(refusal) for refusal in self._view.refusals()[:_MAX_REFUSED]],
+            scaling=None if decision is None else scaling_status(decision, time.monotonic(), records),
         )
 
     def status_json(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import { TimeChart, sparkline } from "./charts.js";
 import { bytesPerSecond, count, el, percent, perSecond, ratio, seconds, setText, span } from "./format.js";
 import { ClusterMap, WorkerTable } from "./map.js";
+import { ScalingLine } from "./scaling.js";
 import { anyTraffic, lastOf, latest } from "./state.js";
 
 const RANGES = [60, 300, 600];
@@ -119,6 +120,7 @@ export class Dashboard {
     this.rangeS = 300;
     this.paused = false;
     this.map = new ClusterMap();
+    this.scaling = new ScalingLine();
     this.table = new WorkerTable();
     this.table.root.addEventListener("toggle", () => this.#state && this.table.update(this.#state));
     this.charts = CHARTS.map((chart) => new TimeChart(chart));
@@ -150,7 +152,7 @@ export class Dashboard {
       el("h2", { id: "dashboard-title", class: "unseen", text: "Dashboard" }),
       el("dl", { class: "tiles" }, ...this.tiles.map((tile) => tile.root)),
       this.quiet,
-      el("section", { class: "panel mapbox", "aria-label": "Workers" }, this.map.root),
+      el("section", { class: "panel mapbox", "aria-label": "Workers" }, this.map.root, this.scaling.root),
       this.table.root,
       el(
         "div",
@@ -185,6 +187,7 @@ export class Dashboard {
     }
     this.quiet.hidden = !state.status || state.workers.size === 0 || anyTraffic(state, this.rangeS);
     this.map.update(state);
+    this.scaling.update(state);
     this.table.update(state);
     for (const chart of this.charts) chart.update(state, this.rangeS);
   }

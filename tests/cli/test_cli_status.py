@@ -74,7 +74,7 @@ def test_a_router_that_is_gone_is_shown_beside_the_others(server: tuple[Scripted
 
 
 def test_once_and_as_json(server: tuple[ScriptedInference, str]) -> None:
-    _, target = server
+    servicer, target = server
     done = run("--once", "--target", target)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
@@ -82,6 +82,22 @@ def test_once_and_as_json(server: tuple[ScriptedInference, str]) -> None:
     (router,) = json.loads(run("--json", "--target", target).stdout)["routers"]
     assert (router["target"], router["model"], router["load"]["ttft_s"]["p50"]) == (target, "scripted", 0.12)
     assert router["workers"][0]["transports"] == ["cuda_ipc", "ray"]
+    assert router["scaling"] is None
+    servicer.cluster.scaling.CopyFrom(some_decision(switches=[pb.RoleSwitch(worker_id="decode-0", role="prefill")]))
+    (router,) = json.loads(run("--json", "--target", target).stdout)["routers"]
+    assert router["scaling"] == {
+        "leader": "autoscaler-0",
+        "age_s": 8.4,
+        "stale": False,
+        "roles": [
+            {"role": "prefill", "pods": 2, "wanted_pods": 2, "wanted_workers": 2, "serving_workers": 1},
+            {"role": "decode", "pods": 3, "wanted_pods": 3, "wanted_workers": 3, "serving_workers": 3},
+        ],
+        "switches": [{"worker_id": "decode-0", "role": "prefill"}],
+        "reason": "2.43 requests/s need 1 + 2; 4 kept",
+        "limit": "",
+        "problem": "",
+    }
     with Session([*COMMAND, "--once", "--target", target], env={"NO_COLOR": "1"}) as terminal:
         assert terminal.wait() == 0
         assert terminal.screen.num_sequences == 0
@@ -142,6 +158,62 @@ def test_workers_that_get_no_request_are_named_with_why() -> None:
     assert names == {"decode-9": "0.3.0", "odd": ""}
 
 
+def some_decision(**fields: Any) -> pb.Scaling:
+    values: dict[str, Any] = {
+        "leader": "autoscaler-0",
+        "age_s": 8.4,
+        "roles": [
+            pb.RoleScaling(role="prefill", pods=2, wanted_pods=2, wanted_workers=2, serving_workers=1),
+            pb.RoleScaling(role="decode", pods=3, wanted_pods=3, wanted_workers=3, serving_workers=3),
+        ],
+        "reason": "2.43 requests/s need 1 + 2; 4 kept",
+    }
+    return pb.Scaling(**(values | fields))
+
+
+def decided(*decisions: pb.Scaling, width: int = 80, paint: Any = plain) -> list[str]:
+    """The lines about the autoscaler, of routers that know these."""
+    looks = []
+    for number, scaling in enumerate(decisions):
+        cluster = some_cluster()
+        cluster.scaling.CopyFrom(scaling)
+        looks.append(Look(f"{number}:1", status=cluster_status(cluster)))
+    lines = render(looks, width, paint)
+    at = next(number for number, line in enumerate(lines) if "autoscaler: " in line)
+    assert lines[at - 1] == ""
+    return lines[at : lines.index("", at)]
+
+
+def test_what_the_autoscaler_wants_and_why() -> None:
+    assert "autoscaler" not in "\n".join(render([Look("a:1", status=cluster_status(some_cluster()))], 80, plain))
+    assert decided(some_decision()) == [
+        "autoscaler: prefill 1 of 2, decode 3 of 3 workers; 8 s ago, by autoscaler-0",
+        "2.43 requests/s need 1 + 2; 4 kept",
+    ]
+    more = some_decision(limit="max_cost", age_s=0, switches=[pb.RoleSwitch(worker_id=f"decode-{i}", role="prefill") for i in range(6)])
+    more.roles[0].pods, more.roles[0].wanted_workers, more.roles[1].wanted_workers = 1, 4, 1
+    assert decided(more, width=200) == [
+        "autoscaler: prefill 1 of 4 (pods 1 → 2), decode 3 of 1 (3 pods) workers; 0 s ago, by autoscaler-0",
+        "2.43 requests/s need 1 + 2; 4 kept; held back by max_cost; "
+        "decode-0 becomes prefill, decode-1 becomes prefill, decode-2 becomes prefill, decode-3 becomes prefill; and 2 more",
+    ]
+    assert decided(some_decision(reason="")) == decided(some_decision())[:1]
+    later = some_decision(age_s=300.0, stale=True, problem="no access")
+    assert decided(later, some_decision(), pb.Scaling(problem="no access")) == decided(some_decision()), "the youngest of them"
+
+
+def test_an_autoscaler_that_decides_no_more_stands_out() -> None:
+    stale = decided(some_decision(age_s=720.0, stale=True, limit="surge"), paint=lambda text, *styles: f"{text}|{''.join(styles)}")
+    assert [line.partition("|")[2] for line in stale] == ["yellow", "yellow", "dim"]
+    assert "".join(line.partition("|")[0] for line in stale) == (
+        "autoscaler: nobody has decided for 12 min, autoscaler-0 was the last: see that it runs, and its log; wanted then: "
+        "prefill 1 of 2, decode 3 of 3 workers2.43 requests/s need 1 + 2; 4 kept; held back by surge"
+    )
+    problem = "not a decision of an autoscaler: KeyError('pods'); upgrade whoever reads or wrote it"
+    assert decided(some_decision(problem=problem), width=200)[2:] == [f"autoscaler: its decision cannot be read: {problem}"]
+    assert decided(pb.Scaling(problem=problem), width=200) == [f"autoscaler: its decision cannot be read: {problem}"]
+
+
 def test_failures_and_what_was_not_observed() -> None:
     cluster = pb.ClusterStatus(model="m", router_id="r", load=pb.RouterLoad(failures_per_s=2.5, window_s=60))
     shown = "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
@@ -167,6 +239,9 @@ def clusters(draw: Any) -> pb.ClusterStatus:
         worker.ready, worker.draining = draw(st.booleans()), draw(st.booleans())
     load = cluster.load
     load.requests_per_s, load.failures_per_s, load.ttft_s.p99 = draw(NUMBERS), draw(NUMBERS), draw(NUMBERS)
+    texts = {name: draw(TEXTS) for name in ("leader", "reason", "limit", "problem")}
+    switches = [pb.RoleSwitch(worker_id=draw(TEXTS), role=draw(TEXTS))]
+    cluster.scaling.CopyFrom(some_decision(age_s=draw(NUMBERS), stale=draw(st.booleans()), switches=switches, **texts))
     return cluster
 
 

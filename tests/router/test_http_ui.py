@@ -341,3 +341,24 @@ def test_scales_paths_and_phases(run: Run) -> None:
         "none": None,
         "phases": [["route", 1, 0.25], ["decode", 3, 0.75]],
     }
+
+
+@needs_node
+def test_what_the_autoscaler_wants_in_words(run: Run) -> None:
+    role = {"role": "prefill", "pods": 1, "wanted_pods": 2, "wanted_workers": 2, "serving_workers": 1}
+    other = {"role": "decode", "pods": 3, "wanted_pods": 3, "wanted_workers": 2, "serving_workers": 3}
+    texts = dict.fromkeys(("leader", "reason", "limit", "problem"), "")
+    empty: dict[str, Any] = {"age_s": 0, "stale": False, "roles": [], "switches": [], **texts}
+    fresh = empty | {"leader": "as-0", "age_s": 7.6, "roles": [role, other], "reason": "1 requests/s need 1 + 1", "limit": "surge"}
+    switches = [{"worker_id": f"d{i}", "role": "prefill"} for i in range(5)]
+    cases = [None, fresh | {"switches": switches}, fresh | {"age_s": 3700, "stale": True}, empty | {"problem": "no access"}]
+    wish = "prefill 1 of 2 (pods 1 → 2), decode 3 of 2 (3 pods) workers"
+    why = "1 requests/s need 1 + 1; held back by surge"
+    becomes = "; d0 becomes prefill, d1 becomes prefill, d2 becomes prefill, d3 becomes prefill; and 1 more"
+    late = "nobody has decided for 61 min 40 s; as-0 was the last: see that it runs, and its log"
+    assert run(f"console.log(JSON.stringify({json.dumps(cases)}.map(scaling.wordsOf)))", "scaling.js") == [
+        None,
+        {"wish": wish, "state": "", "when": "8 s ago, by as-0", "why": why + becomes, "trouble": ""},
+        {"wish": wish, "state": "stale", "when": late, "why": why, "trouble": ""},
+        {"wish": "", "state": "", "when": "", "why": "", "trouble": "Its decision cannot be read: no access"},
+    ]

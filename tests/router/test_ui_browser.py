@@ -12,10 +12,11 @@ import pytest
 from browser import Page, chromium, running_browser, tab
 from router_fakes import ANSWER_TEXT, Cluster, FakeWorker, Script, until
 
-from router import status_board
+from router import scaling_watch, status_board
 from twostep.api_key_file import put_in_file
 from twostep.api_keys import make_key
 from twostep.cluster.records import WorkerLoad
+from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
 from twostep.local.ports import free_ports
 from twostep.step_curve import StepCurve
 
@@ -119,6 +120,44 @@ async def test_the_dashboard_shows_workers_and_what_flows(cluster: Cluster, page
         assert light != dark
         for width in (320, 390, 768, 1920):
             await fits(page, width)
+
+
+async def test_what_the_autoscaler_wants_stands_below_the_map(cluster: Cluster, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling_watch, "POLL_S", 0.05)
+    await cluster.prefill("prefill-0")
+    await cluster.decode("decode-0")
+
+    async def decide(number: int, ago_s: float) -> None:
+        seconds, _ = await cluster.redis.time()
+        record = ScalingRecord(
+            token=1,
+            number=number,
+            leader="<b>autoscaler-0</b>",
+            at_s=seconds - ago_s,
+            interval_s=15.0,
+            replicas={"prefill": 2, "decode": 1},
+            pods={"prefill": 1, "decode": 1},
+            wanted={"prefill": 2, "decode": 1},
+            reason="2.43 requests/s need 2 + 1 " + "and_so_on" * 50,
+        )
+        await cluster.redis.set(DECISION_KEY, record.to_json())
+
+    async with cluster.serving():
+        await page.open(url(cluster))
+        await page.until("document.querySelectorAll('.card').length === 2")
+        assert await page.do("document.querySelector('.scaling').getClientRects().length") == 0, "no autoscaler has decided anything"
+        await decide(1, 3.0)
+        await page.until("!document.querySelector('.scaling').hidden")
+        assert await texts(page, ".scaling h3, .scaling b") == ["Autoscaler", "prefill 1 of 2 (pods 1 → 2), decode 1 of 1 workers"]
+        ((when,), (why,)) = [await texts(page, f".scaling {part}") for part in (".when", ".why")]
+        assert when.endswith("s ago, by <b>autoscaler-0</b>"), "text, and nothing else"
+        assert why.startswith("2.43 requests/s need 2 + 1")
+        await fits(page, 320)
+        await decide(2, 600.0)
+        await page.until("document.querySelector('.scaling .pill').innerText === 'stale'")
+        assert "nobody has decided for 10 min" in (await texts(page, ".scaling .when"))[0]
+        await cluster.redis.set(DECISION_KEY, "{")
+        await page.until("document.querySelector('.scaling .trouble').innerText.includes('cannot be read')")
 
 
 async def test_motion_can_be_stopped(cluster: Cluster, page: Page) -> None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from twostep.cli._terminal import char_width, clipped, harmless, width_of
 from twostep.client import ClusterStatus, Percentiles, WorkerStatus
+from twostep.client._status import RoleScaling, Scaling
 from twostep.errors import TwostepError
 
 # Text in a style of twostep.cli._terminal.
 Paint = Callable[..., str]
 _BAR = 6
 _ROLES = ("prefill", "decode")
+_MAX_SWITCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,10 @@ def render(looks: Sequence[Look], width: int, paint: Paint) -> list[str]:
     for look in looks:
         lines += [*_router(look, width, paint), ""]
     known = next((look.status for look in looks if look.status is not None), None)
+    decisions = [look.status.scaling for look in looks if look.status is not None and look.status.scaling is not None]
+    if decisions:
+        # All routers read the same one, not at the same instant.
+        lines += [*_scaling(min(decisions, key=lambda each: (not each.roles, each.age_s)), width, paint), ""]
     if known is not None:
         lines += _workers(known.workers, width, paint)
         lines += _troubles(known, width, paint)
@@ -108,6 +114,35 @@ def _workers(workers: Sequence[WorkerStatus], width: int, paint: Paint) -> list[
             lines.append(line.replace(f" {state} ", f" {paint(state, _STATE_STYLE[state])} ", 1))
         lines.append("")
     return lines[:-1]
+
+
+def _scaling(scaling: Scaling, width: int, paint: Paint) -> list[str]:
+    """What the autoscaler wants, and why."""
+    lines: list[str] = []
+    if scaling.roles:
+        wants = f"{', '.join(map(_wish, scaling.roles))} workers"
+        ago, leader = duration(scaling.age_s), _clean(scaling.leader) or "nobody"
+        if scaling.stale:
+            text = f"autoscaler: nobody has decided for {ago}, {leader} was the last: see that it runs, and its log; wanted then: {wants}"
+            lines += [paint(line, "yellow") for line in _wrapped(text, width)]
+        else:
+            lines.append(paint(clipped(f"autoscaler: {wants}; {ago} ago, by {leader}", width), "bold"))
+        switches = [f"{switch.worker_id} becomes {switch.role}" for switch in scaling.switches[:_MAX_SWITCHES]]
+        more = len(scaling.switches) - _MAX_SWITCHES
+        why = [scaling.reason, f"held back by {scaling.limit}" if scaling.limit else "", ", ".join(switches)]
+        why.append(f"and {more} more" if more > 0 else "")
+        lines += [paint(line, "dim") for line in _wrapped("; ".join(filter(None, why)), width) if line]
+    if scaling.problem:
+        lines += [paint(line, "red") for line in _wrapped(f"autoscaler: its decision cannot be read: {scaling.problem}", width)]
+    return lines
+
+
+def _wish(role: RoleScaling) -> str:
+    """As "prefill 1 of 2": so many serve, so many are wanted; and the pods, where they change or are others than the workers."""
+    moving = f"pods {role.pods} → {role.wanted_pods}" if role.pods != role.wanted_pods else ""
+    elsewhere = f"{role.wanted_pods} pods" if role.wanted_pods != role.wanted_workers else ""
+    about = moving or elsewhere
+    return f"{_clean(role.role)} {role.serving_workers} of {role.wanted_workers}" + (f" ({about})" if about else "")
 
 
 def _troubles(status: ClusterStatus, width: int, paint: Paint) -> list[str]:

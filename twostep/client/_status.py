@@ -97,6 +97,44 @@ class RouterLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleScaling:
+    """`pods` are those of the role's Deployment as they were thought to be at the decision, those to come included."""
+
+    role: str
+    pods: int
+    wanted_pods: int
+    wanted_workers: int
+    """Of the role: one that has switched is a worker of its role and a pod of the other one's Deployment."""
+    serving_workers: int
+    """Now, as the router knows them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSwitch:
+    """A worker that was told to take `role` and has not yet."""
+
+    worker_id: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """The autoscaler's last decision. Without `roles` none could be read, and `problem` says why."""
+
+    leader: str
+    age_s: float
+    stale: bool
+    """Nobody decides any more."""
+    roles: tuple[RoleScaling, ...]
+    switches: tuple[RoleSwitch, ...]
+    reason: str
+    limit: str
+    """The bound that held it back, such as "max_cost"; empty: none did."""
+    problem: str
+    """Why what is decided now cannot be read; empty: it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
     router_id: str
     version: str
@@ -108,14 +146,17 @@ class ClusterStatus:
     workers: tuple[WorkerStatus, ...]
     load: RouterLoad
     refused: tuple[RefusedWorker, ...] = ()
+    scaling: Scaling | None = None
+    """None: no autoscaler has decided anything of late."""
 
 
 def cluster_status(message: pb.ClusterStatus) -> ClusterStatus:
     return ClusterStatus(
-        **_plain(message, ClusterStatus, ("workers", "load", "refused")),
+        **_plain(message, ClusterStatus, ("workers", "load", "refused", "scaling")),
         workers=tuple(_worker(worker) for worker in message.workers),
         load=_load(message.load),
         refused=tuple(RefusedWorker(**_plain(refused, RefusedWorker)) for refused in message.refused),
+        scaling=_scaling(message.scaling) if message.HasField("scaling") else None,
     )
 
 
@@ -132,6 +173,14 @@ def _load(message: pb.RouterLoad) -> RouterLoad:
     has: Callable[[Any], bool] = message.HasField
     values |= {field: getattr(message, field) if has(field) else None for field in optional}
     return RouterLoad(**values)
+
+
+def _scaling(message: pb.Scaling) -> Scaling:
+    return Scaling(
+        **_plain(message, Scaling, ("roles", "switches")),
+        roles=tuple(RoleScaling(**_plain(role, RoleScaling)) for role in message.roles),
+        switches=tuple(RoleSwitch(**_plain(switch, RoleSwitch)) for switch in message.switches),
+    )
 
 
 def _plain(message: object, kind: type[Any], without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class ClusterStatus(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     REGISTRY_CONNECTED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    SCALING_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     version: _builtins.str
     model: _builtins.str
@@ -64,6 +65,10 @@ class ClusterStatus(_message.Message):
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedWorker]:
         """Registered, and given no request; in the order of their names."""
 
+    @_builtins.property
+    def scaling(self) -> Global___Scaling:
+        """Unset: no autoscaler has decided anything of late."""
+
     def __init__(
         self,
         *,
@@ -77,14 +82,125 @@ class ClusterStatus(_message.Message):
         load: Global___RouterLoad | None = ...,
         registry_connected: _builtins.bool = ...,
         refused: _abc.Iterable[Global___RefusedWorker] | None = ...,
+        scaling: Global___Scaling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "scaling", b"scaling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "load", b"load", "model", b"model", "ready", b"ready", "refused", b"refused", "registry_connected", b"registry_connected", "router_id", b"router_id", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "load", b"load", "model", b"model", "ready", b"ready", "refused", b"refused", "registry_connected", b"registry_connected", "router_id", b"router_id", "scaling", b"scaling", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class Scaling(_message.Message):
+    """What the autoscaler wants and why: its last decision, as this router read it within the last seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEADER_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    STALE_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
+    SWITCHES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    leader: _builtins.str
+    """Who of its replicas decided."""
+    age_s: _builtins.float
+    stale: _builtins.bool
+    """Nobody decides any more: what there is stays, whatever the load does."""
+    reason: _builtins.str
+    limit: _builtins.str
+    """The bound that held the decision back, such as "max_cost"; empty: none did."""
+    problem: _builtins.str
+    """Why what lies in Redis cannot be read, and what to do; the other fields are those of the last decision that could be, if any. Empty: it
+    can.
+    """
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleScaling]: ...
+    @_builtins.property
+    def switches(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleSwitch]:
+        """Workers that it has told to change their role, and that have not yet."""
+
+    def __init__(
+        self,
+        *,
+        leader: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+        stale: _builtins.bool = ...,
+        roles: _abc.Iterable[Global___RoleScaling] | None = ...,
+        switches: _abc.Iterable[Global___RoleSwitch] | None = ...,
+        reason: _builtins.str = ...,
+        limit: _builtins.str = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "leader", b"leader", "limit", b"limit", "problem", b"problem", "reason", b"reason", "roles", b"roles", "stale", b"stale", "switches", b"switches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Scaling: _TypeAlias = Scaling  # noqa: Y015
+
+@_typing.final
+class RoleScaling(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    PODS_FIELD_NUMBER: _builtins.int
+    WANTED_PODS_FIELD_NUMBER: _builtins.int
+    WANTED_WORKERS_FIELD_NUMBER: _builtins.int
+    SERVING_WORKERS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """"prefill" or "decode"."""
+    pods: _builtins.int
+    """Of the role's Deployment: those that it was thought to have when that was decided, those to come included, and those that it is to have."""
+    wanted_pods: _builtins.int
+    wanted_workers: _builtins.int
+    """Workers of the role. One that has switched is a worker of its role and a pod of the other one's Deployment."""
+    serving_workers: _builtins.int
+    """Those that serve now, by this router's own records."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        pods: _builtins.int = ...,
+        wanted_pods: _builtins.int = ...,
+        wanted_workers: _builtins.int = ...,
+        serving_workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pods", b"pods", "role", b"role", "serving_workers", b"serving_workers", "wanted_pods", b"wanted_pods", "wanted_workers", b"wanted_workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleScaling: _TypeAlias = RoleScaling  # noqa: Y015
+
+@_typing.final
+class RoleSwitch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    role: _builtins.str
+    """The role that it is to take."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleSwitch: _TypeAlias = RoleSwitch  # noqa: Y015
 
 @_typing.final
 class RefusedWorker(_message.Message):
