@@ -241,7 +241,7 @@ class Controller:
         decision = step.decision
         pods: dict[str, int] = {role: observation.pods[role] for role in ROLES}
         replicas: dict[str, int] = {role: decision.replicas[role] for role in ROLES}
-        asked = replicas_asked(replicas, pods, _asked(look.decision), self._tolerance)
+        asked = replicas_asked(replicas, pods, _asked(look.decision), self._tolerance, self._config)
         return ScalingRecord(
             token=token,
             number=self._number,
@@ -256,7 +256,7 @@ class Controller:
             victims=decision.victims,
             switches={switch.worker_id: switch.to for switch in decision.switches},
             reason=decision.reason,
-            limit=decision.limit,
+            limit=decision.limit or ("max_cost" if any(each.more < 0 for each in asked.values()) else ""),
             memory=step.memory.to_json(),
         )
 
@@ -266,8 +266,8 @@ class Controller:
         more, fewer = any(change > 0 for change in changes.values()), any(change < 0 for change in changes.values())
         kind = "shift" if more and fewer else "up" if more else "down" if fewer else "hold"
         self._metrics.decisions.labels(kind).inc()
-        if decision.limit:
-            bound = decision.limit.split()[0]
+        if record.limit:
+            bound = record.limit.split()[0]
             self._metrics.limited.labels(bound if bound in _BOUNDS else "other").inc()
         for role, change in changes.items():
             way = (change > 0) - (change < 0)
@@ -282,7 +282,7 @@ class Controller:
             decision.decode,
             *(record.replicas[role] for role in ROLES),
             decision.reason,
-            f" (held back by {decision.limit})" if decision.limit else "",
+            f" (held back by {record.limit})" if record.limit else "",
         )
 
     # ---- everybody else -----------------------------------------------------------------------------------------------

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hpa_formula import desired
 from hypothesis import given
 from hypothesis import strategies as st
+from service_harness import Clock, Load, RedisServer, Writer, config, eventually, keda, worker
 
+from router.autoscaler.config import Pool
 from router.autoscaler.hpa import Asked, ask, metric, replicas_asked
+from router.autoscaler.memory import Memory
+from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, PoolConfig
+from router.autoscaler.policy import Step
+from router.autoscaler.server import Autoscaler
 
 UP_TO = 200
 
@@ -80,3 +87,111 @@ def test_a_run_of_wishes_is_followed_and_comes_to_rest(wishes: list[int], pods: 
         assert pods >= wish
         assert pods <= max(wish * (1 + tolerance) + 2, wish / (1 - tolerance) + 1), f"{wish} wanted and {pods} there"
         assert seen[-1] == seen[-2] == seen[-3], "nothing swings while the wish is the same"
+
+
+def paying(budget: float, *, prefill: PoolConfig | None = None, decode: PoolConfig | None = None) -> PolicyConfig:
+    roomy = PoolConfig(max_workers=2 * UP_TO)
+    return PolicyConfig(ttft_ms=500.0, tpot_ms=40.0, max_cost=budget, prefill=prefill or roomy, decode=decode or roomy)
+
+
+def followed(pods: dict[str, int], asked: dict[str, Asked], tolerance: float, one_sided: bool = False) -> dict[str, int]:
+    """What both HPAs make of it."""
+    return {
+        role: desired(metric(asked[role].pods, pods[role], tolerance), pods[role], tolerance=tolerance, one_sided=one_sided)
+        for role in ROLES
+    }
+
+
+@pytest.mark.parametrize("tolerance", [0.1, 0.0])
+def test_what_comes_about_is_never_more_than_can_be_paid(tolerance: float) -> None:
+    """Every pair that the tolerance could matter to. Where the budget pays for the wish and no more, at most the tolerance is missing."""
+    for pods in range(1, UP_TO + 1):
+        for wish in range(max(1, round(0.8 * pods) - 1), min(UP_TO, round(1.2 * pods) + 1) + 1):
+            there = {"prefill": pods, "decode": 1}
+            asked = replicas_asked({"prefill": wish, "decode": 1}, there, {}, tolerance, paying(wish + 1.0))
+            for one_sided in (False, True):
+                come = followed(there, asked, tolerance, one_sided)
+                assert come["decode"] == 1
+                assert wish - math.floor(pods * tolerance + 1e-6) <= come["prefill"] <= wish, f"{pods} -> {wish}"
+            assert asked["prefill"].wish == wish
+            # One more is paid for: where that is what comes about, nothing else is told than without a budget.
+            free = replicas_asked({"prefill": wish, "decode": 1}, there, {}, tolerance)
+            if followed(there, free, tolerance)["prefill"] <= wish + 1:
+                assert replicas_asked({"prefill": wish, "decode": 1}, there, {}, tolerance, paying(wish + 2.0)) == free
+
+
+@given(
+    wishes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=8),
+    pods=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    price=st.sampled_from([0.5, 1.0, 3.0]),
+    room=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
+    one_sided=st.booleans(),
+)
+def test_a_run_of_wishes_within_a_budget_stays_within_it_and_comes_to_rest(
+    wishes: list[tuple[int, int]], pods: tuple[int, int], price: float, room: float, one_sided: bool
+) -> None:
+    most = PoolConfig(max_workers=60)
+    budget = max(price * prefill + decode for prefill, decode in wishes) + room
+    settings = paying(budget, prefill=PoolConfig(max_workers=60, price_per_gpu_hour=price), decode=most)
+    there, asked = dict(zip(ROLES, pods, strict=True)), dict[str, Asked]()
+    for wish in wishes:
+        seen = []
+        for _ in range(5):
+            asked = replicas_asked(dict(zip(ROLES, wish, strict=True)), there, asked, 0.1, settings)
+            come = followed(there, asked, 0.1, one_sided)
+            there = {role: min(60, come[role]) for role in ROLES}
+            assert settings.affordable({role: there[role] for role in ROLES})
+            seen.append(there)
+        assert seen[-1] == seen[-2], "nothing swings while the wish is the same"
+        for role, wanted in zip(ROLES, wish, strict=True):
+            assert there[role] >= wanted - math.floor(there[role] * 0.1 + 1e-6) - 1
+
+
+def test_one_more_of_eleven_is_told_as_thirteen_only_where_thirteen_are_paid_for() -> None:
+    wish, there = {"prefill": 12, "decode": 11}, {"prefill": 11, "decode": 11}
+    assert replicas_asked(wish, there, {}, 0.1, paying(24.0))["prefill"] == Asked(13, 12)
+    assert replicas_asked(wish, there, {}, 0.1, paying(23.0))["prefill"] == Asked(11, 12)
+    # Of both that are one short, one goes to 13; then that one to 12 and the other to 13.
+    both, asked = {"prefill": 12, "decode": 12}, dict[str, Asked]()
+    for come in ({"prefill": 13, "decode": 11}, {"prefill": 12, "decode": 13}, {"prefill": 12, "decode": 13}):
+        asked = replicas_asked(both, there, asked, 0.1, paying(25.0))
+        there = followed(there, asked, 0.1)
+        assert there == come
+    # 19 of 20, where the HPA does nothing until 18 are asked for; never fewer than the least.
+    fewer = {"prefill": 19, "decode": 1}
+    assert replicas_asked(fewer, {"prefill": 20, "decode": 1}, {}, 0.1, paying(20.0))["prefill"] == Asked(18, 19)
+    least = PoolConfig(min_workers=19, max_workers=40)
+    assert replicas_asked(fewer, {"prefill": 20, "decode": 1}, {}, 0.1, paying(20.0, prefill=least))["prefill"] == Asked(19, 19)
+
+
+def test_the_bound_of_the_hpa_makes_what_is_told_beyond_it_exact() -> None:
+    """As the chart sets it: maxReplicaCount is the most workers. Told the bound itself, it would stay at one fewer."""
+    bound = PoolConfig(max_workers=12)
+    asked = replicas_asked({"prefill": 12, "decode": 1}, {"prefill": 11, "decode": 1}, {}, 0.1, paying(13.0, prefill=bound))
+    assert asked["prefill"] == Asked(13, 12)
+    assert min(12, followed({"prefill": 11, "decode": 1}, asked, 0.1)["prefill"]) == 12
+    assert desired(metric(12, 11, 0.1), 11) == 11
+
+
+async def test_keda_is_told_what_the_budget_leaves_and_the_answer_says_so(
+    redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    await writer.workers(*(worker(f"p{number}", "prefill") for number in range(11)), worker("d", "decode"))
+    await writer.load(clock.now_s, Load(requests=1))
+    one = Autoscaler(config(redis_server.url, tmp_path, interval=60.0, max_cost=13.0, prefill=Pool(max_workers=20)), clock=clock)
+
+    def one_more(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
+        return Step(decision=Decision(prefill=12, decode=1, replicas={"prefill": 12, "decode": 1}), memory=memory)
+
+    monkeypatch.setattr(one.controller, "_policy", one_more)
+    await one.start()
+    try:
+        await eventually(lambda: one.board.record is not None, "a decision")
+        record = one.board.answer()
+        assert (record.replicas["prefill"], record.asked["prefill"], record.limit) == (12, 11, "max_cost")
+        assert one.metrics.limited.labels("max_cost")._value.get() == 1
+        async with keda(one.port) as asked:
+            assert await asked.value("prefill") == 11.0
+    finally:
+        await one.drain(0.0)
