@@ -23,7 +23,7 @@ export function wordsOf(scaling) {
   return {
     wish: `${scaling.roles.map(wishOf).join(", ")} workers`,
     state: scaling.stale ? "stale" : "",
-    when: scaling.stale ? `nobody has decided for ${age}; ${scaling.leader} was the last: see that it runs, and its log` : `${age} ago, by ${scaling.leader}`,
+    when: scaling.stale ? `nobody has decided for ${age}, ${scaling.leader} was the last; see that it runs, and its log` : `${age} ago, by ${scaling.leader}`,
     why: why.filter(Boolean).join("; "),
     trouble,
   };

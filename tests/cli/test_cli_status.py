@@ -205,10 +205,11 @@ def test_what_the_autoscaler_wants_and_why() -> None:
 def test_an_autoscaler_that_decides_no_more_stands_out() -> None:
     stale = decided(some_decision(age_s=720.0, stale=True, limit="surge"), paint=lambda text, *styles: f"{text}|{''.join(styles)}")
     assert [line.partition("|")[2] for line in stale] == ["yellow", "yellow", "dim"]
-    assert "".join(line.partition("|")[0] for line in stale) == (
-        "autoscaler: nobody has decided for 12 min, autoscaler-0 was the last: see that it runs, and its log; wanted then: "
-        "prefill 1 of 2, decode 3 of 3 workers2.43 requests/s need 1 + 2; 4 kept; held back by surge"
-    )
+    assert [line.partition("|")[0] for line in stale] == [
+        "autoscaler: nobody has decided for 12 min; see that it runs, and its log",
+        "wanted last, by autoscaler-0: prefill 1 of 2, decode 3 of 3 workers",
+        "2.43 requests/s need 1 + 2; 4 kept; held back by surge",
+    ]
     problem = "not a decision of an autoscaler: KeyError('pods'); upgrade whoever reads or wrote it"
     assert decided(some_decision(problem=problem), width=200)[2:] == [f"autoscaler: its decision cannot be read: {problem}"]
     assert decided(pb.Scaling(problem=problem), width=200) == [f"autoscaler: its decision cannot be read: {problem}"]

@@ -355,7 +355,7 @@ def test_what_the_autoscaler_wants_in_words(run: Run) -> None:
     wish = "prefill 1 of 2 (pods 1 → 2), decode 3 of 2 (3 pods) workers"
     why = "1 requests/s need 1 + 1; held back by surge"
     becomes = "; d0 becomes prefill, d1 becomes prefill, d2 becomes prefill, d3 becomes prefill; and 1 more"
-    late = "nobody has decided for 61 min 40 s; as-0 was the last: see that it runs, and its log"
+    late = "nobody has decided for 61 min 40 s, as-0 was the last; see that it runs, and its log"
     assert run(f"console.log(JSON.stringify({json.dumps(cases)}.map(scaling.wordsOf)))", "scaling.js") == [
         None,
         {"wish": wish, "state": "", "when": "8 s ago, by as-0", "why": why + becomes, "trouble": ""},

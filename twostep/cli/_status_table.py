@@ -123,8 +123,8 @@ def _scaling(scaling: Scaling, width: int, paint: Paint) -> list[str]:
         wants = f"{', '.join(map(_wish, scaling.roles))} workers"
         ago, leader = duration(scaling.age_s), _clean(scaling.leader) or "nobody"
         if scaling.stale:
-            text = f"autoscaler: nobody has decided for {ago}, {leader} was the last: see that it runs, and its log; wanted then: {wants}"
-            lines += [paint(line, "yellow") for line in _wrapped(text, width)]
+            said = f"autoscaler: nobody has decided for {ago}; see that it runs, and its log", f"wanted last, by {leader}: {wants}"
+            lines += [paint(line, "yellow") for text in said for line in _wrapped(text, width)]
         else:
             lines.append(paint(clipped(f"autoscaler: {wants}; {ago} ago, by {leader}", width), "bold"))
         switches = [f"{switch.worker_id} becomes {switch.role}" for switch in scaling.switches[:_MAX_SWITCHES]]
