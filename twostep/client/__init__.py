@@ -1,7 +1,7 @@
 """The client SDK: blocking and asyncio. Needs grpcio and protobuf only."""
 
 from twostep.client._async import AsyncClient, AsyncGeneration
-from twostep.client._status import ClusterStatus, Percentiles, RefusedWorker, RouterLoad, WorkerStatus
+from twostep.client._status import ClusterStatus, Percentiles, RefusedWorker, RoleScaling, RoleSwitch, RouterLoad, Scaling, WorkerStatus
 from twostep.client._sync import Client, Generation
 from twostep.client._types import (
     ChatOptions,
@@ -40,9 +40,12 @@ __all__ = [
     "RefusedWorker",
     "RequestClass",
     "RequestOptions",
+    "RoleScaling",
+    "RoleSwitch",
     "RouterLoad",
     "RouterState",
     "SamplingOptions",
+    "Scaling",
     "TokenLogprobs",
     "Tokens",
     "ToolCall",
