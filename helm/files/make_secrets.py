@@ -1,7 +1,8 @@
 """Makes the Secret of a release, once: deployment-secret, ray-token and redis-password. Runs as a hook of the chart, before all else.
 
-What is there already stays as it is, whatever it holds: tickets, prefix hashes, Ray and Redis live by it. Environment: SECRET_NAME,
-NAMESPACE, LABELS (a JSON object); KUBERNETES_API and ACCOUNT_DIR only in tests.
+What is there already stays as it is, whatever it holds: tickets, prefix hashes, Ray and Redis live by it. Where a key is missing, the hook
+says so and fails: pods would wait for it without a word. Environment: SECRET_NAME, NAMESPACE, LABELS (a JSON object); KUBERNETES_API and
+ACCOUNT_DIR only in tests.
 """
 
 from __future__ import annotations
@@ -23,11 +24,19 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     name, namespace = environ["SECRET_NAME"], environ["NAMESPACE"]
     path = f"/api/v1/namespaces/{namespace}/secrets"
     api = Api(environ)
-    status = api.call("GET", f"{path}/{name}")
-    if status == 200:
+    found = api.call("GET", f"{path}/{name}")
+    if found.status == 200:
+        missing = [key for key in KEYS if not found.data(key)]
+        if missing:
+            print(
+                f"Secret {name} is there, and has no {', '.join(missing)}: add what is missing, any 32 random bytes in hexadecimal digits "
+                "(openssl rand -hex 32), and upgrade again",
+                file=sys.stderr,
+            )
+            return 1
         print(f"Secret {name} is there already and stays as it is")
         return 0
-    if status != 404:
+    if found.status != 404:
         return 1
     secret = {
         "apiVersion": "v1",
@@ -37,9 +46,8 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         # In hexadecimal digits: a password stands in an URL.
         "data": {key: base64.b64encode(secrets.token_hex(32).encode()).decode() for key in KEYS},
     }
-    status = api.call("POST", path, secret)
     # 409: another run of this hook was quicker.
-    if status not in (201, 409):
+    if api.call("POST", path, secret).status not in (201, 409):
         return 1
     print(f"Secret {name}: {', '.join(KEYS)}")
     return 0

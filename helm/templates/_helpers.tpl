@@ -129,6 +129,24 @@ priorityClassName: {{ . }}
 {{- end -}}
 {{- end -}}
 
+{{/* The Secret with KEDA's own certificate and key, and their authority; empty where KEDA shows none. That authority is none of the workers':
+     whoever reads the Secret can ask the autoscaler, and call nobody else. */}}
+{{- define "twostep.kedaSecretName" -}}
+{{- if .Values.tls.kedaSecret -}}
+{{- if eq .Values.tls.kedaSecret (include "twostep.tlsSecretName" .) -}}
+{{- fail (printf "tls.kedaSecret is %s, the Secret of the processes' own certificate, and KEDA's key could call workers: give one of another authority, or none" .Values.tls.kedaSecret) -}}
+{{- end -}}
+{{- .Values.tls.kedaSecret -}}
+{{- else if ne .Values.tls.source "secret" -}}
+{{- include "twostep.component" (dict "root" . "component" "keda") -}}
+{{- end -}}
+{{- end -}}
+
+{{/* true where the chart is to make that Secret. */}}
+{{- define "twostep.makesKedaSecret" -}}
+{{- if and .Values.tls.enabled .Values.autoscaling.enabled (not .Values.tls.kedaSecret) (ne .Values.tls.source "secret") -}}true{{- end -}}
+{{- end -}}
+
 {{/* What workers' certificates are checked for, whatever address they are reached at: pods have no names of their own. */}}
 {{- define "twostep.tlsPeerName" -}}
 {{- include "twostep.component" (dict "root" . "component" "peer") -}}
@@ -211,21 +229,22 @@ priorityClassName: {{ . }}
 
 {{/* The deployment secret and TLS. Goes with twostep.trustVolumes and twostep.trustMounts. */}}
 {{- define "twostep.trustEnv" -}}
-- name: TWOSTEP_SECRET_FILE
-  value: /etc/twostep/secret/deployment-secret
-{{- include "twostep.tlsEnv" . }}
+{{- include "twostep.trustEnvWith" (dict "root" . "ca" "/etc/twostep/tls/ca.crt") }}
 {{- end -}}
 
-{{- define "twostep.tlsEnv" -}}
-{{- if .Values.tls.enabled }}
+{{/* dict root, ca: the file of the authorities that peers must be certified by */}}
+{{- define "twostep.trustEnvWith" -}}
+- name: TWOSTEP_SECRET_FILE
+  value: /etc/twostep/secret/deployment-secret
+{{- if .root.Values.tls.enabled }}
 - name: TWOSTEP_TLS_CERT
   value: /etc/twostep/tls/tls.crt
 - name: TWOSTEP_TLS_KEY
   value: /etc/twostep/tls/tls.key
 - name: TWOSTEP_TLS_CA
-  value: /etc/twostep/tls/ca.crt
+  value: {{ .ca }}
 - name: TWOSTEP_TLS_PEER_NAME
-  value: {{ include "twostep.tlsPeerName" . }}
+  value: {{ include "twostep.tlsPeerName" .root }}
 {{- end }}
 {{- end -}}
 

@@ -156,7 +156,9 @@ def references(chart: Chart) -> Iterator[str]:
     made |= {("PersistentVolumeClaim", object["metadata"]["name"]) for object in chart.of("PersistentVolumeClaim")}
     made |= {("Secret", object["spec"]["secretName"]) for object in chart.of("Certificate")}
     for job in (pod for pod in chart.pods() if pod.owner["kind"] == "Job"):
-        made |= {("Secret", each["value"]) for container in job.containers() for each in container["env"] if each["name"] == "SECRET_NAME"}
+        made |= {
+            ("Secret", each["value"]) for container in job.containers() for each in container["env"] if each["name"].endswith("SECRET_NAME")
+        }
     # Names that chart_cases.py gives for what the user brings.
     made |= {("Secret", name) for name in ("mine", "keys", "cert", "redis", "pull")}
     made |= {("PersistentVolumeClaim", name) for name in ("weights", "files")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,9 +10,10 @@ import sys
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from chart_render import NAMESPACE, render
+from chart_render import CHART, NAMESPACE, render
 
 TIMEOUT_S = 60
 PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets"
@@ -32,8 +34,8 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeApi
 
     def do_GET(self) -> None:
-        name = self.path.removeprefix(f"{PATH}/")
-        self._answer(403 if "GET" in self.server.refuses else 200 if name in self.server.secrets else 404)
+        found = self.server.secrets.get(self.path.removeprefix(f"{PATH}/"))
+        self._answer(403 if "GET" in self.server.refuses else 404 if found is None else 200, found)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -47,15 +49,27 @@ class Handler(BaseHTTPRequestHandler):
             self.server.secrets[name] = body
             self._answer(201)
 
-    def _answer(self, status: int) -> None:
+    def _answer(self, status: int, object: Any = None) -> None:
         self.server.tokens.add(self.headers["Authorization"])
+        body = json.dumps(object or {}).encode()
         self.send_response(status)
-        self.send_header("Content-Length", "2")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing."""
+
+
+def script(name: str) -> ModuleType:
+    """helm/files/NAME.py."""
+    spec = importlib.util.spec_from_file_location(name, CHART / f"files/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_hook(component: str, api: FakeApi, scratch: Path, values: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:

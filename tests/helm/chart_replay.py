@@ -15,7 +15,6 @@ objects: scheduling, admission, DNS, NetworkPolicies.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import secrets
 import shutil
@@ -28,12 +27,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
-from chart_render import CHART, Chart, render
+from chart_hooks import script
+from chart_render import Chart, render
 from namespaces import enter
 from pod_sandbox import RunningPod, World
 
@@ -129,7 +128,7 @@ class Replay:
             env = {variable["name"]: variable.get("value", "") for variable in job.spec["containers"][0]["env"]}
             scratch = directory / "certificates"
             scratch.mkdir()
-            files = _script("make_tls").make_certificates(scratch, env["DNS_NAMES"].split(), 2)
+            files = script("make_tls").make_certificates(scratch, env["DNS_NAMES"].split(), 2)
             made[env["SECRET_NAME"]] = {name: content.decode() for name, content in files.items()}
         return made
 
@@ -138,15 +137,6 @@ class Replay:
 
     def _tls_secret(self) -> str:
         return next(name for name, data in self.world.secrets.items() if "ca.crt" in data)
-
-
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, CHART / f"files/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _allowed_ports(chart: Chart, component: str) -> list[range]:

@@ -57,8 +57,13 @@ def sizes(data: str | int, limit: str | None) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("data", "limit", "most", "least"),
-    [("1gb", "1Gi", "512mb", "2048Mi"), ("1025mb", "2Gi", "1024mb", "2050Mi"), ("1gb", "2G", "953mb", "2048Mi"), (1 << 30, "1Gi", "512mb", "2048Mi")],
-)  # fmt: skip
+    [
+        ("1gb", "1Gi", "512mb", "2048Mi"),
+        ("1025mb", "2Gi", "1024mb", "2050Mi"),
+        ("1gb", "2G", "953mb", "2048Mi"),
+        (1 << 30, "1Gi", "512mb", "2048Mi"),
+    ],
+)
 def test_data_that_a_fork_could_double_beyond_the_limit_are_refused(data: str | int, limit: str, most: str, least: str) -> None:
     said = refusal(sizes(data, limit))
     assert f"redis.maxMemory is {data} and redis.resources.limits.memory is {limit}" in said

@@ -7,7 +7,7 @@ import math
 import pytest
 from chart_cases import SWITCHES
 from chart_processes import processes
-from chart_render import Chart, Object, merged, render
+from chart_render import Chart, Object, merged, refusal, render
 from google.protobuf.json_format import ParseDict
 
 from router.autoscaler import hpa
@@ -87,19 +87,67 @@ def test_pools_that_may_be_let_go_are_let_go_by_keda() -> None:
     assert render({}).pod("router").spec["containers"][0]["readinessProbe"]["grpc"]["service"] == "readiness"
 
 
-def test_keda_shows_a_certificate_where_the_autoscaler_asks_for_one() -> None:
-    chart: Chart = render(merged(SWITCHES["autoscaling"], SWITCHES["tls"]))
+TLS = {
+    "certManager": SWITCHES["tls"],
+    "issuer": SWITCHES["tls-issuer"],
+    "job": SWITCHES["tls-job"],
+    "secret": merged(SWITCHES["tls-secret"], {"tls": {"kedaSecret": "keys"}}),
+    "job-and-own": merged(SWITCHES["tls-job"], {"tls": {"kedaSecret": "keys"}}),
+}
+
+
+@pytest.mark.parametrize("source", TLS)
+def test_keda_shows_a_certificate_that_is_its_own(source: str) -> None:
+    chart: Chart = render(merged(SWITCHES["autoscaling"], TLS[source]))
     authentication = chart.of("TriggerAuthentication")[0]
     for object in chart.of("ScaledObject"):
         trigger = object["spec"]["triggers"][0]
         assert trigger["authenticationRef"]["name"] == authentication["metadata"]["name"]
-        host = trigger["metadata"]["scalerAddress"].rpartition(":")[0]
-        assert host in chart.one("Certificate", "-tls")["spec"]["dnsNames"]
-    targets = {target["parameter"]: target["key"] for target in authentication["spec"]["secretTargetRef"]}
-    assert targets == {"caCert": "ca.crt", "tlsClientCert": "tls.crt", "tlsClientKey": "tls.key"}
+    targets = {target["parameter"]: (target["name"], target["key"]) for target in authentication["spec"]["secretTargetRef"]}
+    ours = next(volume["secret"]["secretName"] for volume in chart.pod("decode").spec["volumes"] if volume["name"] == "tls")
+    own = "keys" if "keys" in str(TLS[source]) else "demo-twostep-keda"
+    assert targets == {"caCert": (ours, "ca.crt"), "tlsClientCert": (own, "tls.crt"), "tlsClientKey": (own, "tls.key")}
+    # Its key lies in no pod, and its authority in that of the autoscaler alone.
+    for pod in chart.pods():
+        mounted = [volume["secret"] for volume in pod.spec["volumes"] if volume.get("secret", {}).get("secretName") == own]
+        assert [each["items"] for each in mounted] == [[{"key": "ca.crt", "path": "ca.crt"}]] * (pod.component == "autoscaler")
     scaler = next(process.config for process in processes(chart) if process.module == "router.autoscaler")
-    assert scaler.tls.ca is not None
+    worker = next(process.config for process in processes(chart) if process.module == "decode_worker")
+    assert (str(scaler.tls.ca), str(worker.tls.ca)) == ("/tmp/authorities.crt", "/etc/twostep/tls/ca.crt")
+    assert scaler.front_tls.ca == scaler.tls.ca
+    made = {certificate["spec"]["secretName"] for certificate in chart.of("Certificate")}
+    assert ("demo-twostep-keda" in made) is (source in ("certManager", "issuer"))
+
+
+@pytest.mark.parametrize("source", ["certManager", "issuer"])
+def test_kedas_certificate_is_of_another_authority(source: str) -> None:
+    chart = render(merged(SWITCHES["autoscaling"], TLS[source]))
+    ours, keda = chart.one("Certificate", "-tls")["spec"], chart.one("Certificate", "-keda")["spec"]
+    assert ours["issuerRef"] != keda["issuerRef"]
+    issuer = chart.one("Issuer", keda["issuerRef"]["name"])
+    authority = next(each["spec"] for each in chart.of("Certificate") if each["spec"]["secretName"] == issuer["spec"]["ca"]["secretName"])
+    assert authority["isCA"] is True
+    assert keda["usages"] == ["digital signature", "client auth"]
+    assert not set(keda["dnsNames"]) & set(ours["dnsNames"])
+    scaled = chart.of("ScaledObject")[0]["spec"]["triggers"][0]
+    assert scaled["metadata"]["scalerAddress"].rpartition(":")[0] in ours["dnsNames"]
+
+
+def test_without_a_secret_of_its_own_keda_shows_none() -> None:
+    """Where the chart can make none: better than the processes' own, whose key would open the workers."""
+    chart = render(merged(SWITCHES["autoscaling"], SWITCHES["tls-secret"]))
+    (authentication,) = chart.of("TriggerAuthentication")
+    assert authentication["spec"]["secretTargetRef"] == [{"parameter": "caCert", "name": "cert", "key": "ca.crt"}]
+    scaler = next(process.config for process in processes(chart) if process.module == "router.autoscaler")
+    assert scaler.front_tls.ca is None
+    assert scaler.front_tls.cert is not None
+    assert str(scaler.tls.ca) == "/etc/twostep/tls/ca.crt"
     assert not render(SWITCHES["autoscaling"]).of("TriggerAuthentication")
+
+
+def test_the_processes_own_certificate_is_none_for_keda() -> None:
+    values = merged(SWITCHES["autoscaling"], SWITCHES["tls-secret"], {"tls": {"kedaSecret": "cert"}})
+    assert "KEDA's key could call workers" in refusal(values)
 
 
 def test_rights_over_pods_only_where_pods_are_marked() -> None:

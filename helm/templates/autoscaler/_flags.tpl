@@ -25,6 +25,9 @@
   (printf "%s-cold-start" $role) $pool.coldStartSeconds
 ) -}}
 {{- end -}}
+{{- if and .Values.tls.enabled (not (include "twostep.kedaSecretName" .)) -}}
+{{- $flags = set $flags "tls-client-auth" "none" -}}
+{{- end -}}
 {{- if not $scaling.podDeletionCost -}}
 {{- $flags = set $flags "kubernetes-api" "none" -}}
 {{- end -}}
