@@ -81,12 +81,12 @@ class DemandBook:
             totals["tpot_total"] += 1
             totals["tpot_met"] += Reason.TARGET_TPOT not in missed
 
-    def totals(self, window: int, *, queued: int) -> Mapping[int, DemandTotals]:
-        """What to write now, by window: nothing that came is something to say too. Forgets older windows."""
+    def totals(self, window: int, *, queued: int, left: bool = False) -> Mapping[int, DemandTotals]:
+        """What to write now, by window: nothing that came is something to say too. `left`: for the last time. Forgets older windows."""
         current = range(window - _NUM_WINDOWS + 1, window + 1)
         for old in [known for known in self._totals if known < current[0]]:
             del self._totals[old]
-        return {each: DemandTotals(**self._of(each), queued=queued) for each in current}
+        return {each: DemandTotals(**self._of(each), queued=queued, left=int(left)) for each in current}
 
     def _held_to(self, job: Job) -> Targets:
         own = Targets(ttft_s=job.ttft_s, tpot_s=job.tpot_s)
@@ -124,20 +124,23 @@ class DemandMeter:
         self._book.ended(job, report, num_output=num_output, tpot_s=tpot_s, refused=refused, cancelled=cancelled, window=window)
 
     async def run(self) -> None:
-        """Writes until cancelled."""
+        """Writes until cancelled, and then once more, that this router leaves: one that only falls silent may have been cut off."""
         task = asyncio.current_task()
         assert task is not None
-        while True:
-            await self.exchange()
-            if task.cancelling():
-                # The Redis client can take a cancellation for a lost connection.
-                raise asyncio.CancelledError
-            await asyncio.sleep(_SYNC_S)
+        try:
+            while True:
+                await self.exchange()
+                if task.cancelling():
+                    # The Redis client can take a cancellation for a lost connection.
+                    raise asyncio.CancelledError
+                await asyncio.sleep(_SYNC_S)
+        finally:
+            await self.exchange(left=True)
 
-    async def exchange(self) -> None:
+    async def exchange(self, *, left: bool = False) -> None:
         """Once; never raises for what Redis does."""
         pipeline = self._redis.pipeline(transaction=False)
-        for window, totals in self._book.totals(window_of(time.time()), queued=self._num_queued()).items():
+        for window, totals in self._book.totals(window_of(time.time()), queued=self._num_queued(), left=left).items():
             field: Mapping[Any, Any] = {self._router_id: totals.to_json()}
             pipeline.hset(demand_key(window), mapping=field)
             pipeline.expire(demand_key(window), TTL_S)

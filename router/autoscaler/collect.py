@@ -12,6 +12,7 @@ Redis' clock is the clock of all replicas: instants of decisions mean the same t
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ _MOST_LOOKS = 3
 _MAX_WORKERS = 4096
 # Of the requests whose lengths say how unlike prompts are; below, it is taken to be what it usually is.
 _FEW = 8
+# Names of routers in one line of the log.
+_MOST_TOLD = 8
+
+log = logging.getLogger(__name__)
 
 
 class NothingMetered(Unavailable):
@@ -79,6 +84,7 @@ class Collector:
         # Redis' clock is ahead of this machine's by so much.
         self._ahead_s = 0.0
         self._lengths = Traffic()
+        self._silent: tuple[str, ...] = ()
 
     async def look(self) -> Look:
         """Raises Unavailable without Redis."""
@@ -141,10 +147,12 @@ class Collector:
             await asyncio.sleep(self._look_again_s)
             found |= await self._fetch(missing)
         self._known = found
+        demand = demand_of(fields, now_s=now_s, span_s=self._span_s)
+        self._tell_silent(demand.silent)
         return Look(
             now_s=now_s,
             records=tuple(found.values()),
-            demand=demand_of(fields, now_s=now_s, span_s=self._span_s),
+            demand=demand,
             decision=decision,
             num_refused=len(self._refused),
         )
@@ -186,6 +194,16 @@ class Collector:
                 self._refused.add(name)
         return found
 
+    def _tell_silent(self, silent: tuple[str, ...]) -> None:
+        if new := [name for name in silent if name not in self._silent]:
+            log.warning(
+                "%s %s silent and did not say so before: nobody is taken away as long as what is asked there may be missing; look whether "
+                "Redis is reached from there",
+                ", ".join(new[:_MOST_TOLD]),
+                "is" if len(new) == 1 else "are",
+            )
+        self._silent = silent
+
     def _now(self, reply: Any) -> float:
         if self._clock is not None:
             return self._clock()
@@ -212,6 +230,7 @@ def traffic_of(demand: Demand, before: Traffic) -> Traffic:
         queued_requests=demand.queued,
         ttft_met=_share(recent.ttft_met, recent.ttft_total),
         tpot_met=_share(recent.tpot_met, recent.tpot_total),
+        silent_routers=len(demand.silent),
         prompt_scv=_scv(recent, kept, before.prompt_scv),
     )
 

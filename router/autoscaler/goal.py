@@ -72,13 +72,15 @@ def goal(config: PolicyConfig, memory: Memory, forecast: Forecast, observation: 
     need = Need(at_s=now_s, prefill=kept["prefill"], decode=kept["decode"], total=total)
     needs = remember(memory.needs, need, config.cool_down_s)
     full = memory.began_s is not None and now_s - memory.began_s >= config.cool_down_s
-    # Nobody is seen of all that were asked for: not the moment to ask for fewer.
-    blind = memory.wanted if not observation.workers else None
+    # Nobody is seen of all that were asked for, or not all that is asked: not the moment to ask for fewer.
+    unheard = memory.unheard_s is not None and now_s - memory.unheard_s <= config.cool_down_s
+    blind = memory.wanted if unheard or not observation.workers else None
     if shared:
         total = max(need.total for need in needs)
         total = total if full else max(total, sum(there.pods.values()))
         total = max(total, blind.pods) if blind is not None else total
-        return Goal(now=current, need=ahead, total=total, shared=True, asleep=False, ahead=ahead, kept=kept, needs=needs)
+        apart = {role: max(ahead[role], blind.workers(role)) for role in ROLES} if blind is not None and unheard else ahead
+        return Goal(now=current, need=apart, total=total, shared=True, asleep=False, ahead=ahead, kept=kept, needs=needs)
     apart = {role: max(need.of(role) for need in needs) for role in ROLES}
     if not full:
         apart = {role: max(apart[role], there.expected(role)) for role in ROLES}

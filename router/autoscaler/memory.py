@@ -82,6 +82,7 @@ class Memory:
     busy_s: float | None = None  # instant at which there was a request last
     switching: Mapping[str, tuple[Role, float]] = field(default_factory=dict)  # by worker id: the role it was told to take, and when
     victims: tuple[str, ...] = ()
+    unheard_s: float | None = None  # instant at which the load was known last to be more than routers told
 
     def to_json(self) -> str:
         return json.dumps({"form": FORM, **dataclasses.asdict(self)}, separators=(",", ":"), sort_keys=True, allow_nan=False)
@@ -105,6 +106,8 @@ class Memory:
                 busy_s=_instant(raw["busy_s"]),
                 switching={worker: (_role(role), float(at)) for worker, (role, at) in raw["switching"].items()},
                 victims=tuple(str(worker) for worker in raw["victims"]),
+                # Of a leader of an older version: it did not look.
+                unheard_s=_instant(raw.get("unheard_s")),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidRequest(f"not a memory of this autoscaler: {error!r:.80}; begin without one") from error

@@ -45,6 +45,8 @@ class Traffic:
     tpot_met: float | None = None
     # Squared coefficient of variation (variance / mean²) of the uncached tokens of prompts: how unlike they are. 0: all alike.
     prompt_scv: float = 0.5
+    # Routers that have fallen silent without a word that they leave: what is asked of them, if they serve on, is not in here.
+    silent_routers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ class WorkerView:
     num_waiting: int = 0
     queued_tokens: int = 0
     context_tokens: int = 0
-    tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0  # that it computes, of prompts and answers
     started_s: float = 0.0  # instant at which it was first seen
 
 

@@ -22,6 +22,7 @@ from router.autoscaler.memory import Correction, Course, Memory, Wanted
 from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role
 from router.autoscaler.sizing import can_help
 from router.autoscaler.stability import moved
+from router.autoscaler.unheard import unheard_since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,8 @@ def _see(config: PolicyConfig, memory: Memory, observation: Observation) -> Memo
     forecast = observe(memory.forecast, traffic, decoding, dt_s, config.window_s)
     specs = {role: spec_of(observation.workers, role, memory.specs.get(role)) for role in ROLES}
     busy = traffic.requests_per_s > 0.0 or traffic.queued_requests > 0
-    busy = busy or any(w.num_running or w.num_waiting or w.queued_tokens for w in observation.workers)
+    unheard_s = unheard_since(config, memory.unheard_s, forecast, observation)
+    busy = busy or unheard_s == now_s or any(w.num_running or w.num_waiting or w.queued_tokens for w in observation.workers)
     corrections: dict[Role, Correction] = {}
     present = demand(forecast, 0.0, decoding.num_seqs)
     ready = sum(w.ready and w.role == "prefill" for w in observation.workers)
@@ -111,6 +113,7 @@ def _see(config: PolicyConfig, memory: Memory, observation: Observation) -> Memo
         corrections=corrections,
         specs=specs,
         busy_s=now_s if busy or memory.busy_s is None else memory.busy_s,
+        unheard_s=unheard_s,
     )
 
 
@@ -139,6 +142,10 @@ def _reason(observation: Observation, seen: Memory, aim: Goal, chosen: Assignmen
         parts.append("slower than their curves: " + ", ".join(slow))
     if chosen.switches:
         parts.append(f"{len(chosen.switches)} to {chosen.switches[0].to}")
+    if observation.traffic.silent_routers:
+        parts.append(f"{observation.traffic.silent_routers} of the routers silent")
+    elif seen.unheard_s == observation.now_s:
+        parts.append("workers do more than routers told of")
     if any(there.pending.values()):
         parts.append(f"{sum(there.pending.values())} pods to come")
     return "; ".join(parts)

@@ -56,4 +56,4 @@ def test_a_memory_with_a_damaged_part_is_refused() -> None:
                 Memory.from_json(text)
             except InvalidRequest:
                 continue
-            assert name in ("at_s", "began_s", "busy_s", "victims"), f"{name} = {damage!r} was taken"
+            assert name in ("at_s", "began_s", "busy_s", "unheard_s", "victims"), f"{name} = {damage!r} was taken"

@@ -152,6 +152,25 @@ def test_a_router_that_is_gone_has_nothing_waiting() -> None:
     assert (demand.queued, demand.recent.requests) == (2, 10)
 
 
+def test_a_router_that_falls_silent_without_a_word_is_missed_and_one_that_leaves_is_not() -> None:
+    one, last = DemandTotals(requests=5), DemandTotals(requests=5, left=1)
+    said = [(back, "here", one) for back in range(8)]
+    said += [
+        (7, "left", last),
+        (6, "left", last),
+        (7, "again", last),
+        (1, "again", one),
+        (7, "cut", one),
+        (2, "cut", one),
+        (3, "dead", one),
+    ]
+    demand = demand_of(written(*said), now_s=NOW + 2.0, span_s=10 * WINDOW_S)
+    assert (demand.silent, demand.num_routers) == (("cut", "dead"), 2)
+    # Its last window may not be over yet, or only just.
+    assert demand_of(written((1, "late", one)), now_s=NOW + 2.0, span_s=WINDOW_S).silent == ()
+    assert demand_of(written((2, "late", one)), now_s=NOW + 0.5, span_s=WINDOW_S).silent == ()
+
+
 @given(st.binary(max_size=60) | st.sampled_from([b"[-1]", b"[1.5]", b"[true]", b"{}", b'["1"]', b"[1e400]", b"[9223372036854775808]"]))
 def test_a_damaged_field_costs_nobody_anything(damaged: bytes) -> None:
     fields = written((1, "a", DemandTotals(requests=7)))
@@ -161,7 +180,7 @@ def test_a_damaged_field_costs_nobody_anything(damaged: bytes) -> None:
     assert demand.recent.requests == 7 or DemandTotals.from_json(damaged) is not None
 
 
-@given(st.lists(st.integers(0, 1 << 40), min_size=14, max_size=14))
+@given(st.lists(st.integers(0, 1 << 40), min_size=15, max_size=15))
 def test_totals_are_read_as_they_were_written(values: list[int]) -> None:
     counted = DemandTotals(**dict(zip(DemandTotals.__dataclass_fields__, values, strict=True)))
     assert DemandTotals.from_json(counted.to_json()) == counted
@@ -231,3 +250,14 @@ def test_the_targets_are_flags_and_variables(monkeypatch: pytest.MonkeyPatch) ->
     for wrong in ("0", "-1", "nan", "1e12", "soon"):
         with pytest.raises(SystemExit):
             parse_config(["--model", "m", "--target-ttft-ms", wrong])
+
+
+async def test_a_router_that_drains_says_that_it_leaves(cluster: Cluster, redis_client: redis.asyncio.Redis) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving():
+        await cluster.ask(max_tokens=5)
+        assert (await kept(redis_client)).left == 0
+    found = await kept(redis_client)
+    assert found.left
+    assert (found.requests, found.ended) == (1, 1), "its last word has all that it counted"

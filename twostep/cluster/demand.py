@@ -2,7 +2,8 @@
 
 twostep:v1:demand:{window}    hash: router id -> DemandTotals as JSON, of that router in that window of WINDOW_S seconds of the wall clock
 
-Totals, never increments: an exchange that broke may be repeated as it is, and a router that dies takes nothing away.
+Totals, never increments: an exchange that broke may be repeated as it is, and a router that dies takes nothing away. One that leaves
+says so in its last word: of one that falls silent without it, nobody knows whether it is gone or serves on, cut off from Redis.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class DemandTotals:
     tpot_met: int = 0
     # Waiting in the router as it last wrote: not a total.
     queued: int = 0
+    # 1: it leaves, and this is its last word.
+    left: int = 0
 
     def to_json(self) -> str:
         return json.dumps(list(dataclasses.astuple(self)), separators=(",", ":"))
@@ -84,13 +87,15 @@ NOTHING = DemandTotals()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """Of all routers together: the last windows that are over, and all windows that are kept. `seconds` is how much time `recent` is of:
-    windows in which any router wrote. 0: no router has said anything, which is not the same as nothing to do."""
+    windows in which any router wrote. 0: no router has said anything, which is not the same as nothing to do. `silent`: routers that have
+    written of late, do not any more, and did not say that they leave."""
 
     recent: DemandTotals = NOTHING
     seconds: float = 0.0
     kept: DemandTotals = NOTHING
     queued: int = 0
     num_routers: int = 0
+    silent: tuple[str, ...] = ()
 
 
 def windows_to_read(now_s: float) -> list[int]:
@@ -108,17 +113,29 @@ def demand_of(fields: Mapping[int, Mapping[bytes, bytes]], *, now_s: float, span
     seen = 0
     # The newest word of each router that it has said of late: one that is gone has nothing waiting.
     queued: dict[bytes, int] = {}
+    unheard: set[bytes] = set()
     for window in sorted(fields):
         said = list(_known(fields[window].items()))
         for router, totals in said:
             kept += totals
+            if totals.left or window >= last_over:
+                unheard.discard(router)
+            else:
+                unheard.add(router)
             if window >= last_over:
                 queued[router] = totals.queued
         if said and first <= window <= last_over:
             seen += 1
             for _, totals in said:
                 recent += totals
-    return Demand(recent=recent, seconds=float(seen * WINDOW_S), kept=kept, queued=sum(queued.values()), num_routers=len(queued))
+    return Demand(
+        recent=recent,
+        seconds=float(seen * WINDOW_S),
+        kept=kept,
+        queued=sum(queued.values()),
+        num_routers=len(queued),
+        silent=tuple(sorted(router.decode(errors="replace") for router in unheard)),
+    )
 
 
 def _known(fields: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[bytes, DemandTotals]]:
