@@ -9,6 +9,11 @@
 {{- $own := dict "port" .port "health-port" (add .port 1) "metrics-port" (add .port 2) "pod-owner" .role -}}
 {{- if gt (int $values.gpus) 1 }}{{ $_ := set $own "tensor-parallel-size" $values.gpus }}{{ end -}}
 {{- $flags := merge (deepCopy $values.flags) $own (include "twostep.workerFlags" $root | fromYaml) -}}
+{{- $replicas := toString $values.replicas -}}
+{{- if $root.Values.autoscaling.enabled -}}
+{{- $scaler := dict "apiVersion" "keda.sh/v1alpha1" "kind" "ScaledObject" -}}
+{{- $replicas = include "twostep.presentReplicas" (merge (dict "scaler" $scaler "least" (include "twostep.leastReplicas" .)) $component) -}}
+{{- end -}}
 apiVersion: apps/v1
 kind: Deployment
 metadata:
@@ -16,9 +21,13 @@ metadata:
   namespace: {{ $root.Release.Namespace }}
   labels:
     {{- include "twostep.labels" $component | nindent 4 }}
+  {{- if and $root.Values.autoscaling.enabled $replicas }}
+  annotations:
+    {{ include "twostep.replicasSaid" . }}: said
+  {{- end }}
 spec:
-  {{- if not $root.Values.autoscaling.enabled }}
-  replicas: {{ $values.replicas }}
+  {{- with $replicas }}
+  replicas: {{ . }}
   {{- end }}
   selector:
     matchLabels:
