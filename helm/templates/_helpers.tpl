@@ -51,6 +51,9 @@ app.kubernetes.io/part-of: twostep
 {{- define "twostep.image" -}}
 {{- $image := index .root.Values.image .image -}}
 {{- $repository := $image.repository -}}
+{{- if regexMatch "(:[^/]*|@.*)$" $repository -}}
+{{- fail (printf "image.%s.repository is %s, with a tag or digest in it: give that as image.%s.tag or image.%s.digest" .image $repository .image .image) -}}
+{{- end -}}
 {{- if and .root.Values.image.registry (not (regexMatch "^(localhost|[^/]*[.:][^/]*)/" $repository)) -}}
 {{- $repository = printf "%s/%s" (trimSuffix "/" .root.Values.image.registry) $repository -}}
 {{- end -}}
@@ -70,9 +73,11 @@ app.kubernetes.io/part-of: twostep
 
 {{- define "twostep.podSecurityContext" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.podSecurity.runAsUser | int64 }}
-runAsGroup: {{ .Values.podSecurity.runAsGroup | int64 }}
-fsGroup: {{ .Values.podSecurity.fsGroup | int64 }}
+{{- range $name := list "runAsUser" "runAsGroup" "fsGroup" }}
+{{- with index $.Values.podSecurity $name }}
+{{ $name }}: {{ int64 . }}
+{{- end }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
@@ -111,6 +116,11 @@ affinity:
 {{- with .priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
+{{- end -}}
+
+{{/* Where routers may run, their image runs otherwise, too: in hook Jobs and in the pod of `helm test`. */}}
+{{- define "twostep.routerNodes" -}}
+{{- include "twostep.scheduling" (pick .Values.router "nodeSelector" "tolerations") -}}
 {{- end -}}
 
 {{/* ---- secrets ---- */}}

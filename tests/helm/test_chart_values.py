@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import types
+from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import helm_schema
 import jsonschema
 import pytest
 import yaml
-from chart_cases import CASES, EVERYTHING, SWITCHES
+from chart_cases import CASES, EVERYTHING, PROFILES, SWITCHES
 from chart_render import CHART, MODEL, ROOT, dotted, helm, merged, profile, refusal, render, run
 
 # By dotted name: what is wrong, and what helm says about it.
@@ -54,6 +55,14 @@ WRONG: list[tuple[str, Any, str]] = [
 # Values that are right alone and contradict each other.
 CONTRARY: list[tuple[str, Any, str]] = [
     ("tls", {"enabled": True, "source": "secret"}, "give tls.existingSecret"),
+    ("image.router.repository", "registry.example/router:2", "image.router.repository is registry.example/router:2, with a tag"),
+    ("commonLabels", {"app.kubernetes.io/part-of": "web"}, "commonLabels has app.kubernetes.io/part-of"),
+    (
+        "",
+        {"networkPolicy": {"egress": True}, "redis": {"embedded": False, "external": {"existingSecret": "redis"}}},
+        "Redis is there: give networkPolicy.extraEgress",
+    ),
+    ("", {"workers": {"device": "cuda"}, "decode": {"gpus": 0}}, "workers.device is cuda and decode.gpus is 0"),
     ("redis", {"embedded": False}, "give redis.external.existingSecret"),
     ("auth.apiKeys", "file", "give auth.existingSecret"),
     ("model.volume.type", "emptyDir", "set model.loader.enabled"),
@@ -90,14 +99,14 @@ def test_wrong_values_are_refused_by_name(turn: int) -> None:
 
 @pytest.mark.parametrize(("name", "value", "words"), CONTRARY, ids=[f"{name}-{number}" for number, (name, *_) in enumerate(CONTRARY)])
 def test_contrary_values_are_refused_with_what_to_change(name: str, value: Any, words: str) -> None:
-    assert words in refusal(dotted(name, value))
+    assert words in refusal(dotted(name, value) if name else value)
 
 
 def test_a_registry_goes_before_what_names_none() -> None:
-    own = {"image": {"registry": "registry.example:5000/llm", "router": {"repository": "localhost/router"}}}
+    own = {"image": {"registry": "registry.example:5000/llm", "router": {"repository": "localhost:5000/router"}}}
     images = {pod.component: pod.spec["containers"][0]["image"].partition("@")[0] for pod in render(own).pods()}
     assert images["redis"] == "docker.io/valkey/valkey"
-    assert images["router"] == "localhost/router:0.1.0"
+    assert images["router"] == "localhost:5000/router:0.1.0"
     assert images["prefill"] == "registry.example:5000/llm/twostep/worker-cuda:0.1.0"
 
 
@@ -169,26 +178,96 @@ def test_rendering_draws_nothing_at_random() -> None:
     assert again == once
 
 
-@pytest.mark.parametrize("case", ["defaults", "everything", "tls-secret"])
-def test_notes_say_what_to_type_next_and_what_is_open(case: str, tmp_path: Path) -> None:
+def notes_of(case: str, tmp_path: Path, more: Mapping[str, Any] | None = None) -> str:
     """helm template leaves NOTES.txt out: a copy of the chart includes it in an object."""
     chart = tmp_path / "helm"
     shutil.copytree(CHART, chart)
     (chart / "templates/notes-here.yaml").write_text('notes: {{ include (print $.Template.BasePath "/NOTES.txt") . | toJson }}\n')
     name, values = CASES[case]
-    result = run(values, name, chart)
+    result = run(merged(values, more or {}), name, chart)
     assert result.returncode == 0, result.stderr
-    notes = next(json.loads(line.removeprefix("notes: ")) for line in result.stdout.splitlines() if line.startswith("notes: "))
+    notes: str = next(json.loads(line.removeprefix("notes: ")) for line in result.stdout.splitlines() if line.startswith("notes: "))
+    return notes
+
+
+@pytest.mark.parametrize("case", ["defaults", "everything", "tls-secret"])
+def test_notes_say_what_to_type_next_and_what_is_open(case: str, tmp_path: Path) -> None:
+    notes, (name, values) = notes_of(case, tmp_path), CASES[case]
     full = "chat" if case == "everything" else "demo-twostep"
     assert "helm test demo -n serving" in notes
     assert f"port-forward svc/{full}-router 8000:8000" in notes
     assert ("No TLS" in notes) is (not values.get("tls", {}).get("enabled", False))
     assert ("No API keys" in notes) is (case != "everything")
     assert ("stay as they are given" in notes) is (case != "everything")
-    assert ("needs KEDA" in notes) is (case == "everything")
+    assert ("get scaledobjects" in notes) is (case == "everything")
+    assert ("kubernetes.io/metadata.name" in notes) is (case == "everything")
+    assert ("Routers are ready without workers" in notes) is (case == "everything")
+    assert ("twostep/router:0.1.0 and twostep/worker-cuda:0.1.0: nothing of that name is published" in notes) is (case != "everything")
+    assert ("-o jsonpath='{.data.ca\\.crt}' | base64 -d > ca.crt" in notes) is (case != "defaults")
+    assert "> tls.key" not in notes
     if case == "tls-secret":
         assert "demo-twostep-peer" in notes
         assert "llm.example" in notes
     services = {service["metadata"]["name"] for service in render(values, name).of("Service")}
     for named in re.findall(rf"({full}[\w-]*)\.serving\.svc\.cluster\.local:", notes):
         assert named in services
+
+
+def test_notes_say_how_keys_are_made(tmp_path: Path) -> None:
+    assert "Open it with auth.adminPort=8001" in notes_of("keys-in-redis", tmp_path / "a")
+    open_port = {"auth": {"adminPort": 8002}}
+    notes = notes_of("keys-in-redis", tmp_path / "b", open_port | SWITCHES["tls"])
+    assert "twostep keys create --admin https://localhost:8002 --tls-ca ca.crt --secret-file secret" in notes
+    assert "Open it" not in notes
+    both = notes_of("keys-in-redis", tmp_path / "c", open_port | SWITCHES["tls-issuer"])
+    assert "take auth.apiKeys=file" in both
+    for name in ("ca.crt", "tls.crt", "tls.key"):
+        assert f"base64 -d > {name}\n" in both
+
+
+def test_notes_say_where_keda_shows_no_certificate(tmp_path: Path) -> None:
+    assert "KEDA shows the autoscaler no certificate" in notes_of("tls-secret", tmp_path / "a", SWITCHES["autoscaling"])
+    assert "no certificate" not in notes_of("tls-job", tmp_path / "b", SWITCHES["autoscaling"])
+
+
+def test_lint_takes_the_chart_as_it_stands() -> None:
+    """Although no release can be made of it without a model: `helm lint` overlooks what templates refuse."""
+    assert "which model?" in refusal({}, model=False)
+    for name in PROFILES:
+        assert (run({}, name, model=False).returncode == 0) is (name == "demo")
+    done = subprocess.run([helm(), "lint", "--strict", str(CHART)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_values_of_a_chart_before_this_one_are_taken(tmp_path: Path) -> None:
+    """`helm upgrade --reuse-values` puts the former chart's defaults in the place of this one's: what they do not have is not there."""
+    chart = tmp_path / "helm"
+    shutil.copytree(CHART, chart)
+    text = (chart / "values.yaml").read_text()
+    former = text.replace('  kedaSecret: ""\n', "")
+    assert former != text
+    (chart / "values.yaml").write_text(former)
+    for case in ("everything", "tls-secret", "autoscaling-without-rights"):
+        result = run(merged(CASES[case][1], SWITCHES["autoscaling"]), chart=chart)
+        assert result.returncode == 0, result.stderr
+
+
+def test_a_platform_may_choose_the_users() -> None:
+    values = {"podSecurity": dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"))}
+    for pod in render(values).pods():
+        assert pod.spec["securityContext"].keys() == {"runAsNonRoot", "fsGroupChangePolicy", "seccompProfile"}
+
+
+def test_hooks_run_where_routers_may() -> None:
+    """In a cluster whose every node bears a taint, an install would wait for its first hook and fail."""
+    toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    values = {
+        "router": {"nodeSelector": {"pool": "llm"}, "tolerations": [toleration]},
+        "podAnnotations": {"sidecar.istio.io/inject": "false"},
+    }
+    chart = render(merged(SWITCHES["tls-job"], values))
+    for component in ("router", "make-secrets", "make-tls", "test"):
+        pod = chart.pod(component)
+        assert (pod.spec["nodeSelector"], pod.spec["tolerations"]) == ({"pool": "llm"}, [toleration])
+    for pod in chart.pods():
+        assert pod.metadata["annotations"]["sidecar.istio.io/inject"] == "false", pod.name

@@ -41,6 +41,30 @@
 {{- fail (printf "%s.maxSurge and %s.maxUnavailable are both 0, and no pod could ever be replaced: set one of them to 1" $name $name) -}}
 {{- end -}}
 {{- end -}}
+{{- if .Values.networkPolicy.egress -}}
+{{- $outside := list -}}
+{{- if not .Values.redis.embedded }}{{ $outside = append $outside "Redis" }}{{ end -}}
+{{- if and .Values.ray.enabled (eq .Values.ray.mode "external") }}{{ $outside = append $outside "Ray's head" }}{{ end -}}
+{{- if .Values.tracing.otlpEndpoint }}{{ $outside = append $outside "the collector of tracing.otlpEndpoint" }}{{ end -}}
+{{- if and $outside .Values.networkPolicy.enabled (not .Values.networkPolicy.extraEgress) -}}
+{{- fail (printf "networkPolicy.egress lets pods reach nothing outside the release, and %s is there: give networkPolicy.extraEgress" (join " and " $outside)) -}}
+{{- end -}}
+{{- end -}}
+{{- $pools := dict "colocated.gpusPerWorker" .Values.colocated.gpusPerWorker -}}
+{{- if not .Values.colocated.enabled -}}
+{{- $pools = dict "decode.gpus" .Values.decode.gpus -}}
+{{- if or .Values.prefill.replicas .Values.autoscaling.enabled }}{{ $_ := set $pools "prefill.gpus" .Values.prefill.gpus }}{{ end -}}
+{{- end -}}
+{{- range $name, $gpus := $pools -}}
+{{- if and (eq $.Values.workers.device "cuda") (not $gpus) -}}
+{{- fail (printf "workers.device is cuda and %s is 0: such workers see no GPU; give them some, or workers.device auto" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $label, $_ := .Values.commonLabels -}}
+{{- if or (eq $label "helm.sh/chart") (hasPrefix "app.kubernetes.io/" $label) -}}
+{{- fail (printf "commonLabels has %s, and the chart finds its own objects by such labels: give it another name" $label) -}}
+{{- end -}}
+{{- end -}}
 {{- if and (eq $transfer "none") .Values.autoscaling.enabled -}}
 {{- fail "workers.kvTransfer none leaves prefill workers nothing to do, and the autoscaler would make some: set autoscaling.enabled to false" -}}
 {{- end -}}
