@@ -7,7 +7,8 @@
     5. act       KEDA is answered from it (external_scaler.py), and a worker changes its role    switches.py
 
 A replica that does not lead looks at the decision alone, and answers from it. Who comes to lead goes on from the memory in it. Where
-anything is missing for a decision (Redis, what routers meter) none is made: the last one answers until it is too old.
+anything is missing for a decision (Redis, what routers meter, for the first one the workers) none is made: the last one answers until it is
+too old.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from router.autoscaler.beginning import why_wait
 from router.autoscaler.board import DecisionBoard
 from router.autoscaler.collect import Collector, Look, NobodyKnown, NothingMetered
 from router.autoscaler.decision_log import DecisionLog
+from router.autoscaler.fleet import begun
 from router.autoscaler.hpa import Asked, replicas_asked
 from router.autoscaler.lease import Lease
 from router.autoscaler.memory import Memory
@@ -41,8 +44,14 @@ _MARK_S = 5.0
 # A decision that comes sooner after the last one than this share of an interval is not made: another leader made that one.
 _TOO_SOON = 0.5
 # What metrics have as reasons of no decision, and of a bound.
-_SKIPPED: dict[type[Unavailable], str] = {NothingMetered: "demand", NobodyKnown: "workers"}
 _BOUNDS = ("max_workers", "max_cost", "surge", "cool_down")
+
+
+class TooEarly(Unavailable):
+    """There is no decision to go on from, and the workers are only coming up."""
+
+
+_SKIPPED: dict[type[Unavailable], str] = {NothingMetered: "demand", NobodyKnown: "workers", TooEarly: "workers"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +88,7 @@ class Controller:
         self._memory = Memory()
         self._leading = 0  # token of the lease that this replica decided under last; 0: it did not
         self._number = 0
+        self._since_s: float | None = None  # first look that had no decision to go on from; None: there was one
         self._ways: dict[str, int] = {}
         self._wake = asyncio.Event()
         self._seen: Observation | None = None
@@ -176,6 +186,7 @@ class Controller:
             self._take_over(look, token)
         observation = self._parts.collector.observation(look, switching=set(self._memory.switching))
         step = self._decide(observation)
+        self._check_begun(look, observation, step.decision)
         self._seen, self._decision = observation, step.decision
         if not await self._mark(look, step.decision, token):
             return
@@ -198,10 +209,21 @@ class Controller:
         before = look.decision
         self._memory = _memory_of(before)
         self._ways = {}
-        self._leading, self._number = token, 0
+        self._leading, self._number, self._since_s = token, 0, None
         if self._parts.marks is not None:
             self._parts.marks.forget()
         log.info("%s decides from now on%s", self._name, "" if before is None else f", after {before.leader}")
+
+    def _check_begun(self, look: Look, observation: Observation, decision: Decision) -> None:
+        """Raises TooEarly."""
+        if look.decision is not None:
+            self._since_s = None
+            return
+        if self._since_s is None or self._since_s > look.now_s:
+            self._since_s = look.now_s
+        oldest_s = min((begun(record, look.now_s) for record in look.records), default=None)
+        if why := why_wait(self._config, observation, decision, oldest_s=oldest_s, since_s=self._since_s):
+            raise TooEarly(why)
 
     def _decide(self, observation: Observation) -> Step:
         if self._memory.at_s is not None and observation.now_s < self._memory.at_s:

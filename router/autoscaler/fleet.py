@@ -41,7 +41,7 @@ class Fleet:
     def __init__(self, secret_check: str, cold_start_s: Mapping[Role, float]) -> None:
         """An empty `secret_check`: workers of any deployment secret belong here."""
         self._secret_check = secret_check
-        self._pending_s = {role: 2 * cold_start_s[role] + _PENDING_BEYOND_S for role in ROLES}
+        self._pending_s = {role: longest_start_s(cold_start_s[role]) for role in ROLES}
         self._first_seen: dict[Life, float] = {}
         self._looked = False
         # What was said of whom.
@@ -86,7 +86,7 @@ class Fleet:
         """By name."""
         lives = {life_of(record) for record in records}
         for record in records:
-            self._first_seen.setdefault(life_of(record), now_s if self._looked else _begun(record, now_s))
+            self._first_seen.setdefault(life_of(record), now_s if self._looked else begun(record, now_s))
         self._looked = True
         for life in [known for known in self._first_seen if known not in lives][: max(0, len(self._first_seen) - _MAX_REMEMBERED)]:
             del self._first_seen[life]
@@ -139,7 +139,13 @@ class Fleet:
         )
 
 
-def _begun(record: WorkerRecord, now_s: float) -> float:
-    """Epochs are microseconds since 1970; what makes no sense as such begins now."""
+def longest_start_s(cold_start_s: float) -> float:
+    """After which a pod that was asked for is not thought to come any more."""
+    return 2 * cold_start_s + _PENDING_BEYOND_S
+
+
+def begun(record: WorkerRecord, now_s: float) -> float:
+    """The instant at which this life began, by its own clock: epochs are microseconds since 1970. What makes no sense as such begins
+    now."""
     begun = record.epoch / 1e6
     return begun if 0.0 < begun <= now_s else now_s

@@ -55,7 +55,7 @@ async def test_workers_that_are_all_another_deployments_are_not_none(redis_serve
     async with running(settings, clock) as autoscaler:
         await eventually(lambda: autoscaler.metrics.skipped.labels("workers")._value.get() > 2, "looks without a decision")
         assert autoscaler.board.record is None
-        await writer.workers(*strangers[:4], *ALL[4:])
+        await writer.workers(*strangers[:2], *ALL[2:])
         await eventually(lambda: autoscaler.board.record is not None, "a decision by those that count")
 
 

@@ -40,6 +40,8 @@ async def test_the_service_follows_a_trace_as_the_simulation_says(
     tape = list(read_decisions(decision_lines(simulated, TRACE, requests(TRACE, 1), seed=1)))
     assert len({tuple(each.decision.replicas.items()) for each in tape}) > 3, "it has something to follow"
     service = Autoscaler(settings, clock=clock)
+    # The simulated deployment begins with workers that serve.
+    monkeypatch.setattr("router.autoscaler.controller.why_wait", lambda *seen, **since: "")
     # Step by step, and no faster than the test.
     monkeypatch.setattr(service.controller, "run", asyncio.Event().wait)
     await service.start()

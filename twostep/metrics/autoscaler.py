@@ -53,7 +53,7 @@ LIMITED = counter(
 SKIPPED = counter(
     "twostep_autoscaler_skipped_total",
     "Looks of the leader that led to no decision, by reason: redis (away), demand (no router has said what is asked of it), workers "
-    "(none of those that are registered counts), lease (lost before the decision stood).",
+    "(none of those that are registered counts, or the first are only coming up), lease (lost before the decision stood).",
     ["reason"],
 )
 TURNS = counter(
