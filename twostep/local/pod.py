@@ -4,7 +4,8 @@ CUDA IPC joins processes that see each other's GPUs and share their namespaces. 
 
 1. Each worker is a process with its own name, ports and GPUs; every other flag it reads from the environment, as it would alone.
 2. One that ends is started again; one that stands still for a minute is killed first. The others go on meanwhile.
-3. The pod is live while this process is, and ready while every worker is (--pod-health-port).
+3. The pod is live while this process is, and ready while every worker is (--pod-health-port): from a worker's death to the look after its
+   return it is not.
 4. SIGTERM drains all workers at once; a second one kills what is left.
 """
 
@@ -89,7 +90,8 @@ class Pod:
     async def _look_around(self) -> None:
         while True:
             states = await asyncio.gather(*(self._look(worker) for worker in self._workers.values()))
-            self.board.set(READINESS, all(states))
+            # One that answered may have died since.
+            self.board.set(READINESS, all(states) and self._last_live.keys() == self._workers.keys())
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _look(self, worker: PodWorker) -> bool:
@@ -118,6 +120,7 @@ class Pod:
 
     def died(self, name: str, status: int, pause_s: float) -> None:
         self._last_live.pop(name, None)
+        self.board.set(READINESS, False)
         log.warning("%s: ended with status %d; next start in %g s", name, status, pause_s)
 
     def stopping(self, names: Sequence[str]) -> None:
