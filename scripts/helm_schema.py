@@ -16,7 +16,7 @@ from unittest import mock
 from twostep.flags import FlagParser
 
 _NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
-_POSITIVE, _NATURAL = {"type": "integer", "minimum": 1}, {"type": "integer", "minimum": 0}
+_NATURAL = {"type": "integer", "minimum": 0}
 _MODES = {"type": "array", "minItems": 1, "items": {"enum": ["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]}}
 
 
@@ -78,12 +78,15 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("podSecurity.*", _whole(1, 2**31 - 1)),
     ("logLevel", _one_of("debug", "info", "warning", "error")),
     ("tracing.otlpEndpoint", {"type": "string", "pattern": "^(https?://.+)?$"}),
-    ("router.replicas", _NATURAL),
+    ("autoscaling.replicas", _whole(1, 100)),
+    ("*.replicas", _whole(0, 10000)),
+    ("*.gpus", _whole(0, 64)),
     ("router.service.type", _one_of("ClusterIP", "NodePort", "LoadBalancer")),
     ("workers.device", _one_of("auto", "cpu", "cuda")),
     ("workers.kvTransfer", {"type": "string", "pattern": "^(auto|none|(cuda_ipc|nixl|ray)( *, *(cuda_ipc|nixl|ray))*)$"}),
-    ("colocated.replicas", _NATURAL),
-    ("colocated.gpusPerWorker", _NATURAL),
+    ("colocated.prefill", _whole(0, 16)),
+    ("colocated.decode", _whole(1, 16)),
+    ("colocated.gpusPerWorker", _whole(0, 64)),
     ("ray.mode", _one_of("chart", "kuberay", "external")),
     ("ray.address", {"type": "string", "pattern": "^([^:/ ]+:[0-9]+)?$"}),
     ("ray.ports.workers", _whole(8, 10000)),
@@ -91,17 +94,20 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("ray.ports.*", _whole(1, 65535)),
     ("redis.external.address", {"type": "string", "pattern": "^([^:/ ]+:[0-9]+)?$"}),
     ("redis.maxMemory", {"type": ["string", "integer"], "pattern": "^[0-9]+([kKmMgG]?[bB]?)$"}),
-    ("autoscaling.replicas", _POSITIVE),
-    ("autoscaling.slo.attainment", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
-    ("autoscaling.slo.*", {"type": "number", "exclusiveMinimum": 0}),
-    ("autoscaling.intervalSeconds", {"type": "number", "minimum": 1}),
-    ("autoscaling.*.maxReplicas", _POSITIVE),
-    ("autoscaling.router.minReplicas", _POSITIVE),
+    ("autoscaling.slo.attainment", {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}),
+    ("autoscaling.slo.*", {"type": "number", "exclusiveMinimum": 0, "maximum": 3600000}),
+    ("autoscaling.intervalSeconds", {"type": "number", "minimum": 1, "maximum": 86400}),
+    ("autoscaling.*.maxReplicas", _whole(1, 10000)),
+    ("autoscaling.router.minReplicas", _whole(1, 10000)),
     ("autoscaling.router.targetCPUUtilizationPercentage", _whole(1, 100)),
-    ("autoscaling.keda.pollingInterval", _POSITIVE),
+    ("autoscaling.keda.pollingInterval", _whole(1, 86400)),
+    ("autoscaling.keda.fallbackReplicas", _whole(0, 10000)),
     ("networkPolicy.routerFrom", "objects"),
     ("networkPolicy.*From", "objects"),
     ("networkPolicy.extraEgress", "objects"),
+    # A day at most: pods wait for sums of these.
+    ("router.drainSeconds", {"type": "number", "exclusiveMinimum": 0, "maximum": 86400}),
+    ("*Seconds", {"type": "number", "minimum": 0, "maximum": 86400}),
     ("*.interval", "duration"),
     ("gateway.requestTimeout", "duration"),
     ("gateway.*arentRefs", "references"),
@@ -236,7 +242,7 @@ def _schema(value: Any, name: str) -> dict[str, Any]:
         raise SystemExit(f"scripts/helm_schema.py has no rule for {name}, whose default is empty; add one to RULES")
     if isinstance(value, bool):
         return {"type": "boolean"}
-    if isinstance(value, int) and not name.endswith("Seconds"):
+    if isinstance(value, int):
         return dict(_NATURAL)
     if isinstance(value, int | float):
         return {"type": "number", "minimum": 0}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from chart_cases import CASES
 from chart_processes import Process, processes
-from chart_render import Chart, render
+from chart_render import CHART, Chart, dotted, merged, render
+from chart_schemas import NEWEST, faults
 from helm_schema import SETTLED
 
 
@@ -84,6 +87,26 @@ def test_routers_and_autoscalers_have_the_same_targets(case: str) -> None:
     chart = render(CASES[case][1])
     router, scaler = _config(chart, "router"), _config(chart, "router.autoscaler")
     assert (router.target_ttft_ms, router.target_tpot_ms) == (scaler.target_ttft_ms, scaler.target_tpot_ms)
+
+
+def _bounds(schema: dict[str, Any], bound: str, prefix: str = "") -> Iterator[dict[str, Any]]:
+    """Values at a bound of the schema, as far as it gives one."""
+    for name, child in schema["properties"].items():
+        if child.get("type") == "object" and "properties" in child:
+            yield from _bounds(child, bound, f"{prefix}{name}.")
+        elif bound in child and not prefix.startswith("ray.ports"):
+            yield dotted(prefix + name, child[bound])
+
+
+@pytest.mark.parametrize("switch", ["autoscaling", "colocated"])
+@pytest.mark.parametrize("bound", ["minimum", "maximum"])
+def test_what_the_schema_lets_through_parsers_take(bound: str, switch: str) -> None:
+    """All numbers at their least or most at once. (Ray's ports apart: two of those together are too many.)"""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    more = {"autoscaling": {role: {"minReplicas": 0} for role in ("prefill", "decode")}}
+    chart = render(merged(*_bounds(schema, bound), CASES["tls-job"][1], more, {switch: {"enabled": True}}))
+    assert [f"{process.name}: {process.fault}" for process in processes(chart) if process.config is None] == []
+    assert [fault for object in chart.objects for fault in faults(object, NEWEST)] == []
 
 
 def test_what_the_chart_settles_is_no_flag_to_give() -> None:

@@ -35,6 +35,18 @@
 {{- if and (eq .Values.ray.mode "external") .Values.ray.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.rayFrom) -}}
 {{- fail "ray.mode is external, and its head must reach the raylets: give networkPolicy.rayFrom, who it is" -}}
 {{- end -}}
+{{- if .Values.ray.enabled -}}
+{{- $ports := .Values.ray.ports -}}
+{{- $first := int $ports.first -}}
+{{- $last := int (include "twostep.rayLastPort" .) -}}
+{{- $beyond := or (gt $last 65535) (and (le $first 50300) (ge $last 50051)) -}}
+{{- range $port := list (int $ports.gcs) (int $ports.client) -}}
+{{- if and (le $first $port) (ge $last $port) }}{{ $beyond = true }}{{ end -}}
+{{- end -}}
+{{- if $beyond -}}
+{{- fail (printf "ray.ports.first and ray.ports.workers give every Ray node the ports %d to %d: they must end by 65535, and leave out 50051 to 50300, which are the processes' own, ray.ports.gcs (%v) and ray.ports.client (%v)" $first $last $ports.gcs $ports.client) -}}
+{{- end -}}
+{{- end -}}
 {{- $rollouts := ternary (dict "colocated" .Values.colocated) (dict "prefill" .Values.prefill "decode" .Values.decode) .Values.colocated.enabled -}}
 {{- range $name, $pool := $rollouts -}}
 {{- if and (has (toString $pool.maxSurge) (list "0" "0%")) (has (toString $pool.maxUnavailable) (list "0" "0%")) -}}
@@ -68,8 +80,9 @@
 {{- if and (eq $transfer "none") .Values.autoscaling.enabled -}}
 {{- fail "workers.kvTransfer none leaves prefill workers nothing to do, and the autoscaler would make some: set autoscaling.enabled to false" -}}
 {{- end -}}
-{{- if and (eq $transfer "none") (gt (int .Values.prefill.replicas) 0) -}}
-{{- fail "workers.kvTransfer none leaves prefill workers nothing to do: set prefill.replicas to 0" -}}
+{{- $prefill := ternary .Values.colocated.prefill .Values.prefill.replicas .Values.colocated.enabled -}}
+{{- if and (eq $transfer "none") (gt (int $prefill) 0) -}}
+{{- fail (printf "workers.kvTransfer none leaves prefill workers nothing to do: set %s to 0" (ternary "colocated.prefill" "prefill.replicas" .Values.colocated.enabled)) -}}
 {{- end -}}
 {{- end -}}
 
