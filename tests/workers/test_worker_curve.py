@@ -372,6 +372,30 @@ def test_launches_of_mixed_steps_are_followed_and_a_kernel_that_is_built_is_forg
         assert tracker.curve.step_s(alone) == GPU.step_s(alone)
 
 
+@pytest.mark.parametrize("off", [3.0, 1 / 3])
+@pytest.mark.parametrize("kind", ["prompts", "decodes"])
+def test_what_was_measured_beside_others_on_the_same_cores_is_mended_by_thirty_steps(kind: str, off: float) -> None:
+    parts = ("fixed_s", "per_row_s", "per_pair_s", "per_sequence_s", "per_context_s")
+    tracker, rng = CurveTracker(dataclasses.replace(CPU, **{part: off * getattr(CPU, part) for part in parts})), random.Random(3)
+    for _ in range(30):
+        count = rng.choice([40, 120, 300, 512])
+        prompt = StepWorkload(prompt_tokens=count, pairs=chunk_pairs(count, 0))
+        work = prompt if kind == "prompts" else StepWorkload(decodes=rng.choice([1, 2, 4]), context=1000)
+        tracker.observe(work, CPU.step_s(work) * rng.uniform(0.95, 1.05))
+    curve = tracker.curve
+    assert curve is not None
+    typical = StepWorkload(prompt_tokens=300, pairs=45_000) if kind == "prompts" else StepWorkload(decodes=4, context=1000)
+    assert 0.7 < curve.step_s(typical) / CPU.step_s(typical) < 1.45
+
+
+def test_a_first_step_that_takes_long_is_no_measurement() -> None:
+    tracker = CurveTracker(GPU)
+    tracker.observe(StepWorkload(decodes=8, context=8000), 10.0)
+    assert tracker.base_factor < 1.11
+    _served(tracker, GPU, 30, lambda: 1.0)
+    assert tracker.base_factor < 1.05
+
+
 def test_a_pause_says_little() -> None:
     tracker = CurveTracker(GPU)
     _served(tracker, GPU, 100, lambda: 1.0)

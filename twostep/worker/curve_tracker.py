@@ -7,7 +7,9 @@ same cores) is learned from finished steps, as two factors on the curve:
     prompt   of what prompts add: rows beyond the knee, and pairs. Learned from the others, after the base is taken off
 
 Each is a geometric mean that forgets: a step moves it by a small share of how far it was off, and one that was far off counts as if it had
-been less so (Huber, 1964), so that a pause says little and a lasting change is followed within some hundred steps.
+been less so (Huber, 1964), so that a pause says little and a lasting change is followed within some hundred steps. The first steps count
+for more: what was measured at the start counts as four of them, since workers that start beside each other on the same cores measure
+each other, too.
 
 Beside them, what launches of mixed steps take the host (`StepCurve.mixed_s`), in the same way but faster, since they may be few.
 """
@@ -21,6 +23,8 @@ from twostep.step_curve import StepCurve, StepWorkload
 
 # Share of a step's error that is learned from it, and the error (a factor, as a logarithm) beyond which it counts no more.
 LEARNING_RATE = 0.03
+# So many steps what was measured at the start is worth: of the first steps each has the share of a plain mean, until that is smaller.
+_MEASURED_STEPS = 4
 _FAR = 0.5
 _LAUNCH_RATE, _LAUNCH_FAR = 0.2, 1.0
 # Factors beyond which a curve is a fault rather than wrong.
@@ -29,21 +33,36 @@ MAX_FACTOR = 16.0
 _LEAST_PROMPT_SHARE = 0.25
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Factor:
+    """As a logarithm, and how many steps it was learned from."""
+
+    log: float = 0.0
+    num_steps: int = 0
+
+    def learned(self, ratio: float) -> _Factor:
+        """After a step that took `ratio` times as long as was expected with it."""
+        rate = max(LEARNING_RATE, 1 / (_MEASURED_STEPS + 1 + self.num_steps))
+        bound = math.log(MAX_FACTOR)
+        log = self.log + rate * min(_FAR, max(-_FAR, math.log(ratio)))
+        return _Factor(min(bound, max(-bound, log)), self.num_steps + 1)
+
+
 class CurveTracker:
     """`observe` every finished step; `curve` is what to reckon with now. None: nothing was measured, and nothing is tracked."""
 
     def __init__(self, measured: StepCurve | None) -> None:
         self._measured = measured
-        self._base = self._prompt = 0.0  # logarithms of the factors
+        self._base = self._prompt = _Factor()
         self._mixed_s = 0.0
 
     @property
     def base_factor(self) -> float:
-        return math.exp(self._base)
+        return math.exp(self._base.log)
 
     @property
     def prompt_factor(self) -> float:
-        return math.exp(self._prompt)
+        return math.exp(self._prompt.log)
 
     @property
     def curve(self) -> StepCurve | None:
@@ -78,14 +97,8 @@ class CurveTracker:
         expected_base, expected_prompt = base * self.base_factor, prompt * self.prompt_factor
         if expected_prompt < _LEAST_PROMPT_SHARE * (expected_base + expected_prompt):
             if expected_base + expected_prompt > 0:
-                self._base = _learned(self._base, seconds / (expected_base + expected_prompt))
+                self._base = self._base.learned(seconds / (expected_base + expected_prompt))
         else:
             # No prompt is computed in no time, however slow the base is thought to be.
             left = max(seconds - expected_base, seconds * _LEAST_PROMPT_SHARE / 2)
-            self._prompt = _learned(self._prompt, left / expected_prompt)
-
-
-def _learned(before: float, ratio: float) -> float:
-    step = LEARNING_RATE * min(_FAR, max(-_FAR, math.log(ratio)))
-    bound = math.log(MAX_FACTOR)
-    return min(bound, max(-bound, before + step))
+            self._prompt = self._prompt.learned(left / expected_prompt)
