@@ -43,7 +43,7 @@ _LOOK_AT_LEAST_S = 2.0
 _MARK_S = 5.0
 # A decision that comes sooner after the last one than this share of an interval is not made: another leader made that one.
 _TOO_SOON = 0.5
-# What metrics have as reasons of no decision, and of a bound.
+# What metrics have as a bound.
 _BOUNDS = ("max_workers", "max_cost", "surge", "cool_down")
 
 
@@ -51,6 +51,7 @@ class TooEarly(Unavailable):
     """There is no decision to go on from, and the workers are only coming up."""
 
 
+# What they have as reasons of no decision.
 _SKIPPED: dict[type[Unavailable], str] = {NothingMetered: "demand", NobodyKnown: "workers", TooEarly: "workers"}
 
 
