@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +50,20 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2_dir() -> Path:
     """The default model, converted (30 layers, bfloat16, 270 MB): out of the user's cache, or fetched into it once."""
     return store.resolve(store.DEFAULT_MODEL, cache_dir=store.default_cache_dir(os.environ))
+
+
+@pytest.fixture(scope="session")
+def self_signed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate of localhost and 127.0.0.1, which is its own authority, and its key: PEM files."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command")
+    directory = tmp_path_factory.mktemp("tls")
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+    subprocess.run([openssl, "req", "-x509", *kind, "-keyout", key, "-out", cert, *subject], check=True, capture_output=True)
+    return cert, key
 
 
 @pytest.fixture(scope="module")

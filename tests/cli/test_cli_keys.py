@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -93,16 +95,26 @@ class Port(BaseHTTPRequestHandler):
         """Quiet."""
 
 
-@pytest.fixture
-def port() -> Iterator[str]:
+@contextmanager
+def listening(tls: ssl.SSLContext | None = None) -> Iterator[str]:
     Port.asked.clear()
     Port.answers.clear()
     with HTTPServer(("127.0.0.1", 0), Port) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    with listening() as url:
+        yield url
 
 
 def test_keys_of_a_router(port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +134,31 @@ def test_keys_of_a_router(port: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         ("DELETE", "/admin/keys/a%2Fb", bearer, None),
         ("GET", "/admin/keys", bearer, None),
     ]
+
+
+def test_a_port_that_asks_for_a_certificate_is_shown_one(
+    tmp_path: Path, self_signed: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = self_signed
+    (tmp_path / "secret").write_bytes(SECRET)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=cert)
+    tls.verify_mode = ssl.CERT_REQUIRED
+    tls.load_cert_chain(cert, key)
+    with listening(tls) as url:
+        where = ("list", "--admin", url, "--secret-file", tmp_path / "secret", "--tls-ca", cert)
+        Port.answers += [(200, {"data": []})]
+        assert run(capsys, *where, "--tls-cert", cert, "--tls-key", key)[1] == "There are no keys.\n"
+        status, _, err = run(capsys, *where)
+        assert (status, len(Port.asked)) == (1, 1)
+        assert "no router answers at https://" in err
+        assert "--tls-cert" in err
+    for flags, complaint in (
+        (("--tls-cert", cert), "go together"),
+        (("--tls-cert", tmp_path / "none", "--tls-key", key), "fit together"),
+    ):
+        status, _, err = run(capsys, *where, *flags)
+        assert status == 1
+        assert complaint in err
 
 
 def test_it_loads_nothing_heavy() -> None:

@@ -228,7 +228,7 @@ def test_notes_say_how_keys_are_made(tmp_path: Path) -> None:
     assert "twostep keys create --admin https://localhost:8002 --tls-ca ca.crt --secret-file secret" in notes
     assert "Open it" not in notes
     both = notes_of("keys-in-redis", tmp_path / "c", open_port | SWITCHES["tls-issuer"])
-    assert "take auth.apiKeys=file" in both
+    assert "--tls-ca ca.crt --tls-cert tls.crt --tls-key tls.key --secret-file secret" in both
     for name in ("ca.crt", "tls.crt", "tls.key"):
         assert f"base64 -d > {name}\n" in both
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import ssl
-import subprocess
 from pathlib import Path
 
 import aiohttp
@@ -19,23 +17,9 @@ from twostep.rpc.channel import TlsFiles, open_channel
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate, which is its own authority, and its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("needs the openssl command")
-    directory = tmp_path_factory.mktemp("tls")
-    cert, key = directory / "cert.pem", directory / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
-    subprocess.run([openssl, "req", "-x509", *kind, "-keyout", key, "-out", cert, *subject], check=True, capture_output=True)
-    return cert, key
-
-
 @pytest.mark.parametrize("with_ca", [False, True])
-async def test_certificates(cluster: Cluster, pair: tuple[Path, Path], with_ca: bool) -> None:
-    cert, key = pair
+async def test_certificates(cluster: Cluster, self_signed: tuple[Path, Path], with_ca: bool) -> None:
+    cert, key = self_signed
     stranger = ssl.create_default_context(cafile=cert)
     known = ssl.create_default_context(cafile=cert)
     await asyncio.to_thread(known.load_cert_chain, cert, key)
@@ -51,8 +35,8 @@ async def test_certificates(cluster: Cluster, pair: tuple[Path, Path], with_ca: 
                 assert answer.status == 200
 
 
-async def test_clients_without_certificates_where_workers_need_them(cluster: Cluster, pair: tuple[Path, Path]) -> None:
-    cert, key = pair
+async def test_clients_without_certificates_where_workers_need_them(cluster: Cluster, self_signed: tuple[Path, Path]) -> None:
+    cert, key = self_signed
     stranger = ssl.create_default_context(cafile=cert)
     tls = TlsFiles(cert=cert, key=key, ca=cert)
     async with cluster.serving(tls=tls, tls_client_auth="none"), aiohttp.ClientSession() as http:
@@ -63,14 +47,14 @@ async def test_clients_without_certificates_where_workers_need_them(cluster: Clu
             assert models.models[0].name == "m"
 
 
-def test_an_authority_alone_serves_nothing(pair: tuple[Path, Path]) -> None:
+def test_an_authority_alone_serves_nothing(self_signed: tuple[Path, Path]) -> None:
     for told in ("require", "none"):
-        config = RouterConfig(model=Path(), tls=TlsFiles(ca=pair[0]), tls_client_auth=told)
-        assert config.front_tls.ca == pair[0], "and so the server refuses to start"
+        config = RouterConfig(model=Path(), tls=TlsFiles(ca=self_signed[0]), tls_client_auth=told)
+        assert config.front_tls.ca == self_signed[0], "and so the server refuses to start"
 
 
-def test_files_that_are_no_certificates(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    cert, key = pair
+def test_files_that_are_no_certificates(tmp_path: Path, self_signed: tuple[Path, Path]) -> None:
+    cert, key = self_signed
     bad = tmp_path / "bad.pem"
     bad.write_text("this is no certificate")
     for files in (TlsFiles(cert=bad, key=key), TlsFiles(cert=cert, key=key, ca=bad)):

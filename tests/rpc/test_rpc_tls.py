@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,17 +16,9 @@ from twostep.rpc.server import GrpcServer, ServerConfig
 CHECK = health_pb2.HealthCheckRequest(service="liveness")
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    """One self-signed certificate, which is its own authority."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("needs the openssl command")
-    directory = tmp_path_factory.mktemp("tls")
-    cert, key = directory / "cert.pem", directory / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
-    subprocess.run([openssl, "req", "-x509", *kind, "-keyout", key, "-out", cert, *subject], check=True, capture_output=True)
+@pytest.fixture
+def certificate(self_signed: tuple[Path, Path]) -> TlsFiles:
+    cert, key = self_signed
     return TlsFiles(cert=cert, key=key, ca=cert)
 
 

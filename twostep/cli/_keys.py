@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
 
 from twostep.api_key_file import put_in_file, read_file, remove_from_file
@@ -72,7 +72,7 @@ def _place(args: argparse.Namespace) -> Place:
         return _File(args.api_keys_file)
     if not args.admin:
         raise InvalidRequest("say where the keys are: --api-keys-file FILE, or --admin http://HOST:PORT for a router's --admin-port")
-    return _Router(args.admin, key=_admin_key(args), tls_ca=args.tls_ca)
+    return _Router(args.admin, key=_admin_key(args), tls=_Tls(args.tls_ca, args.tls_cert, args.tls_key))
 
 
 def _admin_key(args: argparse.Namespace) -> str:
@@ -139,8 +139,16 @@ def _merged(key: Key, fields: Record) -> Key:
     return Key.from_dict(json.loads(key.to_json()) | dict(fields))
 
 
+class _Tls(NamedTuple):
+    """PEM files."""
+
+    ca: Path | None
+    cert: Path | None
+    key: Path | None
+
+
 class _Router:
-    def __init__(self, url: str, *, key: str, tls_ca: Path | None) -> None:
+    def __init__(self, url: str, *, key: str, tls: _Tls) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise InvalidRequest(f"--admin {url!r} is no URL; give http://HOST:PORT")
@@ -148,11 +156,7 @@ class _Router:
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if parts.scheme == "https":
-            try:
-                context = ssl.create_default_context(cafile=None if tls_ca is None else str(tls_ca))
-            except (OSError, ssl.SSLError) as error:
-                raise SetupError(f"--tls-ca {tls_ca}: {error}; give a readable PEM file") from error
-            handlers.append(urllib.request.HTTPSHandler(context=context))
+            handlers.append(urllib.request.HTTPSHandler(context=_context(tls)))
         self._opener = urllib.request.build_opener(*handlers)
 
     def create(self, fields: Record) -> Record:
@@ -180,9 +184,25 @@ class _Router:
                 raise _refused(error.status or 0, error.read(_MAX_ANSWER_BYTES)) from None
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)
-            raise Unavailable(f"no router answers at {self._base} ({reason}); give the URL of its --admin-port as --admin") from error
+            tls = "; --tls-cert and --tls-key if it asks for a certificate" if self._base.startswith("https:") else ""
+            raise Unavailable(f"no router answers at {self._base} ({reason}); give the URL of its --admin-port as --admin{tls}") from error
         except ValueError as error:
             raise Unavailable(f"what answers at {self._base} is no router's admin port; give another --admin") from error
+
+
+def _context(tls: _Tls) -> ssl.SSLContext:
+    if (tls.cert is None) != (tls.key is None):
+        raise SetupError("--tls-cert and --tls-key go together: give both or neither")
+    try:
+        context = ssl.create_default_context(cafile=None if tls.ca is None else str(tls.ca))
+    except (OSError, ssl.SSLError) as error:
+        raise SetupError(f"--tls-ca {tls.ca}: {error}; give a readable PEM file") from error
+    if tls.cert is not None:
+        try:
+            context.load_cert_chain(tls.cert, tls.key)
+        except (OSError, ssl.SSLError) as error:
+            raise SetupError(f"--tls-cert {tls.cert}, --tls-key {tls.key}: {error}; give readable PEM files that fit together") from error
+    return context
 
 
 def _refused(status: int, body: bytes) -> TwostepError:

@@ -56,3 +56,5 @@ def _where(command: FlagParser) -> None:
     command.flag("--secret-file", type=Path, default=None, metavar="FILE", help="the deployment's secret, which opens the admin port")
     command.flag("--admin-key-file", type=Path, default=None, metavar="FILE", help="the admin port's own key, if it has one")
     command.flag("--tls-ca", type=Path, default=None, metavar="PEM", help="authority to check the admin port by")
+    command.flag("--tls-cert", type=Path, default=None, metavar="PEM", help="own certificate, if the admin port asks for one")
+    command.flag("--tls-key", type=Path, default=None, metavar="PEM", help="key of --tls-cert")
