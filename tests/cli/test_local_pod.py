@@ -111,8 +111,9 @@ async def registered(redis: Redis) -> Mapping[str, int]:
     """Epochs of the workers by their names."""
     found = {}
     async for key in redis.scan_iter(match="*worker*"):
-        if await redis.type(key) == b"string":
-            record = json.loads(await redis.get(key))
+        # A record may expire while it is asked for.
+        if await redis.type(key) == b"string" and (text := await redis.get(key)) is not None:
+            record = json.loads(text)
             found[record["worker_id"]] = record["epoch"]
     return found
 
