@@ -23,6 +23,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The number of pods as given; nothing for null, with which an HPA of one's own decides. Takes the values of the pool. */}}
+{{- define "twostep.givenReplicas" -}}
+{{- if not (kindIs "invalid" .replicas) }}{{ int .replicas }}{{ end -}}
+{{- end -}}
+
 {{/* The annotation's name. */}}
 {{- define "twostep.replicasSaid" -}}
 twostep/replicas

@@ -70,6 +70,11 @@ def test_switching_off_says_what_the_values_say(tmp_path: Path) -> None:
     assert list(scaling(off)) == []
 
 
+def test_null_leaves_the_number_to_a_scaler_of_ones_own() -> None:
+    assert said(render({pool: {"replicas": None} for pool in POOLS})) == dict.fromkeys(POOLS)
+    assert said(render({pool: {"replicas": 0} for pool in POOLS})) == dict.fromkeys(POOLS, 0)
+
+
 @pytest.mark.parametrize(("case", "least"), [("autoscaling", 1), ("autoscaling-to-zero", 0)])
 def test_no_fewer_than_the_least(case: str, least: int, tmp_path: Path) -> None:
     """Of a Deployment with 0 an HPA takes no notice."""

@@ -9,7 +9,7 @@
 {{- $own := dict "port" .port "health-port" (add .port 1) "metrics-port" (add .port 2) "pod-owner" .role -}}
 {{- if gt (int $values.gpus) 1 }}{{ $_ := set $own "tensor-parallel-size" $values.gpus }}{{ end -}}
 {{- $flags := merge (deepCopy $values.flags) $own (include "twostep.workerFlags" $root | fromYaml) -}}
-{{- $replicas := toString $values.replicas -}}
+{{- $replicas := include "twostep.givenReplicas" $values -}}
 {{- if $root.Values.autoscaling.enabled -}}
 {{- $scaler := dict "apiVersion" "keda.sh/v1alpha1" "kind" "ScaledObject" -}}
 {{- $replicas = include "twostep.presentReplicas" (merge (dict "scaler" $scaler "least" (include "twostep.leastReplicas" .)) $component) -}}
