@@ -82,12 +82,14 @@ def make_certificates(folder: Path, names: list[str], days: int, *, usage: str =
 
 
 def fault_of(certificate: bytes, names: list[str]) -> str:
-    """What a certificate that is there lacks; empty if nothing. Raises CalledProcessError (it is none) or FileNotFoundError."""
+    """What a certificate that is there lacks; empty if nothing. Raises FileNotFoundError."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "tls.crt").write_bytes(certificate)
         look = ("x509", "-in", "tls.crt", "-noout")
-        end = _openssl(folder, *look, "-enddate").strip().removeprefix("notAfter=")
+        end = _openssl(folder, *look, "-enddate", check=False).strip().removeprefix("notAfter=")
+        if not end:
+            return "cannot be read"
         # By what it says: the status of a name that does not match is not the same in all versions.
         missing = [name for name in names if "does match" not in _openssl(folder, *look, "-checkhost", name, check=False)]
     if missing:

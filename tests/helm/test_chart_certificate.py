@@ -189,7 +189,7 @@ def test_a_certificate_that_is_not_what_is_wanted_stops_the_upgrade(certificate:
     api.secrets["demo-twostep-tls"]["data"] = {}
     result = run_hook("make-tls", api, certificate, VALUES)
     assert result.returncode == 1
-    assert "openssl x509" in result.stderr
+    assert "Secret demo-twostep-tls: its certificate cannot be read. Delete the Secret and upgrade again" in result.stderr
 
 
 def test_a_certificate_that_has_ended_is_found(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
