@@ -105,6 +105,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("networkPolicy.routerFrom", "objects"),
     ("networkPolicy.*From", "objects"),
     ("networkPolicy.extraEgress", "objects"),
+    # No pod waits for it: a pool may stay over a holiday.
+    ("autoscaling.scaleToZeroAfterSeconds", {"type": "number", "minimum": 0, "maximum": 31536000}),
     # A day at most: pods wait for sums of these.
     ("router.drainSeconds", {"type": "number", "exclusiveMinimum": 0, "maximum": 86400}),
     ("*Seconds", {"type": "number", "minimum": 0, "maximum": 86400}),

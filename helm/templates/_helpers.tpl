@@ -142,7 +142,8 @@ priorityClassName: {{ . }}
 {{/* The Secret with KEDA's own certificate and key, and their authority; empty where KEDA shows none. That authority is none of the workers':
      whoever reads the Secret can ask the autoscaler, and call nobody else. */}}
 {{- define "twostep.kedaSecretName" -}}
-{{- if .Values.tls.kedaSecret -}}
+{{- if not .Values.tls.enabled -}}
+{{- else if .Values.tls.kedaSecret -}}
 {{- if eq .Values.tls.kedaSecret (include "twostep.tlsSecretName" .) -}}
 {{- fail (printf "tls.kedaSecret is %s, the Secret of the processes' own certificate, and KEDA's key could call workers: give one of another authority, or none" .Values.tls.kedaSecret) -}}
 {{- end -}}

@@ -68,6 +68,12 @@ annotations:
 {{- end }}
 {{- end -}}
 
+{{/* Of hook Jobs: without a mesh's sidecar, which would not end, so that the Job would not either. They reach nothing but the API server. */}}
+{{- define "twostep.hookPodAnnotations" -}}
+annotations:
+  {{- toYaml (merge (dict "sidecar.istio.io/inject" "false" "linkerd.io/inject" "disabled") .Values.podAnnotations) | nindent 2 }}
+{{- end -}}
+
 {{/* dict root, component: an account that may do nothing and has no token in its pods */}}
 {{- define "twostep.serviceAccount" -}}
 apiVersion: v1

@@ -76,7 +76,8 @@ CONTRARY: list[tuple[str, Any, str]] = [
     ("model.loader.enabled", True, "needs model.loader.command"),
     ("ray", {"mode": "external"}, "give ray.address"),
     ("ray.ports", {"first": 60000, "workers": 6000}, "the ports 60000 to 66008: they must end by 65535"),
-    ("ray.ports", {"first": 50040}, "leave out 50051 to 50300"),
+    ("ray.ports", {"first": 50040}, "leave out 50061 to 50073"),
+    ("", {"ray": {"ports": {"first": 50350}}, "colocated": {"enabled": True, "prefill": 16, "decode": 16}}, "leave out 50100 to 50413"),
     ("ray.ports", {"first": 6300, "workers": 100}, "ray.ports.gcs (6379)"),
     ("ray", {"mode": "external", "address": "a:6379"}, "give networkPolicy.rayFrom"),
     ("prefill.maxSurge", 0, "prefill.maxSurge and prefill.maxUnavailable are both 0"),
@@ -108,6 +109,29 @@ def test_wrong_values_are_refused_by_name(turn: int) -> None:
 @pytest.mark.parametrize(("name", "value", "words"), CONTRARY, ids=[f"{name}-{number}" for number, (name, *_) in enumerate(CONTRARY)])
 def test_contrary_values_are_refused_with_what_to_change(name: str, value: Any, words: str) -> None:
     assert words in refusal(dotted(name, value) if name else value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"commonLabels": {"app.kubernetes.io/environment": "production", "helm.sh/team": "ml"}},
+        # Of a worker's pod are 50061 to 50073 alone; where the head is elsewhere, its ports are, too.
+        {"ray": {"ports": {"first": 50100}}},
+        merged(SWITCHES["ray-elsewhere"], {"ray": {"ports": {"first": 10000}}}),
+        {"networkPolicy": {"egress": True}, "tracing": {"otlpEndpoint": "http://localhost:4317"}},
+        {"redis": {"resources": None}},
+        merged(SWITCHES["autoscaling-to-zero"], {"autoscaling": {"scaleToZeroAfterSeconds": 3 * 86400}}),
+        merged(SWITCHES["autoscaling"], {"tls": {"source": "secret", "kedaSecret": "keda"}}),
+    ],
+    ids=("labels", "ports", "ports-elsewhere", "collector-beside", "no-resources", "days-without-requests", "tls-off"),
+)
+def test_what_contradicts_nothing_is_taken(values: Mapping[str, Any]) -> None:
+    render(values)
+
+
+def test_labels_of_the_charts_own_are_refused() -> None:
+    for label in render({}).of("Deployment")[0]["metadata"]["labels"]:
+        assert f"commonLabels has {label}, which the chart sets itself" in refusal({"commonLabels": {label: "x"}})
 
 
 def test_a_registry_goes_before_what_names_none() -> None:
@@ -233,6 +257,12 @@ def test_notes_say_how_keys_are_made(tmp_path: Path) -> None:
         assert f"base64 -d > {name}\n" in both
 
 
+def test_notes_know_no_image_of_ones_own(tmp_path: Path) -> None:
+    """A repository without a host is Docker Hub's."""
+    own = {"image": {"router": {"repository": "acme/router"}, "worker": {"repository": "acme/worker"}}}
+    assert "nothing of that name is published" not in notes_of("defaults", tmp_path, own)
+
+
 def test_notes_say_where_keda_shows_no_certificate(tmp_path: Path) -> None:
     assert "KEDA shows the autoscaler no certificate" in notes_of("tls-secret", tmp_path / "a", SWITCHES["autoscaling"])
     assert "no certificate" not in notes_of("tls-job", tmp_path / "b", SWITCHES["autoscaling"])
@@ -279,3 +309,11 @@ def test_hooks_run_where_routers_may() -> None:
         assert (pod.spec["nodeSelector"], pod.spec["tolerations"]) == ({"pool": "llm"}, [toleration])
     for pod in chart.pods():
         assert pod.metadata["annotations"]["sidecar.istio.io/inject"] == "false", pod.name
+
+
+def test_no_meshs_sidecar_keeps_a_hook_from_its_end() -> None:
+    wanted = {"sidecar.istio.io/inject": "true", "linkerd.io/inject": "enabled"}
+    for pod in render(merged(SWITCHES["tls-job"], {"podAnnotations": wanted})).pods():
+        found = {name: pod.metadata["annotations"][name] for name in wanted}
+        hook = pod.owner["kind"] == "Job"
+        assert found == ({"sidecar.istio.io/inject": "false", "linkerd.io/inject": "disabled"} if hook else wanted), pod.name

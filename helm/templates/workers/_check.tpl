@@ -39,12 +39,19 @@
 {{- $ports := .Values.ray.ports -}}
 {{- $first := int $ports.first -}}
 {{- $last := int (include "twostep.rayLastPort" .) -}}
-{{- $beyond := or (gt $last 65535) (and (le $first 50300) (ge $last 50051)) -}}
+{{- /* Of a worker's pod: those of prefill and decode, which may change their role, or one set after the other. */}}
+{{- $own := list 50061 50073 -}}
+{{- if .Values.colocated.enabled }}{{ $own = list 50100 (int (add 50093 (mul 10 (add .Values.colocated.prefill .Values.colocated.decode)))) }}{{ end -}}
+{{- $beyond := or (gt $last 65535) (and (le $first (index $own 1)) (ge $last (index $own 0))) -}}
+{{- $head := "" -}}
+{{- if ne .Values.ray.mode "external" -}}
+{{- $head = printf ", ray.ports.gcs (%v) and ray.ports.client (%v)" $ports.gcs $ports.client -}}
 {{- range $port := list (int $ports.gcs) (int $ports.client) -}}
 {{- if and (le $first $port) (ge $last $port) }}{{ $beyond = true }}{{ end -}}
 {{- end -}}
+{{- end -}}
 {{- if $beyond -}}
-{{- fail (printf "ray.ports.first and ray.ports.workers give every Ray node the ports %d to %d: they must end by 65535, and leave out 50051 to 50300, which are the processes' own, ray.ports.gcs (%v) and ray.ports.client (%v)" $first $last $ports.gcs $ports.client) -}}
+{{- fail (printf "ray.ports.first and ray.ports.workers give every Ray node the ports %d to %d: they must end by 65535, and leave out %d to %d, which are the workers' own%s" $first $last (index $own 0) (index $own 1) $head) -}}
 {{- end -}}
 {{- end -}}
 {{- $rollouts := ternary (dict "colocated" .Values.colocated) (dict "prefill" .Values.prefill "decode" .Values.decode) .Values.colocated.enabled -}}
@@ -57,7 +64,9 @@
 {{- $outside := list -}}
 {{- if not .Values.redis.embedded }}{{ $outside = append $outside "Redis" }}{{ end -}}
 {{- if and .Values.ray.enabled (eq .Values.ray.mode "external") }}{{ $outside = append $outside "Ray's head" }}{{ end -}}
-{{- if .Values.tracing.otlpEndpoint }}{{ $outside = append $outside "the collector of tracing.otlpEndpoint" }}{{ end -}}
+{{- /* A collector beside each process is within. */}}
+{{- $beside := "^https?://(localhost|127[.0-9]+|\\[::1\\])(:|/|$)" }}
+{{- if and .Values.tracing.otlpEndpoint (not (regexMatch $beside .Values.tracing.otlpEndpoint)) }}{{ $outside = append $outside "the collector of tracing.otlpEndpoint" }}{{ end -}}
 {{- if and $outside .Values.networkPolicy.enabled (not .Values.networkPolicy.extraEgress) -}}
 {{- fail (printf "networkPolicy.egress lets pods reach nothing outside the release, and %s is there: give networkPolicy.extraEgress" (join " and " $outside)) -}}
 {{- end -}}
@@ -73,8 +82,8 @@
 {{- end -}}
 {{- end -}}
 {{- range $label, $_ := .Values.commonLabels -}}
-{{- if or (eq $label "helm.sh/chart") (hasPrefix "app.kubernetes.io/" $label) -}}
-{{- fail (printf "commonLabels has %s, and the chart finds its own objects by such labels: give it another name" $label) -}}
+{{- if regexMatch "^(helm[.]sh/chart|app[.]kubernetes[.]io/(name|instance|component|part-of|version|managed-by))$" $label -}}
+{{- fail (printf "commonLabels has %s, which the chart sets itself, and finds its objects by such labels: give it another name" $label) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (eq $transfer "none") .Values.autoscaling.enabled -}}
@@ -101,7 +110,7 @@
 
 {{/* That Redis may write its file anew: it forks, and what changes before the child has ended is there twice; at worst all of it. */}}
 {{- define "twostep.checkRedis" -}}
-{{- $memory := dig "limits" "memory" "" .Values.redis.resources -}}
+{{- $memory := dig "limits" "memory" "" (default dict .Values.redis.resources) -}}
 {{- if $memory -}}
 {{- $given := include "twostep.text" .Values.redis.maxMemory -}}
 {{- $memory = include "twostep.text" $memory -}}
