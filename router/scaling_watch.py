@@ -83,7 +83,7 @@ def _switches(record: ScalingRecord) -> Mapping[str, str]:
         return record.switches
     try:
         return {worker_id: role for worker_id, (role, _) in Memory.from_json(record.memory).switching.items()}
-    except (InvalidRequest, OverflowError):
+    except InvalidRequest:
         return record.switches
 
 

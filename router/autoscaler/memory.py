@@ -109,7 +109,7 @@ class Memory:
                 # Of a leader of an older version: it did not look.
                 unheard_s=_instant(raw.get("unheard_s")),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"not a memory of this autoscaler: {error!r:.80}; begin without one") from error
 
 

@@ -73,7 +73,7 @@ class ScalingRecord:
             raw["token"], raw["number"] = int(raw["token"]), int(raw["number"])
             return cls(**raw)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise InvalidRequest(f"not a decision of an autoscaler: {error!r}; upgrade whoever reads or wrote it") from error
+            raise InvalidRequest(f"not a decision of an autoscaler: {error!r:.200}; upgrade whoever reads or wrote it") from error
 
     @property
     def order(self) -> tuple[int, int]:
