@@ -105,14 +105,14 @@ class Collector:
             raise Unavailable(f"Redis does not answer: {str(error) or type(error).__name__}") from error
         return self._now(replies[0]), _decision(replies[1])
 
-    def observation(self, look: Look, *, switching: Collection[str] = ()) -> Observation:
-        """What the policy is to see of it. `switching`: workers that change their role now. Raises NothingMetered, NobodyKnown."""
+    def observation(self, look: Look, asked: Mapping[str, int] | None, *, switching: Collection[str] = ()) -> Observation:
+        """What the policy is to see of it. `asked`: pods that each Deployment has by the last decision, registered or not; None: there is
+        none. `switching`: workers that change their role now. Raises NothingMetered, NobodyKnown."""
         if look.demand.seconds <= 0:
             raise NothingMetered("no router has said of late what is asked of it")
         if look.num_refused and not look.records:
             raise NobodyKnown(f"{look.num_refused} workers are registered and none of them counts; the warnings before say why")
         traffic = self._lengths = traffic_of(look.demand, self._lengths)
-        asked = None if look.decision is None else look.decision.replicas
         return Observation(
             now_s=look.now_s,
             traffic=traffic,

@@ -24,7 +24,7 @@ from router.autoscaler.board import DecisionBoard
 from router.autoscaler.collect import Collector, Look, NobodyKnown, NothingMetered
 from router.autoscaler.decision_log import DecisionLog
 from router.autoscaler.fleet import begun
-from router.autoscaler.hpa import Asked, replicas_asked
+from router.autoscaler.hpa import Asked, comes_to, replicas_asked
 from router.autoscaler.lease import Lease
 from router.autoscaler.memory import Memory
 from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig
@@ -185,7 +185,7 @@ class Controller:
         look = replace(look, decision=look.decision or self._parts.board.record)
         if self._leading != token:
             self._take_over(look, token)
-        observation = self._parts.collector.observation(look, switching=set(self._memory.switching))
+        observation = self._parts.collector.observation(look, self._come_about(look.decision), switching=set(self._memory.switching))
         step = self._decide(observation)
         self._check_begun(look, observation, step.decision)
         self._seen, self._decision = observation, step.decision
@@ -259,6 +259,13 @@ class Controller:
             await self._parts.lease.release()
             self._skip("lease", f"pods are marked by lease {result.outranked}, a later one than {token}; it is taken anew if nobody has it")
         return not result.outranked
+
+    def _come_about(self, record: ScalingRecord | None) -> dict[str, int] | None:
+        """Pods that each Deployment has once its HPA has heard of a decision: not always those that were wanted."""
+        if record is None:
+            return None
+        come = {role: comes_to(record.asked.get(role, record.replicas[role]), record.pods[role], self._tolerance) for role in ROLES}
+        return {role: min(come[role], self._config.pool(role).max_workers) for role in ROLES}
 
     def _record(self, look: Look, observation: Observation, step: Step, token: int) -> ScalingRecord:
         decision = step.decision

@@ -195,3 +195,36 @@ async def test_keda_is_told_what_the_budget_leaves_and_the_answer_says_so(
             assert await asked.value("prefill") == 11.0
     finally:
         await one.drain(0.0)
+
+
+async def test_pods_that_an_hpa_makes_beyond_the_wish_are_paid_for_before_they_come(
+    redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """13 for a wish of 12: while they load their model, the other role grows, and 13 are too many then."""
+    clock, wishes = Clock(), [(12, 5), (12, 6)]
+    workers = [*(worker(f"p{number}", "prefill") for number in range(11)), *(worker(f"d{number}", "decode") for number in range(5))]
+    await writer.workers(*workers)
+    await writer.load(clock.now_s, Load(requests=1))
+    pools = Pool(max_workers=20, cold_start=60.0)
+    settings = config(redis_server.url, tmp_path, interval=60.0, leader_lease=3600.0, max_cost=18.0, prefill=pools, decode=pools)
+    one = Autoscaler(settings, clock=clock)
+
+    def grow(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
+        prefill, decode = wishes[0]
+        return Step(decision=Decision(prefill=prefill, decode=decode, replicas={"prefill": prefill, "decode": decode}), memory=memory)
+
+    monkeypatch.setattr(one.controller, "_policy", grow)
+    await one.start()
+    try:
+        await eventually(lambda: one.board.record is not None, "a decision")
+        assert one.board.answer().asked == {"prefill": 13, "decode": 5}
+        wishes.pop(0)
+        clock.now_s += 60.0
+        await writer.load(clock.now_s, Load(requests=1))
+        one.controller.wake()
+        await eventually(lambda: one.board.answer().number == 2, "another decision")
+        record = one.board.answer()
+        assert record.pods == {"prefill": 13, "decode": 5}, "of the eleven that are registered its HPA has made thirteen"
+        assert record.asked == {"prefill": 12, "decode": 6}
+    finally:
+        await one.drain(0.0)

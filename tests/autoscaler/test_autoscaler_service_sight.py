@@ -43,7 +43,7 @@ async def test_without_a_decision_to_go_on_from_it_waits_for_those_who_register(
     collector = Filling(writer, clock, [ALL[:1], ALL[:5], ALL])
     look = await collector.look()
     assert sorted(record.worker_id for record in look.records) == sorted(record.worker_id for record in ALL)
-    assert collector.observation(look).pods == {"prefill": 4, "decode": 4}
+    assert collector.observation(look, None).pods == {"prefill": 4, "decode": 4}
 
 
 async def test_workers_that_are_all_another_deployments_are_not_none(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
