@@ -80,6 +80,8 @@ def goal(config: PolicyConfig, memory: Memory, forecast: Forecast, observation: 
         total = total if full else max(total, sum(there.pods.values()))
         total = max(total, blind.pods) if blind is not None else total
         apart = {role: max(ahead[role], blind.workers(role)) for role in ROLES} if blind is not None and unheard else ahead
+        # What one role needs beside what the other one keeps.
+        total = max(total, sum(apart.values()))
         return Goal(now=current, need=apart, total=total, shared=True, asleep=False, ahead=ahead, kept=kept, needs=needs)
     apart = {role: max(need.of(role) for need in needs) for role in ROLES}
     if not full:

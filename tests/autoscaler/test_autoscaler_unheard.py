@@ -90,6 +90,17 @@ def test_more_is_asked_for_all_the_same_and_work_alone_is_no_sign() -> None:
     assert sum(other.decisions[-1].replicas.values()) < sum(before.values()), "no router had fallen silent"
 
 
+def test_what_one_role_needs_more_is_not_taken_from_what_the_other_one_keeps() -> None:
+    fleet = Fleet.of(config(hysteresis=0.35), 2, 2)
+    fleet.run(traffic(80.0, output=16.0), 900.0)
+    before = fleet.decisions[-1]
+    for _ in range(8):
+        decision = fleet.step(traffic(20.0, output=800.0, silent_routers=1))
+        assert decision.prefill >= before.prefill
+        assert decision.decode >= decision.needed["decode"]
+        assert decision.decode > before.decode
+
+
 def test_what_is_covered_by_the_room_that_is_kept_is_no_reason_to_wait() -> None:
     """Of five routers one: what the others tell, with hysteresis, is more than all of it."""
     fleet, _ = settled(switching=True)
