@@ -127,6 +127,20 @@ async def test_it_is_not_ready_from_a_death_on(tmp_path: Path) -> None:
     await pod.stop()
 
 
+async def test_one_that_dies_while_another_comes_up_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = Pod(PodConfig(prefill_workers=1, decode_workers=1, gpus_per_worker=0, pod_name="p"), {}, tmp_path)
+
+    async def start() -> None:
+        pod.ready("p-prefill-0", 1.0)
+        pod.died("p-prefill-0", 137, 0.5)
+        pod.ready("p-decode-0", 2.0)
+
+    monkeypatch.setattr(pod.supervisor, "start", start)
+    await pod.start()
+    assert not pod.board.serving(READINESS), "the look after its return says so"
+    await pod.stop()
+
+
 async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, redis_url: str) -> None:
     first, (health,) = first_port_for(2), free_ports(1)
     flags = {"prefill_workers": 0, "decode_workers": 2, "gpus_per_worker": 0, "pod_name": "pod-a", "host": "127.0.0.1"}

@@ -68,7 +68,8 @@ class Pod:
     async def start(self) -> None:
         """Returns when every worker is ready. Raises SetupError for the first that does not get so far."""
         await self.supervisor.start()
-        self.board.set(READINESS, True)
+        # One that was ready may have died while another was still coming up.
+        self.board.set(READINESS, self._all_up())
         log.info("ready: %s", ", ".join(self._workers))
 
     async def watch(self) -> None:
@@ -91,8 +92,12 @@ class Pod:
         while True:
             states = await asyncio.gather(*(self._look(worker) for worker in self._workers.values()))
             # One that answered may have died since.
-            self.board.set(READINESS, all(states) and self._last_live.keys() == self._workers.keys())
+            self.board.set(READINESS, all(states) and self._all_up())
             await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _all_up(self) -> bool:
+        """Each has been ready in its present life."""
+        return self._last_live.keys() == self._workers.keys()
 
     async def _look(self, worker: PodWorker) -> bool:
         """Whether it is ready."""
