@@ -264,7 +264,13 @@ def test_notes_know_no_image_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_notes_say_where_keda_shows_no_certificate(tmp_path: Path) -> None:
-    assert "KEDA shows the autoscaler no certificate" in notes_of("tls-secret", tmp_path / "a", SWITCHES["autoscaling"])
+    notes = notes_of("tls-secret", tmp_path / "a", SWITCHES["autoscaling"])
+    assert "KEDA shows the autoscaler no certificate" in notes
+    assert "Until then NetworkPolicies alone keep others from asking" in notes
+    # An empty `from` is everybody's.
+    bare = notes_of("tls-secret", tmp_path / "c", merged(SWITCHES["autoscaling"], {"networkPolicy": {"kedaFrom": []}}))
+    assert "Until then whoever reaches it may ask" in bare
+    assert "kedaFrom names" not in bare
     assert "no certificate" not in notes_of("tls-job", tmp_path / "b", SWITCHES["autoscaling"])
 
 
