@@ -166,7 +166,8 @@ class PodMarks:
             if attempt:
                 await asyncio.sleep(self._retry_s * 2**attempt)
             try:
-                seen = self._seen.get(name)
+                # Of a call whose answer nobody hears, by an error or the round's deadline, it is not known whether it has come about.
+                seen = self._seen.pop(name, None)
                 if seen is None:
                     status, seen = await self._call(session, url, {})
                     if seen is not None and (token := lease.outranked_by(seen.lease)):
@@ -177,14 +178,11 @@ class PodMarks:
                     body = {"metadata": {"resourceVersion": seen.version, "annotations": annotations}}
                     status, seen = await self._call(session, url, body)
             except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
-                # It may have come about, or not.
-                self._seen.pop(name, None)
                 why = str(error) or type(error).__name__
                 continue
             if seen is not None or status == _GONE:  # a pod that is gone needs no mark
                 self._seen[name] = seen
                 return True
-            self._seen.pop(name, None)
             why = f"HTTP {status} for {name}"
             if status in _FORBIDDEN:
                 why += f"; the service account needs the verb patch on pods in {self._namespace}"

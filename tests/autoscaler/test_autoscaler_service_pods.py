@@ -45,7 +45,7 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @dataclass
 class ApiServer:
     """Pods by name, with their annotation. `failures`: statuses to give instead of an answer, one after the other; `writes`: bodies that
-    changed anything. `before`: awaited once, before the next write is looked at."""
+    changed anything. `before`: awaited once, before the next write is looked at. `late_s`: from a write to its answer."""
 
     url: str = ""
     pods: dict[str, str | None] = field(default_factory=dict)
@@ -56,6 +56,7 @@ class ApiServer:
     writes: list[str] = field(default_factory=list)
     before: Callable[[], Awaitable[None]] | None = None
     delay_s: float = 0.0
+    late_s: float = 0.0
     most_at_once: int = 0
     num_running: int = 0
 
@@ -89,6 +90,7 @@ class ApiServer:
                 await before()
             if not self._write(name, change):
                 return web.json_response({"kind": "Status", "reason": "Conflict"}, status=409)
+            await asyncio.sleep(self.late_s)
         kept = {ANNOTATION: self.pods[name], LEASE_ANNOTATION: self.leases.get(name)}
         annotations = {key: value for key, value in kept.items() if value is not None}
         return web.json_response({"metadata": {"resourceVersion": str(self.versions.get(name, 0)), "annotations": annotations}})
@@ -224,6 +226,21 @@ async def test_a_pod_that_changed_meanwhile_is_looked_at_again(api: ApiServer, a
     api.touch("a")
     assert await put(marks, [], ["a"]) == PatchResult(done=1)
     assert len(api.calls) == 4, "refused, read, written"
+    assert api.pods == {"a": None}
+
+
+async def test_a_mark_that_may_have_come_about_is_looked_at_again(api: ApiServer, account: Path) -> None:
+    """It was written, and the round ended before the answer: a pod that is to stay after all does not keep it."""
+    api.pods = {"a": None}
+    marks = marks_of(api, account)
+    assert await put(marks, [], ["a"]) == PatchResult(done=1)
+    api.late_s = 3600.0
+    ended = asyncio.create_task(put(marks, ["a"], []))
+    await eventually(lambda: api.pods["a"] is not None, "the mark")
+    ended.cancel()
+    await asyncio.wait([ended])
+    api.late_s = 0.0
+    assert await put(marks, [], ["a"]) == PatchResult(done=1)
     assert api.pods == {"a": None}
 
 
