@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from redis.asyncio import Redis
 from twostep.local import redis_server
 from twostep.local.pod import Pod
 from twostep.local.pod_config import PodConfig, parse_pod, pod_workers
-from twostep.local.ports import free_ports
+from twostep.local.ports import STRIDE, free_ports
 from twostep.local.probes import Probes
 from twostep.rpc.health import READINESS
 
@@ -82,9 +81,10 @@ async def running_pod(tmp_path: Path, **flags: object) -> AsyncIterator[subproce
         await asyncio.to_thread(process.wait)
 
 
-async def until(what: str, met: Callable[[], object]) -> None:
+async def until(what: str, met: Callable[[], object], pod: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not await _call(met):
+        assert pod.poll() is None, f"the pod has ended with {pod.returncode} before this: {what}"
         assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
         await asyncio.sleep(0.1)
 
@@ -95,16 +95,13 @@ async def _call(met: Callable[[], object]) -> object:
 
 
 def first_port_for(num_workers: int) -> int:
-    """One from which on the ports of that many workers are free."""
-    for first in free_ports(64):
-        try:
-            for offset in (10 * worker + part for worker in range(num_workers) for part in range(3)):
-                with socket.socket() as listener:
-                    listener.bind(("127.0.0.1", first + offset))
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no free ports")
+    """One from which on the ports of that many workers are free, and this process's."""
+    num_slots = -(-10 * num_workers // STRIDE)
+    for _ in range(64):
+        free = free_ports(num_slots)
+        if free[-1] - free[0] == STRIDE * (num_slots - 1):
+            return free[0]
+    raise AssertionError("no free ports beside each other")
 
 
 async def registered(redis: Redis) -> Mapping[str, int]:
@@ -151,7 +148,7 @@ async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, 
         running_pod(tmp_path, **flags, first_port=first, pod_health_port=health, redis_url=redis_url) as pod,
     ):
         stack.push_async_callback(probes.close)
-        await until("the pod is ready", lambda: probes.healthy(pod_health, "readiness"))
+        await until("the pod is ready", lambda: probes.healthy(pod_health, "readiness"), pod)
         before = await registered(redis)
         assert set(before) == {"pod-a-decode-0", "pod-a-decode-1"}
 
@@ -162,9 +159,9 @@ async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, 
         async def back() -> bool:
             return (await registered(redis)).get("pod-a-decode-0", 0) > before["pod-a-decode-0"]
 
-        await until("it is back, in a new life with a new epoch", back)
-        await until("the pod is ready again", lambda: probes.healthy(pod_health, "readiness"))
-        assert pod.poll() is None, "a pod is not restarted for one of its workers"
+        await until("it is back, in a new life with a new epoch", back, pod)
+        await until("the pod is ready again", lambda: probes.healthy(pod_health, "readiness"), pod)
+        assert await probes.healthy(pod_health, "liveness"), "a pod is not restarted for one of its workers"
         assert (await registered(redis))["pod-a-decode-1"] == before["pod-a-decode-1"], "the other worker's life went on"
 
         pod.send_signal(signal.SIGTERM)

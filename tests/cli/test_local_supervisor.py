@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from twostep.errors import SetupError
+from twostep.local import ports
 from twostep.local.ports import check_free, free_ports
 from twostep.local.process import Process
 from twostep.local.report import LogFollower, Report
@@ -293,15 +295,33 @@ async def test_the_guardians_command_line_does_not_look_like_the_commands(tmp_pa
 
 
 def test_ports() -> None:
-    ports = free_ports(20)
-    assert len(set(ports)) == 20
+    free = free_ports(20)
+    assert len(set(free)) == 20
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(SetupError, match=f"127.0.0.1:{port} .*choose another port with --port"):
             check_free("127.0.0.1", port, "--port")
-    check_free("127.0.0.1", ports[0], "--port")
+    check_free("127.0.0.1", free[0], "--port")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="claims are Linux'")
+def test_ports_of_a_living_process_are_given_to_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from twostep.local.ports import free_ports; print(*free_ports(9), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = [int(word) for word in other.stdout.readline().split()]
+
+        def ask() -> list[int]:
+            """From where the other one began."""
+            monkeypatch.setattr(ports, "_turns", itertools.count((theirs[0] - ports._LOW) // ports.STRIDE))
+            return free_ports(9)
+
+        assert len(theirs) == 9
+        assert not set(ask()) & set(theirs)
+        other.communicate("\n")
+    assert set(ask()) & set(theirs), "they can be had again"
 
 
 def test_report_and_followed_logs(tmp_path: Path) -> None:

@@ -5,35 +5,61 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import os
 import random
 import socket
-from contextlib import ExitStack
+import sys
+from collections import deque
+from contextlib import ExitStack, suppress
 
 from twostep.errors import SetupError
 
 # Below where Linux takes the near ends of outgoing connections from, so that none of those can slip in before the process listens.
 _LOW, _HIGH = 20000, 32000
 # Behind each there is room for the same process's health and metrics.
-_STRIDE = 4
-_NUM = (_HIGH - _LOW) // _STRIDE
+STRIDE = 4
+_NUM = (_HIGH - _LOW) // STRIDE
 # One after the other, from anywhere: who asks twice, or asks beside others, hardly gets what was given out already and is not yet taken.
 _turns = itertools.count(random.randrange(_NUM))
+# What was given out here, the last of it: file descriptors of its claims.
+_claims: deque[int] = deque()
+_MAX_CLAIMS = 256
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Different ports that nobody listens on right now."""
+    """Different ports that nobody listens on right now. On Linux no other process that asks here gets them either, as long as this one
+    lives and has asked for no more than some hundred since: workers listen seconds after their ports were chosen."""
     with ExitStack() as held:
         ports: list[int] = []
         for _ in range(_NUM):
             if len(ports) == count:
                 return ports
             listener = held.enter_context(socket.socket())
+            port = _LOW + next(_turns) % _NUM * STRIDE
             try:
-                listener.bind((host, _LOW + next(_turns) % _NUM * _STRIDE))
+                listener.bind((host, port))
             except OSError:
                 continue
-            ports.append(listener.getsockname()[1])
+            if _claim(port):
+                ports.append(port)
     raise SetupError(f"no {count} free ports between {_LOW} and {_HIGH} on {host}; stop what holds them")
+
+
+def _claim(port: int) -> bool:
+    """By a name in the same network namespace that goes with the process that has it: a socket of the abstract namespace (unix(7))."""
+    if sys.platform != "linux":
+        return True
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+        try:
+            claim.bind(f"\0twostep-port-{port}")
+        except OSError as error:
+            # Where such names are forbidden, things are as they are elsewhere.
+            return error.errno != errno.EADDRINUSE
+        _claims.append(claim.detach())
+    while len(_claims) > _MAX_CLAIMS:
+        with suppress(OSError):
+            os.close(_claims.popleft())
+    return True
 
 
 def check_free(host: str, port: int, flag: str) -> None:
