@@ -198,7 +198,7 @@ class Collector:
         if new := [name for name in silent if name not in self._silent]:
             log.warning(
                 "%s %s silent and did not say so before: nobody is taken away as long as what is asked there may be missing; look whether "
-                "Redis is reached from there",
+                "Redis is reached from there, and whether its clock is right",
                 ", ".join(new[:_MOST_TOLD]),
                 "is" if len(new) == 1 else "are",
             )
