@@ -99,11 +99,13 @@ async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str)
         assert await router._call.code() is grpc.StatusCode.OK
 
 
-async def test_its_record_says_that_it_drains_until_nothing_runs(redis_url: str) -> None:
+async def test_its_record_says_that_it_drains_until_nothing_runs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostep.cluster.registration.HEARTBEAT_S", 0.05)
     async with started(redis_url, decode_runner=make_runner(step_s=0.01)) as pair, routed(pair) as router:
         name = pair.prefill_worker.worker_id
         running = asyncio.create_task(router.generate("r", prompt_of(40), 200))
         await decoding(router)
+        pair.decode_runner.step_s = 0.1
         client = connect(redis_url)
         try:
             stopping = await begin_to_stop(pair.decode_worker, WAIT_S)
@@ -111,7 +113,9 @@ async def test_its_record_says_that_it_drains_until_nothing_runs(redis_url: str)
             while not (record := WorkerRecord.from_json(await client.get(keys[pair.decode_worker.worker_id]))).draining:
                 assert not running.done(), "it never said so"
             assert not record.ready
-            # Longer than a record lives: it is renewed.
+            while WorkerRecord.from_json(await client.get(keys[pair.decode_worker.worker_id])).load == record.load:
+                assert not running.done(), "it was not renewed"
+            pair.decode_runner.step_s = 0.0
             assert (await running).tokens == expected(prompt_of(40), 200)
             await stopping
             assert await client.exists(keys[pair.decode_worker.worker_id]) == 0
