@@ -27,7 +27,7 @@ from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text.grammar import source_of
 
 CONTEXT = 200
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="session")

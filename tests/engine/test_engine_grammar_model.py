@@ -22,7 +22,7 @@ from twostep.sampling_params import SamplingParams
 from twostep.text.tokenizer import Tokenizer
 
 EOS_IDS = frozenset({2, 0})
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @functools.cache

@@ -37,7 +37,7 @@ from whole_system import SECRET, expected, fake_runner, make_model_dir
 
 __all__ = ["SECRET", "expected", "fake_runner", "make_model_dir"]
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Edge]:

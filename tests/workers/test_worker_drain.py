@@ -84,7 +84,9 @@ async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str)
     async with started(redis_url, decode_runner=make_runner(step_s=0.01)) as pair, routed(pair) as router:
         running = asyncio.create_task(router.generate("r", prompt_of(40), 200))
         await decoding(router)
-        stopping = [await begin_to_stop(worker, 20) for worker in (pair.prefill_worker, pair.decode_worker)]
+        # Meanwhile it is not to end, however long it takes to ask.
+        pair.decode_runner.step_s = 0.5
+        stopping = [await begin_to_stop(worker, WAIT_S) for worker in (pair.prefill_worker, pair.decode_worker)]
         for method, request in (
             (pair.decode.Reserve, decode_pb2.ReserveRequest(router_id="x", **router._request("n", prompt_of(4), 2))),
             (pair.prefill.Run, prefill_pb2.PrefillRequest(**router._request("n", prompt_of(4), 2))),
@@ -92,6 +94,7 @@ async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str)
             call: Any = method(request, timeout=WAIT_S)  # type: ignore[operator]
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
                 await (call.read() if hasattr(call, "read") else call)
+        pair.decode_runner.step_s = 0.0
         answer = await running
         assert answer.tokens == expected(prompt_of(40), 200)
         await asyncio.wait_for(asyncio.gather(*stopping), WAIT_S)

@@ -307,7 +307,7 @@ async def test_a_drain_lets_it_end_or_fails_it(redis_url: str, in_time: bool) ->
     async with slow_decode(redis_url) as (pair, router):
         count = 20 if in_time else 400
         await router.reserve("r", PROMPT, count, prefill_here=True)
-        stopping = asyncio.create_task(pair.decode_worker.stop(WAIT_S if in_time else 0.2))
+        stopping = asyncio.create_task(pair.decode_worker.stop(WAIT_S if in_time else 1.0))
         while not pair.decode_worker.record().draining:  # noqa: ASYNC110  it says so once, at once
             await asyncio.sleep(0)
         error = await refusal(router.reserve("late", PROMPT, 5, prefill_here=True))
