@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import ssl
 import sys
@@ -154,6 +155,8 @@ class _Router:
             raise InvalidRequest(f"--admin {url!r} is no URL; give http://HOST:PORT")
         self._base = f"{parts.scheme}://{parts.netloc}"
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        if parts.scheme == "http" and any(tls):
+            raise InvalidRequest(f"--tls-ca, --tls-cert and --tls-key are for TLS, and {self._base} is without; give https://HOST:PORT")
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if parts.scheme == "https":
             handlers.append(urllib.request.HTTPSHandler(context=_context(tls)))
@@ -186,7 +189,7 @@ class _Router:
             reason = getattr(error, "reason", error)
             tls = "; --tls-cert and --tls-key if it asks for a certificate" if self._base.startswith("https:") else ""
             raise Unavailable(f"no router answers at {self._base} ({reason}); give the URL of its --admin-port as --admin{tls}") from error
-        except ValueError as error:
+        except (ValueError, http.client.HTTPException) as error:
             raise Unavailable(f"what answers at {self._base} is no router's admin port; give another --admin") from error
 
 
