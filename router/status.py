@@ -255,7 +255,7 @@ def scaling_status(seen: SeenDecision, at: float, workers: Sequence[WorkerRecord
     record = seen.record
     if record is None:
         return status_pb2.Scaling(problem=_text(seen.problem, _MAX_REASON_CHARS))
-    serving = [worker.role for worker in workers if worker.ready and not worker.draining and not worker.not_ready_reason]
+    serving = [worker.role for worker in workers if worker.serves]
     roles = {worker.worker_id: worker.role for worker in workers}
     under_way = [(worker_id, role) for worker_id, role in sorted(seen.switches.items()) if roles.get(worker_id) != role]
     return status_pb2.Scaling(
