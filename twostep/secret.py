@@ -9,10 +9,13 @@ from twostep.errors import SetupError
 MIN_SECRET_BYTES = 16
 
 
-def load_secret(path: Path | None) -> bytes:
-    """The file's bytes without white space at either end. Raises SetupError (not given, unreadable, too short)."""
+def load_secret(path: Path | None, *, of_running: bool = False) -> bytes:
+    """The file's bytes without white space at either end. `of_running`: for whoever speaks to a deployment that runs already, where a new
+    secret would open nothing. Raises SetupError (not given, unreadable, too short)."""
     if path is None:
-        raise SetupError("--secret-file is missing; make one with `openssl rand -hex 32 > secret` and give it to every process")
+        made = "give the one that its processes have; `twostep up` keeps it beside the logs that it names"
+        make = "make one with `openssl rand -hex 32 > secret` and give it to every process"
+        raise SetupError(f"--secret-file is missing; {made if of_running else make}")
     try:
         secret = path.read_bytes().strip()
     except OSError as error:

@@ -66,7 +66,7 @@ def test_what_cannot_be_done_is_told_in_a_line(tmp_path: Path, capsys: pytest.Ca
         (("create", *where, "--expires", "soon"), "expires"),
         (("create", *where, "--admin", "http://x"), "contradict"),
         (("change", "x", *where), "nothing to change"),
-        (("list", "--admin", "http://127.0.0.1:1"), "--secret-file is missing"),
+        (("list", "--admin", "http://127.0.0.1:1"), "--secret-file is missing; give the one that its processes have"),
     ):
         status, out, err = run(capsys, *argv)
         assert (status, out) == (1, ""), argv

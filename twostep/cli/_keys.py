@@ -78,7 +78,7 @@ def _place(args: argparse.Namespace) -> Place:
 
 def _admin_key(args: argparse.Namespace) -> str:
     if args.admin_key_file is None:
-        return admin_key(load_secret(args.secret_file))
+        return admin_key(load_secret(args.secret_file, of_running=True))
     try:
         key: str = args.admin_key_file.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -16,7 +16,7 @@ from twostep.secret import load_secret
 def run(args: argparse.Namespace) -> int:
     if not 0 <= args.drain_timeout < float("inf"):
         raise InvalidRequest(f"--drain-timeout {args.drain_timeout:g}: give seconds, 0 or more")
-    secret = load_secret(args.secret_file) if args.role else b""
+    secret = load_secret(args.secret_file, of_running=True) if args.role else b""
     return asyncio.run(_run(args, secret))
 
 

@@ -99,7 +99,7 @@
 {{- define "twostep.checkModel" -}}
 {{- $model := .Values.model -}}
 {{- if not $model.path -}}
-{{- fail "which model? Give model.path, its directory in the containers, and what holds it: model.volume.existingClaim, another model.volume.type, or model.loader, which fetches it (docs/kubernetes.md). With a small model that it fetches itself: -f values-demo.yaml" -}}
+{{- fail "which model? Give model.path, its directory in the containers, and what holds it: model.volume.existingClaim, another model.volume.type, or model.loader, which fetches it (docs/kubernetes.md). With a small model that it fetches itself: -f helm/values-demo.yaml, as it lies in the repository" -}}
 {{- else if and (ne $model.volume.type "image") (not (regexMatch "^/models(/|$)" $model.path)) -}}
 {{- fail (printf "model.path is %s, and model.volume is mounted at /models: give the path below it, as in /models/Llama-3.1-8B-Instruct; or model.volume.type image, if the model is in the images" $model.path) -}}
 {{- else if and (eq $model.volume.type "pvc") (not $model.volume.existingClaim) (not $model.loader.enabled) -}}
