@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from router.job import Job
 from router.report import Report
 from router.targets import Reason, Targets
+from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.demand import TTL_S, DemandTotals, demand_key, window_of
 from twostep.request_class import RequestClass
 
@@ -125,14 +126,10 @@ class DemandMeter:
 
     async def run(self) -> None:
         """Writes until cancelled, and then once more, that this router leaves: one that only falls silent may have been cut off."""
-        task = asyncio.current_task()
-        assert task is not None
         try:
             while True:
                 await self.exchange()
-                if task.cancelling():
-                    # The Redis client can take a cancellation for a lost connection.
-                    raise asyncio.CancelledError
+                end_if_cancelled()
                 await asyncio.sleep(_SYNC_S)
         finally:
             await self.exchange(left=True)

@@ -20,6 +20,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from twostep.cluster.cancellation import end_if_cancelled
 from twostep.request_class import RequestClass
 
 log = logging.getLogger(__name__)
@@ -119,13 +120,9 @@ class QuotaShare:
 
     async def run(self) -> None:
         """Exchanges until cancelled."""
-        task = asyncio.current_task()
-        assert task is not None
         while True:
             await self.exchange()
-            if task.cancelling():
-                # The Redis client can take a cancellation for a lost connection.
-                raise asyncio.CancelledError
+            end_if_cancelled()
             await asyncio.sleep(_SYNC_S)
 
     async def exchange(self) -> None:

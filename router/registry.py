@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from twostep import __version__
+from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.records import HEARTBEAT_S, HEARTBEAT_TTL_S, WORKERS_KEY, WorkerRecord, worker_key
 from twostep.errors import InvalidRequest
 from twostep.fingerprint import is_same_model
@@ -121,13 +122,9 @@ class Registry:
 
     async def run(self) -> None:
         """Polls until cancelled."""
-        task = asyncio.current_task()
-        assert task is not None
         while True:
             await self.poll()
-            if task.cancelling():
-                # The Redis client can take a cancellation for a lost connection.
-                raise asyncio.CancelledError
+            end_if_cancelled()
             await asyncio.sleep(self._poll_s)
 
     async def poll(self) -> None:

@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from router.autoscaler.memory import Memory
+from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.scaling import DECISION_KEY, DECISION_TTL_S, ScalingRecord
 from twostep.errors import InvalidRequest
 
@@ -103,13 +104,9 @@ class ScalingWatch:
         return self._seen
 
     async def run(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         while True:
             await self.poll()
-            if task.cancelling():
-                # The Redis client can take a cancellation for a lost connection.
-                raise asyncio.CancelledError
+            end_if_cancelled()
             await asyncio.sleep(POLL_S)
 
     async def poll(self) -> None:

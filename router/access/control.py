@@ -15,6 +15,7 @@ from router.access.identity import Identity
 from router.access.share import UsageShare, Use
 from router.access.sources import KeySource, unreachable, why
 from twostep.api_keys import Key, KeyTable, same_key, system_key
+from twostep.cluster.cancellation import end_if_cancelled
 from twostep.errors import NotFound, SetupError, TwostepError, Unauthenticated
 
 log = logging.getLogger(__name__)
@@ -120,14 +121,10 @@ class Access:
             group.create_task(self._follow())
 
     async def _follow(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "it is awaited"
         while True:
             await asyncio.sleep(_POLL_S)
             await self.refresh()
-            if task.cancelling():
-                # The Redis client can take a cancellation for a lost connection.
-                raise asyncio.CancelledError
+            end_if_cancelled()
 
     async def refresh(self) -> None:
         """Looks for changes now; never raises for what the source does or holds: the last keys that were read go on."""

@@ -25,6 +25,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from router.access.limits import DAY_HOURS, HOUR_S
+from twostep.cluster.cancellation import end_if_cancelled
 
 log = logging.getLogger(__name__)
 
@@ -190,13 +191,9 @@ class UsageShare:
 
     async def run(self) -> None:
         """Exchanges until cancelled."""
-        task = asyncio.current_task()
-        assert task is not None, "it is awaited"
         while True:
             await self.exchange()
-            if task.cancelling():
-                # The Redis client can take a cancellation for a lost connection.
-                raise asyncio.CancelledError
+            end_if_cancelled()
             await asyncio.sleep(_SYNC_S)
 
     async def exchange(self, *, whole: bool = False) -> None:

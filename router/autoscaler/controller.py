@@ -31,6 +31,7 @@ from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig
 from router.autoscaler.pods import MarkLease, PodMarks
 from router.autoscaler.policy import Step, decide
 from router.autoscaler.switches import Switcher
+from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.scaling import ScalingRecord
 from twostep.errors import InvalidRequest, Unavailable
 from twostep.metrics.autoscaler import AutoscalerMetrics, AutoscalerState
@@ -108,14 +109,10 @@ class Controller:
         self._wake.set()
 
     async def run(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         while True:
             wait_s = await self.step()
             self.progress_at = time.monotonic()
-            if task.cancelling():
-                # The Redis client can take a cancellation for a lost connection.
-                raise asyncio.CancelledError
+            end_if_cancelled()
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()

@@ -21,6 +21,7 @@ from router.autoscaler.model import ROLES, Role
 from router.autoscaler.pods import PodMarks
 from router.autoscaler.switches import Outcome, Switcher
 from router.redis_start import wait_for_redis
+from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.registration import connect
 from twostep.metrics.autoscaler import AutoscalerMetrics
@@ -168,15 +169,11 @@ class Autoscaler:
         task.add_done_callback(ended)
 
     async def _renew(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         while True:
             held = self.lease.held
             if await self.lease.renew() and not held:
                 self.controller.wake()
-            if task.cancelling():
-                # The Redis client can take a cancellation for a lost connection.
-                raise asyncio.CancelledError
+            end_if_cancelled()
             await asyncio.sleep(self.lease.renew_every_s)
 
     async def _tick(self) -> None:

@@ -25,6 +25,7 @@ from router.batches.records import COMPLETION_WINDOWS, Asked, new_id
 from router.batches.run import Endpoints, LeaseLost, Left, Run, RunLimits
 from router.batches.store import BatchStore, Stored
 from router.batches.threads import Threads
+from twostep.cluster.cancellation import end_if_cancelled
 from twostep.errors import DataLoss, NotFound, SetupError, TwostepError, Unavailable
 from twostep.metrics.batches import BatchMetrics, BatchState
 from twostep.metrics.registry import MetricsRegistry
@@ -153,8 +154,6 @@ class Batches:
 
     async def run(self) -> None:
         """Looks for batches until cancelled. Never raises for what disk and Redis do."""
-        task = asyncio.current_task()
-        assert task is not None, "it is awaited"
         complained = False
         while True:
             try:
@@ -164,9 +163,7 @@ class Batches:
                 if not complained:
                     log.warning("batches: %s", error.message)
                 complained = True
-            if task.cancelling():
-                # The Redis client can take a cancellation for a lost connection.
-                raise asyncio.CancelledError
+            end_if_cancelled()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.look_s * (0.75 + random.random() / 2)):
                     await self._look.wait()
@@ -264,9 +261,7 @@ class Batches:
 
 
 async def _renew(lease: Lease) -> None:
-    task = asyncio.current_task()
-    assert task is not None, "it is awaited"
-    # The Redis client can take a cancellation for a lost connection.
-    while not task.cancelling():
+    while True:
         await asyncio.sleep(lease.renew_s)
         await lease.renew()
+        end_if_cancelled()

@@ -19,6 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.records import (
     HEARTBEAT_S,
     HEARTBEAT_TTL_S,
@@ -127,12 +128,10 @@ class Registration:
         await self._redis.aclose()
 
     async def _beat_forever(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        # The Redis client can take a cancellation for a lost connection: then it is up to us to remember it.
-        while not task.cancelling():
+        while True:
             await asyncio.sleep(HEARTBEAT_S)
             await self._try_beat()
+            end_if_cancelled()
 
     async def _try_beat(self) -> None:
         try:
