@@ -132,6 +132,22 @@ async def test_the_first_failure_ends_the_start_with_the_end_of_the_log(tmp_path
     assert pid is None or not alive(pid)
 
 
+@pytest.mark.parametrize("recovers", [True, False])
+async def test_a_start_that_may_be_tried_again_is(tmp_path: Path, recovers: bool) -> None:
+    journal = Journal()
+    mark = tmp_path / "tried"
+    script = f"tried = pathlib.Path({str(mark)!r})\nagain = tried.exists()\ntried.touch()\nif not (again and {recovers}): sys.exit(5)"
+    supervisor = Supervisor([component(tmp_path, "slow", script, start_attempts=2)], run_dir=tmp_path, observer=journal)
+    if recovers:
+        await supervisor.start()
+    else:
+        with pytest.raises(ComponentFailed, match="slow ended at its start"):
+            await supervisor.start()
+    await supervisor.stop()
+    begun = ["starting slow", "died slow 5 0.5", "starting slow"]
+    assert journal.events[:4] == ([*begun, "ready slow"] if recovers else begun)
+
+
 async def test_what_never_gets_ready_is_given_up(tmp_path: Path) -> None:
     slow = component(tmp_path, "slow", "time.sleep(60)", ready_timeout_s=0.3)
     supervisor = Supervisor([slow], run_dir=tmp_path, observer=Journal())

@@ -191,8 +191,10 @@ class Components:
             # An earlier life's sign of being up.
             prepare=lambda: (directory / "ray_current_cluster").unlink(missing_ok=True),
             ready_timeout_s=self._options.start_timeout_s,
+            # It gives its own parts 30 s to come up, whatever it is told, and a busy machine may not.
+            start_attempts=2,
             stop_order=2,
-            hint="Or join a Ray that runs already with --ray-address.",
+            hint="Is the machine very busy? Ray gives itself 30 s to start. Or join a Ray that runs already with --ray-address.",
         )
 
     def _env(self, **more: str) -> dict[str, str]:

@@ -41,6 +41,8 @@ class Component:
     prepare: Callable[[], None] = field(default=lambda: None)
     """Before each start."""
     ready_timeout_s: float = 60.0
+    start_attempts: int = 1
+    """So many lives without having been ready are a failure."""
     stop_order: int = 0
     """Lower numbers stop first."""
     stop_grace_s: float = 10.0
@@ -213,15 +215,17 @@ class Supervisor:
         for name in component.after:
             await self._ready[name].wait()
         pause = _FIRST_PAUSE_S
+        attempts = 0
         while not self._over(component.name):
             started = time.monotonic()
+            attempts += 1
             process = await self._launch(component)
             if await self._until_ready(component, process):
                 self._ready[component.name].set()
                 self._observer.ready(component.name, time.monotonic() - started)
             elif self._over(component.name):
                 return
-            elif not self._ready[component.name].is_set():
+            elif not self._ready[component.name].is_set() and attempts >= component.start_attempts:
                 raise self._failure(component, process)
             else:
                 process.kill()
