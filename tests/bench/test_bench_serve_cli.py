@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from scripted_server import serving_in_thread
 from timed_servers import Schedule, TimedInference
@@ -21,6 +22,7 @@ from twostep.bench.serve.metrics import Targets
 from twostep.bench.serve.record import RequestRecord
 from twostep.bench.serve.summary import Windows, summarize
 from twostep.cli import main
+from twostep.rpc.v1 import inference_pb2 as pb
 
 # Finds nothing but the base install.
 GUARD = """
@@ -167,6 +169,54 @@ def test_nothing_answered_is_a_failure_with_its_reasons() -> None:
         done = bench("--target", address, *FAST, "--num-requests", "3")
     assert done.returncode == 1
     assert "refused      3: no worker has room" in done.stdout
+    assert "warning: no request completed" in done.stdout
+    assert "nan" not in done.stdout
+
+
+class Keyed(TimedInference):
+    """Notes which keys it was shown; UNAUTHENTICATED without one, as a router with keys."""
+
+    def __init__(self) -> None:
+        super().__init__(Schedule((0.02, 0.001)))
+        self.shown: set[str] = set()
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        self.shown.add(dict(context.invocation_metadata()).get("authorization", ""))
+        if "" in self.shown:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no API key was given")
+        return await super().ListModels(request, context)
+
+
+@pytest.mark.parametrize("way", ["flag", "variable", "both"])
+def test_the_key_is_that_of_the_flag_or_of_the_variable(
+    way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TWOSTEP_API_KEY", {"flag": "", "variable": "sk-told", "both": "not this one"}[way])
+    words = () if way == "variable" else ("--api-key", "sk-told")
+    servicer = Keyed()
+    with serving_in_thread(servicer) as address, pytest.raises(SystemExit) as status:
+        main(["bench", "serve", "--target", address, *FAST, "--num-requests", "2", "--json", *words])
+    assert status.value.code == 0
+    assert servicer.shown == {"Bearer sk-told"}
+    assert "sk-told" not in capsys.readouterr().out
+
+
+def test_a_router_that_asks_for_a_key_is_not_said_to_be_away(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("TWOSTEP_API_KEY", raising=False)
+    with serving_in_thread(Keyed()) as address, pytest.raises(SystemExit) as status:
+        main(["bench", "serve", "--target", address, *FAST, "--num-requests", "2"])
+    assert status.value.code == 1
+    assert capsys.readouterr().err == (
+        f"twostep: the router at {address} answered: no API key was given; here: TWOSTEP_API_KEY, or --api-key\n"
+    )
+
+
+@pytest.mark.parametrize("scheme", ["", "http://"])
+def test_a_key_that_goes_unencrypted_is_told_on_standard_error(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        main(["bench", "serve", "--target", f"{scheme}0.0.0.0:1", *FAST, "--num-requests", "2", "--api-key", "k"])
+    assert status.value.code == 1
+    assert "twostep: the API key goes to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -182,8 +182,31 @@ def test_a_run_where_nothing_was_answered_can_be_told() -> None:
     records = [failed(0.0, "unavailable")]
     summary = summarize(records, Windows.of_duration(0.0, 60.0), targets=Targets(ttft_ms=1))
     point = Point(label="1 requests/s", rate=1.0, result=result_of(records), summary=summary)
-    assert "unavailable  1" in table(point, Targets(ttft_ms=1))
+    text = table(point, Targets(ttft_ms=1))
+    assert "unavailable  1" in text
+    assert "per user - (slowest -)" in text
+    assert "- cached" in text
+    (said,) = warnings_of(point.result, summary, max_slip_s=0.01, measured_s=60.0)
+    assert "no request completed" in said
+    assert "--concurrency" in said
     json.dumps(as_json([point], None, {}), allow_nan=False)
+
+
+RECORDS = st.one_of(
+    st.builds(answered, st.floats(0, 50), tokens=st.integers(1, 3), prompt=st.integers(0, 9)),
+    st.builds(failed, st.floats(0, 50), st.sampled_from([REFUSED, "timeout"])),
+)
+
+
+@given(st.lists(RECORDS, max_size=4), st.booleans(), st.booleans())
+def test_no_table_says_nan(records: list[RequestRecord], by_time: bool, open_loop: bool) -> None:
+    windows = Windows.of_duration(0.0, 60.0) if by_time else Windows.of_requests(records, open_loop=open_loop)
+    targets = Targets(ttft_ms=500)
+    prices = Prices(prefill_gpus=1, decode_gpus=1, prefill_gpu_hour=3.6, decode_gpu_hour=3.6)
+    summary = summarize(records, windows, targets=targets, num_gpus=2, prices=prices)
+    point = Point(label="some load", rate=1.0, result=result_of(records), summary=summary)
+    assert "nan" not in table(point, targets)
+    assert "nan" not in sweep_table([point], point, 0.95)
 
 
 def test_a_generator_that_lags_says_so() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from timed_servers import Schedule, TimedInference, serving, serving_http
 
@@ -21,10 +24,13 @@ from twostep.bench.serve.runner import Extent, Progress, RunResult
 from twostep.bench.serve.summary import Windows, summarize
 from twostep.bench.serve.target import Target
 from twostep.bench.serve.workloads import MultiTurn, RandomPrompts, Workload
-from twostep.errors import InvalidRequest, SetupError
+from twostep.errors import InvalidRequest, PermissionDenied, SetupError, Unauthenticated
 from twostep.rpc.v1 import inference_pb2 as pb
 
 pytest.importorskip("aiohttp", reason="the extra [bench]")
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
 from twostep.bench.serve.openai_target import OpenAIOptions, OpenAITarget
 
 # First token after 80 ms, second after 60 more, then one every 10 ms.
@@ -186,6 +192,120 @@ async def test_who_does_not_answer_is_named() -> None:
         with pytest.raises(SetupError, match="timed"):
             await other.open()
         await other.close()
+
+
+class Keyed(TimedInference):
+    """Answers those alone who show KEY; others in the router's way."""
+
+    KEY = "twostep-0123"
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        await self._let_in(context)
+        async for response in super().Generate(request, context):
+            yield response
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        await self._let_in(context)
+        return await super().Tokenize(request, context)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        await self._let_in(context)
+        return await super().ListModels(request, context)
+
+    async def _let_in(self, context: Any) -> None:
+        shown = dict(context.invocation_metadata()).get("authorization")
+        if shown is None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no API key was given")
+        if shown != f"Bearer {self.KEY}":
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "this API key may not")
+
+
+async def test_a_router_that_asks_for_a_key_is_shown_it_with_every_call() -> None:
+    async with serving(Keyed(Schedule((0.0,)))) as address:
+        options = GrpcOptions(targets=(address,), api_key=Keyed.KEY)
+        assert Keyed.KEY not in repr(options)
+        result, _ = await driven(GrpcTarget(options), SHORT, Extent(num_requests=3), rate=1000)
+        assert [r.error for r in result.records] == [""] * 3
+        for key, kind, said in (("", Unauthenticated, "no API key was given"), ("another", PermissionDenied, "this API key may not")):
+            target = GrpcTarget(GrpcOptions(targets=(address,), api_key=key))
+            with pytest.raises(kind, match=f"the router at {address} answered: {said}"):
+                await target.open()
+            await target.close()
+
+
+async def test_what_is_no_router_is_said_to_be_none() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    target = GrpcTarget(GrpcOptions(targets=(f"127.0.0.1:{port}",)))
+    try:
+        with pytest.raises(SetupError, match=r"is no router .*gRPC port as --target"):
+            await target.open()
+    finally:
+        await target.close()
+        await server.stop(0)
+
+
+async def test_an_http_server_that_asks_for_a_key_is_shown_it_with_every_request() -> None:
+    def let_in(request: web.Request) -> web.Response | None:
+        shown = request.headers.get("Authorization")
+        if shown == f"Bearer {Keyed.KEY}":
+            return None
+        if shown is None:
+            return web.json_response({"error": {"message": "no API key was given"}}, status=401)
+        return web.Response(status=403, text="this API key may not")
+
+    async def models(request: web.Request) -> web.Response:
+        return let_in(request) or web.json_response({"data": [{"id": "timed", "max_model_len": 8192}]})
+
+    async def answer(request: web.Request) -> web.Response:
+        event = b'data: {"choices": [{"text": " x", "finish_reason": "length"}]}\n\ndata: [DONE]\n\n'
+        return let_in(request) or web.Response(body=event, content_type="text/event-stream")
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", answer)])
+    async with TestServer(app) as server:
+        url = str(server.make_url("/v1"))
+        options = OpenAIOptions(url=url, api_key=Keyed.KEY)
+        result, _ = await driven(OpenAITarget(options), SHORT, Extent(num_requests=3), rate=1000)
+        assert [r.error for r in result.records] == [""] * 3
+        for key, kind, said in (
+            ("", Unauthenticated, "answers 401: no API key was given"),
+            ("another", PermissionDenied, "answers 403: this API key may not"),
+        ):
+            target = OpenAITarget(OpenAIOptions(url=url, api_key=key))
+            with pytest.raises(kind, match=said):
+                await target.open()
+            await target.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "warned"),
+    [
+        ("router.example:50051", True),
+        ("localhost:50051", False),
+        ("http://router.example/v1", True),
+        ("http://localhost.example:8000", True),
+        ("https://router.example/v1", False),
+        ("http://localhost/v1", False),
+        ("http://127.0.0.1:8000/v1", False),
+        ("http://user@[::1]:8000/v1", False),
+    ],
+)
+def test_a_key_that_others_may_read_on_the_way_is_warned_of(address: str, warned: bool) -> None:
+    def make(key: str) -> Target:
+        if "://" in address:
+            return OpenAITarget(OpenAIOptions(url=address, api_key=key))
+        return GrpcTarget(GrpcOptions(targets=(address,), api_key=key))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make("")
+        assert not caught
+        make("key")
+    assert ["unencrypted" in str(w.message) for w in caught] == [True] * warned
+    with pytest.raises(InvalidRequest, match="give the key as it was issued"):
+        make("key\n")
 
 
 async def test_a_texts_tokens_are_asked_of_the_router() -> None:

@@ -11,6 +11,7 @@ ARRIVALS = ("poisson", "gamma", "constant", "closed", "trace")
 
 DESCRIPTION = """Load on a served model, and what its users would have felt: TTFT, TPOT, gaps between tokens, goodput, throughput, cost.
 
+  twostep bench serve --concurrency 2 --num-requests 20 --input-tokens 64 --output-tokens 32        what a laptop's CPUs can keep up with
   twostep bench serve --rate 4 --goodput ttft:500 tpot:10 gap:25        60 s of Poisson arrivals against the router on this machine
   twostep bench serve --rates 4,6,8 --goodput ttft:500 tpot:30          one run for each rate, and the highest that keeps the targets
   twostep bench serve --sweep --rate 4 --goodput ttft:500 tpot:30       finds that rate by itself
@@ -21,13 +22,18 @@ docs/benchmarking.md has every figure's definition."""
 
 
 def add_flags(command: FlagParser) -> None:
+    command.flag(
+        "--api-key",
+        default="",
+        metavar="KEY",
+        help="if what is loaded asks for one, over gRPC or HTTP; the variable keeps it out of the process list",
+    )
     target = command.add_argument_group("what is loaded")
     target.add_argument(
         "--target", default="localhost:50051", metavar="HOST:PORT|URL", help="a router (several, with commas, in turn), or http://…/v1"
     )
     target.add_argument("--api", default="completions", choices=["completions", "chat"], help="over HTTP: which of OpenAI's endpoints")
     target.add_argument("--model", default="", metavar="NAME", help="not needed if one is served only")
-    target.add_argument("--api-key", default="", metavar="KEY", help="over HTTP: sent as bearer token")
     target.add_argument("--tokenizer", type=Path, metavar="DIR", help="over HTTP: the model's, so that texts have a known number of tokens")
     target.add_argument("--extra-body", default="", metavar="JSON", help='over HTTP: more fields of each request, as {"cache_salt": "a"}')
     target.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for a whole request (default: 600)")

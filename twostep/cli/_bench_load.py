@@ -62,14 +62,13 @@ def target_of(args: argparse.Namespace, targets: Targets) -> Target:
         if args.send_targets or args.request_class or args.tenant:
             raise InvalidRequest("--send-targets, --request-class and --tenant are Twostep's own: give host:port of a router as --target")
         return _openai_target(args)
-    if args.extra_body or args.api_key or args.tokenizer:
-        raise InvalidRequest(
-            "--extra-body, --api-key and --tokenizer are for servers over HTTP: give http://… as --target, or leave them out"
-        )
+    if args.extra_body or args.tokenizer:
+        raise InvalidRequest("--extra-body and --tokenizer are for servers over HTTP: give http://… as --target, or leave them out")
     return GrpcTarget(
         GrpcOptions(
             targets=tuple(t.strip() for t in args.target.split(",")),
             model=args.model,
+            api_key=args.api_key,
             tls=TlsFiles(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key),
             timeout_s=args.timeout,
             temperature=args.temperature,

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _main(args: argparse.Namespace, judgement: Judgement) -> int:
-    target = target_of(args, judgement.targets)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        target = target_of(args, judgement.targets)
+    for warning in caught:
+        print(f"twostep: {warning.message}", file=sys.stderr)
     try:
         served = await target.open()
         load = await load_of(args, target, served)
@@ -94,10 +99,10 @@ async def _point(args: argparse.Namespace, target: Target, served: Served, load:
         doom = None if expected is None else Doom(judgement.targets, judgement.attainment, expected)
         result, windows = await load.put_on(target, served, f"{number}", progress, doom)
     summary = summarize(result.records, windows, targets=judgement.targets, num_gpus=judgement.num_gpus, prices=judgement.prices)
-    warnings = report.warnings_of(
+    doubts = report.warnings_of(
         result, summary, max_slip_s=judgement.max_slip_s, measured_s=windows.arrivals.length_s if judgement.targets else None
     )
-    point = report.Point(label=load.label, rate=load.rate, result=result, summary=summary, warnings=warnings)
+    point = report.Point(label=load.label, rate=load.rate, result=result, summary=summary, warnings=doubts)
     if args.save_requests:
         rate = load.rate if load.rate is not None and math.isfinite(load.rate) else None
         with args.save_requests.open("a" if number else "w") as file:

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -18,7 +18,8 @@ import grpc.aio
 from twostep.bench.serve.record import REFUSED, RequestRecord
 from twostep.bench.serve.target import Answer, Clock, Exchange, RequestFailed, Served
 from twostep.bench.serve.workloads import Text, Turn
-from twostep.errors import InvalidRequest, SetupError
+from twostep.client._channel import key_metadata
+from twostep.errors import DeadlineExceeded, InvalidRequest, SetupError, TwostepError, Unavailable
 from twostep.rpc.channel import PLAINTEXT, TlsFiles, error_from_rpc, open_channel
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.rpc.v1 import inference_pb2_grpc as pb_grpc
@@ -45,6 +46,8 @@ class GrpcOptions:
     targets: tuple[str, ...]
     """host:port of routers; requests go to them in turn."""
     model: str = ""
+    api_key: str = field(default="", repr=False)
+    """Shown with every call; empty: none."""
     tls: TlsFiles = PLAINTEXT
     timeout_s: float = 600.0
     temperature: float = 0.0
@@ -63,12 +66,13 @@ class GrpcTarget:
     """See Target."""
 
     def __init__(self, options: GrpcOptions) -> None:
-        """Raises InvalidRequest for a request class or a vocabulary that cannot be."""
+        """Raises InvalidRequest for a request class, a vocabulary or a key that cannot be; warns of a key that would go unencrypted."""
         if options.request_class not in _CLASSES:
             raise InvalidRequest(f"request class {options.request_class!r}: give one of {', '.join(REQUEST_CLASSES)}")
         if options.vocab_size and options.vocab_size < 512:
             raise InvalidRequest(f"a vocabulary of {options.vocab_size}: give at least 512, or leave it out")
         self._options = options
+        self._metadata = key_metadata(options.api_key, options.targets, tls=options.tls.enabled)
         self._salts: dict[str, str] = {}
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[Any] = []
@@ -81,11 +85,9 @@ class GrpcTarget:
             self._stubs.append(pb_grpc.InferenceStub(channel))
         for address, stub in zip(self._options.targets, self._stubs, strict=True):
             try:
-                models = (await stub.ListModels(pb.ListModelsRequest(), timeout=_OPEN_TIMEOUT_S)).models
+                models = (await stub.ListModels(pb.ListModelsRequest(), metadata=self._metadata, timeout=_OPEN_TIMEOUT_S)).models
             except grpc.RpcError as failure:
-                raise SetupError(
-                    f"no router answers at {address} ({error_from_rpc(failure).message}); start one with `twostep up`, or give --target"
-                ) from failure
+                raise _not_opened(address, failure) from failure
         wanted = self._options.model
         found = [m for m in models if wanted in ("", m.name)]
         if not found or (not wanted and len(found) > 1):
@@ -99,7 +101,7 @@ class GrpcTarget:
     async def tokenize(self, text: str) -> array[int]:
         request = pb.TokenizeRequest(model=self._options.model, text=text)
         try:
-            response = await self._stubs[0].Tokenize(request, timeout=_OPEN_TIMEOUT_S)
+            response = await self._stubs[0].Tokenize(request, metadata=self._metadata, timeout=_OPEN_TIMEOUT_S)
         except grpc.RpcError as failure:
             raise error_from_rpc(failure) from failure
         return array("I", response.token_ids)
@@ -132,7 +134,7 @@ class GrpcTarget:
         ids: array[int] = array("I")
         end: pb.End | None = None
         record.sent_s = clock()
-        call = stub.Generate(prepared, timeout=self._options.timeout_s)
+        call = stub.Generate(prepared, metadata=self._metadata, timeout=self._options.timeout_s)
         try:
             async for response in call:
                 piece = response.piece.token_ids
@@ -166,6 +168,16 @@ class GrpcTarget:
 
 def _ids(turn: Turn) -> array[int]:
     return turn.prompt.token_ids if isinstance(turn.prompt, Text) else turn.prompt
+
+
+def _not_opened(address: str, failure: grpc.RpcError) -> TwostepError:
+    """Why there is nothing to load at `address`: nobody there, or the word of whoever is."""
+    error = error_from_rpc(failure)
+    if isinstance(error, Unavailable | DeadlineExceeded):
+        return SetupError(f"no router answers at {address} ({error.message}); start one with `twostep up`, or give --target")
+    if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return SetupError(f"what answers at {address} is no router ({error.message}); give a router's gRPC port as --target")
+    return type(error)(f"the router at {address} answered: {error.message}")
 
 
 def _failed(failure: grpc.RpcError) -> RequestFailed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import warnings
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +18,12 @@ from twostep.bench.serve.sse import EventReader, read_event
 from twostep.bench.serve.target import Answer, Clock, Exchange, RequestFailed, Served
 from twostep.bench.serve.words import COMMON, Words, load_tokenizer
 from twostep.bench.serve.workloads import Text, Turn
-from twostep.errors import SetupError
+from twostep.client._channel import key_metadata
+from twostep.errors import PermissionDenied, SetupError, TwostepError, Unauthenticated
 
 _OPEN_TIMEOUT_S = 30.0
-_TOO_MANY_REQUESTS = 429
+_LOOPBACK = ("localhost:", "127.", "[::1]:")
+_UNAUTHORIZED, _FORBIDDEN, _TOO_MANY_REQUESTS = 401, 403, 429
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,7 @@ class OpenAIOptions:
     api: Literal["completions", "chat"] = "completions"
     model: str = ""
     api_key: str = field(default="", repr=False)
+    """Bearer token of every request; empty: none."""
     tokenizer_dir: Path | None = None
     """None: prompts are of common words, and how many tokens they have is what the server says of each."""
     timeout_s: float = 600.0
@@ -44,8 +49,12 @@ class OpenAITarget:
     """See Target."""
 
     def __init__(self, options: OpenAIOptions) -> None:
-        """Raises SetupError for a tokenizer that cannot be read."""
+        """Raises SetupError for a tokenizer that cannot be read, InvalidRequest for a key that cannot be; warns of a key that would go
+        unencrypted."""
         self._options = options
+        self._headers = dict(key_metadata(options.api_key, (), tls=False))
+        if options.api_key and _readable_on_the_way(options.url):
+            warnings.warn(f"the API key goes to {options.url} unencrypted; give https://… if the server has TLS", stacklevel=2)
         base = options.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
         self._base = base if base.endswith("/v1") else f"{base}/v1"
         self._tokenizer = None if options.tokenizer_dir is None else load_tokenizer(options.tokenizer_dir)
@@ -54,9 +63,8 @@ class OpenAITarget:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> Served:
-        headers = {"Authorization": f"Bearer {self._options.api_key}"} if self._options.api_key else {}
         self._session = aiohttp.ClientSession(
-            headers=headers,
+            headers=self._headers,
             # Every request has a connection of its own if need be: a queue in here would be counted as the server's.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             timeout=aiohttp.ClientTimeout(total=self._options.timeout_s, sock_connect=_OPEN_TIMEOUT_S),
@@ -67,8 +75,8 @@ class OpenAITarget:
             async with self._session.get(f"{self._base}/models", timeout=aiohttp.ClientTimeout(total=_OPEN_TIMEOUT_S)) as response:
                 if response.status == 200:
                     models = (await response.json(content_type=None)).get("data", [])
-                elif response.status in (401, 403):
-                    raise SetupError(f"{self._base} answers {response.status}; give its key as --api-key")
+                elif response.status in (_UNAUTHORIZED, _FORBIDDEN):
+                    raise _not_let_in(self._base, response.status, await response.text())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise SetupError(f"no OpenAI-compatible server answers at {self._base} ({error}); check --target") from error
         names = [str(m.get("id", "")) for m in models]
@@ -170,6 +178,22 @@ class OpenAITarget:
 
     def _text(self, turn: Turn) -> str:
         return turn.prompt.text if isinstance(turn.prompt, Text) else self._words.text(turn.prompt)
+
+
+def _readable_on_the_way(url: str) -> bool:
+    scheme, _, rest = url.partition("://")
+    host = rest.partition("/")[0].rpartition("@")[2]
+    return scheme != "https" and not f"{host}:".startswith(_LOOPBACK)
+
+
+def _not_let_in(base: str, status: int, body: str) -> TwostepError:
+    """The server's own word, where its error is shaped like OpenAI's; else the body's beginning."""
+    try:
+        said = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        said = body.strip()
+    kind = Unauthenticated if status == _UNAUTHORIZED else PermissionDenied
+    return kind(f"{base} answers {status}: {said[:500] or 'it gives no reason; check the key'}")
 
 
 def _refused(status: int, body: str, retry_after: str) -> RequestFailed:

@@ -48,6 +48,11 @@ def warnings_of(result: RunResult, summary: Summary, *, max_slip_s: float, measu
         found.append(f"goodput is defined over at least 60 s; this was measured over {measured_s:.0f} s")
     if not summary.num_requests:
         found.append("no request came after the warm-up: give a longer duration")
+    elif not summary.num_completed:
+        found.append(
+            "no request completed, so there are no times to tell: see the errors above; if the server was too slow, offer it less "
+            "(--concurrency 2, a lower --rate, --input-tokens, --output-tokens) or allow more (--timeout)"
+        )
     return tuple(found)
 
 
@@ -56,22 +61,23 @@ def table(point: Point, targets: Targets, currency: str = "") -> str:
     s, work = point.summary, point.summary.throughput
     lines = [
         f"{point.label}: {s.num_requests} requests measured, {s.num_completed} completed",
-        f"  offered      {s.offered_rate:,.2f} requests/s",
-        f"  done         {work.requests_per_s:,.2f} requests/s ({work.requests_per_minute:,.1f} per minute), "
-        f"{work.mean_concurrency:,.1f} under way on average",
-        f"  tokens/s     {work.input_tokens_per_s:,.0f} in, {work.output_tokens_per_s:,.0f} out; "
-        f"per user {s.user_tokens_per_s.p50:,.1f} (slowest {s.user_tokens_per_s.min:,.1f})",
-        f"  prompts      {_span(s.prompt_tokens)} tokens, {s.cached_share:.0%} cached; answers {_span(s.output_tokens)}",
+        f"  offered      {_figure(s.offered_rate, ',.2f')} requests/s",
+        f"  done         {_figure(work.requests_per_s, ',.2f')} requests/s ({_figure(work.requests_per_minute, ',.1f')} per minute), "
+        f"{_figure(work.mean_concurrency, ',.1f')} under way on average",
+        f"  tokens/s     {_figure(work.input_tokens_per_s, ',.0f')} in, {_figure(work.output_tokens_per_s, ',.0f')} out; "
+        f"per user {_figure(s.user_tokens_per_s.p50, ',.1f')} (slowest {_figure(s.user_tokens_per_s.min, ',.1f')})",
+        f"  prompts      {_span(s.prompt_tokens)} tokens, {_figure(s.cached_share, '.0%')} cached; answers {_span(s.output_tokens)}",
     ]
     if not math.isnan(s.quoted_share):
         lines.append(f"  quoted       {s.quoted_share:.0%} of the answers' tokens")
     if s.goodput is not None:
         g = s.goodput
-        per_gpu = "" if g.per_s_per_gpu is None else f", {g.per_s_per_gpu:,.3f} requests/s per GPU"
+        per_gpu = "" if g.per_s_per_gpu is None else f", {_figure(g.per_s_per_gpu, ',.3f')} requests/s per GPU"
         missed = ", ".join(f"{name} {count}" for name, count in g.missed.items())
-        lines.append(f"  goodput      {g.per_s:,.3f} requests/s ({g.per_minute:,.1f} per minute){per_gpu}")
+        lines.append(f"  goodput      {_figure(g.per_s, ',.3f')} requests/s ({_figure(g.per_minute, ',.1f')} per minute){per_gpu}")
         lines.append(
-            f"               {g.num_met} of {g.num_requests} ({g.attainment:.1%}) kept {targets}{f'; missed: {missed}' if missed else ''}"
+            f"               {g.num_met} of {g.num_requests} ({_figure(g.attainment, '.1%')}) kept {targets}"
+            f"{f'; missed: {missed}' if missed else ''}"
         )
     lines += [f"  {kind:<12} {count}: {s.error_messages[kind]:.120}" for kind, count in s.errors.items()]
     lines += ["", _row("ms", [*_PERCENTILES])]
@@ -112,11 +118,11 @@ def sweep_table(points: Sequence[Point], knee: Point | None, attainment: float) 
     for point in sorted(points, key=lambda p: p.rate or 0.0):
         s, g = point.summary, point.summary.goodput
         per_gpu = None if g is None else g.per_s_per_gpu
-        cells = ["-", "-"] if g is None else [f"{g.attainment:.1%}", f"{g.per_s:,.3f}"]
-        cells.append("-" if per_gpu is None else f"{per_gpu:,.3f}")
+        cells = ["-", "-"] if g is None else [_figure(g.attainment, ".1%"), _figure(g.per_s, ",.3f")]
+        cells.append("-" if per_gpu is None else _figure(per_gpu, ",.3f"))
         for values in (s.ttft_s, s.tpot_s, s.longest_gap_s):
             cells += [_ms(values.p50), _ms(values.p99)]
-        cells += [f"{s.throughput.output_tokens_per_s:,.0f}", f"{sum(s.errors.values())}"]
+        cells += [_figure(s.throughput.output_tokens_per_s, ",.0f"), f"{sum(s.errors.values())}"]
         lines.append(_row(f"{point.rate or 0.0:,.3g}{' *' if point is knee else ''}", cells))
     if knee is None:
         lines.append(f"  No rate was kept up with: none had {attainment:.0%} of its requests meet all targets.")
@@ -125,7 +131,7 @@ def sweep_table(points: Sequence[Point], knee: Point | None, attainment: float) 
         per_gpu_text = "" if g.per_s_per_gpu is None else f", {(knee.rate or 0.0) / (g.num_gpus or 1):,.3f} per GPU"
         lines.append(
             f"  * goodput: {knee.rate:,.3g} requests/s{per_gpu_text}, the highest rate at which {attainment:.0%} met all targets "
-            f"({g.per_s:,.3f} requests/s did)"
+            f"({_figure(g.per_s, ',.3f')} requests/s did)"
         )
     return "\n".join(lines)
 
@@ -183,12 +189,17 @@ def _milliseconds(values: Distribution) -> list[str]:
     return [_ms(getattr(values, name)) for name in _PERCENTILES]
 
 
+def _figure(value: float, form: str) -> str:
+    """NaN is what nothing could be divided by or counted for: nobody answered, or nothing came."""
+    return "-" if math.isnan(value) else format(value, form)
+
+
 def _ms(seconds: float) -> str:
-    return "-" if math.isnan(seconds) else f"{seconds * 1e3:,.1f}"
+    return _figure(seconds * 1e3, ",.1f")
 
 
 def _money(amount: float) -> str:
-    return "-" if math.isnan(amount) else f"{amount:,.4g}"
+    return _figure(amount, ",.4g")
 
 
 def _span(values: Distribution) -> str:
