@@ -60,6 +60,9 @@ def test_every_curl_is_answered(url: str) -> None:
     commands = curls()
     assert len(commands) > 8
     for page, command in commands:
+        if "json_schema" in command:
+            # This model knows no better than to write all the blanks that may stand there.
+            command = command.replace('"max_tokens": 64', '"max_tokens": 1000')
         told = subprocess.run(
             ["bash", "-c", command.replace(PRINTED, url).replace("curl ", "curl -sS --fail-with-body --max-time 60 ", 1)],
             capture_output=True,
@@ -77,7 +80,13 @@ def test_every_curl_is_answered(url: str) -> None:
         elif told.stdout.startswith("data: "):
             assert told.stdout.rstrip().endswith("data: [DONE]"), f"{page}: {command}"
         else:
-            assert "error" not in json.loads(told.stdout), f"{page}: {command}"
+            answer = json.loads(told.stdout)
+            assert "error" not in answer, f"{page}: {command}"
+            if "json_schema" in command:
+                # Whatever the model: its answer is held to the schema to its end.
+                (choice,) = answer["choices"]
+                assert choice["finish_reason"] == "stop", f"{page}: {command}\n{told.stdout}"
+                assert {"name", "population"} <= json.loads(choice["message"]["content"]).keys()
 
 
 def test_openais_client_as_the_readme_has_it(url: str) -> None:
