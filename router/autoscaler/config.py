@@ -42,8 +42,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalerConfig:
-    """Everything an autoscaler can be told. Times are seconds. An empty `autoscaler_id` is drawn at start. `max_cost` (an hour) and
-    `scale_to_zero_after` 0: there is none. `kubernetes_api` empty: no pod is marked."""
+    """Everything an autoscaler can be told. Times are seconds. An empty `autoscaler_id` is drawn at start. `max_cost` (an hour),
+    `max_workers` and `scale_to_zero_after` 0: there is none. `kubernetes_api` empty: no pod is marked."""
 
     redis_url: str = DEFAULT_REDIS_URL
     secret_file: Path | None = None
@@ -66,6 +66,7 @@ class AutoscalerConfig:
     prefill: Pool = Pool()
     decode: Pool = Pool()
     max_cost: float = 0.0
+    max_workers: int = 0
     spare: int = 1
     surge: int = 4
     cool_down: float = 180.0
@@ -104,6 +105,7 @@ class AutoscalerConfig:
             surge=self.surge,
             spare=self.spare,
             max_cost=self.max_cost or None,
+            max_workers=self.max_workers or None,
             switching=self.switch_roles,
             switch_s=self.switch_time,
             drain_s=self.worker_drain,
@@ -217,6 +219,9 @@ def _policy_flags(parser: FlagParser, default: AutoscalerConfig) -> None:
         parser.flag(f"--{role}-price", type=not_negative, default=pool.price, help="what one of its GPUs costs an hour")
         parser.flag(f"--{role}-cold-start", type=not_negative, default=pool.cold_start, help="seconds until a new one serves")
     parser.flag("--max-cost", type=not_negative, default=default.max_cost, help="most that all workers may cost an hour; 0: no bound")
+    parser.flag(
+        "--max-workers", type=whole(0, 20_000), default=default.max_workers, help="most workers of both roles together; 0: no bound"
+    )
     parser.flag("--spare", type=whole(0, 10_000), default=default.spare, help="workers that may be lost at once without a target missed")
     parser.flag(
         "--surge", type=whole(1, 10_000), default=default.surge, help="workers that one decision adds, takes away or switches at most"

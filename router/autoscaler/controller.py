@@ -283,9 +283,14 @@ class Controller:
             victims=decision.victims,
             switches={switch.worker_id: switch.to for switch in decision.switches},
             reason=decision.reason,
-            limit=decision.limit or ("max_cost" if any(each.more < 0 for each in asked.values()) else ""),
+            limit=decision.limit or (self._too_many(look, replicas, pods) if any(each.more < 0 for each in asked.values()) else ""),
             memory=step.memory.to_json(),
         )
+
+    def _too_many(self, look: Look, replicas: dict[str, int], pods: dict[str, int]) -> str:
+        """The bound that what would come about is beyond."""
+        free = replicas_asked(replicas, pods, _asked(look.decision), self._tolerance)
+        return self._config.beyond({role: comes_to(free[role].pods, pods[role], self._tolerance) for role in ROLES})
 
     def _count(self, record: ScalingRecord, decision: Decision, look: Look) -> None:
         before = record.pods if look.decision is None else look.decision.replicas

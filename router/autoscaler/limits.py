@@ -54,19 +54,22 @@ def _within_bounds(config: PolicyConfig, goal: Goal, there: Composition) -> Fitt
 
 def _within_cost(config: PolicyConfig, goal: Goal, there: Composition, fitted: Fitted) -> Fitted:
     total, need = fitted.total, fitted.need
-    if config.affordable(_cheapest(config, need, total)):
+    limit = config.beyond(_cheapest(config, need, total))
+    if not limit:
         return fitted
     while total > sum(need.values()):
         total -= 1
-        if config.affordable(_cheapest(config, need, total)):
-            return replace(fitted, total=total, limit="max_cost")
+        still = config.beyond(_cheapest(config, need, total))
+        if not still:
+            return replace(fitted, total=total, limit=limit)
+        limit = still
     start = {role: _floor(config, goal, role) for role in ROLES}
     if not goal.shared:
         # Nobody can change sides: those that are there stay.
         kept = {role: max(start[role], min(need[role], _in_use(goal, there, role))) for role in ROLES}
         start = kept if config.affordable(kept) else start
     need = _grow(start, need, config.affordable)
-    return Fitted(need=need, total=sum(need.values()), limit="max_cost")
+    return Fitted(need=need, total=sum(need.values()), limit=limit)
 
 
 def _cheapest(config: PolicyConfig, need: Mapping[Role, int], total: int) -> dict[Role, int]:

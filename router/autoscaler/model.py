@@ -165,6 +165,7 @@ class PolicyConfig:
     surge: int = 4  # workers added, taken away or switched in one decision at most
     spare: int = 1  # workers that may be lost at once: shared by both roles where workers can switch, else of each role
     max_cost: float | None = None  # an hour, of all workers together
+    max_workers: int | None = None  # of both roles together
     switching: bool = True  # role switches are allowed
     switch_s: float = 0.1  # what a role switch takes beyond the drain
     drain_s: float = 30.0  # streams have so long before they are migrated
@@ -185,6 +186,11 @@ class PolicyConfig:
             raise InvalidRequest(f"max_utilization is above 0 and at most 1, not {self.max_utilization}")
         if self.surge < 1 or self.spare < 0:
             raise InvalidRequest(f"surge is 1 or more and spare 0 or more, not {self.surge} and {self.spare}")
+        num_least = sum(self.pool(role).least for role in ROLES)
+        if self.max_workers is not None and self.max_workers < num_least:
+            raise InvalidRequest(
+                f"max_workers {self.max_workers} of both roles leaves no room for the least, which are {num_least}; raise it"
+            )
         if self.max_cost is not None:
             least = self.cost({role: self.pool(role).least for role in ROLES})
             if not self.max_cost >= least:
@@ -198,7 +204,13 @@ class PolicyConfig:
         return sum(replicas[role] * self.pool(role).worker_hour for role in ROLES)
 
     def affordable(self, replicas: Mapping[Role, int]) -> bool:
-        return self.max_cost is None or self.cost(replicas) <= self.max_cost * (1 + 1e-9)
+        return not self.beyond(replicas)
+
+    def beyond(self, replicas: Mapping[Role, int]) -> str:
+        """The bound on both roles together that so many pods are too many for; "": there is none."""
+        if self.max_workers is not None and sum(replicas[role] for role in ROLES) > self.max_workers:
+            return f"max_workers of both roles: {self.max_workers}"
+        return "" if self.max_cost is None or self.cost(replicas) <= self.max_cost * (1 + 1e-9) else "max_cost"
 
 
 def _check_range(name: str, value: float, least: float) -> None:

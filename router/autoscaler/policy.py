@@ -136,7 +136,7 @@ def _reason(observation: Observation, seen: Memory, aim: Goal, chosen: Assignmen
     if aim.ahead != aim.now:
         parts.append(f"{aim.ahead['prefill']} + {aim.ahead['decode']} ahead")
     if aim.total > sum(aim.ahead.values()):
-        parts.append(f"{aim.total} kept")
+        parts.append(f"{aim.total} with reserve")
     slow = [f"{role} x{seen.corrections[role].factor:.2f}" for role in ROLES if seen.corrections[role].factor > 1.01]
     if slow:
         parts.append("slower than their curves: " + ", ".join(slow))
@@ -147,5 +147,6 @@ def _reason(observation: Observation, seen: Memory, aim: Goal, chosen: Assignmen
     elif seen.unheard_s == observation.now_s:
         parts.append("workers do more than routers told of")
     if any(there.pending.values()):
-        parts.append(f"{sum(there.pending.values())} pods to come")
+        num_pending = sum(there.pending.values())
+        parts.append(f"{num_pending} worker{'s' if num_pending > 1 else ''} to come")
     return "; ".join(parts)

@@ -37,6 +37,7 @@ _POLICY: dict[str, tuple[str, Callable[[str], Any]]] = {
     "surge": ("surge", int),
     "spare": ("spare", int),
     "max-cost": ("max_cost", float),
+    "max-workers": ("max_workers", int),
     "max-utilization": ("max_utilization", float),
     "worker-drain": ("drain_s", float),
     "switch-time": ("switch_s", float),
@@ -84,8 +85,9 @@ def changed(config: PolicyConfig, changes: dict[str, Any]) -> PolicyConfig:
         fields = {field: changes[key] for flag, (field, _) in _POOL.items() if (key := _key(f"{role}-{flag}")) in changes}
         pools[role] = dataclasses.replace(config.pool(role), **fields)
     fields = {field: changes[_key(flag)] for flag, (field, _) in _POLICY.items() if _key(flag) in changes}
-    if "max_cost" in fields:
-        fields["max_cost"] = fields["max_cost"] or None
+    for bound in ("max_cost", "max_workers"):
+        if bound in fields:
+            fields[bound] = fields[bound] or None
     if "switch_roles" in changes:
         fields["switching"] = changes["switch_roles"]
     return dataclasses.replace(config, prefill=pools["prefill"], decode=pools["decode"], **fields)

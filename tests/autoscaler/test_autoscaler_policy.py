@@ -22,7 +22,7 @@ def test_a_load_is_met_and_a_spare_worker_kept_for_both_roles() -> None:
     assert (decision.prefill, decision.decode) == (2, 2)
     assert dict(decision.replicas) == {"prefill": 2, "decode": 2}
     assert (decision.switches, decision.victims, decision.limit) == ((), (), "")
-    assert decision.reason == "20 requests/s need 2 + 1; 4 kept"
+    assert decision.reason == "20 requests/s need 2 + 1; 4 with reserve"
 
 
 def test_without_switching_each_role_has_its_spare() -> None:

@@ -49,6 +49,26 @@ def test_the_budget_takes_the_spare_first_and_then_both_sides() -> None:
     assert (dict(fitted.need), fitted.total) == ({"prefill": 3, "decode": 2}, 5)
 
 
+def test_a_bound_on_both_roles_is_named_as_that_and_the_one_that_bites_is_named() -> None:
+    settings = config(max_workers=5, surge=100)
+    fitted = fit(settings, goal(3, 2, 6), there(settings, 3, 2), 5)
+    assert (dict(fitted.need), fitted.total, fitted.limit) == ({"prefill": 3, "decode": 2}, 5, "max_workers of both roles: 5")
+    assert fit(settings, goal(3, 2, 5), there(settings, 3, 2), 5).limit == ""
+    assert fit(config(max_workers=5, max_cost=4.0, surge=100), goal(3, 2, 6), there(settings, 2, 2), 4).limit == "max_cost"
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 10), st.integers(0, 12), st.integers(0, 12), st.integers(2, 24))
+def test_a_bound_on_both_roles_is_a_budget_where_every_worker_costs_one(
+    prefill: int, decode: int, extra: int, has_p: int, has_d: int, most: int
+) -> None:
+    by_count, by_cost = config(max_workers=most), config(max_cost=float(most))
+    counted, paid = (
+        fit(each, goal(prefill, decode, prefill + decode + extra), there(each, has_p, has_d), has_p + has_d) for each in (by_count, by_cost)
+    )
+    assert (counted.need, counted.total) == (paid.need, paid.total)
+    assert counted.limit == paid.limit.replace("max_cost", f"max_workers of both roles: {most}")
+
+
 def test_surge_raises_both_sides_towards_what_they_need() -> None:
     settings = config(surge=3)
     fitted = fit(settings, goal(8, 4), there(settings, 2, 1), 3)
@@ -66,6 +86,8 @@ def test_waking_up_is_not_slowed_down() -> None:
 def test_a_budget_that_the_least_workers_exceed_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="does not pay for the least workers, which cost 2"):
         config(max_cost=1.5)
+    with pytest.raises(InvalidRequest, match="leaves no room for the least, which are 2"):
+        config(max_workers=1)
     with pytest.raises(InvalidRequest, match="0 <= min <= max"):
         PoolConfig(min_workers=3, max_workers=2)
     for name, value in (("ttft_ms", 0.0), ("attainment", 1.0), ("surge", 0), ("spare", -1), ("max_utilization", 1.2), ("drain_s", -1.0)):

@@ -205,7 +205,8 @@ def test_every_flag_is_a_variable_and_the_defaults_are_the_configs(monkeypatch: 
     policy = found.policy()
     assert (policy.prefill.max_workers, policy.switching, policy.max_cost, policy.decode.price_per_gpu_hour) == (17, False, 99.5, 2.5)
     assert (policy.ttft_ms, found.hpa_tolerance) == (300.0, 0.0)
-    assert AutoscalerConfig().policy().max_cost is None
+    assert (AutoscalerConfig().policy().max_cost, AutoscalerConfig().policy().max_workers) == (None, None)
+    assert parse_config(["--max-workers", "6"]).policy().max_workers == 6
     targets = AutoscalerConfig()
     assert targets.policy() == PolicyConfig(ttft_ms=targets.target_ttft_ms, tpot_ms=targets.target_tpot_ms), "the policy's own defaults"
 
@@ -243,6 +244,7 @@ def test_workers_are_told_their_pod_and_are_their_own_deployments_unless_told_ot
     [
         ["--prefill-min-workers", "3", "--prefill-max-workers", "2"],
         ["--max-cost", "0.5"],
+        ["--max-workers", "1"],
         ["--attainment", "1"],
         ["--scale-to-zero-after", "60"],
         ["--interval", "0"],

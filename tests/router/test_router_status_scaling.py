@@ -35,7 +35,7 @@ _DECISION = ScalingRecord(
     pods={"prefill": 1, "decode": 3},
     wanted={"prefill": 3, "decode": 2},
     switches={"d9": "prefill"},
-    reason="2.43 requests/s need 1 + 2; 4 kept",
+    reason="2.43 requests/s need 1 + 2; 4 with reserve",
     limit="max_cost",
 )
 

@@ -20,9 +20,6 @@ from twostep.local.supervisor import Component
 # Meant for a client of another system, or true of one process only: wrong for every process of this one.
 _NOT_FOR_CHILDREN = frozenset(f"TWOSTEP_{name}" for name in ("TLS_CA", "TLS_CERT", "TLS_KEY", "ADVERTISE_ADDRESS", "ROUTER_ID", "RUN_DIR"))
 
-# The autoscaler's own, with which the bound on cost means something else.
-_PRICES = ("TWOSTEP_MAX_COST", "TWOSTEP_PREFILL_PRICE", "TWOSTEP_DECODE_PRICE")
-
 
 def write_secret(path: Path) -> None:
     """A new one, for its owner's eyes only."""
@@ -148,9 +145,7 @@ class Components:
             flags += [f"--{role}-gpus-per-worker", num_gpus]
         # Nobody rounds between it and the workers, and there are no pods to be marked.
         flags += ["--worker-drain", f"{options.drain_timeout_s:g}", "--hpa-tolerance", "0", "--kubernetes-api", "none"]
-        if not any(name in self._environ for name in _PRICES):
-            # With all GPUs at one price this says how many workers there may be of both roles together.
-            flags += ["--max-cost", str(scale.total * options.tensor_parallel_size)]
+        flags += ["--max-workers", str(scale.total)]
         return Component(
             name="autoscaler",
             argv=(sys.executable, "-P", "-m", "router.autoscaler", *flags),
