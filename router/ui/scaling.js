@@ -4,10 +4,11 @@ import { el, seconds, setText } from "./format.js";
 
 const MOST_SWITCHES = 4;
 
-/** So many workers serve, so many are wanted; and the pods, where they change or are others than the workers. */
+/** So many workers serve, so many are wanted; and those started in the role (the pods of its Deployment, on Kubernetes), where they change
+ * or are others than the workers. */
 function wishOf(role) {
-  const moving = role.pods !== role.wanted_pods ? ` (pods ${role.pods} → ${role.wanted_pods})` : "";
-  const elsewhere = role.wanted_pods !== role.wanted_workers ? ` (${role.wanted_pods} pods)` : "";
+  const moving = role.pods !== role.wanted_pods ? ` (${role.pods} → ${role.wanted_pods} started as such)` : "";
+  const elsewhere = role.wanted_pods !== role.wanted_workers ? ` (${role.wanted_pods} started as such)` : "";
   return `${role.role} ${role.serving_workers} of ${role.wanted_workers}${moving || elsewhere}`;
 }
 

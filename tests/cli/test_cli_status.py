@@ -94,7 +94,7 @@ def test_once_and_as_json(server: tuple[ScriptedInference, str]) -> None:
             {"role": "decode", "pods": 3, "wanted_pods": 3, "wanted_workers": 3, "serving_workers": 3},
         ],
         "switches": [{"worker_id": "decode-0", "role": "prefill"}],
-        "reason": "2.43 requests/s need 1 + 2; 4 kept",
+        "reason": "2.43 requests/s need 1 + 2; 4 with reserve",
         "limit": "",
         "problem": "",
     }
@@ -166,7 +166,7 @@ def some_decision(**fields: Any) -> pb.Scaling:
             pb.RoleScaling(role="prefill", pods=2, wanted_pods=2, wanted_workers=2, serving_workers=1),
             pb.RoleScaling(role="decode", pods=3, wanted_pods=3, wanted_workers=3, serving_workers=3),
         ],
-        "reason": "2.43 requests/s need 1 + 2; 4 kept",
+        "reason": "2.43 requests/s need 1 + 2; 4 with reserve",
     }
     return pb.Scaling(**(values | fields))
 
@@ -188,14 +188,21 @@ def test_what_the_autoscaler_wants_and_why() -> None:
     assert "autoscaler" not in "\n".join(render([Look("a:1", status=cluster_status(some_cluster()))], 80, plain))
     assert decided(some_decision()) == [
         "autoscaler: prefill 1 of 2, decode 3 of 3 workers; 8 s ago, by autoscaler-0",
-        "2.43 requests/s need 1 + 2; 4 kept",
+        "2.43 requests/s need 1 + 2; 4 with reserve",
     ]
     more = some_decision(limit="max_cost", age_s=0, switches=[pb.RoleSwitch(worker_id=f"decode-{i}", role="prefill") for i in range(6)])
     more.roles[0].pods, more.roles[0].wanted_workers, more.roles[1].wanted_workers = 1, 4, 1
     assert decided(more, width=200) == [
-        "autoscaler: prefill 1 of 4 (pods 1 → 2), decode 3 of 1 (3 pods) workers; 0 s ago, by autoscaler-0",
-        "2.43 requests/s need 1 + 2; 4 kept; held back by max_cost; "
+        "autoscaler: prefill 1 of 4 (1 → 2 started as such), decode 3 of 1 (3 started as such) workers; 0 s ago, by autoscaler-0",
+        "2.43 requests/s need 1 + 2; 4 with reserve; held back by max_cost; "
         "decode-0 becomes prefill, decode-1 becomes prefill, decode-2 becomes prefill, decode-3 becomes prefill; and 2 more",
+    ]
+    # As the name is drawn, in a terminal of 80 columns.
+    drawn = some_decision(leader="autoscaler-50b7b0123456")
+    drawn.roles[0].wanted_pods = drawn.roles[0].pods = 1
+    assert decided(drawn)[:2] == [
+        "autoscaler: prefill 1 of 2 (1 started as such), decode 3 of 3 workers",
+        "8 s ago, by autoscaler-50b7b0123456",
     ]
     assert decided(some_decision(reason="")) == decided(some_decision())[:1]
     later = some_decision(age_s=300.0, stale=True, problem="no access")
@@ -208,7 +215,7 @@ def test_an_autoscaler_that_decides_no_more_stands_out() -> None:
     assert [line.partition("|")[0] for line in stale] == [
         "autoscaler: nobody has decided for 12 min; see that it runs, and its log",
         "wanted last, by autoscaler-0: prefill 1 of 2, decode 3 of 3 workers",
-        "2.43 requests/s need 1 + 2; 4 kept; held back by surge",
+        "2.43 requests/s need 1 + 2; 4 with reserve; held back by surge",
     ]
     problem = "not a decision of an autoscaler: KeyError('pods'); upgrade whoever reads or wrote it"
     assert decided(some_decision(problem=problem), width=200)[2:] == [f"autoscaler: its decision cannot be read: {problem}"]

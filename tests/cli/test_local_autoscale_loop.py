@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from test_local_supervisor import Journal, alive, component, until
 from router.autoscaler.board import DecisionBoard
 from router.autoscaler.external_scaler import ExternalScaler
 from router.autoscaler.server import SERVICE
+from twostep.cluster.records import LayoutRecord, WorkerRecord, worker_key
 from twostep.cluster.registration import connect
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
 from twostep.local.autoscale import LocalAutoscale
@@ -23,6 +25,20 @@ from twostep.local.supervisor import Component, Supervisor
 from twostep.rpc.keda import externalscaler_pb2_grpc
 from twostep.rpc.server import GrpcServer, ServerConfig
 
+SWITCHED = WorkerRecord(
+    worker_id="decode-0",
+    role="prefill",
+    address="127.0.0.1:1",
+    epoch=2,
+    model="m",
+    layout=LayoutRecord(model_fingerprint="f", num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="float32"),
+    hash_unit=64,
+    secret_check="x",
+    num_blocks=10,
+    max_num_seqs=4,
+    max_model_len=64,
+    pod_owner="decode",
+)
 SLOW_TO_GO = """
 def slowly(*_):
     with open("asked", "a") as file:
@@ -39,6 +55,7 @@ class Loop:
     def __init__(self, tmp: Path, *, total: int = 4) -> None:
         self.tmp, self.journal, self.said = tmp, Journal(), list[str]()
         self.says: Wanted | None = None
+        self.roles: dict[str, str] = {}
         self.places: dict[str, int] = {}
         self.script = ""
         first = [("prefill-0", "prefill"), ("decode-0", "decode")]
@@ -50,6 +67,7 @@ class Loop:
             first,
             make=self._make,
             ask=self._ask,
+            roles=self._roles,
             say=self.said.append,
             look_every_s=0.02,
             first_pause_s=0.2,
@@ -65,6 +83,9 @@ class Loop:
     def _make(self, worker_id: str, role: str, place: int) -> Component:
         self.places[worker_id] = place
         return component(self.tmp, worker_id, self.script, stop_grace_s=60)
+
+    async def _roles(self, worker_ids: Sequence[str]) -> dict[str, str]:
+        return {name: role for name, role in self.roles.items() if name in worker_ids}
 
     async def _ask(self) -> Wanted | None:
         return self.says
@@ -92,6 +113,26 @@ async def test_workers_come_and_go_and_places_are_given_again(loop: Loop) -> Non
     assert sorted(loop.places[name] for name in ("prefill-1", "prefill-2")) == [1, 3], "those of decode-0 and of the youngest"
     assert loop.said[0] == "autoscaler: 1 prefill, 3 decode workers wanted: because"
     assert "decode-0: draining, it is not needed any more" in loop.said
+    running.cancel()
+    await asyncio.wait([running])
+    await loop.supervisor.stop()
+
+
+async def test_who_changes_its_role_is_told_as_who_comes_and_goes_is(loop: Loop) -> None:
+    """And what is wanted is told by the roles, not by what the workers were started as."""
+    await loop.supervisor.start()
+    running = asyncio.create_task(loop.autoscale.run())
+    loop.wants(1, 2)
+    await until(lambda: "decode-1" in loop.ready)
+    assert loop.said == ["autoscaler: 1 prefill, 2 decode workers wanted: because"]
+    loop.says = Wanted(replicas={"prefill": 1, "decode": 2}, workers={"prefill": 2, "decode": 1}, reason="long prompts")
+    loop.roles = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "prefill", "of-another-system": "decode"}
+    await until(lambda: len(loop.said) >= 3)
+    loop.roles["decode-1"] = "decode"
+    await until(lambda: len(loop.said) >= 4)
+    assert sorted(loop.said[1:3]) == ["autoscaler: 2 prefill, 1 decode workers wanted: long prompts", "decode-1: a prefill worker now"]
+    assert loop.said[3:] == ["decode-1: a decode worker now"], "each is told once"
+    assert loop.ready == {"prefill-0", "decode-0", "decode-1"}
     running.cancel()
     await asyncio.wait([running])
     await loop.supervisor.stop()
@@ -154,12 +195,19 @@ async def test_the_external_scaler_is_asked_as_keda_asks(tmp_path: Path) -> None
         board.show(record(), 0.0)
         # Without Redis nobody knows who should go; how many there should be is known.
         assert await client.wanted() == Wanted(replicas={"prefill": 2, "decode": 11})
+        assert await client.roles(["decode-0"]) == {}
         while await answers(url):  # noqa: ASYNC110  it is another process
             await asyncio.sleep(0.02)
         store = connect(url)
-        await store.set(DECISION_KEY, record().to_json())
-        assert await client.wanted() == Wanted(replicas={"prefill": 2, "decode": 11}, victims=("decode-3",), reason="because")
+        await store.set(DECISION_KEY, record(wanted={"prefill": 4, "decode": 9}).to_json())
+        assert await client.wanted() == Wanted(
+            replicas={"prefill": 2, "decode": 11}, workers={"prefill": 4, "decode": 9}, victims=("decode-3",), reason="because"
+        )
         assert client.trouble == ""
+        await store.set(worker_key("decode-0"), SWITCHED.to_json())
+        assert await client.roles(["prefill-0", "decode-0"]) == {"decode-0": "prefill"}
+        await store.set(worker_key("prefill-0"), "nonsense")
+        assert await client.roles(["prefill-0", "decode-0"]) == {}
         await store.set(DECISION_KEY, "nonsense")
         assert await client.wanted() == Wanted(replicas={"prefill": 2, "decode": 11})
         await store.aclose()

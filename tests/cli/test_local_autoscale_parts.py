@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.cli._flags import parser
-from twostep.cli._up import options_of
+from twostep.cli._up import admin_url, options_of, to_come
 from twostep.errors import SetupError
 from twostep.local.capacity import Machine, Need, need_of, room_for, this_machine
 from twostep.local.components import Components
@@ -174,7 +174,7 @@ def test_the_autoscaler_is_started_with_the_bounds_of_the_machine(tiny_llama_dir
     assert argv[:4] == (argv[0], "-P", "-m", "router.autoscaler")
     bounds = [flag(argv, f"--{role}-{least}-workers") for role in ROLES for least in ("min", "max")]
     assert bounds == ["1", "3", "2", "7"]
-    assert flag(argv, "--max-cost") == "8"
+    assert (flag(argv, "--max-workers"), flag(argv, "--max-cost")) == ("8", None)
     assert {name for name in commands if name.startswith(("prefill", "decode"))} == {"prefill-0", "decode-0", "decode-1"}
     assert (flag(commands["decode-1"], "--pod-owner"), flag(commands["prefill-0"], "--pod-owner")) == ("decode", "prefill")
     # A machine that has less than is to be started at once is not believed.
@@ -182,6 +182,36 @@ def test_the_autoscaler_is_started_with_the_bounds_of_the_machine(tiny_llama_dir
     plan, _, said = planned(told(*common))
     assert plan.scale == Scale(prefill=Bounds(least=1, most=1), decode=Bounds(least=2, most=2), total=3)
     assert said[-1] == "autoscaler: the 3 workers that start are all that there is room for: none will be added"
+
+
+@pytest.mark.parametrize(
+    ("total", "num_workers", "said"),
+    [
+        (8, 3, "More or fewer of them as the load asks for it."),
+        (8, 2, "More of them as the load asks for it."),
+        (3, 3, "Fewer of them, or in other roles, as the load asks for it; for more of them there is no room."),
+        (2, 2, "They stay as they are: there is no room for more of them, and no role may have fewer."),
+    ],
+)
+def test_no_more_is_promised_than_there_is_room_for(total: int, num_workers: int, said: str) -> None:
+    bounds = Bounds(least=1, most=7)
+    assert to_come(Scale(prefill=bounds, decode=bounds, total=total), num_workers) == said
+
+
+@pytest.mark.parametrize(
+    ("environ", "url"),
+    [
+        ({}, ""),
+        ({"TWOSTEP_ADMIN_PORT": "-1"}, ""),
+        ({"TWOSTEP_ADMIN_PORT": "0"}, ""),
+        ({"TWOSTEP_ADMIN_PORT": "8001"}, "http://127.0.0.1:8001"),
+        ({"TWOSTEP_ADMIN_PORT": "8001", "TWOSTEP_ADMIN_HOST": "0.0.0.0"}, "http://127.0.0.1:8001"),
+        ({"TWOSTEP_ADMIN_PORT": "8001", "TWOSTEP_ADMIN_HOST": "::1"}, "http://[::1]:8001"),
+        ({"TWOSTEP_ADMIN_PORT": "8001", "TWOSTEP_ADMIN_HOST": "ops.internal"}, "http://ops.internal:8001"),
+    ],
+)
+def test_the_admin_ports_address(environ: dict[str, str], url: str) -> None:
+    assert admin_url(environ) == url
 
 
 def test_without_the_flag_nothing_scales(tiny_llama_dir: Path) -> None:

@@ -352,7 +352,7 @@ def test_what_the_autoscaler_wants_in_words(run: Run) -> None:
     fresh = empty | {"leader": "as-0", "age_s": 7.6, "roles": [role, other], "reason": "1 requests/s need 1 + 1", "limit": "surge"}
     switches = [{"worker_id": f"d{i}", "role": "prefill"} for i in range(5)]
     cases = [None, fresh | {"switches": switches}, fresh | {"age_s": 3700, "stale": True}, empty | {"problem": "no access"}]
-    wish = "prefill 1 of 2 (pods 1 → 2), decode 3 of 2 (3 pods) workers"
+    wish = "prefill 1 of 2 (1 → 2 started as such), decode 3 of 2 (3 started as such) workers"
     why = "1 requests/s need 1 + 1; held back by surge"
     becomes = "; d0 becomes prefill, d1 becomes prefill, d2 becomes prefill, d3 becomes prefill; and 1 more"
     late = "nobody has decided for 61 min 40 s, as-0 was the last; see that it runs, and its log"

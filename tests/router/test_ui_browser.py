@@ -148,7 +148,8 @@ async def test_what_the_autoscaler_wants_stands_below_the_map(cluster: Cluster, 
         assert await page.do("document.querySelector('.scaling').getClientRects().length") == 0, "no autoscaler has decided anything"
         await decide(1, 3.0)
         await page.until("!document.querySelector('.scaling').hidden")
-        assert await texts(page, ".scaling h3, .scaling b") == ["Autoscaler", "prefill 1 of 2 (pods 1 → 2), decode 1 of 1 workers"]
+        wish = "prefill 1 of 2 (1 → 2 started as such), decode 1 of 1 workers"
+        assert await texts(page, ".scaling h3, .scaling b") == ["Autoscaler", wish]
         ((when,), (why,)) = [await texts(page, f".scaling {part}") for part in (".when", ".why")]
         assert when.endswith("s ago, by <b>autoscaler-0</b>"), "text, and nothing else"
         assert why.startswith("2.43 requests/s need 2 + 1")

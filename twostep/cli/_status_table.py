@@ -126,7 +126,9 @@ def _scaling(scaling: Scaling, width: int, paint: Paint) -> list[str]:
             said = f"autoscaler: nobody has decided for {ago}; see that it runs, and its log", f"wanted last, by {leader}: {wants}"
             lines += [paint(line, "yellow") for text in said for line in _wrapped(text, width)]
         else:
-            lines.append(paint(clipped(f"autoscaler: {wants}; {ago} ago, by {leader}", width), "bold"))
+            parts = [f"autoscaler: {wants}", f"{ago} ago, by {leader}"]
+            whole = "; ".join(parts)
+            lines += [paint(line, "bold") for text in ([whole] if width_of(whole) <= width else parts) for line in _wrapped(text, width)]
         switches = [f"{switch.worker_id} becomes {switch.role}" for switch in scaling.switches[:_MAX_SWITCHES]]
         more = len(scaling.switches) - _MAX_SWITCHES
         why = [scaling.reason, f"held back by {scaling.limit}" if scaling.limit else "", ", ".join(switches)]
@@ -138,9 +140,10 @@ def _scaling(scaling: Scaling, width: int, paint: Paint) -> list[str]:
 
 
 def _wish(role: RoleScaling) -> str:
-    """As "prefill 1 of 2": so many serve, so many are wanted; and the pods, where they change or are others than the workers."""
-    moving = f"pods {role.pods} → {role.wanted_pods}" if role.pods != role.wanted_pods else ""
-    elsewhere = f"{role.wanted_pods} pods" if role.wanted_pods != role.wanted_workers else ""
+    """As "prefill 1 of 2": so many serve, so many are wanted; and those started in the role (the pods of its Deployment, on Kubernetes),
+    where they change or are others than the workers."""
+    moving = f"{role.pods} → {role.wanted_pods} started as such" if role.pods != role.wanted_pods else ""
+    elsewhere = f"{role.wanted_pods} started as such" if role.wanted_pods != role.wanted_workers else ""
     about = moving or elsewhere
     return f"{_clean(role.role)} {role.serving_workers} of {role.wanted_workers}" + (f" ({about})" if about else "")
 

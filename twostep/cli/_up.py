@@ -7,12 +7,14 @@ import importlib
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from twostep.cli._extras import require_worker_extra
 
 if TYPE_CHECKING:
     from twostep.local.options import LocalOptions
+    from twostep.local.scaling import Scale
     from twostep.local.system import LocalSystem
 
 
@@ -75,6 +77,26 @@ def _num_prefill(args: argparse.Namespace) -> int:
     return told if told is not None else 0 if args.aggregated else 1
 
 
+def to_come(scale: Scale, num_workers: int) -> str:
+    """What an autoscaler may make of the workers that start: no more than the machine has room for."""
+    more, fewer = scale.total > num_workers, scale.prefill.least + scale.decode.least < num_workers
+    if more:
+        return f"{'More or fewer' if fewer else 'More'} of them as the load asks for it."
+    if fewer:
+        return "Fewer of them, or in other roles, as the load asks for it; for more of them there is no room."
+    return "They stay as they are: there is no room for more of them, and no role may have fewer."
+
+
+def admin_url(environ: Mapping[str, str]) -> str:
+    """Where the router has its admin port, for which `up` has no flags; empty: it has none, or takes a free one."""
+    port = environ.get("TWOSTEP_ADMIN_PORT", "")
+    host = environ.get("TWOSTEP_ADMIN_HOST", "") or "127.0.0.1"
+    if not port.isascii() or not port.isdecimal() or not int(port):
+        return ""
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{host}:{int(port)}"
+
+
 def run(args: argparse.Namespace) -> int:
     options = options_of(args)
     # As the user can type it: a virtual environment need not be on PATH.
@@ -91,10 +113,13 @@ def run(args: argparse.Namespace) -> int:
         say(f'  {command} generate "Once upon a time"{target}')
         say(f"OpenAI's API: {system.http_url}/v1, the page: {system.http_url}/ui")
         say(f"Workers: {', '.join(f'{worker.worker_id} {worker.address}' for worker in system.plan.workers)}")
-        if options.autoscale:
-            say("More or fewer of them as the load asks for it.")
+        if system.plan.scale is not None:
+            say(to_come(system.plan.scale, options.num_workers))
         if options.num_prefill:
             say(f"  {command} role HOST:PORT prefill|decode --secret-file {system.plan.secret_file}")
+        if admin := admin_url(os.environ):
+            say(f"Admin: {admin}")
+            say(f"  {command} keys list --admin {admin} --secret-file {system.plan.secret_file}")
         say(f"Metrics: {', '.join(f'{name} {url}' for name, url in system.metrics_urls.items())}")
         say(f"Logs: {system.plan.run_dir / 'logs'}. Ctrl-C drains and stops.")
         say("")

@@ -4,7 +4,8 @@
 2. Which workers are to start and which are to go is a pure function of that (scaling.py), within the bounds of the machine (capacity.py).
 3. A worker that goes gets SIGTERM: its streams have --drain-timeout to end, then routers take them elsewhere. Its place, perhaps
    a GPU, is another's only when it is gone.
-4. A worker that cannot be started is tried again after 10 s, twice that, and so on to five minutes.
+4. Which worker has changed its role is told, as who comes and goes is: the autoscaler asks the worker for that itself.
+5. A worker that cannot be started is tried again after 10 s, twice that, and so on to five minutes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from twostep.cluster.cancellation import end_if_cancelled
 from twostep.local.scaler import Wanted
 from twostep.local.scaling import ROLES, Running, Scale, changes
 from twostep.local.supervisor import Component, Supervisor
@@ -26,17 +28,18 @@ _LONGEST_PAUSE_S = 300.0
 
 @dataclass(slots=True)
 class _Held:
-    """A worker's place, and who has it."""
+    """A worker's place, who has it, and in which role it was seen last."""
 
     worker: Running
     place: int
+    role: str
 
 
 class LocalAutoscale:
     """run() until it is cancelled; drains that it has begun go on, and end with the supervisor's stop.
 
     `make(worker_id, role, place)` makes the component of a new worker in one of the places 0 to scale.total - 1, of which `first` have the
-    first. `ask` is ScalerClient.wanted; `say` takes a line for people."""
+    first. `ask` is ScalerClient.wanted, `roles` its roles; `say` takes a line for people."""
 
     def __init__(
         self,
@@ -46,17 +49,19 @@ class LocalAutoscale:
         *,
         make: Callable[[str, str, int], Component],
         ask: Callable[[], Awaitable[Wanted | None]],
+        roles: Callable[[Sequence[str]], Awaitable[Mapping[str, str]]],
         say: Callable[[str], None],
         look_every_s: float = _LOOK_EVERY_S,
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
         """`first`: (worker id, role) of those that run already."""
-        self._scale, self._supervisor, self._make, self._ask, self._say = scale, supervisor, make, ask, say
+        self._scale, self._supervisor, self._make, self._say = scale, supervisor, make, say
+        self._ask, self._roles = ask, roles
         self._look_every_s, self._first_pause_s = look_every_s, first_pause_s
         self._numbers = itertools.count()
         self._held: dict[str, _Held] = {}
         for place, (worker_id, role) in enumerate(first):
-            self._held[worker_id] = _Held(Running(worker_id=worker_id, owner=role, number=next(self._numbers)), place)
+            self._held[worker_id] = _Held(Running(worker_id=worker_id, owner=role, number=next(self._numbers)), place, role)
         self._retiring: dict[str, asyncio.Task[None]] = {}
         # Added and not ready yet.
         self._starting: set[str] = set()
@@ -85,7 +90,9 @@ class LocalAutoscale:
     async def step(self) -> None:
         """One look, and what follows from it."""
         self._look_after()
+        await self._look_at_roles()
         wanted = await self._ask()
+        end_if_cancelled()
         if wanted is None:
             return
         todo = changes(self.workers, wanted.replicas, wanted.victims, self._scale)
@@ -117,6 +124,13 @@ class LocalAutoscale:
                 self._not_before[role] = time.monotonic() + self._pause_s[role]
                 self._say(f"autoscaler: no {role} worker is started for {self._pause_s[role]:g} s")
 
+    async def _look_at_roles(self) -> None:
+        for name, role in (await self._roles(list(self._held))).items():
+            held = self._held.get(name)
+            if held is not None and held.role != role:
+                held.role = role
+                self._say(f"{name}: a {role} worker now")
+
     def _retire(self, name: str) -> None:
         self._say(f"{name}: draining, it is not needed any more")
         self._retiring[name] = asyncio.create_task(self._gone(name), name=f"retire {name}")
@@ -130,19 +144,20 @@ class LocalAutoscale:
         taken = {held.place for held in self._held.values()}
         place = next(place for place in range(self._scale.total) if place not in taken)
         name = next(name for n in itertools.count() if (name := f"{role}-{n}") not in self._held)
-        self._held[name] = _Held(Running(worker_id=name, owner=role, number=next(self._numbers)), place)
+        self._held[name] = _Held(Running(worker_id=name, owner=role, number=next(self._numbers)), place, role)
         self._starting.add(name)
         self._supervisor.add(self._make(name, role, place))
 
     def _tell(self, wanted: Wanted) -> None:
-        replicas = dict(wanted.replicas)
-        if replicas != self._last:
-            if self._last is not None or any(self._count(role) != replicas[role] for role in ROLES):
+        # As the workers' roles are told, not as they were started.
+        workers = dict(wanted.workers or wanted.replicas)
+        if workers != self._last:
+            if self._last is not None or any(self._count(role) != workers[role] for role in ROLES):
                 why = f": {wanted.reason}" if wanted.reason else ""
-                if sum(replicas.values()) > self._scale.total:
+                if sum(workers.values()) > self._scale.total:
                     why += f"; there is room for {self._scale.total} together, so that not all of them are started"
-                self._say(f"autoscaler: {replicas['prefill']} prefill, {replicas['decode']} decode workers wanted{why}")
-            self._last = replicas
+                self._say(f"autoscaler: {workers['prefill']} prefill, {workers['decode']} decode workers wanted{why}")
+            self._last = workers
 
     def _count(self, role: str) -> int:
-        return sum(worker.owner == role and not worker.retiring for worker in self.workers)
+        return sum(held.role == role and name not in self._retiring for name, held in self._held.items())

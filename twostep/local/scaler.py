@@ -5,13 +5,14 @@ where Kubernetes would be told by marks on their pods.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
 import redis.exceptions
 
+from twostep.cluster.records import WorkerRecord, worker_key
 from twostep.cluster.registration import connect
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
 from twostep.errors import InvalidRequest
@@ -26,9 +27,11 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Workers to be had that were started in each role; worker ids that should go first; why, in a line."""
+    """Workers to be had that were started in each role, and of each role, whichever they were started in (empty: that is not known); worker
+    ids that should go first; why, in a line."""
 
     replicas: Mapping[str, int]
+    workers: Mapping[str, int] = field(default_factory=dict)
     victims: tuple[str, ...] = ()
     reason: str = ""
 
@@ -54,7 +57,20 @@ class ScalerClient:
         record = await self._decision()
         if record is None:
             return Wanted(replicas=replicas)
-        return Wanted(replicas=replicas, victims=record.victims, reason=record.reason)
+        return Wanted(replicas=replicas, workers=record.wanted, victims=record.victims, reason=record.reason)
+
+    async def roles(self, worker_ids: Sequence[str]) -> dict[str, str]:
+        """In which role each of them serves now. Those are missing that nobody knows, such as one that starts."""
+        found: dict[str, str] = {}
+        try:
+            for raw in await self._redis.mget([worker_key(worker_id) for worker_id in worker_ids]):
+                if raw is not None:
+                    record = WorkerRecord.from_json(raw)
+                    found[record.worker_id] = record.role
+        except (redis.exceptions.RedisError, OSError, InvalidRequest):
+            # What has changed is said a second later.
+            return {}
+        return found
 
     async def close(self) -> None:
         await self._channel.close()

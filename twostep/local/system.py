@@ -134,7 +134,10 @@ class LocalSystem:
 
         first = [(worker.worker_id, worker.role) for worker in self.plan.workers]
         try:
-            await LocalAutoscale(scale, self.supervisor, first, make=make, ask=client.wanted, say=self._observer.line).run()
+            scaling = LocalAutoscale(
+                scale, self.supervisor, first, make=make, ask=client.wanted, roles=client.roles, say=self._observer.line
+            )
+            await scaling.run()
         finally:
             await client.close()
 
