@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -309,3 +310,17 @@ def test_help_is_instant_and_has_examples() -> None:
     assert done.returncode == 0
     assert "twostep bench serve --rate 4 --goodput ttft:500 tpot:10 gap:25" in done.stdout
     assert "--send-targets" in done.stdout
+    assert "[TWOSTEP_API_KEY]" in done.stdout
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarking.md"])
+def test_the_first_load_of_the_documents_is_one_that_waits_for_its_answers(page: str) -> None:
+    text = (Path(__file__).parents[2] / page).read_text()
+    lines = [line for line in text.splitlines() if line.startswith("twostep bench serve ")]
+    words = shlex.split(lines[0], comments=True)[3:]
+    assert "--concurrency" in words
+    with server() as (address, servicer):
+        done = bench("--target", address, "--no-progress", *words)
+    assert done.returncode == 0, done.stderr
+    assert "12 requests measured, 12 completed" in done.stdout
+    assert max(len(r.token_ids.ids) for r in servicer.requests) < 200, "a CPU has to compute these"

@@ -11,8 +11,9 @@ ARRIVALS = ("poisson", "gamma", "constant", "closed", "trace")
 
 DESCRIPTION = """Load on a served model, and what its users would have felt: TTFT, TPOT, gaps between tokens, goodput, throughput, cost.
 
-  twostep bench serve --concurrency 2 --num-requests 20 --input-tokens 64 --output-tokens 32        what a laptop's CPUs can keep up with
-  twostep bench serve --rate 4 --goodput ttft:500 tpot:10 gap:25        60 s of Poisson arrivals against the router on this machine
+  twostep bench serve --concurrency 2 --num-requests 12 --input-tokens 64 --output-tokens 32
+                                                                        two users with short prompts: enough for a laptop's CPUs
+  twostep bench serve --rate 4 --goodput ttft:500 tpot:10 gap:25        60 s of Poisson arrivals: GPUs on this machine
   twostep bench serve --rates 4,6,8 --goodput ttft:500 tpot:30          one run for each rate, and the highest that keeps the targets
   twostep bench serve --sweep --rate 4 --goodput ttft:500 tpot:30       finds that rate by itself
   twostep bench serve --concurrency 32 --workload sharegpt              32 users, each asking again when answered
