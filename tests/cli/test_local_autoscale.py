@@ -144,3 +144,4 @@ async def test_workers_come_change_and_go_with_the_load(tiny_llama_dir: Path, tm
             await system.until_workers(1, 1)
         assert any(not name.startswith(role) for name, role in system.roles), "with three in all, one had to change its role"
         assert re.search(r"(prefill|decode)-[01]: gone, took", system.log.read_text())
+        assert re.search(r"(prefill-[01]: a decode|decode-[01]: a prefill) worker now", system.log.read_text())
