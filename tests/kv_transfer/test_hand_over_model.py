@@ -265,9 +265,9 @@ def free_targets_under_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     "break_a_rule",
     [
         accept_after_the_end,
-        accept_any_generation,
+        pytest.param(accept_any_generation, marks=pytest.mark.long),
         accept_any_reader,
-        accept_any_epoch,
+        pytest.param(accept_any_epoch, marks=pytest.mark.long),
         free_twice,
         ask_nobody,
         free_targets_under_a_fetch,

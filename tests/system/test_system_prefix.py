@@ -102,6 +102,7 @@ class _Talk:
         return done.usage.cached_tokens, done.transfer.blocks_reused
 
 
+@pytest.mark.long
 def test_conversations_find_what_was_said_in_the_pool_or_in_host_memory(
     tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,10 @@ async def outcomes(system: System, requests: list[Asked]) -> list[str | tuple[in
         return await asyncio.gather(*(outcome(client, it) for it in requests))
 
 
-@pytest.mark.parametrize("local_prefill", [False, True], ids=["all handed over", "as routers choose"])
+@pytest.mark.parametrize(
+    "local_prefill",
+    [pytest.param(False, id="all handed over"), pytest.param(True, id="as routers choose", marks=pytest.mark.long)],
+)
 def test_soak(tiny_llama_dir: Path, tmp_path: Path, local_prefill: bool) -> None:
     oracle = Oracle(tiny_llama_dir)
     requests = asked(oracle.vocab_size)

@@ -46,7 +46,7 @@ def cases(vocab_size: int, prompts: Sequence[Sequence[int]], seed: int) -> list[
     sampled = SamplingOptions(temperature=0.8, top_k=50, top_p=0.9, min_p=0.02, repetition_penalty=1.1, presence_penalty=0.3)
     result = []
     for n, tokens in enumerate(ids):
-        max_tokens = rng.randrange(1, 33)
+        max_tokens = rng.randrange(1, 25)
         options = SamplingOptions(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         if n % 2:
             options = SamplingOptions(**sampled, max_tokens=max_tokens, seed=rng.randrange(1 << 40), frequency_penalty=0.2)
