@@ -91,11 +91,9 @@ def replicas_asked(
     """`ask` for each Deployment, within the budget of `config`, if there is one."""
     there = {role: pods.get(role, wish) for role, wish in replicas.items()}
     asked = {role: ask(wish, there[role], before.get(role), tolerance) for role, wish in replicas.items()}
-    return (
-        asked
-        if config is None or (config.max_cost is None and config.max_workers is None)
-        else _affordable(config, asked, there, tolerance)
-    )
+    if config is None or (config.max_cost is None and config.max_workers is None):
+        return asked
+    return _affordable(config, asked, there, tolerance)
 
 
 def _affordable(config: PolicyConfig, asked: Mapping[str, Asked], pods: Mapping[str, int], tolerance: float) -> dict[str, Asked]:
