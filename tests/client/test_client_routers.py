@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import types
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 from scripted_server import ScriptedInference, serving, serving_in_thread
@@ -240,37 +240,56 @@ def test_closing_while_others_ask(pair: Pair) -> None:
 # ---- asyncio -------------------------------------------------------------------------------------------------------------
 
 
-async def test_async_balance_health_and_resume(async_pair: Pair) -> None:
-    (ill, ill_target), (well, _) = async_pair
-    async with AsyncClient([target for _, target in async_pair], timeout=30) as client:
+async def until_async(condition: Callable[[], object], ask: Callable[[], Awaitable[object]], seconds: float = 40.0) -> None:
+    """Asks, which also has the client look for the health of those that are not well."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await ask()
+            await asyncio.sleep(0.01)
+
+
+async def test_async_requests_are_spread_by_what_is_open(async_pair: Pair) -> None:
+    async with AsyncClient([target for _, target in async_pair], timeout=60) as client:
         answers = [client.generate("silent") for _ in range(10)]
         assert [state.num_open for state in client.routers] == [5, 5]
         for answer in answers:
             answer.cancel()
         dropped = client.generate("silent")
         del dropped
-        async with asyncio.timeout(20):
-            while any(state.num_open for state in client.routers):  # noqa: ASYNC110  the servers set no events
-                await asyncio.sleep(0.01)
-            for ending in ("crash", "reset"):
-                completion = await client.generate(ending).result()
-                assert (completion.text, ill.calls[ending], well.calls[ending]) == ("one two three", 1, 1)
-            ill.away = True
-            ill.health.set(READINESS, False)
-            while not ill.calls["ok"]:
-                assert (await client.generate("ok").result()).text == "one two three"
-            check_unwell(client, ill_target)
-            asked = ill.calls["ok"]
-            for _ in range(20):
-                await client.generate("ok").result()
-            assert ill.calls["ok"] == asked
-            ill.away = False
-            ill.health.set(READINESS, True)
-            while ill.calls["ok"] == asked:
-                await client.generate("ok").result()
-                await asyncio.sleep(0.01)
-            assert ill.checks
-            assert (await client.status()).model == "scripted"
+        await until_async(lambda: not any(state.num_open for state in client.routers), client.status)
+    assert not client._tasks
+
+
+@pytest.mark.parametrize("ending", ["crash", "reset"])
+async def test_async_resume(async_pair: Pair, ending: str) -> None:
+    (one, _), (other, _) = async_pair
+    async with AsyncClient([target for _, target in async_pair], timeout=60) as client:
+        completion = await client.generate(ending).result()
+    assert (completion.text, one.calls[ending], other.calls[ending]) == ("one two three", 1, 1)
+
+
+async def test_async_draining_router_gets_nothing_until_it_is_well(async_pair: Pair) -> None:
+    (ill, ill_target), (well, _) = async_pair
+    async with AsyncClient([target for _, target in async_pair], timeout=60) as client:
+
+        async def ask() -> None:
+            assert (await client.generate("ok").result()).text == "one two three"
+
+        ill.away = True
+        ill.health.set(READINESS, False)
+        await until_async(lambda: ill.calls["ok"], ask)
+        check_unwell(client, ill_target)
+        asked = ill.calls["ok"]
+        for _ in range(20):
+            await ask()
+        assert ill.calls["ok"] == asked, "it has said that it is away"
+        ill.away = False
+        ill.health.set(READINESS, True)
+        await until_async(lambda: ill.calls["ok"] > asked, ask)
+        assert ill.checks
+        assert all(state.well for state in client.routers)
+        assert well.calls["ok"] >= 20
+        assert (await client.status()).model == "scripted"
     assert not client._tasks
 
 
