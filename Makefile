@@ -1,8 +1,9 @@
-# demo · up · test · test-long · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · simulate · replay-image · replay-compose · clean.  Everything lands in .venv; a stamp says what is there already.
+# demo · up · test · test-long · test-jitter · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · simulate · replay-image · replay-compose · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"                            TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
 #   make test-long                                                tests of a minute that make test leaves out
+#   make test-jitter JITTER=0.05 PYTEST_FLAGS="tests/router"       with pauses at random moments, as a busy machine makes them
 #   make up UP_FLAGS="--prefill 2"
 #   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; all of it takes about 12 minutes
 #   make fuzz FUZZ_CASES=100000                                   random requests over HTTP and gRPC; 10,000 of them if not told
@@ -23,6 +24,7 @@ TORCH_INDEX ?=
 PROMPT ?= What is the capital of France?
 PYTEST_FLAGS ?= -q
 TEST_PROCESSES ?= 2
+JITTER ?= 0.02
 UP_FLAGS ?=
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
@@ -48,7 +50,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test test-long check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz simulate replay-image replay-compose clean
+.PHONY: help demo up test test-long test-jitter check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz simulate replay-image replay-compose clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -65,6 +67,10 @@ test: $(VENV)/.dev
 
 test-long: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m long $(PYTEST_FLAGS)
+
+# Finds tests that count on two things happening soon after each other, and races of the product (tests/jitter).
+test-jitter: $(VENV)/.dev
+	@TWOSTEP_JITTER=$(JITTER) PYTHONPATH=$(CURDIR)/tests/jitter OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not long" $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	@scripts/check
