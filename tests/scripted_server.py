@@ -64,8 +64,9 @@ class ScriptedInference(pb_grpc.InferenceServicer):
         if self.away or (prompt.startswith("down-") and self.calls[prompt] <= int(prompt[5:])):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this router drains; ask another")
         told = (("x-twostep-seed", "1234"),) if prompt in ("crash", "reset", "stumble") else ()
-        await context.send_initial_metadata((("x-request-id", request.request_id or "made-by-router"), *told))
+        # From here on: whoever has seen the call counted, and cancels it, will see that counted too.
         try:
+            await context.send_initial_metadata((("x-request-id", request.request_id or "made-by-router"), *told))
             if prompt.startswith("refuse-") and self.calls[prompt] <= int(prompt[7:]):
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no worker has room; try again")
             if prompt.startswith("later-") and self.calls[prompt] == 1:
@@ -248,9 +249,9 @@ def serving_in_thread(servicer: ScriptedInference) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()
     try:
-        assert up.wait(10)
+        assert up.wait(60)
         yield address[0]
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
         loop.close()

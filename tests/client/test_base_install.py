@@ -34,7 +34,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_loads_with_grpcio_and_protobuf_alone(use: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-W", "error", "-c", GUARD + USES[use]], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-P", "-W", "error", "-c", GUARD + USES[use]], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.strip().endswith("fine"), done.stdout + done.stderr
     if use == "up":

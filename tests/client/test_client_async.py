@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -22,11 +21,11 @@ async def server() -> AsyncIterator[tuple[ScriptedInference, str]]:
 
 @pytest.fixture
 async def client(server: tuple[ScriptedInference, str]) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(server[1], timeout=20) as client:
+    async with AsyncClient(server[1], timeout=60) as client:
         yield client
 
 
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  what it waits for is on the server's side
             await asyncio.sleep(0.01)
@@ -82,11 +81,11 @@ async def test_a_server_that_breaks_the_contract(client: AsyncClient, prompt: st
         await client.generate(prompt).result()
 
 
-async def test_deadline(client: AsyncClient) -> None:
-    started = time.monotonic()
-    with pytest.raises(twostep.DeadlineExceeded):
-        await client.generate("silent", timeout=0.2).result()
-    assert time.monotonic() - started < 10
+async def test_deadline(server: tuple[ScriptedInference, str]) -> None:
+    # The server answers after a minute, and the client's own timeout is longer: only the call's own comes before.
+    async with AsyncClient(server[1], timeout=600) as client:
+        with pytest.raises(twostep.DeadlineExceeded):
+            await client.generate("silent", timeout=0.2).result()
 
 
 async def test_leaving_the_loop_cancels_the_call(client: AsyncClient, server: tuple[ScriptedInference, str]) -> None:

@@ -30,7 +30,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[Client]:
-    with Client(server[1], timeout=20) as client:
+    with Client(server[1], timeout=60) as client:
         yield client
 
 
@@ -159,7 +159,7 @@ def test_reasoning_stands_apart(client: Client) -> None:
 
 
 async def test_without_blocking_it_is_the_same(async_server: Server) -> None:
-    async with AsyncClient(async_server[1], timeout=20) as client:
+    async with AsyncClient(async_server[1], timeout=60) as client:
         completion = await client.chat([Message("user", "think")], tools=[TOOL], json_schema=SCHEMA).result()
         assert (completion.reasoning, completion.text) == ("let me see", "42")
         request = async_server[0].requests[-1]

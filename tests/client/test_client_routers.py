@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
 import pytest
 from scripted_server import ScriptedInference, serving, serving_in_thread
@@ -36,7 +36,7 @@ async def async_pair() -> AsyncIterator[Pair]:
         yield (servers[0], first), (servers[1], second)
 
 
-def until(condition: Callable[[], object], seconds: float = 40.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
@@ -47,11 +47,25 @@ def check_unwell(client: Client | AsyncClient, target: str) -> None:
     assert [state.target for state in client.routers if not state.well] == [target]
 
 
+def only_second_is_well(client: Client | AsyncClient) -> bool:
+    """On a busy machine a short deadline may pass without a word of the second too, until its health is asked for."""
+    return [state.well for state in client.routers] == [False, True]
+
+
+# A busy machine may take longer than the first for a router's first word.
+LONGER_AND_LONGER = (0.3, 3.0, 30.0)
+
+
+def told(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+    """The router's first word came before the call's deadline."""
+    return "x-request-id" in dict(metadata)
+
+
 # ---- balance and health ------------------------------------------------------------------------------------------------
 
 
 def test_requests_are_spread_by_what_is_open(pair: Pair) -> None:
-    with Client([target for _, target in pair], timeout=30) as client:
+    with Client([target for _, target in pair], timeout=60) as client:
         answers = [client.generate("silent") for _ in range(10)]
         assert [state.num_open for state in client.routers] == [5, 5]
         for answer in answers:
@@ -63,7 +77,7 @@ def test_requests_are_spread_by_what_is_open(pair: Pair) -> None:
 
 
 def test_dropped_and_ended_answers_are_counted_out(pair: Pair) -> None:
-    with Client([target for _, target in pair], timeout=30) as client:
+    with Client([target for _, target in pair], timeout=60) as client:
         dropped = client.generate("silent")
         assert sum(state.num_open for state in client.routers) == 1
         del dropped
@@ -79,14 +93,15 @@ def test_a_draining_router_gets_nothing_until_it_is_well(pair: Pair) -> None:
     (ill, ill_target), (well, _) = pair
     ill.away = True
     ill.health.set(READINESS, False)
-    with Client([target for _, target in pair], timeout=30) as client:
+    with Client([target for _, target in pair], timeout=60) as client:
         until(lambda: client.generate("ok").result().text and ill.calls["ok"])
         check_unwell(client, ill_target)
         asked = ill.calls["ok"]
         for _ in range(20):
             assert client.generate("ok").result().text == "one two three"
+        # A question that is not answered within two seconds is put again, with another request.
+        until(lambda: client.generate("ok").result().text and ill.checks)
         assert ill.calls["ok"] == asked, "it has said that it is away"
-        until(lambda: ill.checks)
         ill.away = False
         ill.health.set(READINESS, True)
 
@@ -101,7 +116,7 @@ def test_a_draining_router_gets_nothing_until_it_is_well(pair: Pair) -> None:
 
 def test_a_failure_behind_a_healthy_router_does_not_take_it_out(pair: Pair) -> None:
     (first, _), (second, _) = pair
-    with Client([target for _, target in pair], timeout=30) as client:
+    with Client([target for _, target in pair], timeout=60) as client:
         # Both are asked, without a pause between them, and then again.
         assert client.generate("down-1").result().text == "one two three"
         assert first.calls["down-1"] + second.calls["down-1"] == 3
@@ -118,17 +133,21 @@ def test_there_is_no_pause_before_another_router_is_asked(pair: Pair, monkeypatc
     ill.away = True
     monkeypatch.setattr("twostep.client._channel._FIRST_DELAY_S", 1000.0)
     monkeypatch.setattr("twostep.client._channel._MAX_DELAY_S", 1000.0)
-    for _ in range(6):
-        with Client([target for _, target in pair], timeout=30, max_retries=1) as client:
+
+    def ask() -> bool:
+        with Client([target for _, target in pair], timeout=60, max_retries=1) as client:
             assert client.generate("ok").result().text == "one two three"
             assert len(client.tokenize("abc")) == 3
-    assert ill.calls["ok"]
+        return bool(ill.calls["ok"])
+
+    # Which of the two a new client asks first is drawn at random.
+    until(ask)
 
 
 def test_no_retries_are_none_elsewhere_either(pair: Pair) -> None:
     (ill, _), (also, _) = pair
     ill.away = also.away = True
-    with Client([target for _, target in pair], timeout=30, max_retries=0) as client, pytest.raises(twostep.Unavailable):
+    with Client([target for _, target in pair], timeout=60, max_retries=0) as client, pytest.raises(twostep.Unavailable):
         client.generate("ok").result()
     assert ill.calls["ok"] + also.calls["ok"] == 1
 
@@ -140,12 +159,12 @@ def test_a_frozen_router_is_left_alone_after_the_first_deadline(pair: Pair) -> N
         frozen.bind(("127.0.0.1", 0))
         frozen.listen()
         address = f"127.0.0.1:{frozen.getsockname()[1]}"
-        with Client([address, target], max_retries=0) as client:
+        with Client([address, target], max_retries=0, timeout=60) as client:
 
             def struck() -> bool:
-                with contextlib.suppress(twostep.DeadlineExceeded):
+                with contextlib.suppress(twostep.DeadlineExceeded, twostep.Unavailable):
                     client.generate("ok", timeout=0.5).result()
-                return not client.routers[0].well
+                return only_second_is_well(client)
 
             until(struck)
             assert {client.generate("ok").result().text for _ in range(8)} == {"one two three"}
@@ -153,10 +172,15 @@ def test_a_frozen_router_is_left_alone_after_the_first_deadline(pair: Pair) -> N
 
 def test_a_slow_answer_is_no_illness(pair: Pair) -> None:
     """The router has told that it took the request."""
-    with Client([target for _, target in pair], max_retries=0) as client:
-        with pytest.raises(twostep.DeadlineExceeded):
-            client.generate("silent", timeout=0.5).result()
-        assert all(state.well for state in client.routers)
+    for timeout in LONGER_AND_LONGER:
+        with Client([target for _, target in pair], max_retries=0) as client:
+            answer = client.generate("silent", timeout=timeout)
+            with pytest.raises(twostep.DeadlineExceeded):
+                answer.result()
+            if told(answer._call.initial_metadata()):
+                assert all(state.well for state in client.routers)
+                return
+    pytest.fail("no router was heard of within any deadline")
 
 
 def test_a_resume_goes_to_another_router_with_what_time_is_left(pair: Pair) -> None:
@@ -183,19 +207,19 @@ def test_a_call_that_the_server_gives_up_goes_on_elsewhere(pair: Pair) -> None:
 
 def test_the_deadline_goes_along(pair: Pair) -> None:
     (first, target), _ = pair
-    with Client(target, timeout=50) as client:
+    with Client(target, timeout=500) as client:
         client.generate("ok").result()
-        client.generate("ok", timeout=7.5).result()
-    assert 40 < first.remaining_s[0] <= 50.1
-    assert 0 < first.remaining_s[1] <= 7.6
+        client.generate("ok", timeout=60).result()
+    assert 400 < first.remaining_s[0] <= 501
+    assert 0 < first.remaining_s[1] <= 60.1
 
 
 def test_a_name_with_several_addresses(pair: Pair) -> None:
     """As a headless Service's name resolves: gRPC spreads the calls over them, and goes around one that is gone."""
     (first, one), (second, other) = pair
-    with Client(f"ipv4:{one},{other}", timeout=30) as client:
+    with Client(f"ipv4:{one},{other}", timeout=60) as client:
         until(lambda: client.generate("ok").result().text and first.calls["ok"] and second.calls["ok"])
-    with Client(f"ipv4:127.0.0.1:9,{other}", timeout=30) as client:
+    with Client(f"ipv4:127.0.0.1:9,{other}", timeout=60) as client:
         assert {client.generate("ok").result().text for _ in range(4)} == {"one two three"}
 
 
@@ -215,7 +239,7 @@ def test_many_streams_take_more_connections_and_no_threads(pair: Pair) -> None:
 
 
 def test_closing_while_others_ask(pair: Pair) -> None:
-    client = Client([target for _, target in pair], timeout=30)
+    client = Client([target for _, target in pair], timeout=60)
     errors: list[Exception] = []
 
     def ask() -> None:
@@ -233,14 +257,15 @@ def test_closing_while_others_ask(pair: Pair) -> None:
         thread.start()
     client.close()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
     assert all(isinstance(error, twostep.InvalidRequest | twostep.Cancelled) for error in errors), errors
 
 
 # ---- asyncio -------------------------------------------------------------------------------------------------------------
 
 
-async def until_async(condition: Callable[[], object], ask: Callable[[], Awaitable[object]], seconds: float = 40.0) -> None:
+async def until_async(condition: Callable[[], object], ask: Callable[[], Awaitable[object]], seconds: float = 60.0) -> None:
     """Asks, which also has the client look for the health of those that are not well."""
     async with asyncio.timeout(seconds):
         while not condition():
@@ -298,15 +323,22 @@ async def test_async_slow_answers_and_frozen_routers(async_pair: Pair) -> None:
     with socket.socket() as frozen:
         frozen.bind(("127.0.0.1", 0))
         frozen.listen()
-        async with AsyncClient([f"127.0.0.1:{frozen.getsockname()[1]}", target], max_retries=0) as client:
-            async with asyncio.timeout(20):
-                while client.routers[0].well:
-                    with contextlib.suppress(twostep.DeadlineExceeded):
-                        await client.generate("ok", timeout=0.5).result()
-            with pytest.raises(twostep.DeadlineExceeded):
-                await client.generate("silent", timeout=0.5).result()
-            assert client.routers[1].well
-            assert (await client.generate("ok").result()).text == "one two three"
+        async with AsyncClient([f"127.0.0.1:{frozen.getsockname()[1]}", target], max_retries=0, timeout=60) as client:
+
+            async def ask() -> None:
+                with contextlib.suppress(twostep.DeadlineExceeded, twostep.Unavailable):
+                    await client.generate("ok", timeout=0.5).result()
+
+            for timeout in LONGER_AND_LONGER:
+                await until_async(lambda: only_second_is_well(client), ask)
+                assert (await client.generate("ok").result()).text == "one two three"
+                answer = client.generate("silent", timeout=timeout)
+                with pytest.raises(twostep.DeadlineExceeded):
+                    await answer.result()
+                if told(await answer._call.initial_metadata()):
+                    assert only_second_is_well(client)
+                    return
+            pytest.fail("the router was not heard of within any deadline")
 
 
 async def test_async_many_streams(async_pair: Pair) -> None:
@@ -325,17 +357,17 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def test_the_key_and_the_trace_go_along(pair: Pair) -> None:
     (first, target), _ = pair
-    with Client(target, api_key="sk-secret", timeout=30) as client:
+    with Client(target, api_key="sk-secret", timeout=60) as client:
         assert "secret" not in repr(client)
         client.generate("ok", traceparent=PARENT).result()
         client.generate("down-1", traceparent=PARENT).result()
         client.status()
     assert [m["authorization"] for m in first.metadata] == ["Bearer sk-secret"] * 4
     assert [m.get("traceparent") for m in first.metadata] == [PARENT] * 3 + [None]
-    with Client(target, timeout=30) as client:
+    with Client(target, timeout=60) as client:
         client.generate("ok").result()
     assert not {"authorization", "traceparent"} & set(first.metadata[-1])
-    with Client(target, timeout=30) as client, pytest.raises(twostep.InvalidRequest, match="traceparent"):
+    with Client(target, timeout=60) as client, pytest.raises(twostep.InvalidRequest, match="traceparent"):
         client.generate("ok", traceparent="mine")
 
 
@@ -345,7 +377,7 @@ def test_open_telemetrys_span_goes_along_if_there_is_one(pair: Pair, monkeypatch
         trace_id=int(PARENT[3:35], 16), span_id=int(PARENT[36:52], 16), is_remote=False, trace_flags=trace.TraceFlags(1)
     )
     (first, target), _ = pair
-    with Client(target, timeout=30) as client:
+    with Client(target, timeout=60) as client:
         with trace.use_span(trace.NonRecordingSpan(context)):
             client.generate("ok").result()
         client.generate("ok").result()
@@ -357,7 +389,7 @@ def test_open_telemetrys_span_goes_along_if_there_is_one(pair: Pair, monkeypatch
 
 def test_status(pair: Pair) -> None:
     (_, target), _ = pair
-    with Client(target, timeout=30) as client:
+    with Client(target, timeout=60) as client:
         status = client.status()
     assert (status.model, status.ready, [worker.worker_id for worker in status.workers]) == (
         "scripted",
@@ -374,7 +406,7 @@ def test_status_without_targets_or_work_has_none(pair: Pair) -> None:
     (first, target), _ = pair
     first.cluster.load.ClearField("slo_attainment")
     first.cluster.load.ClearField("prefill_decode_load_ratio")
-    with Client(target, timeout=30) as client:
+    with Client(target, timeout=60) as client:
         load = client.status().load
     assert load.slo_attainment is None
     assert load.prefill_decode_load_ratio is None

@@ -26,11 +26,11 @@ def server() -> Iterator[tuple[ScriptedInference, str]]:
 
 @pytest.fixture
 def client(server: tuple[ScriptedInference, str]) -> Iterator[Client]:
-    with Client(server[1], timeout=20) as client:
+    with Client(server[1], timeout=60) as client:
         yield client
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
@@ -151,11 +151,13 @@ def test_retries_are_bounded_by_count(client: Client, server: tuple[ScriptedInfe
 
 
 def test_retries_are_bounded_by_time(server: tuple[ScriptedInference, str]) -> None:
-    with Client(server[1], max_retries=1000) as client:
-        started = time.monotonic()
-        with pytest.raises((twostep.ResourceExhausted, twostep.DeadlineExceeded)):
-            client.generate("refuse-999", timeout=0.5).result()
-        assert time.monotonic() - started < 10
+    with (
+        Client(server[1], max_retries=1000) as client,
+        pytest.raises((twostep.ResourceExhausted, twostep.DeadlineExceeded)),
+    ):
+        client.generate("refuse-999", timeout=0.5).result()
+    # Each pause is 0.05 s at least.
+    assert server[0].calls["refuse-999"] <= 10
 
 
 def test_unary_retries(client: Client, server: tuple[ScriptedInference, str]) -> None:
@@ -189,7 +191,7 @@ def test_a_stream_that_breaks_goes_on_where_the_server_can(client: Client, serve
 
 
 def test_only_breaks_without_progress_between_them_count(server: tuple[ScriptedInference, str]) -> None:
-    with Client(server[1], timeout=20, max_retries=1) as client:
+    with Client(server[1], timeout=60, max_retries=1) as client:
         completion = client.generate("stumble").result()
     assert (completion.text, completion.resumes) == ("one two three", 2)
 
@@ -199,16 +201,16 @@ def test_cancel_does_not_wait_for_the_next_try(server: tuple[ScriptedInference, 
 
     def long_delay(attempts: object, error: object, *, elsewhere: bool) -> float:
         waiting.set()
-        return 60.0
+        return 1000.0
 
     monkeypatch.setattr("twostep.client._channel.Attempts.delay_s", long_delay)
-    with Client(server[1], timeout=120) as client, ThreadPoolExecutor(1) as threads:
+    with Client(server[1], timeout=2000) as client, ThreadPoolExecutor(1) as threads:
         generation = client.generate("refuse-1000")
         answer = threads.submit(generation.result)
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         generation.cancel()
         with pytest.raises(twostep.Cancelled):
-            answer.result(20)
+            answer.result(60)
 
 
 @pytest.mark.parametrize("declined", [{"resume": False}, {"migrate": False}])
@@ -227,7 +229,7 @@ def test_going_on_can_be_declined_and_done_by_hand(
 
 
 def test_routers_stand_in_for_each_other(server: tuple[ScriptedInference, str]) -> None:
-    with Client(["127.0.0.1:9", server[1]], timeout=20) as client:
+    with Client(["127.0.0.1:9", server[1]], timeout=60) as client:
         assert client.generate("ok").result().text == "one two three"
         # It stays with the one that answers.
         before = server[0].calls["ok"]
@@ -242,7 +244,7 @@ def test_routers_stand_in_for_each_other(server: tuple[ScriptedInference, str]) 
 def test_long_requests_are_compressed_if_asked(server: tuple[ScriptedInference, str]) -> None:
     with pytest.raises(twostep.InvalidRequest, match="compression is 'zip'"):
         Client(server[1], compression="zip")  # type: ignore[arg-type]
-    with Client(server[1], compression="gzip", timeout=20) as client:
+    with Client(server[1], compression="gzip", timeout=60) as client:
         prompt = "a long prompt " * 1000
         assert client.generate(prompt).result().text == "one two three"
         assert server[0].requests[-1].text == prompt
@@ -255,11 +257,10 @@ def test_a_server_that_breaks_the_contract(client: Client, prompt: str) -> None:
         client.generate(prompt).result()
 
 
-def test_deadline(client: Client) -> None:
-    started = time.monotonic()
-    with pytest.raises(twostep.DeadlineExceeded):
+def test_deadline(server: tuple[ScriptedInference, str]) -> None:
+    # The server answers after a minute, and the client's own timeout is longer: only the call's own comes before.
+    with Client(server[1], timeout=600) as client, pytest.raises(twostep.DeadlineExceeded):
         client.generate("silent", timeout=0.3).result()
-    assert time.monotonic() - started < 10
 
 
 def test_leaving_the_loop_cancels_the_call(client: Client, server: tuple[ScriptedInference, str]) -> None:
@@ -272,15 +273,17 @@ def test_leaving_the_loop_cancels_the_call(client: Client, server: tuple[Scripte
         list(generation)
 
 
-def test_cancel_from_another_thread(client: Client, server: tuple[ScriptedInference, str]) -> None:
-    before = server[0].cancelled["silent"]
-    generation = client.generate("silent")
-    timer = threading.Timer(0.1, generation.cancel)
-    timer.start()
-    with pytest.raises(twostep.Cancelled):
-        generation.result()
-    timer.join()
-    until(lambda: server[0].cancelled["silent"] == before + 1)
+def test_cancel_from_another_thread() -> None:
+    # A server of its own: what other tests left there may be cancelled at any moment.
+    servicer = ScriptedInference()
+    with serving_in_thread(servicer) as target, Client(target, timeout=600) as client, ThreadPoolExecutor(1) as threads:
+        generation = client.generate("silent")
+        answer = threads.submit(generation.result)
+        until(lambda: servicer.calls["silent"] == 1)
+        generation.cancel()
+        with pytest.raises(twostep.Cancelled):
+            answer.result(60)
+        until(lambda: servicer.cancelled["silent"] == 1)
 
 
 def test_dropping_or_leaving_a_generation_cancels(client: Client, server: tuple[ScriptedInference, str]) -> None:
@@ -320,7 +323,7 @@ def test_after_an_interruption_the_next_call_takes_another_connection(client: Cl
         # grpc's thread being stuck, no deadline would end the call.
         asking = threading.Thread(target=lambda: found.append(client.generate("ok").result().text), daemon=True)
         asking.start()
-        asking.join(20.0)
+        asking.join(60.0)
         assert found == ["one two three"]
         # gRPC tells of a call's end from a thread of its own.
         until(lambda: [state.num_open for state in client.routers] == [0])
@@ -330,7 +333,7 @@ def test_after_an_interruption_the_next_call_takes_another_connection(client: Cl
 
 def test_many_at_once_leave_no_threads(server: tuple[ScriptedInference, str]) -> None:
     before = threading.active_count()
-    with Client(server[1], timeout=30) as client, ThreadPoolExecutor(16) as pool:
+    with Client(server[1], timeout=60) as client, ThreadPoolExecutor(16) as pool:
         texts = list(pool.map(lambda i: client.generate(f"many {i}").result().text, range(64)))
         open_ones = [client.generate(f"many {i}") for i in range(32)]
         texts += [g.result().text for g in open_ones]
@@ -374,7 +377,7 @@ def test_tls_files() -> None:
 
 
 def test_reprs_can_be_read(client: Client, server: tuple[ScriptedInference, str]) -> None:
-    assert repr(client) == f"Client('{server[1]}', timeout=20, max_retries=3, tls=False)"
+    assert repr(client) == f"Client('{server[1]}', timeout=60, max_retries=3, tls=False)"
     generation = client.generate("ok", request_id="r")
     generation.result()
     assert repr(generation) == "Generation(request_id='r', num_tokens=3, stop, text='one two three')"
