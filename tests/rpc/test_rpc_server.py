@@ -20,15 +20,23 @@ from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 
+# For what comes at once, were it not for a busy machine.
+SOON_S = 60.0
+
 
 class Stats(worker_pb2_grpc.WorkerServicer):
+    """The first call that finds a `gate` is held until it is set."""
+
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.wait = asyncio.Event()
-        self.wait.set()
+        self.gate: asyncio.Event | None = None
+        self.held = asyncio.Event()
 
     async def Stats(self, request: worker_pb2.WorkerStatsRequest, context: Any) -> worker_pb2.WorkerStats:
-        await self.wait.wait()
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            self.held.set()
+            await gate.wait()
         if self.error is not None:
             raise self.error
         return worker_pb2.WorkerStats(worker_id="w")
@@ -37,15 +45,19 @@ class Stats(worker_pb2_grpc.WorkerServicer):
 class Prefill(prefill_pb2_grpc.PrefillServicer):
     def __init__(self) -> None:
         self.closed = asyncio.Event()
+        self.hanging = asyncio.Event()
+        self.num_sent = 0
 
     async def Run(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         try:
             for _ in range(3):
                 yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(chunks=1))
             if request.request_id == "hang":
-                await asyncio.sleep(60)
+                self.hanging.set()
+                await asyncio.sleep(1000)
             if request.request_id == "flood":
                 while True:
+                    self.num_sent += 1
                     yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(transport="x" * 100_000))
             raise ResourceExhausted("full; try later")
         finally:
@@ -124,9 +136,21 @@ async def test_a_cancelled_stream_runs_the_handlers_finally_at_once(kind: str) -
     async with serving() as (_, _, prefill, channel):
         call = prefill_pb2_grpc.PrefillStub(channel).Run(prefill_pb2.PrefillRequest(request_id=kind))
         await call.read()
-        await asyncio.sleep(0.2)
+        if kind == "hang":
+            await asyncio.wait_for(prefill.hanging.wait(), SOON_S)
+        else:
+            await at_rest(prefill)
         call.cancel()
-        await asyncio.wait_for(prefill.closed.wait(), 2)
+        await asyncio.wait_for(prefill.closed.wait(), SOON_S)
+
+
+async def at_rest(prefill: Prefill) -> None:
+    """Until it waits for its client to read what was sent."""
+    async with asyncio.timeout(SOON_S):
+        before = 0
+        while not before or prefill.num_sent != before:
+            before = prefill.num_sent
+            await asyncio.sleep(0.1)
 
 
 async def test_health_separates_liveness_from_readiness_on_both_ports() -> None:
@@ -155,7 +179,7 @@ async def test_health_watch_reports_changes() -> None:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READINESS))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         server.health.set(READINESS, True)
-        assert (await asyncio.wait_for(watch.read(), 3)).status == health_pb2.HealthCheckResponse.SERVING
+        assert (await asyncio.wait_for(watch.read(), SOON_S)).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
 
 
@@ -184,29 +208,42 @@ async def test_a_port_in_use_names_the_port_and_the_flag(flag: str) -> None:
 async def test_drain_lets_running_calls_end_and_refuses_new_ones() -> None:
     async with serving() as (server, stats, _, channel):
         stub = worker_pb2_grpc.WorkerStub(channel)
-        stats.wait.clear()
+        gate = stats.gate = asyncio.Event()
         running = asyncio.ensure_future(stub.Stats(worker_pb2.WorkerStatsRequest()))
-        await asyncio.sleep(0.1)
-        drain = asyncio.create_task(server.drain(5))
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(stats.held.wait(), SOON_S)
+        drain = asyncio.create_task(server.drain(1000))
+
+        async def asked_until_refused() -> None:
+            while True:
+                try:
+                    await stub.Stats(worker_pb2.WorkerStatsRequest())
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.CANCELLED:
+                        raise
+
+        # What comes before the drain has begun is answered, and at that very moment gRPC itself ends it.
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
-            await stub.Stats(worker_pb2.WorkerStatsRequest(), timeout=2)
-        stats.wait.set()
+            await asyncio.wait_for(asked_until_refused(), SOON_S)
+        assert not running.done()
+        gate.set()
         assert (await running).worker_id == "w"
-        await asyncio.wait_for(drain, 2)
+        await asyncio.wait_for(drain, SOON_S)
 
 
-async def test_what_a_drain_cuts_short_is_unavailable_and_not_cancelled() -> None:
+async def test_what_a_drain_cuts_short_is_unavailable_and_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC's own end of a call looks to the caller as if the caller had ended it."""
+    # However long they take to say so.
+    monkeypatch.setattr("twostep.rpc.server._LAST_WORD_S", 1000.0)
     async with serving() as (server, stats, prefill, channel):
-        stats.wait.clear()
+        stats.gate = asyncio.Event()
         unary = asyncio.ensure_future(worker_pb2_grpc.WorkerStub(channel).Stats(worker_pb2.WorkerStatsRequest()))
         stub = prefill_pb2_grpc.PrefillStub(channel)
         streams = [stub.Run(prefill_pb2.PrefillRequest(request_id="hang")) for _ in range(20)]
         for stream in streams:
             for _ in range(3):
                 await stream.read()
-        await asyncio.wait_for(server.drain(0.05), 30)
+        await asyncio.wait_for(stats.held.wait(), SOON_S)
+        await asyncio.wait_for(server.drain(0.05), SOON_S)
         for call in (unary, *(stream.read() for stream in streams)):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call

@@ -26,13 +26,13 @@ async def test_both_sides_show_certificates(certificate: TlsFiles) -> None:
     server = GrpcServer(ServerConfig(tls=certificate))
     port = await server.start()
     async with open_channel(f"127.0.0.1:{port}", tls=certificate) as channel:
-        assert (await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
+        assert (await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=30)).status == health_pb2.HealthCheckResponse.SERVING
     for refused in (TlsFiles(ca=certificate.ca), PLAINTEXT):
         async with open_channel(f"127.0.0.1:{port}", tls=refused) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
-                await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=2)
+                await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=30)
     async with open_channel(f"127.0.0.1:{server.health_port}") as plain:
-        assert (await health_pb2_grpc.HealthStub(plain).Check(CHECK, timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
+        assert (await health_pb2_grpc.HealthStub(plain).Check(CHECK, timeout=30)).status == health_pb2.HealthCheckResponse.SERVING
     await server.drain(0)
 
 
@@ -44,7 +44,7 @@ async def test_a_peer_is_known_by_its_name_at_whatever_address(certificate: TlsF
         assert (await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=30)).status == health_pb2.HealthCheckResponse.SERVING
     async with open_channel(f"127.0.0.1:{port}", tls=replace(certificate, peer_name="stranger")) as channel:
         with pytest.raises(grpc.aio.AioRpcError):
-            await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=5)
+            await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=30)
     await server.drain(0)
 
 
