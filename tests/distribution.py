@@ -1,7 +1,7 @@
 """How `pytest -n` deals the tests out: a file at a time, and all tests that start whole systems to one process, from the beginning.
 
 Two systems beside each other would be a dozen processes on a few cores: slower than one after the other, and too slow for what they
-promise each other within seconds."""
+promise each other within seconds. At the end, as large files, they would also leave the other process without work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from xdist.scheduler import LoadFileScheduling
 if TYPE_CHECKING:
     import pytest
 
-_WHOLE_SYSTEMS = ("tests/system/", "tests/faults/")
+_WHOLE_SYSTEMS = (
+    "tests/system/",
+    "tests/faults/",
+    "tests/cli/test_local_autoscale.py",
+    "tests/cli/test_local_pod.py",
+    "tests/workers/test_worker_processes.py",
+    "tests/workers/test_worker_role_processes.py",
+)
 
 
 def starts_whole_systems(nodeid: str) -> bool:
