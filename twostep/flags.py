@@ -76,9 +76,9 @@ class FlagParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self.unknown_hint}")
         return namespace, unknown
 
-    def flag(self, name: str, *shorter: str, **options: Any) -> None:
+    def flag(self, name: str, *shorter: str, group: argparse._ArgumentGroup | None = None, **options: Any) -> None:
         """Like add_argument for one `--name`, which names the variable. A boolean is made with `action="store_true"`, or with
-        `argparse.BooleanOptionalAction` where it may be on by default (variable: 1, true, yes, on)."""
+        `argparse.BooleanOptionalAction` where it may be on by default (variable: 1, true, yes, on). `group`: where --help shows it."""
         variable = "TWOSTEP_" + name.lstrip("-").replace("-", "_").upper()
         value = os.environ.get(variable)
         if value is not None and value != "":
@@ -94,4 +94,4 @@ class FlagParser(argparse.ArgumentParser):
                 options["default"] = value
                 options["required"] = False
         options["help"] = f"{options.get('help', '')} [{variable}]"  # argparse's own format: a percent sign is written %%
-        self.add_argument(name, *shorter, **options)
+        (group or self).add_argument(name, *shorter, **options)

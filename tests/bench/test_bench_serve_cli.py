@@ -193,10 +193,14 @@ def test_the_key_is_that_of_the_flag_or_of_the_variable(
     way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TWOSTEP_API_KEY", {"flag": "", "variable": "sk-told", "both": "not this one"}[way])
-    words = () if way == "variable" else ("--api-key", "sk-told")
+    words: tuple[str, ...] = () if way == "variable" else ("--api-key", "sk-told")
     servicer = Keyed()
     with serving_in_thread(servicer) as address, pytest.raises(SystemExit) as status:
-        main(["bench", "serve", "--target", address, *FAST, "--num-requests", "2", "--json", *words])
+        if way == "variable":
+            monkeypatch.setenv("TWOSTEP_TARGET", address)
+        else:
+            words = ("--target", address, *words)
+        main(["bench", "serve", *words, *FAST, "--num-requests", "2", "--json"])
     assert status.value.code == 0
     assert servicer.shown == {"Bearer sk-told"}
     assert "sk-told" not in capsys.readouterr().out

@@ -23,24 +23,29 @@ docs/benchmarking.md has every figure's definition."""
 
 
 def add_flags(command: FlagParser) -> None:
+    target = command.add_argument_group("what is loaded")
+    command.flag(
+        "--target",
+        group=target,
+        default="localhost:50051",
+        metavar="HOST:PORT|URL",
+        help="a router (several, with commas, in turn), or http://…/v1",
+    )
     command.flag(
         "--api-key",
+        group=target,
         default="",
         metavar="KEY",
         help="if what is loaded asks for one, over gRPC or HTTP; the variable keeps it out of the process list",
-    )
-    target = command.add_argument_group("what is loaded")
-    target.add_argument(
-        "--target", default="localhost:50051", metavar="HOST:PORT|URL", help="a router (several, with commas, in turn), or http://…/v1"
     )
     target.add_argument("--api", default="completions", choices=["completions", "chat"], help="over HTTP: which of OpenAI's endpoints")
     target.add_argument("--model", default="", metavar="NAME", help="not needed if one is served only")
     target.add_argument("--tokenizer", type=Path, metavar="DIR", help="over HTTP: the model's, so that texts have a known number of tokens")
     target.add_argument("--extra-body", default="", metavar="JSON", help='over HTTP: more fields of each request, as {"cache_salt": "a"}')
     target.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for a whole request (default: 600)")
-    target.add_argument("--tls-ca", type=Path, metavar="PEM", help="authority to check a router by; switches TLS on")
-    target.add_argument("--tls-cert", type=Path, metavar="PEM", help="own certificate")
-    target.add_argument("--tls-key", type=Path, metavar="PEM", help="key of --tls-cert")
+    command.flag("--tls-ca", group=target, type=Path, metavar="PEM", help="authority to check a router by; switches TLS on")
+    command.flag("--tls-cert", group=target, type=Path, metavar="PEM", help="own certificate")
+    command.flag("--tls-key", group=target, type=Path, metavar="PEM", help="key of --tls-cert")
 
     load = command.add_argument_group("when requests come")
     load.add_argument("--arrivals", default="", choices=ARRIVALS, help="only closed waits for answers")
