@@ -24,7 +24,7 @@ class Scrape:
 
 def scrape(port: int) -> Scrape:
     """Blocks, so that a test on the process's own event loop also proves that it does not need that loop."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", "/metrics")
         response = connection.getresponse()
@@ -34,7 +34,7 @@ def scrape(port: int) -> Scrape:
         connection.close()
 
 
-def scrape_until(port: int, condition: Callable[[Scrape], bool], *, timeout_s: float = 15.0) -> Scrape:
+def scrape_until(port: int, condition: Callable[[Scrape], bool], *, timeout_s: float = 60.0) -> Scrape:
     """From outside of the process only: it blocks."""
     give_up = time.monotonic() + timeout_s
     while True:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -17,6 +18,8 @@ from twostep.metrics.registry import MetricsRegistry, Reading
 from twostep.metrics.server import MetricsServer
 
 LEVEL = gauge("twostep_level", "A level.")
+# For what comes at once, were it not for a busy machine.
+SOON_S = 60.0
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def server(registry: MetricsRegistry) -> Iterator[MetricsServer]:
 
 
 def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, str, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SOON_S)
     try:
         connection.request(method, path)
         response = connection.getresponse()
@@ -54,16 +57,19 @@ def test_it_serves_metrics_and_nothing_else(server: MetricsServer) -> None:
     assert get(server.port, method="POST")[0] == 405
 
 
-def test_connections_that_say_nothing_are_few_and_hold_nobody_up_for_long(server: MetricsServer) -> None:
+def test_connections_that_say_nothing_are_few_and_hold_nobody_up_for_long(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Those that have a place keep it meanwhile.
+    monkeypatch.setattr("twostep.metrics.server._Handler.timeout", 1000.0)
+    monkeypatch.setattr("twostep.metrics.server._CONNECTION_S", 1000.0)
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(12)]
     try:
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + SOON_S
         closed: set[socket.socket] = set()
         while len(closed) < 4:
             readable, _, _ = select.select([s for s in silent if s not in closed], [], [], 0.1)
             closed |= {connection for connection in readable if connection.recv(1) == b""}
             assert time.monotonic() < give_up, "all beyond eight are closed"
-        assert len(closed) < 12
+        assert len(closed) == 4
         for connection in silent:
             connection.close()
         while True:
@@ -79,9 +85,9 @@ def test_connections_that_say_nothing_are_few_and_hold_nobody_up_for_long(server
 
 
 def test_a_connection_that_says_a_byte_now_and_then_ends_too(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostep.metrics.server._CONNECTION_S", 0.5)
-    with socket.create_connection(("127.0.0.1", server.port)) as dribbling:
-        give_up = time.monotonic() + 10
+    with monkeypatch.context() as patch, socket.create_connection(("127.0.0.1", server.port)) as dribbling:
+        patch.setattr("twostep.metrics.server._CONNECTION_S", 0.5)
+        give_up = time.monotonic() + SOON_S
         while not select.select([dribbling], [], [], 0.05)[0]:
             assert time.monotonic() < give_up, "it keeps its place for ever"
             try:
@@ -96,7 +102,7 @@ def test_one_slow_reading_does_not_keep_the_port_from_closing(registry: MetricsR
 
     def slow() -> list[Reading]:
         began.set()
-        held.wait(20)
+        held.wait(300)
         return []
 
     registry.on_scrape([gauge("twostep_slow", "Slow.")], slow)
@@ -106,16 +112,16 @@ def test_one_slow_reading_does_not_keep_the_port_from_closing(registry: MetricsR
     scrape = threading.Thread(target=get, args=(port,))
     scrape.start()
     try:
-        assert began.wait(10)
+        assert began.wait(SOON_S)
         closing = threading.Thread(target=server.close)
         closing.start()
-        closing.join(10)
+        closing.join(SOON_S)
         assert not closing.is_alive()
         with pytest.raises(ConnectionError):
             get(port)
     finally:
         held.set()
-        scrape.join(10)
+        scrape.join(SOON_S)
 
 
 def test_a_taken_port_is_named_with_its_flag(registry: MetricsRegistry, server: MetricsServer) -> None:
@@ -124,13 +130,18 @@ def test_a_taken_port_is_named_with_its_flag(registry: MetricsRegistry, server: 
 
 
 def test_a_closed_server_gives_its_port_back(registry: MetricsRegistry) -> None:
-    first = MetricsServer(registry, host="127.0.0.1", port=0)
-    port = first.start()
-    first.close()
-    first.close()
-    second = MetricsServer(registry, host="127.0.0.1", port=port)
-    assert second.start() == port
-    second.close()
+    for _ in range(10):
+        first = MetricsServer(registry, host="127.0.0.1", port=0)
+        port = first.start()
+        first.close()
+        first.close()
+        second = MetricsServer(registry, host="127.0.0.1", port=port)
+        # Meanwhile somebody else on this machine may have been given it, and hardly ten times.
+        with suppress(SetupError):
+            assert second.start() == port
+            second.close()
+            return
+    pytest.fail("nobody can listen where a server has been closed")
 
 
 @pytest.mark.parametrize(("port", "metrics_port", "expected"), [(50051, None, 50053), (0, None, 0), (50051, 9100, 9100), (50051, 0, 0)])

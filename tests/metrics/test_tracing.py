@@ -37,7 +37,7 @@ class Kept(SpanExporter):
         self.gate.set()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.gate.wait(20)
+        self.gate.wait(300)
         self.spans += spans
         return self.result
 
@@ -88,7 +88,7 @@ def test_a_span_is_its_callers_child_and_its_calls_parent() -> None:
     span.child("part", before - 2.0, before - 1.0, {"n": 1}, failure="late")
     span.end(failure="UNAVAILABLE")
     span.child("told after the end", before - 1.0, before)
-    tracer.close(20)
+    tracer.close(60)
     by_name = {each.name: each for each in kept.spans}
     request = by_name["request"]
     assert request.parent is not None
@@ -136,7 +136,7 @@ def test_endpoints_as_vllm_writes_them_reach_the_collector() -> None:
             tracer = start_tracer(endpoint, role="router", instance="r", version="1")
             assert tracer is not None
             tracer.start("request", ()).end()
-            tracer.close(20)
+            tracer.close(60)
     assert [span.name for span in collector.spans] == ["request"] * 3
     assert {(span.service, span.instance) for span in collector.spans} == {("twostep-router", "r")}
 
@@ -176,7 +176,7 @@ def test_the_standard_sampler_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked.recording, "the client's word goes before"
     own.end()
     asked.end()
-    tracer.close(20)
+    tracer.close(60)
     assert len(kept.spans) == 1
 
 
@@ -186,7 +186,7 @@ def test_a_role_is_a_service_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     for role in ("prefill", "decode", "prefill"):
         tracer.serve(role)
         tracer.start(role, ()).end()
-    tracer.close(20)
+    tracer.close(60)
     assert [(span.name, span.resource.attributes["service.name"]) for span in kept.spans] == [
         (role, f"twostep-{role}") for role in ("prefill", "decode", "prefill")
     ]
@@ -194,7 +194,7 @@ def test_a_role_is_a_service_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     named = Kept()
     tracer = tracer_to(named)
     tracer.start("request", ()).end()
-    tracer.close(20)
+    tracer.close(60)
     assert named.spans[0].resource.attributes["service.name"] == "mine"
 
 
@@ -206,12 +206,11 @@ def test_what_there_is_no_room_for_is_lost_and_counted(monkeypatch: pytest.Monke
     kept = Kept()
     kept.gate.clear()
     tracer = tracer_to(kept)
-    begun = time.monotonic()
     for _ in range(3000):
         tracer.start("request", ()).end()
-    assert time.monotonic() - begun < 10.0, "nobody waits for the collector"
+    assert not kept.spans, "nobody waits for the collector"
     kept.gate.set()
-    tracer.close(20)
+    tracer.close(60)
     counts = tracer.counts()
     assert counts.exported == len(kept.spans)
     assert counts.exported + counts.lost == pytest.approx(3000, abs=512)  # a batch that is on its way out is counted early
@@ -233,7 +232,7 @@ def test_it_is_said_once_that_spans_are_lost_and_once_that_they_are_not(caplog: 
         kept.result = SpanExportResult.SUCCESS
         for _ in range(3):
             flush()
-    tracer.close(20)
+    tracer.close(60)
     assert [r.message.split(" spans ")[0].split(":")[0] for r in caplog.records] == [
         "spans for the collector at http",
         "the collector at http",
@@ -246,7 +245,6 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
     kept.gate.clear()
     tracer = tracer_to(kept)
     tracer.start("request", ()).end()
-    begun = time.monotonic()
     tracer.close(0.2)
-    assert time.monotonic() - begun < 10.0
+    assert not kept.spans, "it has not waited"
     kept.gate.set()
