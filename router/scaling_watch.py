@@ -31,7 +31,7 @@ POLL_S = 2.0
 _TIMEOUT_S = 1.0
 # A decision about thousands of workers has some hundred kilobytes.
 MAX_BYTES = 1 << 20
-# Intervals without a decision after which nobody is thought to decide any more: what the autoscaler's own --stale-after is if not told.
+# Intervals without a decision after which nobody is thought to decide any more, of an autoscaler that does not tell.
 STALE_INTERVALS = 4
 # Beyond what a poll may be late.
 _LEAST_STALE_S = 10.0
@@ -55,7 +55,8 @@ class SeenDecision:
         """Nobody decides any more."""
         if self.record is None:
             return False
-        return self.age_s(at) >= min(max(_LEAST_STALE_S, STALE_INTERVALS * self.record.interval_s), DECISION_TTL_S)
+        stale_s = self.record.stale_s if self.record.stale_s > 0 else STALE_INTERVALS * self.record.interval_s
+        return self.age_s(at) >= min(max(_LEAST_STALE_S, stale_s), DECISION_TTL_S)
 
 
 def heard(before: SeenDecision | None, text: bytes, now_s: float, at: float) -> SeenDecision | None:

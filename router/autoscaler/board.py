@@ -14,7 +14,7 @@ class DecisionBoard:
     """`stale_s`: age from which a decision is no answer. `clock` in seconds, does not go back."""
 
     def __init__(self, *, stale_s: float, max_listeners: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stale_s = stale_s
+        self.stale_s = stale_s
         self._max_listeners = max_listeners
         self._clock = clock
         self._record: ScalingRecord | None = None
@@ -36,12 +36,12 @@ class DecisionBoard:
     @property
     def fresh(self) -> bool:
         age_s = self.age_s
-        return age_s is not None and age_s < self._stale_s
+        return age_s is not None and age_s < self.stale_s
 
     def show(self, record: ScalingRecord, age_s: float) -> None:
         """What was decided so long ago. One that is older than what is shown changes nothing; but once that is too old, whatever is not is
         believed: Redis may have lost everything, and a leader that had seen nothing begun with small tokens again."""
-        if self._record is not None and record.order < self._record.order and (self.fresh or age_s >= self._stale_s):
+        if self._record is not None and record.order < self._record.order and (self.fresh or age_s >= self.stale_s):
             return
         if self._record is None or record.order != self._record.order:
             self._made_at = self._clock() - max(0.0, age_s)

@@ -285,6 +285,7 @@ class Controller:
             reason=decision.reason,
             limit=decision.limit or (self._too_many(look, replicas, pods) if any(each.more < 0 for each in asked.values()) else ""),
             memory=step.memory.to_json(),
+            stale_s=self._parts.board.stale_s,
         )
 
     def _too_many(self, look: Look, replicas: dict[str, int], pods: dict[str, int]) -> str:

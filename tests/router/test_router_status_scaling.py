@@ -96,11 +96,23 @@ def test_switches_of_earlier_decisions_are_still_under_way() -> None:
         assert known(read(record.to_json())).switches == {"d9": "prefill"}
 
 
-def test_nobody_decides_any_more_after_four_intervals() -> None:
-    for interval_s, stale_s in ((15.0, 60.0), (0.5, 10.0), (-1.0, 10.0), (3000.0, 3600.0)):
-        seen = known(read(dataclasses.replace(_DECISION, interval_s=interval_s, at_s=_NOW_S).to_json()))
-        assert not scaling_status(seen, stale_s - 0.1, []).stale
-        assert scaling_status(seen, stale_s, []).stale
+@pytest.mark.parametrize(
+    ("interval_s", "told_s", "stale_s"),
+    # Told nothing, four intervals; from ten seconds on, as a poll may be late; until Redis forgets it.
+    [
+        (15.0, 0.0, 60.0),
+        (0.5, 0.0, 10.0),
+        (-1.0, 0.0, 10.0),
+        (3000.0, 0.0, 3600.0),
+        (15.0, 300.0, 300.0),
+        (15.0, 30.0, 30.0),
+        (1.0, 2.0, 10.0),
+    ],
+)
+def test_nobody_decides_any_more_when_the_autoscaler_itself_would_not_answer(interval_s: float, told_s: float, stale_s: float) -> None:
+    seen = known(read(dataclasses.replace(_DECISION, interval_s=interval_s, at_s=_NOW_S, stale_s=told_s).to_json()))
+    assert not scaling_status(seen, stale_s - 0.1, []).stale
+    assert scaling_status(seen, stale_s, []).stale
 
 
 def test_an_old_decision_stays_old_whatever_the_clocks_say() -> None:

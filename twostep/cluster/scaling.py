@@ -49,6 +49,7 @@ class ScalingRecord:
     reason: str = ""
     limit: str = ""
     memory: Any = None  # of the policy, as JSON
+    stale_s: float = 0.0  # age from which its autoscaler answers nobody from it; 0: one that does not tell
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -66,8 +67,8 @@ class ScalingRecord:
                 raw[name] = {role: _count(raw[name][role]) for role in _ROLES}
             for name in ("asked", "asked_for"):
                 raw[name] = {role: _count(raw.get(name, {})[role]) for role in _ROLES if role in raw.get(name, {})}
-            for name in ("at_s", "interval_s"):
-                raw[name] = float(raw[name])
+            for name in ("at_s", "interval_s", "stale_s"):
+                raw[name] = float(raw.get(name, 0.0) if name == "stale_s" else raw[name])
                 if not math.isfinite(raw[name]):
                     raise ValueError(f"{name} is {raw[name]}")
             raw["token"], raw["number"] = int(raw["token"]), int(raw["number"])
