@@ -28,7 +28,7 @@ async def submit(client: AsyncOpenAI, content: bytes, endpoint: Any = CHAT, **op
     return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **options)
 
 
-async def ended(client: AsyncOpenAI, batch_id: str, timeout_s: float = 30.0) -> Batch:
+async def ended(client: AsyncOpenAI, batch_id: str, timeout_s: float = 120.0) -> Batch:
     give_up = time.monotonic() + timeout_s
     while True:
         batch = await client.batches.retrieve(batch_id)

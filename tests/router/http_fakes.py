@@ -23,17 +23,17 @@ def url(cluster: Cluster) -> str:
 
 @asynccontextmanager
 async def open_client(cluster: Cluster) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{url(cluster)}/v1", api_key="unused", max_retries=0, timeout=40) as client:
+    async with AsyncOpenAI(base_url=f"{url(cluster)}/v1", api_key="unused", max_retries=0, timeout=120) as client:
         yield client
 
 
 def blocking_client(cluster: Cluster) -> OpenAI:
-    return OpenAI(base_url=f"{url(cluster)}/v1", api_key="unused", max_retries=0, timeout=40)
+    return OpenAI(base_url=f"{url(cluster)}/v1", api_key="unused", max_retries=0, timeout=120)
 
 
 @asynccontextmanager
 async def open_http(cluster: Cluster) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(url(cluster), timeout=aiohttp.ClientTimeout(20)) as session:
+    async with aiohttp.ClientSession(url(cluster), timeout=aiohttp.ClientTimeout(120)) as session:
         yield session
 
 

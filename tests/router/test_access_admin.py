@@ -30,13 +30,20 @@ from twostep.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator is told so when Redis takes a second; here it is this process that may stand still for longer."""
+    monkeypatch.setattr("twostep.cluster.registration._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("router.access.control._READ_TIMEOUT_S", 60.0)
+
+
 @asynccontextmanager
 async def administered(cluster: Cluster, **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
     """With keys in Redis; the client shows the admin key."""
     async with cluster.serving(**{"api_keys": "redis", "admin_port": 0, **options}):
         base = f"http://127.0.0.1:{cluster.router.admin_port}"
         headers = {"Authorization": f"Bearer {admin_key(SECRET)}"}
-        async with aiohttp.ClientSession(base, headers=headers, timeout=aiohttp.ClientTimeout(20)) as http:
+        async with aiohttp.ClientSession(base, headers=headers, timeout=aiohttp.ClientTimeout(120)) as http:
             yield http
 
 
@@ -68,11 +75,13 @@ async def test_the_life_of_a_key(cluster: Cluster, caplog: pytest.LogCaptureFixt
     async with administered(cluster) as http, aiohttp.ClientSession(url(cluster)) as client:
 
         async def ask(told: str) -> int:
-            async with client.post(CHAT, json=chat(max_tokens=2), headers={"Authorization": f"Bearer {told}"}) as answer:
+            # Debts of a few minutes: they are still there when the limit has changed.
+            body = chat(max_tokens=200, ignore_eos=True)
+            async with client.post(CHAT, json=body, headers={"Authorization": f"Bearer {told}"}) as answer:
                 await answer.read()
                 return answer.status
 
-        wanted = {"name": "Ann's", "tenant": "acme", "tokens_per_minute": 1000, "expires": "2999-01-01T00:00:00Z"}
+        wanted = {"name": "Ann's", "tenant": "acme", "tokens_per_minute": 60, "expires": "2999-01-01T00:00:00Z"}
         status, made = await asked(http, "POST", "/admin/keys", wanted)
         assert status == 201
         told, key_id = made.pop("key"), made["id"]
@@ -81,7 +90,7 @@ async def test_the_life_of_a_key(cluster: Cluster, caplog: pytest.LogCaptureFixt
         assert await ask(told) == 200, "at once"
         status, listed = await asked(http, "GET", "/admin/keys")
         assert [each["id"] for each in listed["data"]] == [key_id]
-        assert listed["data"][0]["usage"]["tokens_this_day"] > 2
+        assert listed["data"][0]["usage"]["tokens_this_day"] > 200
         assert told not in json.dumps(listed)
         assert "hash" not in listed["data"][0]
         status, changed = await asked(http, "PATCH", f"/admin/keys/{key_id}", {"tokens_per_minute": 1, "name": "Bob's"})
@@ -204,17 +213,17 @@ def test_a_router_that_is_asked_to_drains_and_exits(bare_model_dir: Path, redis_
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/admin/drain", data=b"{}", headers={"Authorization": "Bearer an-admin-key-of-our-own"}
         )
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + 60
         while True:
             try:
-                with urllib.request.urlopen(request, timeout=5) as answer:
+                with urllib.request.urlopen(request, timeout=60) as answer:
                     assert answer.status == 202
                 break
             except urllib.error.URLError:
                 assert time.monotonic() < give_up
                 assert process.poll() is None, process.stderr and process.stderr.read()
                 time.sleep(0.1)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=60)
         assert process.returncode == 0, said
         assert "drained" in said
         assert "an-admin-key" not in said

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import aiohttp
 import pytest
@@ -74,7 +74,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(cluster: Cluster, mon
     monkeypatch.setattr("router.http.keys._BODY_S", 0.2)
     await served(cluster)
     async with cluster.serving(), raw(cluster, head(CHAT, 1000) + b'{"messages": ') as (reader, _):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             answer = await reader.readuntil(b"}}")
         status, _, body = answer.partition(b"\r\n\r\n")
         assert b" 408 " in status
@@ -90,18 +90,21 @@ async def test_idle_connections_make_room_for_new_ones(cluster: Cluster) -> None
         silent = [await stack.enter_async_context(raw(cluster, b"POST /v1/ch" if i % 2 else b"")) for i in range(12)]
         async with open_http(cluster) as http, http.post(CHAT, json=chat(max_tokens=2)) as answer:
             assert answer.status == 200
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for reader, _ in silent[:6]:
-                assert await reader.read() == b"", "closed"
+                # Half a head that nobody has read yet makes it a reset.
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b"", "closed"
         server = cluster.router._http
         assert server is not None
-        assert server._runner.server is not None
-        assert len([each for each in server._runner.server.connections if each.transport is not None]) <= 4
+        listening = server._runner.server
+        assert listening is not None
+        await until(lambda: len([each for each in listening.connections if each.transport is not None]) <= 4, "the others are closed too")
 
 
 async def test_when_all_connections_are_at_work_a_new_one_is_told_so(cluster: Cluster) -> None:
     await served(cluster)
-    cluster.workers[1].script.step_s = 0.05  # type: ignore[attr-defined]
+    cluster.workers[1].script.step_s = 600.0  # type: ignore[attr-defined]
     async with cluster.serving(max_connections=2), open_http(cluster) as http, AsyncExitStack() as stack:
         body = chat(max_tokens=500, ignore_eos=True, stream=True)
         streams = [await stack.enter_async_context(http.post(CHAT, json=body)) for _ in range(2)]
@@ -134,5 +137,6 @@ async def test_a_client_that_reads_nothing_is_cut_and_its_neighbours_are_not(clu
             await cluster.all_free()
         finally:
             stuck.close()
-        refused = cluster.router._inference._metrics.requests.labels("RESOURCE_EXHAUSTED", "", "standard")._value.get()
-        assert refused == 1
+        refused = cluster.router._inference._metrics.requests.labels("RESOURCE_EXHAUSTED", "", "standard")._value
+        await until(lambda: refused.get() > 0, "it is counted")
+        assert refused.get() == 1

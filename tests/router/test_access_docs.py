@@ -104,7 +104,7 @@ async def test_a_batch_goes_as_printed(cluster: Cluster, tmp_path: Path, monkeyp
         known: dict[str, Any] = {}
 
         await asyncio.to_thread(exec, "\n".join(begin), known)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while known["batch"].status not in ENDED:
                 await asyncio.to_thread(exec, begin[-1], known)
         await asyncio.to_thread(exec, last, known)

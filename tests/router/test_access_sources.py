@@ -16,6 +16,13 @@ from twostep.api_key_file import put_in_file, read_file, remove_from_file
 from twostep.api_keys import BadKey, Key, make_key
 from twostep.errors import InvalidRequest
 
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis is given up after a second; here it is this process that may stand still for longer."""
+    monkeypatch.setattr("twostep.cluster.registration._TIMEOUT_S", 60.0)
+
+
 # ---- a file -----------------------------------------------------------------------------------------------------------------
 
 
@@ -54,7 +61,9 @@ def test_a_broken_file_names_its_line_and_no_secret(tmp_path: Path) -> None:
         remove_from_file(tmp_path / "none", "x")
 
 
-def test_writers_of_a_file_take_turns(tmp_path: Path) -> None:
+def test_writers_of_a_file_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As long as all the others may take on a slow disk.
+    monkeypatch.setattr("twostep.api_key_file._LOCK_S", 60.0)
     path = tmp_path / "keys"
     threads = [threading.Thread(target=put_in_file, args=(path, make_key()[1])) for _ in range(20)]
     for thread in threads:
