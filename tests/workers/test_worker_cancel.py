@@ -6,16 +6,32 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
-from worker_harness import BLOCK, WAIT_S, Answer, Pair, RouterDouble, expected, make_runner, prompt_of, read_to_end, routed, started
+from worker_harness import (
+    BLOCK,
+    WAIT_S,
+    Answer,
+    HeldRunner,
+    LateClock,
+    Pair,
+    RouterDouble,
+    expected,
+    prompt_of,
+    read_to_end,
+    routed,
+    started,
+)
 
 from decode_worker.sequences import SequencesConfig
 from kv_transfer.ticket import Ticket
+from prefill_worker.hand_over import HandOvers
+from prefill_worker.job import Job
+from prefill_worker.service import KvService
 from twostep.errors import DataLoss
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
 
@@ -25,20 +41,34 @@ ABORTED = kv_pb2.AcknowledgeRequest.OUTCOME_ABORTED
 PROGRESS = kv_pb2.AcknowledgeRequest.OUTCOME_PROGRESS
 
 
+@dataclass
+class Held:
+    """Two workers that take only the steps that they may. Prefill takes 8 of them for the prompt."""
+
+    pair: Pair
+    router: RouterDouble
+    prefill: HeldRunner
+    decode: HeldRunner
+
+    def let_go(self) -> None:
+        self.prefill.let_go()
+        self.decode.let_go()
+
+    @property
+    def hand_overs(self) -> HandOvers:
+        edge: Any = self.pair.prefill_worker.edge
+        return cast(HandOvers, edge._hand_overs)
+
+
 @asynccontextmanager
-async def slow_pair(redis_url: str, **options: Any) -> AsyncIterator[tuple[Pair, RouterDouble]]:
-    """Prefill takes 8 steps of 30 ms, decoding 200 of 5 ms: time to end a request in the middle of anything."""
+async def held_pair(redis_url: str, **options: Any) -> AsyncIterator[Held]:
+    prefill, decode = HeldRunner(), HeldRunner()
+    prefill_options = {"max_num_batched_tokens": 8, "max_num_seqs": 8, "chunk_bytes": 1} | options.pop("prefill_options", {})
     async with (
-        started(
-            redis_url,
-            prefill_runner=make_runner(step_s=0.03),
-            decode_runner=make_runner(step_s=0.005),
-            prefill_options={"max_num_batched_tokens": 8, "max_num_seqs": 8, "chunk_bytes": 1} | options.pop("prefill_options", {}),
-            **options,
-        ) as pair,
+        started(redis_url, prefill_runner=prefill, decode_runner=decode, prefill_options=prefill_options, **options) as pair,
         routed(pair) as router,
     ):
-        yield pair, router
+        yield Held(pair, router, prefill, decode)
 
 
 async def begin(router: RouterDouble, request_id: str = "r") -> tuple[Any, kv_pb2.Ticket]:
@@ -57,8 +87,8 @@ async def until_event(router: RouterDouble, kind: str, request_id: str = "r") ->
             return event
 
 
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 15.0) -> None:
-    give_up = time.monotonic() + within_s
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    give_up = time.monotonic() + WAIT_S
     while not await condition():
         assert time.monotonic() < give_up, "it did not happen"
         await asyncio.sleep(0.01)
@@ -71,28 +101,33 @@ async def acknowledge(pair: Pair, ticket: kv_pb2.Ticket, outcome: kv_pb2.Acknowl
 
 @pytest.mark.parametrize("phase", ["reserved", "queued", "prefilling", "first token", "decoding"])
 async def test_a_cancel_frees_both_sides(redis_url: str, phase: str) -> None:
-    async with slow_pair(redis_url) as (pair, router):
+    async with held_pair(redis_url) as h:
         if phase == "reserved":
-            await router.reserve("r", PROMPT, 200)
-            assert await router.cancel("r")
+            await h.router.reserve("r", PROMPT, 200)
+            assert await h.router.cancel("r")
         else:
-            ahead = router.run("ahead", PROMPT, 5) if phase == "queued" else None
-            call, _ = await begin(router)
+            ahead = h.router.run("ahead", prompt_of(60, seed=50), 5) if phase == "queued" else None
+            if ahead is not None:
+                assert (await ahead.read()).WhichOneof("event") == "accepted"
+            call, _ = await begin(h.router)
             if phase == "prefilling":
-                await until(lambda: _published(pair))
+                h.prefill.allow(2)
+                await until(lambda: _published(h.pair))
             elif phase in ("first token", "decoding"):
+                h.prefill.let_go()
                 assert (await call.read()).WhichOneof("event") == "first_token"
             if phase == "decoding":
-                await until_event(router, "token")
-            assert await router.cancel("r")
+                h.decode.allow(3)
+                await until_event(h.router, "token")
+            assert await h.router.cancel("r")
             call.cancel()
             if ahead is not None:
                 ahead.cancel()
-        assert not await router.cancel("r")
-        await pair.settled()
-        count = router.inbox("r").qsize()
-        await asyncio.sleep(0.1)
-        assert router.inbox("r").qsize() == count, "nothing is told of a cancelled attempt"
+        assert not await h.router.cancel("r")
+        h.let_go()
+        await h.pair.settled()
+        await h.router.hears_no_more_of("r")
+        await h.pair.settled()
 
 
 async def _published(pair: Pair) -> bool:
@@ -100,66 +135,127 @@ async def _published(pair: Pair) -> bool:
 
 
 async def test_the_end_of_run_alone_fails_the_decode_side_retryably(redis_url: str) -> None:
-    async with slow_pair(redis_url) as (pair, router):
-        call, _ = await begin(router)
+    async with held_pair(redis_url) as h:
+        call, _ = await begin(h.router)
         call.cancel()
-        failed = (await until_event(router, "failed")).failed
+        failed = (await until_event(h.router, "failed")).failed
         assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
-        await pair.settled()
+        h.let_go()
+        await h.pair.settled()
 
 
 async def test_a_decode_cancel_alone_ends_run_with_aborted(redis_url: str) -> None:
-    async with slow_pair(redis_url) as (pair, router):
-        call, _ = await begin(router)
+    async with held_pair(redis_url) as h:
+        call, _ = await begin(h.router)
+        h.prefill.let_go()
         assert (await call.read()).WhichOneof("event") == "first_token"
-        await router.cancel("r")
+        await h.router.cancel("r")
         done = (await call.read()).done
         assert done.state in (kv_pb2.LEASE_STATE_ABORTED, kv_pb2.LEASE_STATE_RELEASED)
-        await pair.settled()
+        h.let_go()
+        await h.pair.settled()
 
 
 async def test_a_deadline_frees_everything(redis_url: str) -> None:
-    async with slow_pair(redis_url) as (pair, router):
-        call = pair.prefill.Run(prefill_pb2.PrefillRequest(**router._request("r", PROMPT, 20)), timeout=0.1)
-        assert (await call.read()).WhichOneof("event") == "accepted"
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await pair.settled()
+    async with held_pair(redis_url) as h:
+        # A short one may pass before the call has got there.
+        for attempt, timeout_s in enumerate((0.2, 2.0, 20.0), 1):
+            request = prefill_pb2.PrefillRequest(**h.router._request("r", PROMPT, 20, attempt=attempt))
+            call = h.pair.prefill.Run(request, timeout=timeout_s)
+            events: list[str | None] = []
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await _read_into(events, call)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if events:
+                assert events == ["accepted"]
+                break
+        else:
+            pytest.fail("no call was accepted within its time")
+        h.let_go()
+        await h.pair.settled()
 
 
-async def test_a_lease_nobody_attaches_to_expires(redis_url: str) -> None:
+async def _read_into(events: list[str | None], call: Any) -> None:
+    while True:
+        events.append((await call.read()).WhichOneof("event"))
+
+
+async def test_a_lease_nobody_attaches_to_expires(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the decode worker died."""
-    async with slow_pair(redis_url, prefill_options={"lease_ttl": 0.6}) as (pair, router):
-        call = router.run("r", PROMPT, 20)
+    clock = LateClock()
+    monkeypatch.setattr("prefill_worker.hand_over.time", clock)
+    async with held_pair(redis_url, prefill_options={"lease_ttl": 30.0}) as h:
+        h.let_go()
+        call = h.router.run("r", PROMPT, 20)
         assert (await call.read()).WhichOneof("event") == "accepted"
         assert (await call.read()).WhichOneof("event") == "first_token"
+        clock.late_s = 31.0
         assert (await asyncio.wait_for(call.read(), WAIT_S)).done.state == kv_pb2.LEASE_STATE_EXPIRED
-        await pair.settled()
+        await h.pair.settled()
 
 
-async def test_a_decode_worker_that_dies_while_watching_lets_the_lease_expire(redis_url: str) -> None:
-    async with slow_pair(redis_url, prefill_options={"lease_ttl": 0.6}) as (pair, router):
-        call = router.run("r", PROMPT, 20)
+async def test_a_decode_worker_that_dies_while_watching_lets_the_lease_expire(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ended, watch_of = LateClock(), asyncio.Event(), KvService.Watch
+
+    async def watched(self: KvService, request: Any, context: Any) -> AsyncIterator[kv_pb2.WatchEvent]:
+        try:
+            async for event in watch_of(self, request, context):
+                yield event
+        finally:
+            ended.set()
+
+    monkeypatch.setattr("prefill_worker.hand_over.time", clock)
+    monkeypatch.setattr(KvService, "Watch", watched)
+    async with held_pair(redis_url, prefill_options={"lease_ttl": 30.0}) as h:
+        call = h.router.run("r", PROMPT, 20)
         ticket = (await call.read()).accepted.ticket
-        watch = pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket))
+        watch: Any = h.pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket))
         assert (await watch.read()).WhichOneof("event") == "manifest"
         watch.cancel()
+        await asyncio.wait_for(ended.wait(), WAIT_S)
+        h.let_go()
         assert (await call.read()).WhichOneof("event") == "first_token"
+
+        async def all_published() -> bool:
+            return h.hand_overs._by_seq["r/1"].lease.num_chunks is not None
+
+        await until(all_published)
+        clock.late_s = 31.0
         assert (await asyncio.wait_for(call.read(), WAIT_S)).done.state == kv_pb2.LEASE_STATE_EXPIRED
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
-            await pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket)).read()
-        await pair.settled()
+            await h.pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket)).read()
+        await h.pair.settled()
 
 
-async def test_a_watch_renews_a_lease_that_is_queued_longer_than_its_ttl(redis_url: str) -> None:
-    async with slow_pair(redis_url, prefill_options={"lease_ttl": 0.2}) as (pair, router):
-        ahead = [router.run(f"ahead{i}", prompt_of(60, seed=50 + i), 2) for i in range(2)]
-        answer = await router.generate("r", PROMPT, 3)
-        assert answer.tokens == expected(PROMPT, 3)
-        for call in ahead:
-            call.cancel()
-        await pair.settled()
+async def test_a_watch_renews_a_lease_that_is_queued_longer_than_its_ttl(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, wait_change = LateClock(frozen=True), Job.wait_change
+
+    async def soon(self: Job, timeout_s: float | None = None) -> None:
+        await wait_change(self, None if timeout_s is None else 0.02)
+
+    monkeypatch.setattr("prefill_worker.hand_over.time", clock)
+    monkeypatch.setattr(Job, "wait_change", soon)
+    async with held_pair(redis_url, prefill_options={"lease_ttl": 10.0}) as h:
+        ahead = h.router.run("ahead", prompt_of(60, seed=50), 2)
+        assert (await ahead.read()).WhichOneof("event") == "accepted"
+        call, _ = await begin(h.router)
+
+        async def renewed() -> bool:
+            return h.hand_overs._by_seq["r/1"].lease.deadline >= clock.monotonic() + 10.0
+
+        for _ in range(5):
+            await until(renewed)
+            clock.late_s += 8.0
+        # One that nobody watches does end.
+        with pytest.raises(grpc.aio.AioRpcError, match="no progress"):
+            await ahead.read()
+        await until(renewed)
+        h.let_go()
+        answer = Answer()
+        await h.router.collect("r", answer)
+        assert answer.tokens == expected(PROMPT, 200)[1:]
+        call.cancel()
+        await h.pair.settled()
 
 
 async def test_a_reservation_nobody_attaches_to_is_dropped(redis_url: str) -> None:
@@ -173,41 +269,60 @@ async def test_a_reservation_nobody_attaches_to_is_dropped(redis_url: str) -> No
             await router.attach("r", kv_pb2.Ticket(request_id="r", attempt=1))
 
 
-async def test_orphans_of_a_router_that_is_gone_are_dropped_after_the_lease(redis_url: str) -> None:
-    limits = SequencesConfig(router_lease_s=2.0)
-    async with started(redis_url, decode_runner=make_runner(step_s=0.02), limits=limits) as pair, routed(pair) as router:
-        await router.reserve("r", PROMPT, 400)
-        call = router.run("r", PROMPT, 400)
-        await router.attach("r", (await call.read()).accepted.ticket)
-        await until_event(router, "token")
-        await router.close()
-        assert (await pair.both())[1].num_sequences == 1, "within the lease they go on"
+async def test_orphans_of_a_router_that_is_gone_are_dropped_after_the_lease(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LateClock()
+    monkeypatch.setattr("decode_worker.sequences.time", clock)
+    async with held_pair(redis_url, limits=SequencesConfig(router_lease_s=100.0)) as h:
+        call, _ = await begin(h.router)
+        h.prefill.let_go()
+        h.decode.allow(2)
+        await until_event(h.router, "token")
+        await h.router.close()
+        h.decode.allow(3)
+
+        async def goes_on() -> bool:
+            stats = (await h.pair.both())[1]
+            assert stats.num_sequences == 1, "within the lease they go on"
+            return stats.num_streams == 0 and stats.steps == 6
+
+        await until(goes_on)
         call.cancel()
-        await pair.settled()
-        assert (await pair.both())[1].steps < 400, "it was not decoded to its end"
+        # It takes no step meanwhile: it cannot come to its own end.
+        clock.late_s = 101.0
+        await until(lambda: _no_sequences(h.pair))
+        h.let_go()
+        await h.pair.settled()
+
+
+async def _no_sequences(pair: Pair) -> bool:
+    return (await pair.both())[1].num_sequences == 0
 
 
 async def test_another_stream_of_the_router_takes_over_and_gets_what_is_buffered(redis_url: str) -> None:
-    async with slow_pair(redis_url) as (pair, router):
-        _call, _ = await begin(router)
-        await until_event(router, "token")
-        old = router._call
-        # What still comes on the old stream from here on comes on the new one too.
-        before = [e.token.position for m in router.messages for e in m.events if e.HasField("token")]
-        again = RouterDouble(pair, router.router_id)
-        await again.open(at("r", 1 + before[-1]))
-        await asyncio.wait([router._reader])
+    async with held_pair(redis_url) as h:
+        _call, _ = await begin(h.router)
+        h.prefill.let_go()
+        h.decode.allow(5)
+        before = [(await until_event(h.router, "token")).token.position for _ in range(5)]
+        assert before == [1, 2, 3, 4, 5]
+        old = h.router._call
+        # What came on the old stream and did not get to be used comes on the new one too.
+        again = RouterDouble(h.pair, h.router.router_id)
+        await again.open(at("r", 3, committed=True))
+        assert h.router._reader is not None
+        await asyncio.wait([h.router._reader])
         assert await old.code() is grpc.StatusCode.CANCELLED
         assert "took over" in await old.details()
+        h.let_go()
         answer = Answer()
         await again.collect("r", answer)
-        assert before + answer.positions == list(range(1, 200))
+        assert answer.positions == list(range(3, 200))
         await again.close()
-        await pair.settled()
+        await h.pair.settled()
 
 
 async def test_tokens_before_the_stream_is_up_are_kept(redis_url: str) -> None:
-    async with started(redis_url) as pair:
+    async with started(redis_url, limits=SequencesConfig(router_lease_s=10 * WAIT_S)) as pair:
         router = RouterDouble(pair)
         call, ticket = await _reserve_run(router)
         await router.attach("r", ticket)
@@ -239,9 +354,11 @@ async def _released(pair: Pair) -> bool:
 
 
 async def test_a_router_that_does_not_read_is_cut_and_others_go_on(redis_url: str) -> None:
-    limits = SequencesConfig(max_buffered_events=50, router_lease_s=5)
+    # More than the other router's answer has, however late its stream is served. Histories stay for who comes back.
+    limits = SequencesConfig(max_buffered_events=200, router_lease_s=10 * WAIT_S)
+    runner = HeldRunner(num_blocks=2048)
     async with (
-        started(redis_url, limits=limits, decode_runner=make_runner(step_s=0.002, num_blocks=2048)) as pair,
+        started(redis_url, limits=limits, decode_runner=runner) as pair,
         routed(pair, "good") as good,
         grpc.aio.insecure_channel(pair.decode_worker.address, options=[("grpc.http2.bdp_probe", 0)]) as channel,
     ):
@@ -256,6 +373,8 @@ async def test_a_router_that_does_not_read_is_cut_and_others_go_on(redis_url: st
             call = slow.run(f"s{i}", prompt, 400, logprobs=20)
             await slow.attach(f"s{i}", (await call.read()).accepted.ticket)
             calls.append(call)
+        # The first of them is not cut before the last one is there.
+        runner.let_go()
         answer = await good.generate("g", prompt_of(30, seed=9), 100)
         assert answer.tokens == expected(prompt_of(30, seed=9), 100)
         await until(lambda: _released(pair))
@@ -272,37 +391,39 @@ async def test_a_router_that_does_not_read_is_cut_and_others_go_on(redis_url: st
 
 
 async def test_repeated_calls_change_nothing(redis_url: str) -> None:
-    async with slow_pair(redis_url) as (pair, router):
-        call, ticket = await begin(router)
-        await router.attach("r", ticket)
-        assert await acknowledge(pair, ticket, PROGRESS) in ("LEASE_STATE_RESERVED", "LEASE_STATE_PUBLISHING")
+    async with held_pair(redis_url) as h:
+        call, ticket = await begin(h.router)
+        await h.router.attach("r", ticket)
+        assert await acknowledge(h.pair, ticket, PROGRESS) in ("LEASE_STATE_RESERVED", "LEASE_STATE_PUBLISHING")
         with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
-            await acknowledge(pair, ticket, COMMITTED)  # nothing is complete yet
+            await acknowledge(h.pair, ticket, COMMITTED)  # nothing is complete yet
+        h.let_go()
         answer = Answer()
-        await router.collect("r", answer)
-        for outcome in (COMMITTED, ABORTED, PROGRESS, COMMITTED):
-            assert await acknowledge(pair, ticket, outcome) == "LEASE_STATE_RELEASED"
-        assert answer.positions == list(range(1, 200))
+        await h.router.collect("r", answer)
         events = [await call.read() for _ in range(2)]
         assert [e.WhichOneof("event") for e in events] == ["first_token", "done"]
-        assert not await router.cancel("r")
-        await pair.settled()
+        for outcome in (COMMITTED, ABORTED, PROGRESS, COMMITTED):
+            assert await acknowledge(h.pair, ticket, outcome) == "LEASE_STATE_RELEASED"
+        assert answer.positions == list(range(1, 200))
+        assert not await h.router.cancel("r")
+        await h.pair.settled()
 
 
 async def test_an_aborted_lease_stays_aborted(redis_url: str) -> None:
-    async with slow_pair(redis_url) as (pair, router):
-        call = router.run("r", PROMPT, 20)
+    async with held_pair(redis_url) as h:
+        call = h.router.run("r", PROMPT, 20)
         ticket = (await call.read()).accepted.ticket
-        assert await acknowledge(pair, ticket, ABORTED) == "LEASE_STATE_ABORTED"
-        await pair.settled()
-        assert await acknowledge(pair, ticket, COMMITTED) == "LEASE_STATE_ABORTED"
+        assert await acknowledge(h.pair, ticket, ABORTED) == "LEASE_STATE_ABORTED"
+        h.let_go()
+        await h.pair.settled()
+        assert await acknowledge(h.pair, ticket, COMMITTED) == "LEASE_STATE_ABORTED"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_tickets_that_do_not_verify(redis_url: str) -> None:
-    async with slow_pair(redis_url) as (pair, router):
+    async with started(redis_url) as pair, routed(pair) as router:
         await router.reserve("r", PROMPT, 20)
         call = router.run("r", PROMPT, 20)
         ticket = (await call.read()).accepted.ticket
@@ -395,27 +516,30 @@ async def test_a_late_fetch_never_writes_into_blocks_of_others(redis_url: str, m
     """Cancel returns only once the fetch that was writing has ended; until then its blocks are nobody else's."""
     async with started(redis_url) as pair, routed(pair) as router:
         transport = pair.decode_worker.edge._transports.get("local")  # type: ignore[attr-defined]
-        fetch, entered, ended = transport.fetch, asyncio.Event(), asyncio.Event()
+        fetch = transport.fetch
+        entered, cancelled, may_end, ended = (asyncio.Event() for _ in range(4))
 
         async def stubborn(*args: Any, **options: Any) -> None:
             entered.set()
             try:
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
             except asyncio.CancelledError:
-                await asyncio.sleep(0.3)  # as a thread that must finish its copy
+                cancelled.set()
+                await may_end.wait()  # as a thread that must finish its copy
                 await fetch(*args, **options)
                 ended.set()
                 raise
 
         monkeypatch.setattr(transport, "fetch", stubborn)
         call, _ = await begin(router)
-        await entered.wait()
+        await asyncio.wait_for(entered.wait(), WAIT_S)
         reserved = (await pair.both())[1]
         cancel = asyncio.create_task(router.cancel("r"))
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(cancelled.wait(), WAIT_S)
         still = (await pair.both())[1]
         assert (still.num_free_blocks, still.num_sequences) == (reserved.num_free_blocks, 1)
-        assert not ended.is_set()
+        assert not cancel.done()
+        may_end.set()
         assert await cancel
         assert ended.is_set()
         call.cancel()

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from decode_worker.sequences import SequencesConfig
 from kv_transfer.local import LocalHub, LocalTransport
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
+from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.local.ports import free_ports
 from twostep.rpc.channel import open_channel
@@ -56,7 +58,7 @@ class RedisServer:
             [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory)],
             stdout=subprocess.DEVNULL,
         )
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + WAIT_S
         while time.monotonic() < give_up and self._process.poll() is None:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -71,8 +73,53 @@ class RedisServer:
             self._process = None
 
 
+RUNNER: dict[str, Any] = {"num_blocks": 256, "block_size": BLOCK, "vocab_size": VOCAB, "max_model_len": 512}
+
+
 def make_runner(**options: Any) -> FakeRunner:
-    return FakeRunner(**{"num_blocks": 256, "block_size": BLOCK, "vocab_size": VOCAB, "max_model_len": 512} | options)
+    return FakeRunner(**RUNNER | options)
+
+
+class HeldRunner(FakeRunner):
+    """Ends no step that a test has not allowed: what is in the middle of something stays there for as long as the test takes to look. A
+    step that is held has been planned, so its sequences run, and what is cancelled meanwhile is free once the step has ended. The next
+    `failures` steps that end do so with an error."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**RUNNER | options)
+        self.failures = 0
+        self._held = True
+        self._allowed = threading.Semaphore(0)
+
+    def allow(self, num_steps: int) -> None:
+        self._allowed.release(num_steps)
+
+    def let_go(self) -> None:
+        """Steps end by themselves from now on."""
+        self._held = False
+        self._allowed.release()
+
+    def run(self, batch: Batch) -> Sampled:
+        assert not self._held or self._allowed.acquire(timeout=2 * WAIT_S), "the test never let the step go"
+        if self.failures > 0:
+            self.failures -= 1
+            raise RuntimeError("the device is on fire")
+        return super().run(batch)
+
+
+class LateClock:
+    """Stands for the module `time` in another one: the real time, or with `frozen` that of now, and so much later as a test says. What a
+    lease of half a minute does once it is over is seen at once, and no pause of the machine ends one before."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        self.late_s = 0.0
+        self._frozen_at = time.monotonic() if frozen else None
+
+    def monotonic(self) -> float:
+        return (time.monotonic() if self._frozen_at is None else self._frozen_at) + self.late_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
 
 
 def make_model(
@@ -194,7 +241,7 @@ class RouterDouble:
     def run(self, request_id: str, prompt: Sequence[int], max_tokens: int, *, cached: int = 0, **options: Any) -> Any:
         return self.pair.prefill.Run(
             prefill_pb2.PrefillRequest(num_decode_cached_tokens=cached, **self._request(request_id, prompt, max_tokens, **options)),
-            timeout=60,
+            timeout=WAIT_S,
         )
 
     async def attach(self, request_id: str, ticket: kv_pb2.Ticket, attempt: int = 1) -> None:
@@ -254,6 +301,14 @@ class RouterDouble:
                 answer.positions.append(token.position)
                 if token.finish_reason:
                     return
+
+    async def hears_no_more_of(self, request_id: str) -> None:
+        """What was sent of it so far may still be on its way; behind another request's events, on the same stream, there is none of it."""
+        other = f"behind-{request_id}"
+        assert (await self.generate_here(other, prompt_of(9, seed=77), 20)).failed is None
+        events = [event for message in self.messages for event in message.events]
+        first = next(i for i, event in enumerate(events) if event.request_id == other)
+        assert not [event for event in events[first:] if event.request_id == request_id], f"{request_id} is over, and is told of"
 
     @staticmethod
     def _request(
@@ -352,6 +407,9 @@ async def started(
                 decode_runner=runners[1],
             )
     finally:
+        for runner in runners:
+            if isinstance(runner, HeldRunner):
+                runner.let_go()
         # A test may have stopped either.
         for worker in (decode, prefill):
             if not worker.record().draining:
