@@ -6,7 +6,15 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from service_harness import RedisServer, Writer, client
+from service_harness import WAIT_S, RedisServer, Writer, client, patient
+
+
+@pytest.fixture(autouse=True)
+def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that a busy machine holds up for a second is not given up: tests have clocks and leases of their own, by which nobody comes
+    again for an hour. A server that is killed fails at once all the same."""
+    monkeypatch.setattr("router.autoscaler.server.connect", patient)
+    monkeypatch.setattr("router.autoscaler.collect._TIMEOUT_S", WAIT_S)
 
 
 @pytest.fixture

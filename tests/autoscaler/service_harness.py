@@ -17,12 +17,13 @@ import grpc
 import grpc.aio
 import redis
 import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from router.autoscaler.config import AutoscalerConfig
 from router.autoscaler.server import Autoscaler
 from twostep.cluster.demand import WINDOW_S, DemandTotals, demand_key, window_of
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, worker_key
-from twostep.cluster.registration import connect
 from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
 from twostep.prefix import secret_check
 from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
@@ -212,12 +213,14 @@ async def keda(port: int, tls: TlsFiles = PLAINTEXT) -> AsyncIterator[Keda]:
 
 
 def config(url: str, directory: Path, **options: Any) -> AutoscalerConfig:
+    """Decisions count and leases last until a test says otherwise, however long its process is held up."""
     secret = directory / "secret"
     if not secret.exists():
         secret.write_bytes(SECRET)
     made = AutoscalerConfig(
         redis_url=url, secret_file=secret, host="127.0.0.1", external_scaler_port=0, metrics_port=-1, health_port=-1, kubernetes_api=""
     )
+    made = replace(made, leader_lease=3600.0, stale_after=10_000)
     return replace(made, **options)
 
 
@@ -231,9 +234,14 @@ async def running(settings: AutoscalerConfig, clock: Clock | None = None, *, loo
         await autoscaler.drain(0.0)
 
 
+def patient(url: str) -> redis.asyncio.Redis:
+    """One that waits for a Redis server that is held up: the product's own gives up after a second, and tries again at its own pace."""
+    return redis.asyncio.Redis.from_url(url, socket_timeout=WAIT_S, socket_connect_timeout=WAIT_S, retry=Retry(NoBackoff(), 0))
+
+
 @asynccontextmanager
 async def client(url: str) -> AsyncIterator[redis.asyncio.Redis]:
-    made = connect(url)
+    made = patient(url)
     try:
         yield made
     finally:

@@ -179,7 +179,9 @@ async def test_keda_is_told_what_the_budget_leaves_and_the_answer_says_so(
     clock = Clock()
     await writer.workers(*(worker(f"p{number}", "prefill") for number in range(11)), worker("d", "decode"))
     await writer.load(clock.now_s, Load(requests=1))
-    one = Autoscaler(config(redis_server.url, tmp_path, interval=60.0, max_cost=13.0, prefill=Pool(max_workers=20)), clock=clock)
+    one = Autoscaler(
+        config(redis_server.url, tmp_path, interval=60.0, max_cost=13.0, prefill=Pool(max_workers=20)), clock=clock, look_again_s=0.05
+    )
 
     def one_more(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
         return Step(decision=Decision(prefill=12, decode=1, replicas={"prefill": 12, "decode": 1}), memory=memory)
@@ -207,7 +209,7 @@ async def test_pods_that_an_hpa_makes_beyond_the_wish_are_paid_for_before_they_c
     await writer.load(clock.now_s, Load(requests=1))
     pools = Pool(max_workers=20, cold_start=60.0)
     settings = config(redis_server.url, tmp_path, interval=60.0, leader_lease=3600.0, max_cost=18.0, prefill=pools, decode=pools)
-    one = Autoscaler(settings, clock=clock)
+    one = Autoscaler(settings, clock=clock, look_again_s=0.05)
 
     def grow(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
         prefill, decode = wishes[0]

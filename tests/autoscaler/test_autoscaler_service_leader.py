@@ -4,6 +4,7 @@ too old is none."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from router.autoscaler.memory import Memory
 from router.autoscaler.model import Observation, PolicyConfig
 from router.autoscaler.policy import Step, decide
 from router.autoscaler.server import Autoscaler
+from twostep.cluster.records import WorkerRecord
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY, ScalingRecord
 
 
@@ -164,6 +166,7 @@ async def test_any_replica_answers_and_another_goes_on_from_the_memory(redis_ser
         await writer.load(clock.now_s, Load(requests=30, prompt_tokens=1500))
         await writer.redis.delete(LEASE_KEY)  # as at its end
         assert await two.lease.renew()
+        two.controller.wake()
         await eventually(lambda: led_by(two, "two"), "a decision of the other one")
         after, seen = two.board.answer(), two.controller.observation
         assert after.token > before.token
@@ -191,30 +194,41 @@ async def test_a_leader_that_is_told_to_stop_hands_over_at_once(redis_server: Re
         await eventually(lambda: two.lease.held, "the one that is left")
 
 
-async def test_redis_away_and_back(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
-    """The last decision is answered until it is too old; then the answer is UNAVAILABLE, until Redis is back."""
-    clock = Clock()
+async def test_redis_away_and_back(
+    redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The last decision is answered until it is too old; then the answer is UNAVAILABLE, until Redis is back. How old it is, and how long
+    the lease lasts, goes by a clock of the test."""
+    clock, watch = Clock(), Stopwatch()
     await writer.workers(worker("p", "prefill"), worker("d", "decode"))
     await writer.load(clock.now_s, Load(requests=1))
-    settings = settings_of(redis_server, tmp_path, "one", stale_after=30)
-    async with running(settings, clock) as one, keda(one.port) as asked:
-        await eventually(lambda: one.board.fresh, "a decision")
-        value = await asked.value("decode")
-        redis_server.kill()
-        assert await asked.refusal("decode") is grpc.StatusCode.OK or not one.board.fresh, "not too old yet"
-        await eventually(lambda: not one.board.fresh, "its end")
-        assert await asked.refusal("decode") is grpc.StatusCode.UNAVAILABLE
-        assert not one.lease.held
-        assert one._alive(), "a restart would not help"
-        redis_server.start()
-        async with client(redis_server.url) as connection:
-            await connection.flushall()
-            again = Writer(connection)
-            await again.workers(worker("p", "prefill"), worker("d", "decode"))
-            await again.load(clock.now_s, Load(requests=1))
-            await eventually(lambda: one.board.fresh, "another decision")
-        assert await asked.value("decode") == value
-        assert one.board.answer().token > 1, "a new lease"
+    one = Autoscaler(settings_of(redis_server, tmp_path, "one", stale_after=30), clock=clock, look_again_s=0.05)
+    monkeypatch.setattr(one.board, "_clock", watch)
+    monkeypatch.setattr(one.lease, "_clock", watch)
+    await one.start()
+    try:
+        async with keda(one.port) as asked:
+            await eventually(lambda: one.board.fresh, "a decision")
+            value = await asked.value("decode")
+            redis_server.kill()
+            await eventually(lambda: not one.lease.reachable, "a renewal in vain")
+            watch.now_s += 2.9
+            assert await asked.value("decode") == value, "not too old yet"
+            watch.now_s += 0.2
+            assert await asked.refusal("decode") is grpc.StatusCode.UNAVAILABLE
+            assert not one.lease.held
+            assert one._alive(), "a restart would not help"
+            redis_server.start()
+            async with client(redis_server.url) as connection:
+                await connection.flushall()
+                again = Writer(connection)
+                await again.workers(worker("p", "prefill"), worker("d", "decode"))
+                await again.load(clock.now_s, Load(requests=1))
+                await eventually(lambda: one.board.fresh, "another decision")
+            assert await asked.value("decode") == value
+            assert one.board.answer().token > 1, "a new lease"
+    finally:
+        await one.drain(0.0)
 
 
 async def test_what_nobody_knows_is_not_taken_for_nothing_to_do(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
@@ -233,21 +247,32 @@ async def test_what_nobody_knows_is_not_taken_for_nothing_to_do(redis_server: Re
         assert one.lease.held
 
 
-async def test_workers_that_were_there_a_moment_ago_are_looked_for_again(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
-    """Redis came back empty, and their next heartbeats fill it."""
+async def test_workers_that_were_there_a_moment_ago_are_looked_for_again(
+    redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis came back empty, and their next heartbeats fill it: just before the second look."""
     clock = Clock()
     both = (worker("p", "prefill"), worker("d", "decode"))
+    beats: list[tuple[WorkerRecord, ...]] = []
     await writer.workers(*both)
     await writer.load(clock.now_s, Load(requests=1))
-    async with running(settings_of(redis_server, tmp_path, "one", interval=60.0, leader_lease=3600.0), clock, look_again_s=2.0) as one:
+    async with running(settings_of(redis_server, tmp_path, "one", interval=60.0, leader_lease=3600.0), clock, look_again_s=0.001) as one:
         await eventually(lambda: one.board.record is not None, "a decision")
+        fetch = one.controller._parts.collector._fetch
+
+        async def after_a_beat(names: Sequence[str]) -> dict[str, WorkerRecord]:
+            if names and beats:
+                await writer.workers(*beats.pop())
+            return await fetch(names)
+
+        monkeypatch.setattr(one.controller._parts.collector, "_fetch", after_a_beat)
         await writer.workers()
+        beats.append(both)
         clock.now_s += 60.0
         await writer.load(clock.now_s, Load(requests=1))
         one.controller.wake()
-        await asyncio.sleep(0.1)
-        await writer.workers(*both)
         await eventually(lambda: one.board.answer().number == 2, "another decision")
+        assert not beats, "it has looked twice"
         seen = one.controller.observation
         assert seen is not None
         assert [view.worker_id for view in seen.workers] == ["d", "p"]
@@ -274,7 +299,7 @@ async def test_a_leader_that_loses_its_lease_while_it_decides_does_nothing(
             connection.set(LEASE_KEY, "99:two")
         return decide(policy, memory, observation)
 
-    one = Autoscaler(settings, clock=clock)
+    one = Autoscaler(settings, clock=clock, look_again_s=0.05)
     monkeypatch.setattr(one.controller, "_policy", taken_away)
     monkeypatch.setattr(one._switcher, "start", lambda *arguments: asked.append(arguments))
     await one.start()
@@ -300,7 +325,8 @@ async def test_a_memory_that_the_policy_fails_with_is_left_behind(
             raise ZeroDivisionError
         return decide(policy, memory, observation)
 
-    one = Autoscaler(settings_of(redis_server, tmp_path, "one", interval=30.0, leader_lease=3600.0), clock=clock)
+    settings = settings_of(redis_server, tmp_path, "one", interval=30.0, leader_lease=3600.0)
+    one = Autoscaler(settings, clock=clock, look_again_s=0.05)
     monkeypatch.setattr(one.controller, "_policy", fails_with_a_memory)
     await one.start()
     try:
