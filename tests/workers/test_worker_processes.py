@@ -1,15 +1,21 @@
-"""Real worker processes on a fake model, KV through a real Ray, and a router that speaks to them by hand."""
+"""Real worker processes on a fake model, KV through a real Ray, and a router that speaks to them by hand.
+
+Processes and Ray take seconds to start, so the tests share them, and stand in the order of their lives: workers before there is a Ray, then
+with it; a second pair, whose KV has another form, and that dies; the drain of the first pair."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,51 +32,66 @@ from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import decode_pb2_grpc, kv_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.ray
-START_S = 60.0
+START_S = 120.0
+DRAIN_S = 30.0
+# Long beside a pause of this machine, and short to wait for.
+SHORT_LEASE_S = 6.0
 
 
 class Process:
     """One worker process and its log."""
 
-    def __init__(self, role: str, port: int, directory: Path, *flags: str, environment: dict[str, str]) -> None:
+    def __init__(self, role: str, *, name: str = "", directory: Path, redis_url: str, ray: LocalRay, flags: Sequence[str] = ()) -> None:
+        name = name or role
+        port, health_port = free_ports(2)
         self.address = f"127.0.0.1:{port}"
-        self.log = directory / f"{role}.log"
+        self.log = directory / f"{name}.log"
         (directory / "secret").write_bytes(SECRET)
-        with self.log.open("ab") as log:
+        with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", f"{role}_worker", "--runner", "fake", "--worker-id", role),
-                    *("--port", str(port), "--health-port", str(free_ports(1)[0])),
-                    *("--secret-file", str(directory / "secret"), "--block-size", str(BLOCK), "--drain-timeout", "10", *flags),
+                    *(sys.executable, "-P", "-m", f"{role}_worker", "--runner", "fake", "--worker-id", name, "--port", str(port)),
+                    *("--health-port", str(health_port), "--redis-url", redis_url, "--ray-address", ray.address),
+                    *("--secret-file", str(directory / "secret"), "--block-size", str(BLOCK), "--drain-timeout", str(DRAIN_S)),
+                    *("--chunk-bytes", "4096", *flags),
                 ],
-                env=os.environ | environment,
+                env=os.environ | ray.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
 
     async def ready(self) -> None:
-        give_up = time.monotonic() + START_S
         async with open_channel(self.address) as channel:
-            while True:
-                assert self.process.poll() is None, self.log.read_text()
-                assert time.monotonic() < give_up, self.log.read_text()
-                try:
-                    check = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="readiness"), timeout=2)
-                    if check.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-                except grpc.aio.AioRpcError:
-                    pass
-                await asyncio.sleep(0.1)
 
-    async def exit_code(self, within_s: float = 30.0) -> int:
+            async def serving() -> bool:
+                assert self.process.poll() is None, self.log.read_text()
+                try:
+                    check = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="readiness"), timeout=10)
+                except grpc.aio.AioRpcError:
+                    return False
+                return bool(check.status == health_pb2.HealthCheckResponse.SERVING)
+
+            await until(serving, self.log.read_text, START_S)
+
+    async def exit_code(self) -> int:
         """A process that hangs in its drain ends by itself before that, and its log says where it hung."""
-        return await asyncio.to_thread(self.process.wait, within_s)
+        return await asyncio.to_thread(self.process.wait, DRAIN_S + 60.0)
 
     def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+
+@dataclass(frozen=True)
+class Pair:
+    prefill: Process
+    decode: Process
+
+    def kill(self) -> None:
+        self.prefill.kill()
+        self.decode.kill()
 
 
 class Stubs:
@@ -82,88 +103,163 @@ class Stubs:
         self.workers: list[Any] = [worker_pb2_grpc.WorkerStub(channel) for channel in (to_prefill, to_decode)]
 
     async def stats(self, index: int) -> worker_pb2.WorkerStats:
-        stats: worker_pb2.WorkerStats = await self.workers[index].Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=10)
+        stats: worker_pb2.WorkerStats = await self.workers[index].Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=WAIT_S)
         return stats
 
-    async def free(self, index: int) -> bool:
-        stats = await self.stats(index)
+
+async def until(condition: Callable[[], Coroutine[Any, Any, bool]], what: Callable[[], object], within_s: float = WAIT_S) -> None:
+    """`what`: said when it does not come."""
+    give_up = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < give_up, what()
+        await asyncio.sleep(0.05)
+
+
+async def until_free(stubs: Stubs, index: int) -> None:
+    stats = worker_pb2.WorkerStats()
+
+    async def free() -> bool:
+        stats.CopyFrom(await stubs.stats(index))
         assert not stats.integrity_error
         held = [stats.num_running, stats.num_waiting, stats.num_reserved, stats.num_held, stats.num_leases, stats.num_sequences]
         held += [transport.num_objects for transport in stats.transports]
         return not any(held) and stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
 
-
-@pytest.fixture(scope="module")
-def ray_head() -> Iterator[LocalRay]:
-    with LocalRay() as ray:
-        yield ray
-
-
-@asynccontextmanager
-async def workers(
-    ray: LocalRay, redis_url: str, directory: Path, prefill_flags: Sequence[str] = (), decode_flags: Sequence[str] = ()
-) -> AsyncIterator[tuple[Process, Process, Stubs]]:
-    shared = ("--redis-url", redis_url, "--ray-address", ray.address, "--chunk-bytes", "4096")
-    prefill_flags = (*shared, "--lease-ttl", "3", "--fake-step-ms", "2", *prefill_flags)
-    prefill = Process("prefill", free_ports(1)[0], directory, *prefill_flags, environment=ray.environment)
-    decode = Process("decode", free_ports(1)[0], directory, *shared[:4], "--fake-step-ms", "5", *decode_flags, environment=ray.environment)
-    try:
-        await asyncio.gather(prefill.ready(), decode.ready())
-        async with open_channel(prefill.address) as to_prefill, open_channel(decode.address) as to_decode:
-            yield prefill, decode, Stubs(to_prefill, to_decode)
-    finally:
-        for process in (prefill, decode):
-            process.kill()
-
-
-async def until_free(stubs: Stubs, index: int, within_s: float = WAIT_S) -> None:
-    give_up = time.monotonic() + within_s
-    while not await stubs.free(index):
-        assert time.monotonic() < give_up, await stubs.stats(index)
-        await asyncio.sleep(0.05)
+    await until(free, lambda: stats)
 
 
 async def until_store_empty(ray: LocalRay) -> None:
-    usage = await asyncio.to_thread(ray.store_usage, empty_within_s=30.0)
+    usage = await asyncio.to_thread(ray.store_usage, empty_within_s=WAIT_S)
     assert usage.num_objects == 0, usage
 
 
-async def test_requests_through_processes_then_a_drain(ray_head: LocalRay, redis_url: str, tmp_path: Path) -> None:
-    async with workers(ray_head, redis_url, tmp_path) as (prefill, decode, stubs):
-        router = RouterDouble(stubs)  # type: ignore[arg-type]
-        await router.open()
-        prompts = [prompt_of(20 + 17 * i, seed=i) for i in range(10)]
-        answers = await asyncio.gather(*(router.generate(f"r{i}", prompt, 12) for i, prompt in enumerate(prompts)))
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.tokens == expected(prompt, 12)
-            assert answer.committed is not None
-            assert answer.committed.transport == "ray"
-            assert answer.committed.blocks_moved == -(-len(prompt) // BLOCK)
-        for index in (0, 1):
-            await until_free(stubs, index)
-        await until_store_empty(ray_head)
+@asynccontextmanager
+async def stubs_of(prefill: Process, decode: Process) -> AsyncIterator[Stubs]:
+    async with open_channel(prefill.address) as to_prefill, open_channel(decode.address) as to_decode:
+        yield Stubs(to_prefill, to_decode)
 
-        running = asyncio.create_task(router.generate("last", prompts[0], 100))
-        await asyncio.sleep(0.3)
-        for process in (prefill, decode):
-            process.process.send_signal(signal.SIGTERM)
-        assert (await running).tokens == expected(prompts[0], 100)
-        assert await asyncio.gather(prefill.exit_code(), decode.exit_code()) == [0, 0], prefill.log.read_text() + decode.log.read_text()
-        connection = redis.asyncio.Redis.from_url(redis_url)
-        assert not await connection.exists(worker_key("prefill"), worker_key("decode"))
-        await connection.aclose()
+
+@asynccontextmanager
+async def routing(stubs: Stubs, router_id: str) -> AsyncIterator[RouterDouble]:
+    router = RouterDouble(stubs, router_id)  # type: ignore[arg-type]
+    await router.open()
+    try:
+        yield router
+    finally:
         await router.close()
-        for process in (prefill, decode):
-            assert "Traceback" not in process.log.read_text()
 
 
-async def test_what_is_compressed_and_cut_anew_goes_through_processes(ray_head: LocalRay, redis_url: str, tmp_path: Path) -> None:
-    flags = ("--kv-wire", "zstd"), ("--block-size", str(2 * BLOCK))
-    async with workers(ray_head, redis_url, tmp_path, *flags) as (_, _, stubs):
-        router = RouterDouble(stubs)  # type: ignore[arg-type]
-        await router.open()
-        prompts = [prompt_of(100 + 57 * i, seed=i) for i in range(4)]
-        answers = await asyncio.gather(*(router.generate(f"r{i}", prompt, 6) for i, prompt in enumerate(prompts)))
+@pytest.fixture(scope="module")
+def ray() -> Iterator[LocalRay]:
+    """One that starts later; nobody else gets its port until then."""
+    ray = LocalRay()
+    try:
+        ray.head.prepare()
+        yield ray
+    finally:
+        ray.stop()
+
+
+@pytest.fixture(scope="module")
+def port_of_ray(ray: LocalRay) -> Iterator[socket.socket]:
+    """Bound, and nobody listens, until it is closed."""
+    with socket.socket() as held:
+        held.bind((ray.head.node_ip, ray.head.port))
+        yield held
+
+
+@pytest.fixture(scope="module")
+def pair(ray: LocalRay, port_of_ray: socket.socket, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Started while there is no Ray."""
+    start = partial(Process, directory=tmp_path_factory.mktemp("pair"), redis_url=redis_url, ray=ray)
+    flags = "--transport-timeout", "0.5", "--kv-transfer", "ray"
+    pair = Pair(start("prefill", flags=("--fake-step-ms", "2", *flags)), start("decode", flags=("--fake-step-ms", "5", *flags)))
+    yield pair
+    pair.kill()
+
+
+@pytest.fixture(scope="module")
+def odd_pair(ray: LocalRay, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """KV compressed on the way, and cut into other blocks at its end."""
+    start = partial(Process, directory=tmp_path_factory.mktemp("odd"), redis_url=redis_url, ray=ray)
+    prefill = start("prefill", name="odd-prefill", flags=("--kv-wire", "zstd", "--lease-ttl", str(SHORT_LEASE_S)))
+    pair = Pair(prefill, start("decode", name="odd-decode", flags=("--block-size", str(2 * BLOCK))))
+    yield pair
+    pair.kill()
+
+
+@pytest.fixture
+async def stubs(ray: LocalRay, port_of_ray: socket.socket, pair: Pair) -> AsyncIterator[Stubs]:
+    """Of the first pair, with a Ray, whichever test comes first."""
+    port_of_ray.close()
+    if not ray.head.ready():
+        await asyncio.to_thread(ray.start)
+    async with stubs_of(pair.prefill, pair.decode) as stubs:
+        await until_joined(pair, stubs)
+        yield stubs
+
+
+async def until_joined(pair: Pair, stubs: Stubs) -> None:
+    await pair.prefill.ready()
+    await pair.decode.ready()
+
+    async def joined() -> bool:
+        # A decode worker that computes prompts is ready without it.
+        return (await stubs.stats(1)).transports[0].ready
+
+    await until(joined, pair.decode.log.read_text, START_S)
+
+
+async def test_workers_start_before_ray_and_join_it_when_it_comes(
+    ray: LocalRay, port_of_ray: socket.socket, pair: Pair, redis_url: str
+) -> None:
+    async with stubs_of(pair.prefill, pair.decode) as stubs:
+        # It registers as soon as it answers calls.
+        reason = "no KV transport works (--kv-transfer ray): ray: Ray does not answer at"
+        await until(lambda: _says_why_it_is_not_ready(redis_url, reason), pair.prefill.log.read_text, START_S)
+        await pair.decode.ready()
+        epochs = [(await stubs.stats(index)).epoch for index in (0, 1)]
+        prompt = prompt_of(30)
+        async with routing(stubs, "before") as router:
+            assert (await router.generate_here("alone", prompt, 5)).tokens == expected(prompt, 5)
+            port_of_ray.close()
+            await asyncio.to_thread(ray.start)
+            await until_joined(pair, stubs)
+            assert (await router.generate("moved", prompt, 5)).tokens == expected(prompt, 5)
+        assert [(await stubs.stats(index)).epoch for index in (0, 1)] == epochs
+        await until(lambda: _says_why_it_is_not_ready(redis_url, ""), pair.prefill.log.read_text)
+
+
+async def _says_why_it_is_not_ready(redis_url: str, reason: str) -> bool:
+    """The prefill worker, in Redis; empty: it is ready."""
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        raw = await connection.get(worker_key("prefill"))
+    said = None if raw is None else WorkerRecord.from_json(raw).not_ready_reason
+    return said is not None and (reason in said if reason else not said)
+
+
+async def test_requests_through_processes(ray: LocalRay, stubs: Stubs) -> None:
+    # No two tests have a prefix in common.
+    prompts = [prompt_of(20 + 17 * i, seed=10 + i) for i in range(10)]
+    async with routing(stubs, "many") as router:
+        answers = await asyncio.gather(*(router.generate(f"r{i}", prompt, 12) for i, prompt in enumerate(prompts)))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == expected(prompt, 12)
+        assert answer.committed is not None
+        assert answer.committed.transport == "ray"
+        assert answer.committed.blocks_moved == -(-len(prompt) // BLOCK)
+    for index in (0, 1):
+        await until_free(stubs, index)
+    await until_store_empty(ray)
+
+
+async def test_what_is_compressed_and_cut_anew_goes_through_processes(stubs: Stubs, odd_pair: Pair) -> None:
+    """What is left in Ray's store, the next test looks at."""
+    async with stubs_of(odd_pair.prefill, odd_pair.decode) as stubs:
+        await until_joined(odd_pair, stubs)
+        prompts = [prompt_of(100 + 57 * i, seed=20 + i) for i in range(4)]
+        async with routing(stubs, "odd") as router:
+            answers = await asyncio.gather(*(router.generate(f"r{i}", prompt, 6) for i, prompt in enumerate(prompts)))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.tokens == expected(prompt, 6)
             assert answer.committed is not None
@@ -171,92 +267,50 @@ async def test_what_is_compressed_and_cut_anew_goes_through_processes(ray_head: 
             assert 0 < answer.committed.bytes < 32 * len(prompt)
         for index in (0, 1):
             await until_free(stubs, index)
-        await until_store_empty(ray_head)
-        await router.close()
 
 
-async def test_each_side_survives_the_death_of_the_other(ray_head: LocalRay, redis_url: str, tmp_path: Path) -> None:
-    async with workers(ray_head, redis_url, tmp_path) as (prefill, decode, stubs):
-        router = RouterDouble(stubs)  # type: ignore[arg-type]
-        await router.open()
-        # Decode dies before it attaches: the lease expires, blocks and objects are free.
-        prompt = prompt_of(400)
-        await router.reserve("a", prompt, 20)
-        call = router.run("a", prompt, 20)
-        assert (await call.read()).WhichOneof("event") == "accepted"
-        assert (await call.read()).WhichOneof("event") == "first_token"
-        decode.kill()
-        assert (await asyncio.wait_for(call.read(), WAIT_S)).done.state == kv_pb2.LEASE_STATE_EXPIRED
-        await until_free(stubs, 0)
-        await until_store_empty(ray_head)
-        await router.close()
-
-        again = Process(
-            "decode",
-            int(decode.address.rpartition(":")[2]),
-            tmp_path,
-            "--redis-url",
-            redis_url,
-            "--ray-address",
-            ray_head.address,
-            environment=ray_head.environment,
-        )
-        try:
-            await again.ready()
-            router = RouterDouble(stubs, "router-2")  # type: ignore[arg-type]
-            await router.open()
-            # Prefill dies while decode watches: a retryable failure within seconds, nothing left.
-            await router.reserve("b", prompt, 20)
-            call = router.run("b", prompt_of(400, seed=5), 20)
-            ticket = (await call.read()).accepted.ticket
-            prefill.kill()
-            await router.attach("b", ticket)
-            failed = (await asyncio.wait_for(router.inbox("b").get(), WAIT_S)).failed
-            assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
-            await until_free(stubs, 1)
-            await router.close()
-        finally:
-            again.kill()
+async def test_each_side_survives_the_death_of_the_other(ray: LocalRay, stubs: Stubs, pair: Pair, odd_pair: Pair) -> None:
+    prompt = prompt_of(400, seed=30)
+    async with stubs_of(odd_pair.prefill, odd_pair.decode) as odd:
+        await until_joined(odd_pair, odd)
+        async with routing(odd, "dying") as router:
+            # Decode dies before it attaches: the lease expires, blocks and objects are free.
+            await router.reserve("a", prompt, 20)
+            call = router.run("a", prompt, 20)
+            assert (await call.read()).WhichOneof("event") == "accepted"
+            assert (await call.read()).WhichOneof("event") == "first_token"
+            odd_pair.decode.kill()
+            assert (await asyncio.wait_for(call.read(), WAIT_S)).done.state == kv_pb2.LEASE_STATE_EXPIRED
+        await until_free(odd, 0)
+        await until_store_empty(ray)
+    async with stubs_of(odd_pair.prefill, pair.decode) as mixed, routing(mixed, "surviving") as router:
+        # Prefill dies while decode watches: a retryable failure within seconds, nothing left.
+        await router.reserve("b", prompt, 20)
+        call = router.run("b", prompt_of(400, seed=31), 20)
+        ticket = (await call.read()).accepted.ticket
+        odd_pair.prefill.kill()
+        await router.attach("b", ticket)
+        failed = (await asyncio.wait_for(router.inbox("b").get(), WAIT_S)).failed
+        assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
+        await until_free(mixed, 1)
 
 
-async def test_workers_start_before_ray_and_join_it_when_it_comes(ray_head: LocalRay, redis_url: str, tmp_path: Path) -> None:
-    """Last of this file: Ray is another one after it."""
-    await asyncio.to_thread(ray_head.kill)
-    flags = ("--transport-timeout", "0.5", "--kv-transfer", "ray")
-    shared = ("--redis-url", redis_url, "--ray-address", ray_head.address, *flags)
-    processes = [Process(role, free_ports(1)[0], tmp_path, *shared, environment=ray_head.environment) for role in ("prefill", "decode")]
-    prefill, decode = processes
-    try:
-        await decode.ready()
-        async with open_channel(prefill.address) as to_prefill, open_channel(decode.address) as to_decode:
-            stubs = Stubs(to_prefill, to_decode)
-            router = RouterDouble(stubs)  # type: ignore[arg-type]
-            await router.open()
-            prompt = prompt_of(30)
-            assert (await router.generate_here("alone", prompt, 5)).tokens == expected(prompt, 5)
-            epochs = [(await stubs.stats(index)).epoch for index in (0, 1)]
-            reason = await _not_ready_reason(redis_url)
-            assert "no KV transport works (--kv-transfer ray): ray: Ray does not answer at" in reason
-            await asyncio.to_thread(ray_head.start)
-            await prefill.ready()
-            give_up = time.monotonic() + START_S
-            while not (await stubs.stats(1)).transports[0].ready:
-                assert time.monotonic() < give_up, decode.log.read_text()
-                await asyncio.sleep(0.1)
-            assert (await router.generate("moved", prompt, 5)).tokens == expected(prompt, 5)
-            assert [(await stubs.stats(index)).epoch for index in (0, 1)] == epochs
-            assert await _not_ready_reason(redis_url) == ""
-            await router.close()
-    finally:
-        for process in processes:
-            process.kill()
+async def test_a_drain_ends_what_runs(stubs: Stubs, pair: Pair, redis_url: str) -> None:
+    """The last: no worker is left."""
+    prompt = prompt_of(20, seed=40)
+    async with routing(stubs, "last") as router:
+        running = asyncio.create_task(router.generate("last", prompt, 200))
 
+        async def decoding() -> bool:
+            return (await stubs.stats(1)).num_running > 0
 
-async def _not_ready_reason(redis_url: str) -> str:
-    """What the prefill worker says of itself, once it does."""
-    give_up = time.monotonic() + START_S
+        await until(decoding, pair.decode.log.read_text)
+        for process in (pair.prefill, pair.decode):
+            process.process.send_signal(signal.SIGTERM)
+        assert (await running).tokens == expected(prompt, 200)
+        logs = [process.log.read_text for process in (pair.prefill, pair.decode)]
+        assert await asyncio.gather(pair.prefill.exit_code(), pair.decode.exit_code()) == [0, 0], [log() for log in logs]
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
-        while (raw := await connection.get(worker_key("prefill"))) is None:
-            assert time.monotonic() < give_up, "the prefill worker does not register"
-            await asyncio.sleep(0.1)
-    return WorkerRecord.from_json(raw).not_ready_reason
+        assert not await connection.exists(worker_key("prefill"), worker_key("decode"))
+    for log in logs:
+        assert "Traceback" not in log()
