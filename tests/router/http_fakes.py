@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +10,7 @@ from typing import Any
 
 import aiohttp
 from openai import AsyncOpenAI, OpenAI
-from router_fakes import Cluster
+from router_fakes import Cluster, Hook
 
 MESSAGES: list[Any] = [{"role": "user", "content": "the capital of France"}]
 RENDERED = "<|im_start|>user\nthe capital of France<|im_end|>\n<|im_start|>assistant\n"
@@ -35,6 +36,13 @@ def blocking_client(cluster: Cluster) -> OpenAI:
 async def open_http(cluster: Cluster) -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(url(cluster), timeout=aiohttp.ClientTimeout(120)) as session:
         yield session
+
+
+def when(gate: asyncio.Event) -> Hook:
+    async def hook(_request: Any, _context: Any) -> None:
+        await gate.wait()
+
+    return hook
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ async def test_refusals_tell_it_too(cluster: Cluster) -> None:
     assert "x-request-id" in await refused(401, chat(), api_keys="k" * 40)
     assert "x-request-id" in await refused(503, chat(max_tokens=2), no_worker_grace=0.05)
     prefill, _ = await cluster.prefill(), await cluster.decode()
-    prefill.before_first.append(after(30))
+    prefill.before_first.append(after(600))
     async with cluster.serving(allowed_origins=("*",), max_inflight=1, max_waiting=0), open_http(cluster) as http:
         first = asyncio.create_task(http.post(CHAT, json=chat()))
         await until(lambda: bool(prefill.requests), "the first one is being served")

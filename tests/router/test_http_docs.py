@@ -26,7 +26,7 @@ async def test_curl_examples_work_as_printed(cluster: Cluster) -> None:
             command = example.replace("http://localhost:8000", url(cluster))
             assert command != example
             process = await asyncio.create_subprocess_shell(command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
-            stdout, stderr = await asyncio.wait_for(process.communicate(), 30)
+            stdout, stderr = await asyncio.wait_for(process.communicate(), 120)
             assert process.returncode == 0, (example, stderr)
             if '"stream": true' in example:
                 *_, last, done = events_of(stdout)

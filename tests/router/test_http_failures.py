@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import openai
 import pytest
-from http_fakes import CHAT, MESSAGES, TEXT, chat, events_of, open_client, open_http, url
+from http_fakes import CHAT, MESSAGES, TEXT, chat, events_of, open_client, open_http, url, when
 from router_fakes import Cluster, after, refuse, until
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -89,7 +89,7 @@ async def test_a_failure_before_the_first_token_has_its_status(cluster: Cluster,
 
 async def test_no_room_is_429_and_says_when_to_come_again(cluster: Cluster) -> None:
     prefill, _ = await cluster.prefill(), await cluster.decode()
-    prefill.before_first.append(after(30))
+    prefill.before_first.append(after(600))
     async with cluster.serving(max_inflight=1, max_waiting=0), open_http(cluster) as http, open_client(cluster) as client:
         first = asyncio.create_task(http.post(CHAT, json=chat()))
         await until(lambda: bool(prefill.requests), "the first one is being served")
@@ -106,7 +106,7 @@ async def test_a_timeout_ends_the_request(cluster: Cluster) -> None:
     prefill, _ = await cluster.prefill(), await cluster.decode()
     async with cluster.serving(), open_http(cluster) as http:
         for body, headers in ((chat(timeout=0.2), {}), (chat(stream=True), {"x-twostep-timeout-ms": "200"})):
-            prefill.before_first.append(after(30))
+            prefill.before_first.append(after(600))
             async with http.post(CHAT, json=body, headers=headers) as answer:
                 assert answer.status == 504
         await cluster.all_free()
@@ -147,7 +147,7 @@ async def test_a_client_that_goes_away_frees_both_sides_within_a_step(cluster: C
         await disconnect(cluster, chat(max_tokens=1500, **fields), lambda: len(decode.attaches) == fields.get("n", 1))
         await until(lambda: not cluster.held() and len(decode.cancels) == fields.get("n", 1), "nothing is held")
         # While prompts are being computed too.
-        prefill.before_first.extend([after(30)] * 3)
+        prefill.before_first.extend([after(600)] * 3)
         await disconnect(cluster, chat(max_tokens=1500, **fields), lambda: len(prefill.held) == fields.get("n", 1))
         await cluster.all_free()
         assert len(prefill.cancelled) >= fields.get("n", 1)
@@ -182,7 +182,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_neighbour_is_not_held_
         await until(lambda: len(decode.cancels) > 0 and not cluster.held(), "the one that does not read is cut")
         received = b""
         try:
-            while piece := await asyncio.wait_for(loop.sock_recv(sock, 1 << 20), 10):
+            while piece := await asyncio.wait_for(loop.sock_recv(sock, 1 << 20), 60):
                 received += piece
         except ConnectionResetError:
             pass
@@ -193,9 +193,11 @@ async def test_a_client_that_does_not_read_is_cut_and_its_neighbour_is_not_held_
 async def test_silence_is_filled_with_comments(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, _ = await cluster.prefill(), await cluster.decode()
     async with cluster.serving(), open_http(cluster) as http, open_client(cluster) as client:
-        prefill.before_first.append(after(1.8))
+        gate = asyncio.Event()
+        prefill.before_first.append(when(gate))
         async with http.post(CHAT, json=chat(stream=True, max_tokens=3), headers={"x-twostep-keep-alive-s": "1"}) as answer:
             assert (await answer.content.readuntil(b"\n\n")).startswith(b": ")
+            gate.set()
             assert events_of(await answer.read())[-1] == "[DONE]"
         monkeypatch.setattr("router.http.sse.KEEP_ALIVE_S", 0.3)
         prefill.after_first.append(after(1.5))
@@ -273,7 +275,7 @@ async def test_without_max_tokens_a_chat_may_use_the_context(cluster: Cluster) -
 
 async def test_what_a_worker_held_is_remembered_until_there_is_one_again(cluster: Cluster) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode(num_blocks=20)
-    async with cluster.serving(default_max_tokens=0), open_http(cluster) as http:
+    async with cluster.serving(default_max_tokens=0, no_worker_grace=60.0), open_http(cluster) as http:
         async with http.post(CHAT, json=chat(stop=["Paris"])) as answer:
             assert answer.status == 200
         await decode.die()
@@ -317,7 +319,7 @@ async def test_what_is_no_http_is_refused_like_everything_else(cluster: Cluster,
     async with cluster.serving():
         reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
         writer.write(head)
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 60)
         writer.close()
     answered, _, body = answer.partition(b"\r\n\r\n")
     assert answered.split(b"\r\n")[0].split()[1] == b"400"
