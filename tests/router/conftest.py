@@ -44,3 +44,13 @@ async def cluster(bare_model_dir: Path, redis_server: RedisServer, tmp_path: Pat
 @pytest.fixture(scope="module", autouse=True)
 def quick_starts(no_full_collections: None) -> None:
     """Of routers; see there."""
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a router takes for a loss after a second or some: tests and workers may stand still for longer than that, all at once. Who tests
+    one of these bounds gives a short one."""
+    for name in ("attempt._UNARY_TIMEOUT_S", "attempt._DONE_TIMEOUT_S", "attempt._MAX_EARLY_S"):
+        monkeypatch.setattr(f"router.{name}", 60.0)
+    for name in ("decode_stream._OPEN_TIMEOUT_S", "decode_stream._CANCEL_SETTLES_S", "prefill_run._ACCEPT_TIMEOUT_S"):
+        monkeypatch.setattr(f"router.{name}", 60.0)

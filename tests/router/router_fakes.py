@@ -38,6 +38,9 @@ from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference
 SECRET = b"a secret of the tests, long enough"
 ANSWER_TEXT = " Paris is the größte city, and naïve café 🙂 the end."
 EOS_ID = 2
+# A worker that has stopped beating is gone after so long. One that beats is not, however late the tests' process is with it.
+SILENCE_MS = 300
+_PATIENCE_MS = 120_000
 MAX_MODEL_LEN = 2048
 HASH_UNIT = 64
 
@@ -93,7 +96,7 @@ class RedisServer:
     def start(self) -> None:
         argv = server_argv(server_binary(), self._directory)
         self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + 60
         client = redis.Redis.from_url(self.url)
         while True:
             try:
@@ -241,7 +244,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
                 hand_over.first.set_result(token)
                 await hand_over.committed.wait()
             if self.never_done:
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             yield prefill_pb2.PrefillEvent(done=done)
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.append(attempt)
@@ -267,6 +270,8 @@ class Script:
     skip: int | None = None  # the token at this position never comes
     tokens_per_step: int = 1
     prefill_s: float = 0.0  # of prompts computed here
+    hold_at: int | None = None  # the token at this position comes when it may `go_on`
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
     once: bool = True  # faults happen to the first sequence only
 
 
@@ -323,7 +328,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             self.begin(attempt)
             # As on a fast worker: tokens overtake this answer.
             await asyncio.sleep(0.01)
-        return decode_pb2.ReserveResponse(num_cached_tokens=self.num_cached_tokens, lease_s=5.0, epoch=self.record.epoch)
+        return decode_pb2.ReserveResponse(num_cached_tokens=self.num_cached_tokens, lease_s=60.0, epoch=self.record.epoch)
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:
         attempt = (request.request_id, request.attempt)
@@ -403,6 +408,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         history = self._history.setdefault(attempt, [])
         if reserved.prefill_here:
             await asyncio.sleep(script.prefill_s)
+            if script.hold_at == 0:
+                await script.go_on.wait()
             first = self.exchange.token(len(reserved.token_ids) - reserved.num_prompt_tokens, reserved.sampling)
         else:
             hand_over = self.exchange.of(attempt)
@@ -431,6 +438,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 if position == script.fail_at:
                     send(*batch, failed())
                     return
+                if position == script.hold_at:
+                    send(*batch)
+                    batch = []
+                    await script.go_on.wait()
                 if position == script.break_stream_at:
                     send(*batch)
                     batch = []
@@ -523,9 +534,29 @@ class Cluster:
         async with self.redis.pipeline(transaction=False) as pipe:
             for worker in self.workers:
                 if worker.beating:
-                    pipe.set(worker_key(worker.record.worker_id), worker.record.to_json(), px=1500)
+                    pipe.set(worker_key(worker.record.worker_id), worker.record.to_json(), px=_PATIENCE_MS)
                     pipe.sadd(WORKERS_KEY, worker.record.worker_id)
+                else:
+                    pipe.pexpire(worker_key(worker.record.worker_id), SILENCE_MS, lt=True)
             await pipe.execute()
+
+    async def seen(self) -> None:
+        """Until the router goes by what the workers say of themselves now, and has a stream open to each decode worker."""
+        await self.beat()
+
+        def known() -> bool:
+            found = {record.worker_id: record.to_json() for record in self.router.registry.workers}
+            return all(found.get(w.record.worker_id) == w.record.to_json() for w in self.workers if w.beating)
+
+        await until(known, "the router has read what the workers say")
+        await self._streams_open()
+
+    async def _streams_open(self) -> None:
+        listening = {worker.record.address for worker in self.workers if worker.server is not None}
+        links = self.router.pool.decode
+        await until(
+            lambda: all(link.stream.open for link in links.values() if link.record.address in listening), "the streams of tokens are open"
+        )
 
     async def announce(self, worker: FakeWorker, hashes: list[bytes]) -> None:
         await self.redis.sadd(prefix_key(worker.record.worker_id, worker.record.epoch), *hashes)
@@ -546,22 +577,23 @@ class Cluster:
         return set().union(*(worker.held for worker in self.workers))
 
     async def all_free(self) -> None:
-        """Waits until no worker holds anything; fails after 30 s."""
+        """Waits until no worker holds anything; fails after a minute."""
         await until(lambda: not self.held(), "the workers hold nothing")
 
     def config(self, **options: Any) -> RouterConfig:
         return RouterConfig(
             **{
                 # Hints are a matter of content here, not of this machine's speed.
-                "prefix_lookup_timeout": 5.0,
+                "prefix_lookup_timeout": 30.0,
                 "model": self.model_dir,
                 "redis_url": self.redis_server.url,
                 "host": "127.0.0.1",
                 "port": 0,
                 "served_model_name": "m",
                 "secret_file": self.secret_file,
-                # Longer than heartbeats may be late on a busy machine; who tests the grace gives one.
+                # Longer than this process may stand still; who tests the grace, or the lease, gives one.
                 "no_worker_grace": 8.0,
+                "stream_lease": 60.0,
                 "hash_unit": HASH_UNIT,
                 "default_max_tokens": 16,
             }
@@ -572,12 +604,14 @@ class Cluster:
     async def serving(self, **options: Any) -> AsyncIterator[None]:
         """A router in front of the workers started so far."""
         self.router = Router(self.config(**options))
-        # Making it may take as long as the workers' records live.
         await self.beat()
         beat = asyncio.create_task(self.beat_forever())
         try:
             await self.router.start()
             try:
+                # Its first look at Redis has a deadline, and so has the wait of a request for a stream: both may be over on a busy machine.
+                await until(lambda: self.router.registry.connected, "Redis was read")
+                await self._streams_open()
                 async with open_channel(f"127.0.0.1:{self.router.port}") as channel:
                     self.stub = inference_pb2_grpc.InferenceStub(channel)
                     yield
@@ -601,7 +635,7 @@ class Cluster:
     def request(self, prompt: str = "the capital of France", **sampling: Any) -> inference_pb2.GenerateRequest:
         return inference_pb2.GenerateRequest(text=prompt, sampling=inference_pb2.SamplingParams(**sampling))
 
-    async def ask(self, request: inference_pb2.GenerateRequest | None = None, timeout: float = 30.0, **sampling: Any) -> Reply:
+    async def ask(self, request: inference_pb2.GenerateRequest | None = None, timeout: float = 60.0, **sampling: Any) -> Reply:
         """The whole answer, its pieces checked for order. Raises AioRpcError, with the reply so far as `reply`."""
         reply = Reply()
         call = self.stub.Generate(request or self.request(**sampling), timeout=timeout)
@@ -639,7 +673,7 @@ class Reply:
         self.pieces.append(piece)
 
 
-async def until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
     give_up = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < give_up, f"not within {timeout} s: {what}"

@@ -66,7 +66,7 @@ async def test_workers_are_told_class_and_tenant_and_a_fronts_word_counts(cluste
         await cluster.ask(asking(cluster))
         assert decode.requests[-1].request_class == STANDARD
         request = asking(cluster, "alice")
-        async for _ in cluster.stub.Generate(request, timeout=10, metadata=(("x-twostep-tenant", "bob"),)):
+        async for _ in cluster.stub.Generate(request, timeout=60, metadata=(("x-twostep-tenant", "bob"),)):
             pass
         assert decode.requests[-1].tenant == "bob"
         request = cluster.request(max_tokens=2)
@@ -108,32 +108,30 @@ async def test_decode_has_reserved_before_prefill_is_asked(cluster: Cluster) -> 
         await cluster.ask(asking(cluster))
         assert held == [True]
         decode.max_held = 0
-        with pytest.raises(grpc.aio.AioRpcError):
-            await cluster.ask(asking(cluster), timeout=0.5)
+        waiting = asyncio.create_task(cluster.ask(asking(cluster)))
+        await until(lambda: len(decode.requests) >= 4, "it was refused some times")
         assert len(prefill.requests) == 1, "without a reservation nothing is prefilled"
+        decode.max_held = 1
+        await waiting
 
 
 # ---- who goes first --------------------------------------------------------------------------------------------------------
 
 
 async def in_turn(cluster: Cluster, decode: FakeDecode, requests: list[pb.GenerateRequest], queued: Any) -> list[pb.GenerateRequest]:
-    """The order in which requests are begun that all wait behind one."""
-    decode.script = Script(step_s=0.05, once=False)
+    """The order in which requests are begun that all wait behind one: that in which the worker took them."""
+    decode.script = Script(hold_at=5)
+    go_on = decode.script.go_on
     first = asyncio.create_task(cluster.ask(cluster.request(max_tokens=12)))
-    await until(lambda: bool(decode.held), "the first is served")
-    begun: list[pb.GenerateRequest] = []
-
-    async def ask(request: pb.GenerateRequest) -> None:
-        async for response in cluster.stub.Generate(request, timeout=30):
-            if response.HasField("piece") and response.piece.position == 0:
-                begun.append(request)
-
+    await until(lambda: bool(decode.attaches), "the first is served")
     tasks = []
     for i, request in enumerate(requests):
-        tasks.append(asyncio.create_task(ask(request)))
+        request.request_id = f"r{i}"
+        tasks.append(asyncio.create_task(cluster.ask(request)))
         await until(lambda i=i: queued() == i + 1, "it waits")  # type: ignore[misc]
+    go_on.set()
     await asyncio.gather(first, *tasks)
-    return begun
+    return [requests[int(request_id.partition("~")[0][1:])] for request_id, _ in decode.attaches[1:]]
 
 
 @pytest.mark.parametrize("where", ["admission", "room"])
@@ -173,32 +171,44 @@ async def test_weights_are_shares(cluster: Cluster) -> None:
 async def test_an_earlier_deadline_goes_first_within_a_tenant(cluster: Cluster) -> None:
     _, decode = await both(cluster)
     requests = [asking(cluster) for _ in range(3)]
-    requests[1].ttft_ms, requests[2].ttft_ms = 9000.0, 8000.0
-    async with cluster.serving(max_inflight=1):
+    requests[1].ttft_ms, requests[2].ttft_ms = 2_000_000.0, 1_000_000.0
+    async with cluster.serving(max_inflight=1, ageing=3000.0):
         begun = await in_turn(cluster, decode, requests, lambda: cluster.router.admission.num_waiting)
     assert begun == [requests[2], requests[1], requests[0]]
 
 
-async def test_prompts_wait_here_rather_than_on_a_worker_and_batch_ones_first(cluster: Cluster) -> None:
+async def test_prompts_wait_here_rather_than_on_a_worker_and_batch_ones_first(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent to a worker is out of the reach of classes and shares: no more of it than keeps the worker busy."""
     prefill, _ = await both(cluster)
     prompt_tokens = len(cluster.tokenizer.encode("the capital of France").ids)
     await described(cluster, prefill, step_tokens=prompt_tokens)
     release = asyncio.Event()
+    tries: list[Claim] = []
+    again = Room.again
 
     async def held(_request: Any, _context: Any) -> None:
         await release.wait()
 
+    async def counted(room: Room, claim: Claim, *, refused: bool) -> None:
+        tries.append(claim)
+        await again(room, claim, refused=refused)
+
+    async def tried_again() -> None:
+        before = len(tries)
+        await until(lambda: len(tries) >= before + 3, "those who wait try again")
+
+    monkeypatch.setattr(Room, "again", counted)
+
     prefill.before_first.extend([held] * 4)
     # Workers that have enough to do are not taken for absent ones.
-    async with cluster.serving(staged_steps=4, no_worker_grace=0.05):
+    async with cluster.serving(staged_steps=4, no_worker_grace=0.0):
         batch = [asyncio.create_task(cluster.ask(asking(cluster, request_class=BATCH))) for _ in range(5)]
         await until(lambda: (len(prefill.requests), cluster.router._room.num_queued) == (2, 3), "two steps of it are there")
-        await asyncio.sleep(0.2)
+        await tried_again()
         assert len(prefill.requests) == 2
         others = [asyncio.create_task(cluster.ask(asking(cluster))) for _ in range(4)]
         await until(lambda: (len(prefill.requests), cluster.router._room.num_queued) == (4, 5), "four steps in all")
-        await asyncio.sleep(0.2)
+        await tried_again()
         assert [r.request_class for r in prefill.requests] == [BATCH, BATCH, STANDARD, STANDARD]
         release.set()
         await asyncio.gather(*batch, *others)
@@ -207,7 +217,7 @@ async def test_prompts_wait_here_rather_than_on_a_worker_and_batch_ones_first(cl
 
 
 async def test_a_prompt_that_is_computed_makes_room_for_the_next_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.server.Room", lambda *args, **options: Room(*args, **options, retry_s=60.0))
+    monkeypatch.setattr("router.server.Room", lambda *args, **options: Room(*args, **options, retry_s=1000.0))
     prefill, decode = await both(cluster)
     # Answers go on while prompts are computed: it is the first token that makes room, not the end.
     decode.script = Script(step_s=0.5, once=False)
@@ -225,18 +235,25 @@ async def test_a_prompt_that_is_computed_makes_room_for_the_next_at_once(cluster
 async def test_with_no_bound_on_what_is_staged_all_of_it_is_sent(cluster: Cluster) -> None:
     prefill, _ = await both(cluster)
     await described(cluster, prefill, step_tokens=1)
-    prefill.before_first.extend([after(0.3)] * 6)
+    release = asyncio.Event()
+
+    async def held(_request: Any, _context: Any) -> None:
+        await release.wait()
+
+    prefill.before_first.extend([held] * 6)
     async with cluster.serving(staged_steps=0):
         tasks = [asyncio.create_task(cluster.ask(asking(cluster, request_class=BATCH))) for _ in range(6)]
         await until(lambda: len(prefill.requests) == 6, "nobody waits here")
+        release.set()
         await asyncio.gather(*tasks)
 
 
 async def test_a_request_that_goes_on_elsewhere_is_charged_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     await cluster.prefill()
     first, second = await cluster.decode("d0"), await cluster.decode("d1")
+    lost = asyncio.Event()
     for worker in (first, second):
-        worker.script = Script(step_s=0.05, once=False)
+        worker.script = Script(hold_at=5, go_on=lost)
     charged: list[int] = []
     took = Room.took
 
@@ -247,8 +264,8 @@ async def test_a_request_that_goes_on_elsewhere_is_charged_once(cluster: Cluster
     monkeypatch.setattr(Room, "took", counted)
     async with cluster.serving():
         asked = asyncio.create_task(cluster.ask(asking(cluster, max_tokens=20)))
-        await until(lambda: bool(first.held or second.held), "one of them decodes")
-        await asyncio.sleep(0.2)
+        await until(lambda: bool(first.attaches or second.attaches), "one of them decodes")
+        lost.set()
         await (first if first.held else second).die()
         assert len((await asked).token_ids) == 20
     assert len(charged) == 2
@@ -262,17 +279,19 @@ async def test_a_request_that_goes_on_elsewhere_is_charged_once(cluster: Cluster
 @pytest.mark.parametrize("where", ["admission", "room"])
 async def test_who_runs_out_of_time_in_the_queue_costs_no_worker_anything(cluster: Cluster, where: str) -> None:
     prefill, decode = await both(cluster)
-    decode.script = Script(step_s=0.05, once=False)
+    decode.script = Script(hold_at=5)
+    go_on = decode.script.go_on
     async with cluster.serving(max_inflight=1 if where == "admission" else 512):
         first = asyncio.create_task(cluster.ask(cluster.request(max_tokens=30)))
-        await until(lambda: bool(decode.held), "the first is served")
+        await until(lambda: bool(prefill.requests), "the first is served")
         decode.max_held = 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await cluster.ask(asking(cluster), timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: cluster.router.admission.num_waiting == cluster.router._room.num_queued == 0, "it waits no more")
+        go_on.set()
         await first
         assert len(prefill.requests) == 1
-        assert cluster.router.admission.num_waiting == cluster.router._room.num_queued == 0
 
 
 async def test_a_deadline_in_the_queue_is_counted_as_one(cluster: Cluster) -> None:
@@ -361,7 +380,8 @@ async def test_who_waits_for_full_workers_beyond_its_target_is_refused(cluster: 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_again(cluster: Cluster) -> None:
     _, decode = await both(cluster)
-    decode.script = Script(step_s=0.05, once=False)
+    decode.script = Script(hold_at=5)
+    go_on = decode.script.go_on
     async with cluster.serving(max_inflight=1, max_waiting=1, tenant_max_waiting=1):
         tasks = [asyncio.create_task(cluster.ask(asking(cluster, "a", max_tokens=16)))]
         await until(lambda: bool(decode.held), "the first is served")
@@ -373,6 +393,7 @@ async def test_a_full_queue_refuses_and_says_when_to_come_again(cluster: Cluster
         assert 0.1 <= error.retry_after_s <= 30.0
         assert "--max-waiting" in (await refused(cluster, asking(cluster, "b"))).message
         assert told_by(cluster)("twostep_requests_refused_total", reason="bounded") == 2
+        go_on.set()
         await asyncio.gather(*tasks)
 
 
@@ -381,16 +402,19 @@ async def test_a_full_queue_refuses_and_says_when_to_come_again(cluster: Cluster
 
 async def test_attainment_is_counted_by_class(cluster: Cluster) -> None:
     prefill, decode = await both(cluster)
-    decode.script = Script(step_s=0.05, once=False)
     async with cluster.serving():
         assert told_by(cluster)("twostep_request_slo_total") is None
         await cluster.ask(asking(cluster))
-        await cluster.ask(with_targets(asking(cluster, request_class=INTERACTIVE), ttft_ms=5000, tpot_ms=5000))
-        # Steps of 50 ms.
-        await cluster.ask(with_targets(asking(cluster, request_class=INTERACTIVE, max_tokens=5), ttft_ms=5000, tpot_ms=20))
+        await cluster.ask(with_targets(asking(cluster, request_class=INTERACTIVE), ttft_ms=600_000, tpot_ms=600_000))
+        # Four tokens that take a fifth of a second from the first one on.
+        decode.script = Script(hold_at=4)
+        hold = decode.script.go_on
+        request = with_targets(asking(cluster, request_class=INTERACTIVE, max_tokens=5), ttft_ms=600_000, tpot_ms=20)
+        async for _ in cluster.stub.Generate(request, timeout=60):
+            asyncio.get_running_loop().call_later(0.2, hold.set)
         prefill.before_first.append(after(0.2))
         await cluster.ask(with_targets(asking(cluster, request_class=INTERACTIVE), ttft_ms=100))
-        await cluster.ask(with_targets(asking(cluster, request_class=BATCH), tpot_ms=5000))
+        await cluster.ask(with_targets(asking(cluster, request_class=BATCH), tpot_ms=600_000))
         told = told_by(cluster)
         assert told("twostep_request_slo_total", request_class="interactive") == 3
         assert told("twostep_request_slo_attained_total", request_class="interactive") == 1

@@ -14,13 +14,14 @@ import grpc.aio
 import pytest
 from router_fakes import Cluster, FakePrefill, Reply, Script, after, refuse, until
 
+from router.dispatch import Dispatcher
 from router.room import Room
 from twostep.rpc.v1 import inference_pb2_grpc
 
 FULL = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free blocks")
 
 
-async def failure(cluster: Cluster, timeout: float = 10.0, **sampling: Any) -> tuple[str, str]:
+async def failure(cluster: Cluster, timeout: float = 60.0, **sampling: Any) -> tuple[str, str]:
     """Status and message of a request that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await cluster.ask(timeout=timeout, **sampling)
@@ -89,8 +90,7 @@ async def test_when_all_are_full_requests_wait_in_the_order_they_came(cluster: C
         tasks = []
         for i in range(6):
             tasks.append(asyncio.create_task(ask(i)))
-            await until(lambda: cluster.router.admission.num_inflight == i + 1, "it is the last in the queue")  # noqa: B023
-            await asyncio.sleep(0.02)
+            await until(lambda: cluster.router._room.num_queued == i + 1, "it is the last in the queue")  # noqa: B023
         assert order == []
         decode.max_held = 1
         await asyncio.gather(*tasks)
@@ -105,36 +105,40 @@ async def test_full_workers_are_asked_ten_times_a_second_and_no_more(cluster: Cl
     prefill, decode = await cluster.prefill(), await cluster.decode()
     decode.max_held = 0
     async with cluster.serving():
+        started = time.monotonic()
         tasks = [asyncio.create_task(cluster.ask(max_tokens=3)) for _ in range(5)]
-        await asyncio.sleep(0.5)
-        assert 3 <= len(decode.requests) <= 12
+        await until(lambda: len(decode.requests) >= 8, "they are asked again and again")
+        # Each of the five when it comes, as long as nobody waits, and when it is first in the queue.
+        assert len(decode.requests) <= 10 + (time.monotonic() - started) / 0.1
         decode.max_held = 9
+        before, freed = len(decode.requests), time.monotonic()
         prefill.hooks.extend([FULL] * 4)
         await asyncio.gather(*tasks)
-        assert len(decode.requests) < 30
+        assert len(decode.requests) - before <= 10 + (time.monotonic() - freed) / 0.1
         await cluster.all_free()
 
 
 async def test_room_given_back_wakes_the_next_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.server.Room", lambda *args, **options: Room(*args, **options, retry_s=2.0))
+    monkeypatch.setattr("router.server.Room", lambda *args, **options: Room(*args, **options, retry_s=1000.0))
     await cluster.prefill()
     decode = await cluster.decode()
     decode.max_held = 1
     async with cluster.serving():
-        started = time.monotonic()
+        # None of them would end by trying again after a time.
         await asyncio.gather(*(cluster.ask(max_tokens=3) for _ in range(12)))
-        assert time.monotonic() - started < 11, "by trying again every 2 s alone it would take 22 s"
 
 
 async def test_waiting_for_room_ends_with_the_deadline_and_leaves_nothing(cluster: Cluster) -> None:
     await cluster.prefill()
     decode = await cluster.decode()
     decode.max_held = 0
-    async with cluster.serving(request_timeout=1.5):
+    async with cluster.serving(request_timeout=0.5):
         code, message = await failure(cluster)
         assert code == "DEADLINE_EXCEEDED"
         assert "time is up" in message
         decode.max_held = 5
+        inference = cluster.router._inference
+        inference._config = dataclasses.replace(inference._config, request_timeout_s=60.0)
         assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
         await cluster.all_free()
 
@@ -177,17 +181,17 @@ async def test_without_a_worker_a_request_fails_within_the_grace_and_says_what_i
         await cluster.prefill()
     async with cluster.serving(no_worker_grace=1.0):
         started = time.monotonic()
-        results = await asyncio.gather(*(failure(cluster) for _ in range(5)))
-        assert 0.9 < time.monotonic() - started < 4.5, "the grace is everybody's own, not one after the other"
+        results = await asyncio.gather(*(failure(cluster, timeout=120) for _ in range(60)))
+        assert 0.9 < time.monotonic() - started < 40, "the grace is everybody's own, not one after the other"
     assert all(code == "UNAVAILABLE" and f"no {role} worker is available" in message for code, message in results)
 
 
 async def test_a_worker_that_comes_back_within_the_grace_serves_the_request(cluster: Cluster) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode()
-    async with cluster.serving(no_worker_grace=5.0):
+    async with cluster.serving(no_worker_grace=60.0):
         await decode.die()
         task = asyncio.create_task(cluster.ask(max_tokens=5))
-        await asyncio.sleep(0.3)
+        await until(lambda: cluster.router._room.num_queued == 1, "it waits for the worker")
         assert not task.done()
         await cluster.revive(decode)
         assert (await task).token_ids == cluster.expected(5)
@@ -195,15 +199,41 @@ async def test_a_worker_that_comes_back_within_the_grace_serves_the_request(clus
     assert len(prefill.requests) == 1
 
 
-async def test_the_grace_begins_when_the_workers_go_not_when_the_request_was_queued(cluster: Cluster) -> None:
+class Clock:
+    """What the time module says, and as much more as it is put forward."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+async def test_the_grace_begins_when_the_workers_go_not_when_the_request_was_queued(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, absences = Clock(), list[float]()
+    absent_for_s = Dispatcher._absent_for_s
+
+    def told(dispatcher: Dispatcher) -> float:
+        absences.append(absent_for_s(dispatcher))
+        return absences[-1]
+
+    monkeypatch.setattr("router.dispatch.time", clock)
+    monkeypatch.setattr(Dispatcher, "_absent_for_s", told)
     await cluster.prefill()
     decode = await cluster.decode()
     decode.max_held = 0
-    async with cluster.serving(no_worker_grace=0.6):
+    async with cluster.serving(no_worker_grace=1000.0):
         task = asyncio.create_task(cluster.ask(max_tokens=5))
-        await asyncio.sleep(0.9)  # longer in the queue than the grace
+        await until(lambda: cluster.router._room.num_queued == 1, "it waits for room")
+        clock.ahead_s += 2000.0  # longer in the queue than the grace
+        asked = len(decode.requests)
+        await until(lambda: len(decode.requests) > asked + 1, "it asks again")
+        assert not absences
         await decode.die()
-        await asyncio.sleep(0.3)
+        await until(lambda: bool(absences), "there is nobody to ask")
+        clock.ahead_s += 500.0
+        await until(lambda: absences[-1] >= 500.0, "there has been nobody for long")
         assert not task.done()
         decode.max_held = 8
         await cluster.revive(decode)
@@ -216,16 +246,12 @@ async def test_without_a_transport_requests_are_refused_at_once_and_served_again
     prefill.record = dataclasses.replace(prefill.record, transports=())
     decode.record = dataclasses.replace(decode.record, transports=("ray",))
     await cluster.beat()
-    async with cluster.serving(no_worker_grace=20.0):
-        started = time.monotonic()
+    async with cluster.serving(no_worker_grace=1000.0):
         code, message = await failure(cluster)
-        assert time.monotonic() - started < 15
         assert code == "UNAVAILABLE"
         assert "KV transport ray is not ready on p0" in message
         prefill.record = dataclasses.replace(prefill.record, transports=("ray",))
-        await cluster.beat()
-        await until(lambda: cluster.router.pool.changed.is_set(), "the registry was read", 2)
-        await asyncio.sleep(0.6)
+        await cluster.seen()
         assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
 
 
@@ -234,16 +260,14 @@ async def test_workers_whose_layouts_differ_are_refused_at_once_with_every_diffe
     layout = prefill.record.layout
     prefill.record = dataclasses.replace(prefill.record, layout=dataclasses.replace(layout, num_layers=9, head_dim=24))
     await cluster.beat()
-    async with cluster.serving(no_worker_grace=30.0):
-        started = time.monotonic()
+    async with cluster.serving(no_worker_grace=1000.0):
         code, message = await failure(cluster)
-        assert time.monotonic() - started < 10, "waiting would not help"
-        assert code == "FAILED_PRECONDITION"
+        assert code == "FAILED_PRECONDITION", "waiting would not help"
         assert f"from p0 to d0, num_layers is 9 there and {layout.num_layers} here, head_dim is 24 there" in message
         assert "the same model" in message
         # With a worker that suits, those that do not are left alone.
         await cluster.prefill("p1")
-        await until(lambda: len(cluster.router.pool.prefill) == 2, "it is seen", 5)
+        await cluster.seen()
         assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
     assert not decode.held
     assert prefill.requests == []
@@ -257,7 +281,7 @@ async def die(worker: Any) -> None:
     worker.beating = False
     server, worker.server = worker.server, None
     asyncio.get_running_loop().create_task(server.stop(0))
-    await asyncio.sleep(30)
+    await asyncio.sleep(600)
 
 
 async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(cluster: Cluster) -> None:
@@ -268,7 +292,7 @@ async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(clu
         await die(first)
 
     first.before_first.append(hook)
-    async with cluster.serving():
+    async with cluster.serving(no_worker_grace=60.0):
         task = asyncio.create_task(cluster.ask(max_tokens=8))
         await until(lambda: bool(first.requests), "p0 has it")
         second = await cluster.prefill("p1")
@@ -315,14 +339,16 @@ async def test_a_prefill_that_dies_after_its_first_token_while_decode_is_silent_
 async def test_a_decode_worker_that_dies_is_replaced_and_the_answer_goes_on_where_it_was(cluster: Cluster) -> None:
     prefill = await cluster.prefill()
     workers = [await cluster.decode(f"d{i}") for i in range(2)]
+    lost = asyncio.Event()
     for worker in workers:
-        worker.script = Script(step_s=0.01, once=False)
+        worker.script = Script(hold_at=20, go_on=lost)
     async with cluster.serving():
-        call = cluster.stub.Generate(cluster.request(max_tokens=60), timeout=30)
+        call = cluster.stub.Generate(cluster.request(max_tokens=60), timeout=60)
         reply = Reply()
         async for response in call:
             reply.add(response)
-            if len(reply.token_ids) >= 10 and all(w.beating for w in workers):
+            if len(reply.token_ids) >= 10 and not lost.is_set():
+                lost.set()
                 await next(w for w in workers if w.held).die()
         for worker in workers:
             if not worker.beating:
@@ -364,6 +390,9 @@ async def test_a_ticket_whose_connection_breaks_is_handed_over_again(cluster: Cl
             decode.attach_hooks.append(again)
             decode.begin((request.request_id, request.attempt))
         decode.break_stream()
+        # A router that has learnt of both within a tenth of a second takes it for the connection.
+        stream = next(iter(cluster.router.pool.decode.values())).stream
+        await until(lambda: not stream.open or stream.num_opened > 1, "it has noticed")
         await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
     decode.attach_hooks.append(cut)
@@ -463,23 +492,35 @@ async def test_tokens_repeated_or_out_of_order_are_forwarded_once_in_order(clust
 
 
 async def test_a_token_that_never_comes_begins_the_attempt_again(cluster: Cluster, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.attempt._MAX_EARLY_S", 0.1)
-    _, decode = await cluster.prefill(), await cluster.decode()
-    decode.script = Script(skip=4)
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    decode.script = Script(skip=4, hold_at=1)
+    begin = decode.script.go_on
+
+    async def patient_again(_request: Any, _context: Any) -> None:
+        monkeypatch.setattr("router.attempt._MAX_EARLY_S", 60.0)
+
+    # Not of what overtakes a first token.
+    prefill.hooks.extend([after(0), patient_again])
     async with cluster.serving():
-        reply = await cluster.ask(max_tokens=8)
+        reply = Reply()
+        async for response in cluster.stub.Generate(cluster.request(max_tokens=8), timeout=60):
+            reply.add(response)
+            if not begin.is_set():
+                monkeypatch.setattr("router.attempt._MAX_EARLY_S", 0.1)
+                begin.set()
         await cluster.all_free()
     assert (reply.token_ids, attempts(reply)) == (cluster.expected(8), 2)
 
 
-async def test_the_end_does_not_wait_for_prefill_figures_for_long(cluster: Cluster) -> None:
+async def test_the_end_does_not_wait_for_prefill_figures_for_long(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.attempt._DONE_TIMEOUT_S", 0.3)
     prefill = await cluster.prefill()
     await cluster.decode()
     prefill.never_done = True
     async with cluster.serving():
         started = time.monotonic()
         reply = await cluster.ask(max_tokens=5)
-        assert 0.9 < time.monotonic() - started < 10
+        assert time.monotonic() - started > 0.29
         await cluster.all_free()
     assert reply.token_ids == cluster.expected(5)
     assert reply.end is not None
@@ -492,14 +533,16 @@ async def test_a_frozen_worker_is_noticed_by_its_silence(cluster: Cluster, monke
     monkeypatch.setattr("router.workers._SILENT_S", 0.5)
     await cluster.prefill()
     frozen, other = await cluster.decode("d0"), await cluster.decode("d1")
+    freezes = asyncio.Event()
     for worker in (frozen, other):
-        worker.script = Script(step_s=0.01, once=False)
+        worker.script = Script(hold_at=10, go_on=freezes)
     async with cluster.serving():
-        call = cluster.stub.Generate(cluster.request(max_tokens=40), timeout=15)
+        call = cluster.stub.Generate(cluster.request(max_tokens=40), timeout=60)
         reply = Reply()
         async for response in call:
             reply.add(response)
-            if len(reply.token_ids) == 5:
+            if len(reply.token_ids) >= 5 and not freezes.is_set():
+                freezes.set()
                 stuck = frozen if frozen.held else other
                 stuck.beating = False
                 for task in stuck._tasks.values():
@@ -524,19 +567,20 @@ async def test_a_new_life_under_the_same_name_replaces_the_old_one(cluster: Clus
 async def test_a_draining_worker_gets_nothing_new_but_ends_what_it_has(cluster: Cluster) -> None:
     await cluster.prefill()
     first, second = await cluster.decode("d0"), await cluster.decode("d1")
+    drained = asyncio.Event()
     for worker in (first, second):
-        worker.script = Script(step_s=0.02, once=False)
+        worker.script = Script(hold_at=30, go_on=drained, once=False)
     async with cluster.serving():
         task = asyncio.create_task(cluster.ask(max_tokens=60))
         await until(lambda: bool(cluster.held()), "it is served")
         draining, other = (first, second) if first.held else (second, first)
         draining.record = dataclasses.replace(draining.record, draining=True)
-        await cluster.beat()
-        await asyncio.sleep(0.7)
+        await cluster.seen()
         num_before = len(draining.requests)
         await asyncio.gather(*(cluster.ask(max_tokens=2) for _ in range(5)))
         assert len(draining.requests) == num_before
         assert len(other.requests) >= 5
+        drained.set()
         reply = await task
         assert (reply.token_ids, attempts(reply)) == (cluster.expected(60), 1)
 
@@ -548,21 +592,41 @@ async def test_a_draining_worker_gets_nothing_new_but_ends_what_it_has(cluster: 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 async def test_a_client_that_leaves_frees_both_sides(cluster: Cluster, when: str, how: str) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode()
-    decode.script = Script(step_s=0.02, once=False)
-    if when == "reserving":
-        decode.hooks.append(after(30))
-    elif when == "accepting":
-        prefill.hooks.append(after(30))
-    elif when == "before first":
-        prefill.before_first.append(after(30))
-    async with cluster.serving():
-        # A busy machine may take a second to get there.
-        call = cluster.stub.Generate(cluster.request(max_tokens=1000), timeout=2 if how == "deadline" else 60)
+    decode.script = Script(hold_at=10, once=False)
+
+    async def begun(timeout: float) -> Any:
+        """The call, once it is where it is to end. None if its time was up before."""
+        if when == "reserving":
+            decode.hooks.append(after(600))
+        elif when == "accepting":
+            prefill.hooks.append(after(600))
+        elif when == "before first":
+            prefill.before_first.append(after(600))
+        call = cluster.stub.Generate(cluster.request(max_tokens=1000), timeout=timeout)
         if when == "decoding":
-            for _ in range(5):
-                await call.read()
-        reached = {"reserving": decode.requests, "accepting": prefill.requests, "before first": prefill.held, "decoding": decode.held}
-        await until(lambda: bool(reached[when]), "it is under way")
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                for _ in range(5):
+                    await call.read()
+        reached = {
+            "reserving": lambda: decode.requests,
+            "accepting": lambda: prefill.requests,
+            "before first": lambda: prefill.held,
+            "decoding": lambda: decode.held and prefill.requests and not prefill.held,
+        }[when]
+        await until(lambda: bool(reached()) or call.done(), "it is under way")
+        if not call.done():
+            return call
+        await until(lambda: cluster.router.admission.num_inflight == 0, "its place is free")
+        await cluster.all_free()
+        for what in (decode.hooks, prefill.hooks, prefill.before_first, decode.requests, prefill.requests, prefill.cancelled):
+            what.clear()
+        return None
+
+    async with cluster.serving():
+        # A busy machine may need more than half a second to get there.
+        call = await begun(0.5 if how == "deadline" else 60.0)
+        while call is None:
+            call = await begun(8.0)
         if how == "cancel":
             call.cancel()
         with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
@@ -570,7 +634,7 @@ async def test_a_client_that_leaves_frees_both_sides(cluster: Cluster, when: str
         await cluster.all_free()
         attempt = (decode.requests[0].request_id, decode.requests[0].attempt)
         await until(lambda: attempt in decode.cancels, "decode is told")
-        assert cluster.router.admission.num_inflight == 0
+        await until(lambda: cluster.router.admission.num_inflight == 0, "its place is free")
         if when in ("before first", "decoding"):
             assert len(prefill.cancelled) == (when == "before first")
         # Nothing of it stands in anybody's way.
@@ -591,7 +655,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_neighbours_are_not_hel
     decode = await cluster.decode()
     decode.script = Script(tokens_per_step=50, step_s=0.001, once=False)
     async with cluster.serving(max_buffered_tokens=200), narrow(cluster) as stub:
-        slow = stub.Generate(cluster.request(max_tokens=2000, logprobs=20), timeout=20)
+        slow = stub.Generate(cluster.request(max_tokens=2000, logprobs=20), timeout=60)
         await slow.read()
         replies = await asyncio.gather(*(cluster.ask(max_tokens=200) for _ in range(3)))
         assert all(r.token_ids == cluster.expected(200) for r in replies)
@@ -609,7 +673,7 @@ async def test_a_client_that_takes_nothing_at_the_end_is_cut_too(cluster: Cluste
     decode = await cluster.decode()
     decode.script = Script(tokens_per_step=50, once=False)
     async with cluster.serving(max_buffered_tokens=100_000, client_write_timeout=0.3), narrow(cluster) as stub:
-        slow = stub.Generate(cluster.request(max_tokens=2000, logprobs=20), timeout=20)
+        slow = stub.Generate(cluster.request(max_tokens=2000, logprobs=20), timeout=60)
         await slow.read()
         await until(lambda: cluster.router.admission.num_inflight == 0, "its place is free")
         with pytest.raises(grpc.aio.AioRpcError, match="took nothing"):
@@ -623,16 +687,17 @@ async def test_losing_redis_does_not_stop_serving_and_it_is_found_again(cluster:
     prefill = await cluster.prefill()
     await cluster.decode()
     long_prompt = "the capital " * 100
-    async with cluster.serving():
+    # None of these requests waits for it.
+    async with cluster.serving(prefix_lookup_timeout=1000.0):
         assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
+        await until(lambda: cluster.router.registry.connected, "it was not lost before, to a busy machine")
+        caplog.clear()
         cluster.redis_server.kill()
         await until(lambda: not cluster.router.registry.connected, "the loss is noticed")
-        started = time.monotonic()
         for _ in range(10):
             assert (await cluster.ask(cluster.request(long_prompt, max_tokens=3))).token_ids == cluster.expected(3)
-        assert time.monotonic() - started < 10
-        # Longer than records live.
-        await asyncio.sleep(2.0)
+        # Longer than the registry bears with a missing record.
+        await asyncio.sleep(2.2)
         assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
         said = [r.message for r in caplog.records if "Redis does not answer" in r.message]
         assert len(said) == 1, "once, not at every poll"
@@ -641,8 +706,8 @@ async def test_losing_redis_does_not_stop_serving_and_it_is_found_again(cluster:
         await newcomer.start()
         cluster.workers.append(newcomer)
         cluster.redis_server.start()
-        await until(lambda: len(cluster.router.pool.prefill) == 2, "the newcomer is seen", 5)
-        assert cluster.router.registry.connected
+        await cluster.seen()
+        await until(lambda: cluster.router.registry.connected, "Redis is back")
         await asyncio.gather(*(cluster.ask(max_tokens=3) for _ in range(8)))
         await cluster.all_free()
     assert len(newcomer.requests) >= 1

@@ -18,7 +18,7 @@ from twostep.rpc.v1 import inference_pb2
 FULL = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free blocks")
 
 
-async def failure(cluster: Cluster, timeout: float = 10.0, **sampling: Any) -> tuple[str, str]:
+async def failure(cluster: Cluster, timeout: float = 60.0, **sampling: Any) -> tuple[str, str]:
     """Status and message of a request that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await cluster.ask(timeout=timeout, **sampling)
@@ -113,26 +113,39 @@ async def test_a_worker_whose_flag_has_changed_is_not_asked_twice_in_a_round(clu
 async def test_all_full_the_request_waits_for_room(cluster: Cluster) -> None:
     decode = await cluster.decode(local=True)
     decode.max_held = 1
-    decode.script = Script(step_s=0.05)
+    decode.script = Script(hold_at=4)
+    go_on = decode.script.go_on
     async with cluster.serving():
         first = asyncio.create_task(cluster.ask(max_tokens=8, ignore_eos=True))
         await until(lambda: bool(decode.held), "the first is there")
-        second = await cluster.ask(max_tokens=3, ignore_eos=True)
+        waiting = asyncio.create_task(cluster.ask(max_tokens=3, ignore_eos=True))
+        await until(lambda: cluster.router._room.num_queued == 1, "the second waits")
+        go_on.set()
+        second = await waiting
         assert (await first).token_ids == cluster.expected(8)
         await cluster.all_free()
     assert second.token_ids == cluster.expected(3)
 
 
+def reached(cluster: Cluster) -> int | None:
+    """How many tokens the router has of the one sequence that a worker has accepted."""
+    sinks = [sink for link in cluster.router.pool.decode.values() for sink in link.stream._sinks.values()]
+    return next((at.next_position for at in (sink.position() for sink in sinks) if not at.reserving), None)
+
+
 @pytest.mark.parametrize("lost", ["prefilling", "decoding"])
 async def test_a_lost_decode_worker_is_replaced_by_another(cluster: Cluster, lost: str) -> None:
     workers = [await cluster.decode(f"d{i}", local=True) for i in range(2)]
+    dead = asyncio.Event()
     for worker in workers:
-        worker.script = Script(step_s=0.05, prefill_s=0.4)
+        # The first token is that of the prompt.
+        worker.script = Script(hold_at=0 if lost == "prefilling" else 5, go_on=dead)
     async with cluster.serving():
         call = asyncio.create_task(cluster.ask(max_tokens=12, ignore_eos=True))
-        await until(lambda: any(w.held for w in workers), "one has it")
+        positions = [0] if lost == "prefilling" else range(1, 6)
+        await until(lambda: reached(cluster) in positions, "one has it")
         busy, idle = sorted(workers, key=lambda w: not w.held)
-        await asyncio.sleep(0.1 if lost == "prefilling" else 0.6)
+        dead.set()
         await busy.die()
         reply = await call
         assert reply.token_ids == cluster.expected(12)
@@ -160,12 +173,12 @@ async def test_from_a_pair_to_a_decode_worker_alone(cluster: Cluster) -> None:
     """The prefill worker dies for good while its prompt's answer is under way on a decode worker that dies too."""
     prefill = await cluster.prefill()
     only_pair = await cluster.decode("d0")
-    only_pair.script = Script(step_s=0.02)
+    only_pair.script = Script(hold_at=10)
     async with cluster.serving():
-        call = asyncio.create_task(cluster.ask(max_tokens=30, ignore_eos=True, timeout=20))
+        call = asyncio.create_task(cluster.ask(max_tokens=30, ignore_eos=True))
         await until(lambda: bool(only_pair.attaches), "it decodes there")
         alone = await cluster.decode("d1", local=True, transports=())
-        await asyncio.sleep(0.5)  # for the router to see it
+        await cluster.seen()
         await prefill.die()
         await only_pair.die()
         reply = await call
@@ -176,13 +189,13 @@ async def test_from_a_pair_to_a_decode_worker_alone(cluster: Cluster) -> None:
 
 async def test_from_a_decode_worker_alone_to_a_pair(cluster: Cluster) -> None:
     alone = await cluster.decode("d0", local=True, transports=())
-    alone.script = Script(step_s=0.02)
+    alone.script = Script(hold_at=10)
     async with cluster.serving():
-        call = asyncio.create_task(cluster.ask(max_tokens=30, ignore_eos=True, timeout=20))
+        call = asyncio.create_task(cluster.ask(max_tokens=30, ignore_eos=True))
         await until(lambda: bool(alone.held), "it decodes there")
         await cluster.prefill()
         await cluster.decode("d1")
-        await asyncio.sleep(0.5)  # for the router to see them
+        await cluster.seen()
         await alone.die()
         reply = await call
     assert reply.token_ids == cluster.expected(30)
@@ -192,9 +205,9 @@ async def test_from_a_decode_worker_alone_to_a_pair(cluster: Cluster) -> None:
 @pytest.mark.parametrize("moment", ["prefilling", "decoding"])
 async def test_a_client_that_leaves_frees_the_worker(cluster: Cluster, moment: str) -> None:
     decode = await cluster.decode(local=True)
-    decode.script = Script(step_s=0.02, prefill_s=5 if moment == "prefilling" else 0)
+    decode.script = Script(hold_at=0 if moment == "prefilling" else 5)
     async with cluster.serving():
-        call = cluster.stub.Generate(cluster.request(max_tokens=500, ignore_eos=True), timeout=20)
+        call = cluster.stub.Generate(cluster.request(max_tokens=500, ignore_eos=True), timeout=60)
         if moment == "decoding":
             await call.read()
         else:
@@ -205,20 +218,23 @@ async def test_a_client_that_leaves_frees_the_worker(cluster: Cluster, moment: s
         await cluster.all_free()
         assert len(decode.cancels) == 1
         link = next(iter(cluster.router.pool.decode.values()))
+        await until(lambda: not link.tenants, "the router has nothing there any more")
         assert link.queued_tokens == 0
-        assert not link.tenants
 
 
 @pytest.mark.parametrize("at", [0, 1, 5])
 async def test_a_stream_that_breaks_costs_no_attempt(cluster: Cluster, at: int) -> None:
     """`at` 0: before the first token has come."""
     decode: FakeDecode = await cluster.decode(local=True)
-    decode.script = Script(step_s=0.01, prefill_s=0.3 if at == 0 else 0.0, break_stream_at=at or None)
+    decode.script = Script(hold_at=0 if at == 0 else None, break_stream_at=at or None)
+    go_on = decode.script.go_on
     async with cluster.serving():
         call = asyncio.create_task(cluster.ask(max_tokens=12, ignore_eos=True))
         if at == 0:
             await until(lambda: bool(decode.held), "the prompt is there")
             decode.break_stream()
+            await until(lambda: decode.num_streams == 2, "it is open again")
+            go_on.set()
         reply = await call
     assert reply.token_ids == cluster.expected(12)
     assert end_of(reply).attempts == 1

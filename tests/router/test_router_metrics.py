@@ -54,11 +54,11 @@ async def test_latencies_tokens_and_outcome_of_a_request(cluster: Cluster) -> No
 async def test_outcomes_that_are_not_ok(cluster: Cluster) -> None:
     await cluster.prefill()
     decode = await cluster.decode()
-    decode.script = Script(step_s=0.05, once=False)
+    decode.script = Script(hold_at=5, once=False)
     async with cluster.serving():
         with pytest.raises(grpc.aio.AioRpcError):
             await cluster.ask(inference_pb2.GenerateRequest(text="hello", model="another"))
-        call = cluster.stub.Generate(cluster.request(max_tokens=1000), timeout=20)
+        call = cluster.stub.Generate(cluster.request(max_tokens=1000), timeout=60)
         reply = Reply()
         async for response in call:
             reply.add(response)
@@ -84,12 +84,13 @@ async def test_outcomes_that_are_not_ok(cluster: Cluster) -> None:
 async def test_a_migration_is_one_request_with_two_attempts(cluster: Cluster) -> None:
     await cluster.prefill()
     first, second = await cluster.decode("d0"), await cluster.decode("d1")
+    lost = asyncio.Event()
     for worker in (first, second):
-        worker.script = Script(step_s=0.05, once=False)
+        worker.script = Script(hold_at=5, go_on=lost)
     async with cluster.serving():
         asking = asyncio.create_task(cluster.ask(max_tokens=20))
-        await until(lambda: bool(first.held or second.held), "one of them decodes")
-        await asyncio.sleep(0.2)
+        await until(lambda: bool(first.attaches or second.attaches), "one of them decodes")
+        lost.set()
         await (first if first.held else second).die()
         reply = await asking
         assert reply.token_ids == cluster.expected(20)
