@@ -36,7 +36,7 @@ _FLAGS = (
     "--force-color-profile=srgb",
     "--remote-debugging-port=0",
 )
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def chromium() -> str | None:
@@ -46,13 +46,14 @@ def chromium() -> str | None:
 
 class Page:
     """One tab. `errors`: what its console was told of, uncaught exceptions and violations of its content security policy included.
-    `asked`: the URLs of all that it asked for."""
+    `expected`: parts of those errors that a test brings about itself. `asked`: the URLs of all that it asked for."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.errors: list[str] = []
+        self.expected: list[str] = []
         self.asked: list[str] = []
 
     async def listen(self) -> None:
