@@ -27,7 +27,7 @@ STATES = ("reserved", "publishing", "ready", "fetching", "decoding")
 # Every state needs something of the worker that the next one holds up: `reserved` stops all of its prefill steps.
 _STAGING = ("fetching", "ready", "publishing", "decoding", "reserved")
 _BUSIER = 100
-_STAGE_S = 20.0
+_STAGE_S = 60.0
 _PROMPT_TOKENS = 600
 # Decoding goes on for seconds after the last state is staged.
 _MAX_TOKENS = {"decoding": 400}

@@ -186,7 +186,7 @@ class FaultSystem:
         async def hidden() -> bool:
             return await self.listed(0) == (1, 1)
 
-        await self._wait(hidden, "the spare workers are forgotten", timeout_s=20)
+        await self._wait(hidden, "the spare workers are forgotten", timeout_s=60)
 
     async def show_spare(self) -> None:
         self.hosts["spare"].mend()
@@ -194,7 +194,7 @@ class FaultSystem:
         async def shown() -> bool:
             return await self.listed(0) == (2, 2)
 
-        await self._wait(shown, "the spare workers are known again", timeout_s=20)
+        await self._wait(shown, "the spare workers are known again", timeout_s=60)
 
     # ---- what it holds --------------------------------------------------------------------------------------------------
 

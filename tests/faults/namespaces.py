@@ -45,7 +45,7 @@ def why_not() -> str:
     if missing:
         return f"{', '.join(missing)} is not installed; on Debian, apt install util-linux iproute2"
     probe = f"ip link add svc type bridge && {' '.join(_HOLDER)} '{_HOLD.replace('infinity', '0')}'"
-    done = subprocess.run(isolated_argv(["sh", "-c", probe]), capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(isolated_argv(["sh", "-c", probe]), capture_output=True, text=True, timeout=60, check=False)
     return "" if done.returncode == 0 else f"network namespaces are not allowed here ({done.stderr.strip()[:200]}); run it as root"
 
 
@@ -161,7 +161,7 @@ class Host:
 
 def _child_of(pid: int, name: str) -> int:
     """The child of a process that runs `name`, once it does."""
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     while time.monotonic() < give_up:
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             try:

@@ -127,21 +127,24 @@ async def test_a_gate_holds_the_first_who_comes_until_it_is_opened(tmp_path: Pat
     await mine.wait("ready")
     gates.arm("ready")
     waiting = asyncio.create_task(mine.wait("ready"))
-    assert await gates.held("ready", 5) == "prefill-0"
+    assert await gates.held("ready", 60) == "prefill-0"
     await others.wait("ready")
     assert not waiting.done()
     gates.open_all()
     await waiting
 
 
+# In test_system_both_ways.py a decode worker is killed at whatever states its requests are.
+@pytest.mark.long
 @pytest.mark.ray
-@pytest.mark.skipif(bool(namespaces.why_not()), reason="needs network namespaces")
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 def test_a_killed_decode_worker_at_every_state(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    if reason := namespaces.why_not():
+        pytest.skip(reason)
     page = tmp_path / "matrix.md"
     flags = ["--only", "kill -9", "--target", "decode worker", "--model", str(tiny_llama_dir), "--output", str(page)]
     done = subprocess.run(
-        [sys.executable, str(_HERE / "fault_matrix.py"), *flags], capture_output=True, text=True, timeout=270, check=False
+        [sys.executable, str(_HERE / "fault_matrix.py"), *flags], capture_output=True, text=True, timeout=570, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "**Totals**: 5 cells (1 faults): 5 recovered, 0 failed clearly, 0 hung" in page.read_text().splitlines()[-1]

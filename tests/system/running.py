@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +27,8 @@ from twostep.errors import TwostepError
 from twostep.local.ports import free_ports
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
-START_TIMEOUT_S = 120.0
-# A router looks at the workers' records twice a second.
-_ROUTER_LOOKS_S = 0.7
-
-
-def free_port() -> int:
-    (port,) = free_ports(1)
-    return port
+START_TIMEOUT_S = 300.0
+_ASK_S = 30.0
 
 
 def wait_until(condition: Callable[[], Any], *, timeout_s: float, what: str) -> Any:
@@ -60,7 +54,7 @@ class Worker:
     def stats(self, *, check_integrity: bool = False) -> worker_pb2.WorkerStats:
         with grpc.insecure_channel(self.address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            return stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=check_integrity), timeout=10)
+            return stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=check_integrity), timeout=_ASK_S)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -69,9 +63,10 @@ class Worker:
 class System:
     """One running `twostep up`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, http_port: int, log: Path) -> None:
         self.process = process
         self.target = f"127.0.0.1:{port}"
+        self.http_url = f"http://127.0.0.1:{http_port}"
         self.log = log
 
     def client(self, **options: Any) -> Client:
@@ -114,14 +109,34 @@ class System:
         """A router answers and knows so many workers."""
         try:
             with self.client(max_retries=0) as client:
-                models = client.models(timeout=2)
+                models = client.models(timeout=_ASK_S)
         except TwostepError:
             return False
         return bool(models) and (models[0].prefill_workers, models[0].decode_workers) == (num_prefill, num_decode)
 
-    def wait_until_told(self, *, timeout_s: float = 60.0) -> None:
-        """Until every worker has told twice that it is idle, what it holds being told as well, and routers have seen it: on a busy machine
-        heartbeats come late."""
+    def is_whole(self, num_prefill: int, num_decode: int) -> bool:
+        """It serves, and every worker can hand KV over if there is anybody to take it."""
+        if not self.serves(num_prefill, num_decode):
+            return False
+        try:
+            transports = [worker.stats().transports for worker in self.all_workers()]
+        except grpc.RpcError:  # starting again
+            return False
+        ready = [not num_prefill or any(transport.ready for transport in each) for each in transports]
+        return len(ready) == num_prefill + num_decode and all(ready)
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Whatever ends meanwhile is started again only afterwards: `twostep up` stands still."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def wait_until_told(self, *, timeout_s: float = 120.0) -> None:
+        """Until every worker has told twice that it is idle, what it holds being told as well, and the router has looked since: on a busy
+        machine both come late."""
         _, words = next(self._children("router"))
         with redis.Redis.from_url(words[words.index("--redis-url") + 1]) as store:
             names = [name.decode() for name in store.smembers(WORKERS_KEY)]
@@ -138,9 +153,11 @@ class System:
                 return bool(told) and min(told.values()) >= 2
 
             wait_until(twice, timeout_s=timeout_s, what="all workers say that they are idle")
-        time.sleep(_ROUTER_LOOKS_S)
+            # A look is one MGET, and nobody else asks so: the first may have begun before, and the second begins after its end.
+            looks = _num_looks(store)
+            wait_until(lambda: _num_looks(store) >= looks + 2, timeout_s=timeout_s, what="the router looks at the workers' records")
 
-    def check_empty(self, *, timeout_s: float = 20.0) -> None:
+    def check_empty(self, *, timeout_s: float = 60.0) -> None:
         """Every worker comes to hold nothing: no sequence, no lease, no object; and its pool adds up."""
 
         def leftover() -> str:
@@ -161,7 +178,7 @@ class System:
             time.sleep(0.2)
         assert not left, left
 
-    def check_store_empty(self, *, timeout_s: float = 30.0) -> None:
+    def check_store_empty(self, *, timeout_s: float = 60.0) -> None:
         """Ray itself counts no object any more."""
         ((_, words),) = itertools.islice(self._children("decode_worker"), 1)
         address = words[words.index("--ray-address") + 1]
@@ -170,17 +187,32 @@ class System:
         usage = store_usage(address, env, empty_within_s=timeout_s)
         assert usage.num_objects == 0, usage
 
+    def log_text(self) -> str:
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(errors="replace"))
+
     def log_tail(self, num_chars: int = 4000) -> str:
-        return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(errors="replace"))[-num_chars:]
+        return self.log_text()[-num_chars:]
+
+
+def _num_looks(store: redis.Redis) -> int:
+    return int(store.info("commandstats").get("cmdstat_mget", {}).get("calls", 0))
 
 
 @contextmanager
 def running(
-    model: Path, tmp: Path, *, prefill: int = 1, decode: int = 1, local_prefill: bool = False, extra: tuple[str, ...] = ()
+    model: Path,
+    tmp: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    local_prefill: bool = False,
+    extra: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[System]:
     """Starts `twostep up` and waits until it serves; stops it like Ctrl-C does, and checks that it leaves no process behind. Without
-    `prefill` workers it is aggregated; with them, decode workers compute prompts only with `local_prefill`."""
-    port = free_port()
+    `prefill` workers it is aggregated; with them, decode workers compute prompts only with `local_prefill`. `env`: beside this process's
+    own."""
+    port, http_port = free_ports(2)
     tmp.mkdir(parents=True, exist_ok=True)
     log = tmp / "up.log"
     words = [sys.executable, "-P", "-m", "twostep.cli", "up", "--model", str(model), "--decode", str(decode)]
@@ -188,29 +220,33 @@ def running(
     words += ["--no-local-prefill"] if prefill and not local_prefill else []
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*words, "--port", str(port), "--http-port", "0", "--verbose", *extra], stdout=out, stderr=subprocess.STDOUT, cwd=tmp
+            [*words, "--port", str(port), "--http-port", str(http_port), "--verbose", *extra],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=tmp,
+            env={**os.environ, **(env or {})},
         )
-    system = System(process, port, log)
+    system = System(process, port, http_port, log)
     family: list[psutil.Process] = []
     try:
 
         def up() -> bool:
             assert process.poll() is None, f"twostep up ended with {process.returncode}:\n{system.log_tail()}"
-            return system.serves(prefill, decode)
+            return system.is_whole(prefill, decode)
 
         wait_until(up, timeout_s=START_TIMEOUT_S, what=f"the system is up\n{system.log_tail()}")
         yield system
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0, system.log_tail()
-        _, alive = psutil.wait_procs(family, timeout=10)
+        assert process.wait(timeout=180) == 0, system.log_tail()
+        _, alive = psutil.wait_procs(family, timeout=30)
         assert not alive, f"left behind: {alive}"
     finally:
         if process.poll() is None:
             family = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
             try:
-                process.wait(timeout=30)
+                process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import System, free_port, running
+from running import System
+
+pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/http-api.md", "docs/tool-calls.md", "docs/structured-output.md")
 PRINTED = "http://localhost:8000"
-MODEL = "smollm2-135m-instruct"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -46,28 +47,19 @@ def curls() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def url(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
-    extra = ("--dtype", "float32", "--served-model-name", MODEL, "--http-port", str(port))
-    with running(tiny_llama_dir, tmp_path_factory.mktemp("readme"), prefill=0, decode=1, extra=extra) as system:
-        assert isinstance(system, System)
-        yield f"http://127.0.0.1:{port}"
-
-
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_every_curl_is_answered(url: str) -> None:
-    commands = curls()
+def test_every_curl_is_answered(aggregated: System) -> None:
+    url, commands = aggregated.http_url, curls()
     assert len(commands) > 8
     for page, command in commands:
         if "json_schema" in command:
             # This model knows no better than to write all the blanks that may stand there.
             command = command.replace('"max_tokens": 64', '"max_tokens": 1000')
         told = subprocess.run(
-            ["bash", "-c", command.replace(PRINTED, url).replace("curl ", "curl -sS --fail-with-body --max-time 60 ", 1)],
+            ["bash", "-c", command.replace(PRINTED, url).replace("curl ", "curl -sS --fail-with-body --max-time 240 ", 1)],
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=270,
             check=False,
         )
         if refused := re.match(r"# answered with (\d+)", command):
@@ -89,9 +81,9 @@ def test_every_curl_is_answered(url: str) -> None:
                 assert {"name", "population"} <= json.loads(choice["message"]["content"]).keys()
 
 
-def test_openais_client_as_the_readme_has_it(url: str) -> None:
+def test_openais_client_as_the_readme_has_it(aggregated: System) -> None:
     (program,) = [block for block in blocks("README.md", "python") if "from openai" in block]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(compile(program.replace(PRINTED, url), "README.md", "exec"), {})
+        exec(compile(program.replace(PRINTED, aggregated.http_url), "README.md", "exec"), {})
     assert out.getvalue()

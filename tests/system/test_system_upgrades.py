@@ -17,8 +17,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 FLAGS = ("--runner", "fake", "--fake-step-ms", "15", "--num-blocks", "512")
 
 
+@pytest.mark.usefixtures("alone")
 async def test_each_role_and_redis_roll_under_load(tiny_llama_dir: Path) -> None:
-    cases = fake_cases(ModelCard.load(tiny_llama_dir).vocab_size, 12, max_tokens=(100, 200))
+    cases = fake_cases(ModelCard.load(tiny_llama_dir).vocab_size, 12, max_tokens=(60, 120))
     async with Fleet(tiny_llama_dir, flags=FLAGS) as fleet:
         drains_s = {
             "prefill-0": LONG_S,
