@@ -27,8 +27,18 @@ def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]
 
 @pytest.fixture
 def patient_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that has to wait for the first probe fails after 2 s, which on a busy machine is no more than a probe may take."""
-    monkeypatch.setattr("decode_worker.paths._WAIT_S", WAIT_S)
+    """A request that has to wait for the first probe fails after 2 s, and a source that does not answer is asked again after as long: on a
+    busy machine no more than a probe or an answer may take."""
+    for name in ("paths._WAIT_S", "fetching.ACKNOWLEDGE_S", "fetch.ACKNOWLEDGE_S"):
+        monkeypatch.setattr(f"decode_worker.{name}", WAIT_S)
+
+
+@pytest.fixture
+def patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers take Redis for lost when it does not answer within a second, and are taken for lost when they are silent for four: on a busy
+    machine either may be a pause."""
+    monkeypatch.setattr("twostep.cluster.registration._TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr("twostep.cluster.registration.HEARTBEAT_TTL_S", WAIT_S)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from worker_harness import WAIT_S
 
 from decode_worker.paths import Paths, Source
 from decode_worker.peers import Peers
@@ -66,8 +67,15 @@ class World:
         return any(result.worker_id == name and result.usable for result in self.paths.results)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch, patient_paths: None) -> None:
+    """Who does not answer for a while on a busy machine is not asked a second time, which is counted here."""
+    monkeypatch.setattr("decode_worker.paths._ASK_S", 600.0)
+    monkeypatch.setattr("decode_worker.paths._PROBE_S", 600.0)
+
+
 async def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < give_up
         await asyncio.sleep(0.02)
@@ -100,9 +108,7 @@ def frozen_ports() -> Iterator[list[int]]:
         yield [listener.getsockname()[1] for listener in listening]
 
 
-async def test_frozen_prefill_workers_do_not_hold_up_probing_the_others(frozen_ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode_worker.paths._ASK_S", 600.0)
-    monkeypatch.setattr("decode_worker.paths._PROBE_S", 600.0)
+async def test_frozen_prefill_workers_do_not_hold_up_probing_the_others(frozen_ports: list[int]) -> None:
     async with made() as world:
         for number, port in enumerate(frozen_ports):
             world.paths.learn(world.source(f"silent-{number}", port))

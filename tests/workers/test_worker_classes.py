@@ -9,8 +9,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from worker_harness import WAIT_S, Answer, RouterDouble, expected, make_runner, prompt_of, routed, started
+from worker_harness import WAIT_S, Answer, HeldRunner, RouterDouble, expected, prompt_of, routed, started
 
+from decode_worker.sequences import Sequences
+from twostep.errors import ResourceExhausted
 from twostep.rpc.v1 import decode_pb2, inference_pb2
 
 BATCH = inference_pb2.REQUEST_CLASS_BATCH
@@ -27,8 +29,20 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_reservation_pushes_batch_sequences_out_in_one_call(redis_url: str) -> None:
-    runner = make_runner(num_blocks=40, step_s=0.01)
+async def test_a_reservation_pushes_batch_sequences_out_in_one_call(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, take = asyncio.Event(), Sequences.reserve
+
+    def reserved(self: Sequences, *args: Any, **options: Any) -> Any:
+        try:
+            return take(self, *args, **options)
+        except ResourceExhausted:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(Sequences, "reserve", reserved)
+    # In which the batch sequences, who are held up here, give way.
+    monkeypatch.setattr("decode_worker.service._GIVING_WAY_S", WAIT_S)
+    runner = HeldRunner(num_blocks=40)
     async with (
         started(redis_url, decode_runner=runner, decode_options={"max_num_batched_tokens": 64, "max_num_seqs": 8}) as pair,
         routed(pair) as router,
@@ -38,9 +52,13 @@ async def test_a_reservation_pushes_batch_sequences_out_in_one_call(redis_url: s
             await reserve(router, name, prompt, 25, prefill_here=True, request_class=BATCH)
         answers = {name: Answer() for name in prompts}
         batch = [asyncio.create_task(router.collect(name, answer)) for name, answer in answers.items()]
+        runner.allow(4)
         await until(lambda: all(answer.tokens for answer in answers.values()))
         # 80 tokens are 20 blocks; 40 less two times 13 are not as many.
-        answer = await router.generate("s", prompt_of(80), 10)
+        asked = asyncio.create_task(router.generate("s", prompt_of(80), 10))
+        await asyncio.wait_for(refused.wait(), WAIT_S)
+        runner.let_go()
+        answer = await asked
         assert answer.tokens == expected(prompt_of(80), 10)
         await asyncio.wait_for(asyncio.gather(*batch), WAIT_S)
         for name, prompt in prompts.items():
@@ -51,7 +69,7 @@ async def test_a_reservation_pushes_batch_sequences_out_in_one_call(redis_url: s
 
 
 async def test_a_batch_reservation_pushes_nobody_out(redis_url: str) -> None:
-    runner = make_runner(num_blocks=40, step_s=0.01)
+    runner = HeldRunner(num_blocks=40)
     async with (
         started(redis_url, decode_runner=runner, decode_options={"max_num_batched_tokens": 64, "max_num_seqs": 8}) as pair,
         routed(pair) as router,
@@ -59,10 +77,12 @@ async def test_a_batch_reservation_pushes_nobody_out(redis_url: str) -> None:
         await reserve(router, "b", prompt_of(90), 40, prefill_here=True, request_class=BATCH)
         answer = Answer()
         task = asyncio.create_task(router.collect("b", answer))
+        runner.allow(3)
         await until(lambda: bool(answer.tokens))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await reserve(router, "c", prompt_of(80, seed=9), 10, request_class=BATCH)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        runner.let_go()
         await asyncio.wait_for(task, WAIT_S)
         assert answer.tokens == expected(prompt_of(90), 40)
         assert pair.decode_worker.engine.stats().num_preemptions == 0

@@ -11,12 +11,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import redis.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_harness import (
-    BLOCK,
     SECRET,
     WAIT_S,
     Answer,
+    HeldRunner,
     Pair,
     RedisServer,
     RouterDouble,
@@ -34,29 +35,12 @@ from worker_harness import (
 
 from kv_transfer.local import LocalHub
 from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
-from twostep.cluster.registration import connect
-from twostep.engine.batch import Batch, Sampled
-from twostep.engine.fake import FakeRunner
 from twostep.errors import SetupError
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import decode_pb2, prefill_pb2
 from twostep.worker.worker import Worker
 
-
-class BrokenRunner(FakeRunner):
-    """Fails every step from some moment on, or only one."""
-
-    failures = 0
-
-    def run(self, batch: Batch) -> Sampled:
-        if self.failures > 0:
-            self.failures -= 1
-            raise RuntimeError("the device is on fire")
-        return super().run(batch)
-
-
-def broken_runner() -> BrokenRunner:
-    return BrokenRunner(num_blocks=256, block_size=BLOCK, vocab_size=1000, max_model_len=512, step_s=0.01)
+pytestmark = pytest.mark.usefixtures("patient_redis")
 
 
 async def health(address: str, service: str) -> int:
@@ -80,12 +64,18 @@ async def begin_to_stop(worker: Worker, drain_timeout_s: float) -> asyncio.Task[
     return stopping
 
 
+async def decode_held(router: RouterDouble, runner: HeldRunner, num_tokens: int) -> asyncio.Task[Answer]:
+    """Of a request that is being decoded, and will not end before the runner is let go."""
+    runner.allow(3)
+    running = asyncio.create_task(router.generate("r", prompt_of(40), num_tokens))
+    await decoding(router)
+    return running
+
+
 async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str) -> None:
-    async with started(redis_url, decode_runner=make_runner(step_s=0.01)) as pair, routed(pair) as router:
-        running = asyncio.create_task(router.generate("r", prompt_of(40), 200))
-        await decoding(router)
-        # Meanwhile it is not to end, however long it takes to ask.
-        pair.decode_runner.step_s = 0.5
+    runner = HeldRunner()
+    async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
+        running = await decode_held(router, runner, 200)
         stopping = [await begin_to_stop(worker, WAIT_S) for worker in (pair.prefill_worker, pair.decode_worker)]
         for method, request, refused in (
             (pair.decode.Reserve, decode_pb2.ReserveRequest(router_id="x", **router._request("n", prompt_of(4), 2)), "UNAVAILABLE"),
@@ -96,7 +86,7 @@ async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str)
             # a worker that is gone (router/losses.py).
             with pytest.raises(grpc.aio.AioRpcError, match=refused):
                 await (call.read() if hasattr(call, "read") else call)
-        pair.decode_runner.step_s = 0.0
+        runner.let_go()
         answer = await running
         assert answer.tokens == expected(prompt_of(40), 200)
         await asyncio.wait_for(asyncio.gather(*stopping), WAIT_S)
@@ -106,67 +96,67 @@ async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str)
 
 async def test_its_record_says_that_it_drains_until_nothing_runs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostep.cluster.registration.HEARTBEAT_S", 0.05)
-    async with started(redis_url, decode_runner=make_runner(step_s=0.01)) as pair, routed(pair) as router:
+    runner = HeldRunner()
+    async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
         name = pair.prefill_worker.worker_id
-        running = asyncio.create_task(router.generate("r", prompt_of(40), 200))
-        await decoding(router)
-        pair.decode_runner.step_s = 0.1
+        running = await decode_held(router, runner, 200)
         key = worker_key(pair.decode_worker.worker_id)
 
-        async def told() -> WorkerRecord | None:
-            assert not running.done(), "it never said so"
-            text = await client.get(key)
-            return None if text is None else WorkerRecord.from_json(text)
+        async def told() -> WorkerRecord:
+            """Of a worker that drains."""
+            give_up = time.monotonic() + WAIT_S
+            while (text := await client.get(key)) is None or not (record := WorkerRecord.from_json(text)).draining:
+                assert time.monotonic() < give_up, "it never said so"
+                await asyncio.sleep(0.01)
+            return record
 
-        client = connect(redis_url)
+        client = redis.asyncio.Redis.from_url(redis_url)
         try:
-            stopping = await begin_to_stop(pair.decode_worker, WAIT_S)
-            while (record := await told()) is None or not record.draining:
-                pass
-            assert not record.ready
+            stopping = await begin_to_stop(pair.decode_worker, 2 * WAIT_S)
+            assert not (await told()).ready
             # Its heart beats on: the record comes back whatever happens to it.
             await client.delete(key)
-            while (record := await told()) is None:
-                pass
-            assert record.draining
-            pair.decode_runner.step_s = 0.0
+            assert not (await told()).ready
+            runner.let_go()
             assert (await running).tokens == expected(prompt_of(40), 200)
             await stopping
             assert await client.exists(key) == 0
             assert await client.smembers(WORKERS_KEY) == {name.encode()}
         finally:
-            pair.decode_runner.step_s = 0.0
             await client.aclose()
 
 
 async def test_health_follows_the_drain(redis_url: str) -> None:
-    async with started(redis_url, decode_runner=make_runner(step_s=0.01)) as pair, routed(pair) as router:
+    runner = HeldRunner()
+    async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
         health_address = f"127.0.0.1:{pair.decode_worker.server.health_port}"
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
         assert [await health(health_address, s) for s in ("liveness", "readiness")] == [serving, serving]
-        running = asyncio.create_task(router.generate("r", prompt_of(40), 200))
-        await decoding(router)
-        stopping = await begin_to_stop(pair.decode_worker, 20)
+        running = await decode_held(router, runner, 200)
+        stopping = await begin_to_stop(pair.decode_worker, WAIT_S)
         assert [await health(health_address, s) for s in ("liveness", "readiness")] == [serving, not_serving]
+        runner.let_go()
         assert (await running).tokens == expected(prompt_of(40), 200)
         await stopping
 
 
 async def test_what_does_not_finish_in_time_is_failed_retryably(redis_url: str) -> None:
-    async with started(redis_url, decode_runner=make_runner(step_s=0.05)) as pair, routed(pair) as router:
-        running = asyncio.create_task(router.generate("r", prompt_of(40), 400))
-        await decoding(router)
-        await asyncio.wait_for(pair.decode_worker.stop(0.1), WAIT_S)
+    runner = HeldRunner()
+    async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
+        running = await decode_held(router, runner, 400)
+        stopping = asyncio.create_task(pair.decode_worker.stop(0.1))
         answer = await running
         assert answer.failed is not None
         assert (answer.failed.code, answer.failed.retryable) == ("UNAVAILABLE", True)
+        runner.let_go()
+        await asyncio.wait_for(stopping, WAIT_S)
         engine = pair.decode_worker.engine
         engine.check_integrity()
         assert engine.stats().num_running == 0
 
 
 async def test_a_prefill_worker_that_stops_ends_run_with_unavailable(redis_url: str) -> None:
-    runner = make_runner(step_s=0.2)
+    runner = HeldRunner()
     async with started(redis_url, prefill_runner=runner, prefill_options={"max_num_batched_tokens": 8, "max_num_seqs": 8}) as pair:
         async with routed(pair) as router:
             call = router.run("r", prompt_of(80), 5)
@@ -174,16 +164,17 @@ async def test_a_prefill_worker_that_stops_ends_run_with_unavailable(redis_url: 
             stopping = asyncio.create_task(pair.prefill_worker.stop(0.1))
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
                 await call.read()
+            runner.let_go()
             await asyncio.wait_for(stopping, WAIT_S)
         pair.prefill_worker.engine.check_integrity()
 
 
 async def test_one_failed_step_ends_its_sequences_and_the_worker_goes_on(redis_url: str) -> None:
-    runner = broken_runner()
+    runner = HeldRunner()
     async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
-        running = asyncio.create_task(router.generate("r", prompt_of(40), 300))
-        await decoding(router)
+        running = await decode_held(router, runner, 300)
         runner.failures = 1
+        runner.let_go()
         answer = await running
         assert answer.failed is not None
         assert (answer.failed.code, answer.failed.retryable) == ("UNAVAILABLE", True)
@@ -193,9 +184,10 @@ async def test_one_failed_step_ends_its_sequences_and_the_worker_goes_on(redis_u
 
 
 async def test_an_engine_that_keeps_failing_is_not_alive_and_tells_everybody(redis_url: str) -> None:
-    runner = broken_runner()
+    runner = HeldRunner()
+    runner.let_go()
+    runner.failures = 1 << 30
     async with started(redis_url, prefill_runner=runner) as pair, routed(pair) as router:
-        runner.failures = 1 << 30
         for i in range(3):
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
                 await read_to_end(router.run(f"r{i}", prompt_of(10), 3))
@@ -209,7 +201,7 @@ async def test_an_engine_that_keeps_failing_is_not_alive_and_tells_everybody(red
 
 
 async def test_a_full_queue_is_resource_exhausted(redis_url: str) -> None:
-    runner = make_runner(step_s=0.3)
+    runner = HeldRunner()
     options = {"max_waiting": 1, "max_num_batched_tokens": 4, "max_num_seqs": 4}
     async with started(redis_url, prefill_runner=runner, prefill_options=options) as pair, routed(pair) as router:
         calls = [router.run(f"r{i}", prompt_of(40, seed=i), 5) for i in range(4)]
@@ -217,6 +209,7 @@ async def test_a_full_queue_is_resource_exhausted(redis_url: str) -> None:
         assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
         for call in calls:
             call.cancel()
+        runner.let_go()
         await pair.settled()
 
 

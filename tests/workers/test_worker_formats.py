@@ -82,6 +82,7 @@ async def test_lossy_forms_travel_only_where_both_sides_say_so(redis_url: str, p
         assert (await router.generate("s", prompt_of(30), 4)).num_decode_cached == 28
 
 
+@pytest.mark.usefixtures("patient_paths")
 async def test_what_reads_the_pool_itself_reads_it_as_it_is(redis_url: str) -> None:
     hub = OneSidedHub()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from grammar_cases import EOS, OTHER_EOS, VOCAB, Case, Reference, cases, object_case, regex_case, save_tokenizer, schema_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from worker_harness import WAIT_S, RouterDouble, make_runner, routed, started
+from worker_harness import WAIT_S, HeldRunner, RouterDouble, make_runner, routed, started
 
 from twostep.engine import constraint
 from twostep.engine import grammar as engine_grammar
@@ -39,8 +40,8 @@ def reference(tokenizer_file: Path) -> Reference:
 
 
 def pair_of(redis_url: str, tokenizer_file: Path | None, **options: Any) -> Any:
-    runners = {f"{role}_runner": make_runner(vocab_size=VOCAB, **options.pop("runner", {})) for role in ("prefill", "decode")}
-    return started(redis_url, tokenizer_file=tokenizer_file, eos=EOS_IDS, **runners, **options)
+    runners = {f"{role}_runner": make_runner(vocab_size=VOCAB) for role in ("prefill", "decode")}
+    return started(redis_url, tokenizer_file=tokenizer_file, eos=EOS_IDS, **runners | options)
 
 
 def want(reference: Reference, case: Case, prompt: Sequence[int], max_tokens: int, **params: Any) -> tuple[list[int], FinishReason]:
@@ -174,17 +175,19 @@ async def test_a_grammar_that_fails_ends_its_answer_and_no_other(
 
 
 async def test_a_cancelled_one_leaves_nothing(redis_url: str, tokenizer_file: Path) -> None:
-    async with pair_of(redis_url, tokenizer_file, runner={"step_s": 0.01}) as pair, routed(pair) as router:
-        asking = [
-            asyncio.create_task(router.generate_here(f"r{i}", prompt_of(5, i), 400, grammar=object_case().grammar, ignore_eos=True))
-            for i in range(4)
-        ]
-        await asyncio.sleep(0.2)
-        for i in range(4):
-            await router.cancel(f"r{i}")
-        for task in asking:
-            task.cancel()
-        await asyncio.wait(asking)
+    runner = HeldRunner(vocab_size=VOCAB)
+    async with pair_of(redis_url, tokenizer_file, decode_runner=runner) as pair, routed(pair) as router:
+        names = {f"r{i}" for i in range(4)}
+        for i, name in enumerate(sorted(names)):
+            await router.reserve(name, prompt_of(5, i), 400, prefill_here=True, grammar=regex_case("[0-9]{300}").grammar)
+        give_up = time.monotonic() + WAIT_S
+        while not names <= {event.request_id for message in router.messages for event in message.events if event.HasField("token")}:
+            assert time.monotonic() < give_up, "they did not begin"
+            runner.allow(1)
+            await asyncio.sleep(0.01)
+        for name in names:
+            assert await router.cancel(name)
+        runner.let_go()
         await pair.settled()
 
 

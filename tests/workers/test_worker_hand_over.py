@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from worker_harness import BLOCK, expected, make_runner, prompt_of, read_to_end, routed, started
+from worker_harness import BLOCK, WAIT_S, HeldRunner, expected, make_runner, prompt_of, read_to_end, routed, started
 
 from twostep.rpc.v1 import decode_pb2, inference_pb2, kv_pb2
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < give_up, "it did not happen"
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 61])
@@ -40,18 +50,22 @@ async def test_tokens_are_those_of_the_fake_model(redis_url: str, length: int) -
 async def test_many_at_once_with_chunked_prefill_and_several_chunks_each(redis_url: str) -> None:
     """A small token budget splits and fuses prompts; chunks of one block overlap with the prefill."""
     options = {"max_num_batched_tokens": 16, "max_num_seqs": 16}
+    runner = HeldRunner()
     async with (
         started(
             redis_url,
             prefill_options=options | {"chunk_bytes": 1},
             decode_options={"max_num_seqs": 64},
-            # Long enough for sequences to meet in a step.
-            decode_runner=make_runner(step_s=0.01),
+            decode_runner=runner,
         ) as pair,
         routed(pair) as router,
     ):
         prompts = [prompt_of(3 + 5 * i, seed=i) for i in range(12)]
-        answers = await asyncio.gather(*(router.generate(f"r{i}", p, 5 + i) for i, p in enumerate(prompts)))
+        asked = asyncio.gather(*(router.generate(f"r{i}", p, 5 + i) for i, p in enumerate(prompts)))
+        # So that they meet in a step.
+        await until(lambda: pair.decode_worker.engine.stats().num_running == len(prompts))
+        runner.let_go()
+        answers = await asked
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             assert answer.tokens == expected(prompt, 5 + i)
             assert answer.positions == list(range(5 + i))
@@ -143,36 +157,44 @@ async def test_a_later_attempt_continues_positions(redis_url: str) -> None:
 
 
 async def test_the_first_token_does_not_wait_for_the_publishing(redis_url: str) -> None:
-    """The byte budget is taken by a lease that nobody attaches to."""
+    """The byte budget is taken by a lease whose reader never says that it has all of it."""
     block_bytes = make_runner().kv_shape.block_bytes
-    async with started(redis_url, prefill_options={"chunk_bytes": 1}, budget_bytes=8 * block_bytes) as pair, routed(pair) as router:
-        hog, call = (router.run(name, prompt_of(8 * BLOCK, seed=i), 4) for i, name in enumerate(("hog", "r")))
-        assert [(await hog.read()).WhichOneof("event") for _ in range(2)] == ["accepted", "first_token"]
-        assert (await call.read()).WhichOneof("event") == "accepted"
-        first = (await asyncio.wait_for(call.read(), 15)).first_token
+    options = {"chunk_bytes": 1, "lease_ttl": 10 * WAIT_S}
+    async with started(redis_url, prefill_options=options, budget_bytes=8 * block_bytes) as pair, routed(pair) as router:
+        hog = router.run("hog", prompt_of(8 * BLOCK), 4)
+        taken = await read_to_end(pair.kv.Watch(kv_pb2.WatchRequest(ticket=(await hog.read()).accepted.ticket)))
+        assert taken[-1].WhichOneof("event") == "complete"
+        call = router.run("r", prompt_of(8 * BLOCK, seed=1), 4)
+        watch: Any = pair.kv.Watch(kv_pb2.WatchRequest(ticket=(await call.read()).accepted.ticket))
+        assert (await watch.read()).manifest.num_blocks == 8
+        first = (await asyncio.wait_for(call.read(), WAIT_S)).first_token
         assert first.token.token_id == expected(prompt_of(8 * BLOCK, seed=1), 1)[0]
-        assert (await pair.both())[0].transports[0].stored_bytes <= 8 * block_bytes
+        stored = (await pair.both())[0].transports[0]
+        assert (stored.num_leases, stored.stored_bytes) == (1, 8 * block_bytes), "there is no room for it still"
         hog.cancel()
+        assert (await watch.read()).WhichOneof("event") == "chunk"
         call.cancel()
         await pair.settled()
 
 
 async def test_chunks_are_published_while_the_prefill_runs(redis_url: str) -> None:
-    runner = make_runner(step_s=0.2)
+    runner = HeldRunner()
     options = {"max_num_batched_tokens": 8, "max_num_seqs": 8, "chunk_bytes": 1}
     async with started(redis_url, prefill_runner=runner, prefill_options=options) as pair, routed(pair) as router:
         call = router.run("r", prompt_of(80), 4)
         ticket = (await call.read()).accepted.ticket
-        watch = pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket))
+        watch: Any = pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket))
         assert (await watch.read()).manifest.num_blocks == 20
+        runner.allow(1)
         # Of the two chunks of a step, either may be published first.
         first_chunk = (await watch.read()).chunk
-        assert first_chunk.index == first_chunk.first_block < 4
+        assert first_chunk.index == first_chunk.first_block < 2
         assert (await pair.both())[0].num_running == 1  # still computing
         call.cancel()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_to_end(watch)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        runner.let_go()
         await pair.settled()
 
 
@@ -210,11 +232,29 @@ async def test_logprobs_travel(redis_url: str) -> None:
 
 
 async def test_phases_say_where_the_time_went(redis_url: str) -> None:
-    runner = make_runner(step_s=0.1)
+    runner = HeldRunner()
     options = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
     async with started(redis_url, prefill_runner=runner, prefill_options=options) as pair, routed(pair) as router:
-        answers = await asyncio.gather(router.generate("a", prompt_of(16), 2), router.generate("b", prompt_of(16, seed=2), 2))
-        ahead, behind = sorted((a.first for a in answers if a.first is not None), key=lambda first: first.queue_s)
-        assert ahead.prefill_s >= 0.2
-        assert behind.queue_s >= ahead.queue_s + 0.15
+        engine, edge = pair.prefill_worker.engine, pair.prefill_worker.edge
+        begun = time.monotonic()
+        asked = [asyncio.create_task(router.generate("a", prompt_of(16), 2))]
+        await until(lambda: engine.stats().num_running == 1)
+        asked.append(asyncio.create_task(router.generate("b", prompt_of(16, seed=2), 2)))
+        await until(lambda: engine.stats().num_waiting == 1)
+        # Two steps for each of them, those of a first: each pause is a part of what is told, whatever else takes its time.
+        await asyncio.sleep(0.1)
+        runner.allow(1)
+        await until(lambda: edge._hand_overs._by_seq["a/1"].final_blocks > 0)  # type: ignore[attr-defined]
+        one_step = time.monotonic()
+        await asyncio.sleep(0.1)
+        runner.let_go()
+        ahead, behind = (answer.first for answer in await asyncio.gather(*asked))
+        took = time.monotonic() - begun
+        assert ahead is not None
+        assert behind is not None
+        assert ahead.queue_s <= one_step - begun - 0.1, "a step that takes long is no queue"
+        assert ahead.prefill_s >= 0.1
+        assert behind.queue_s >= 0.2
+        for first in (ahead, behind):
+            assert 0 < first.queue_s + first.prefill_s <= took
         await pair.settled()

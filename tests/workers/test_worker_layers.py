@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from worker_harness import BLOCK, expected, make_runner, prompt_of, routed, started
+from worker_harness import BLOCK, WAIT_S, expected, make_runner, prompt_of, routed, started
 
 from twostep.engine import layer_progress
 from twostep.engine.batch import Batch, InFlight
@@ -103,7 +103,7 @@ async def test_a_step_that_fails_in_its_last_layer_commits_nothing(redis_url: st
         await router.reserve("r", prompt, 5)
         call = router.run("r", prompt, 5)
         await router.attach("r", (await call.read()).accepted.ticket)
-        event = await asyncio.wait_for(router.inbox("r").get(), 10)
+        event = await asyncio.wait_for(router.inbox("r").get(), WAIT_S)
         assert event.WhichOneof("event") == "failed"
         assert runner.marked[0] >= 4
         await pair.settled()

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from worker_harness import SECRET, Pair, RouterDouble, expected, local_transport, prompt_of, routed, started
+from worker_harness import SECRET, WAIT_S, Pair, RouterDouble, expected, local_transport, prompt_of, routed, started
 
 from kv_transfer.local import LocalHub
 from kv_transfer.probing import ProbePass
@@ -40,7 +40,7 @@ class World:
         return {p.transport: p for p in stats.paths if p.epoch == self.pair.prefill_worker.epoch}
 
     async def until_path(self, name: str, condition: Callable[[worker_pb2.PathStats], bool]) -> worker_pb2.PathStats:
-        give_up = time.monotonic() + 15
+        give_up = time.monotonic() + WAIT_S
         while True:
             path = (await self.paths()).get(name)
             if path is not None and condition(path):
@@ -146,9 +146,11 @@ async def test_what_one_side_forbids_is_not_used(redis_url: str, prefill: str, d
         assert path is None or "not ready on the prefill worker" in path.error
 
 
-async def test_nothing_in_common_fails_with_the_reason(redis_url: str) -> None:
+async def test_nothing_in_common_fails_with_the_reason(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_worker.paths._WAIT_S", 0.1)
     async with world(redis_url, prefill="local", decode="cuda_ipc") as w:
-        answer = await asyncio.wait_for(_failed(w), 15)
+        await w.until_path(FAST, lambda p: "not ready on the prefill worker" in p.error)
+        answer = await _failed(w)
         assert (answer.code, answer.retryable) == ("UNAVAILABLE", True)
         assert "cuda_ipc: not ready on the prefill worker" in answer.message
         await w.pair.settled()
@@ -158,7 +160,7 @@ async def _failed(w: World) -> Any:
     await w.router.reserve("r", PROMPT, 3)
     call = w.router.run("r", PROMPT, 3)
     await w.router.attach("r", (await call.read()).accepted.ticket)
-    event = await w.router.inbox("r").get()
+    event = await asyncio.wait_for(w.router.inbox("r").get(), WAIT_S)
     call.cancel()
     assert event.WhichOneof("event") == "failed"
     return event.failed
@@ -201,7 +203,7 @@ async def test_a_watch_that_fails_unexpectedly_ends_the_hand_over(redis_url: str
     async with world(redis_url) as w:
         with monkeypatch.context() as patch:
             patch.setattr("decode_worker.fetching._info", lambda chunk, num_layers: 1 // 0)
-            failed = await asyncio.wait_for(_failed(w), 10)
+            failed = await _failed(w)
         assert (failed.code, failed.retryable) == ("INTERNAL", True)
         assert "ZeroDivisionError" in failed.message
         await w.pair.settled()

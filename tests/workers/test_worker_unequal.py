@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from worker_harness import expected, local_transport, make_runner, prompt_of, routed, started
+from worker_harness import WAIT_S, expected, local_transport, make_runner, prompt_of, routed, started
 
 from kv_transfer.local import LocalHub, LocalTransport
 from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
@@ -71,7 +71,7 @@ async def test_damaged_bytes_are_fetched_again_and_never_dealt_out(
         await router.reserve("r", prompt, 4)
         call = router.run("r", prompt, 4)
         await router.attach("r", (await call.read()).accepted.ticket)
-        event = await asyncio.wait_for(router.inbox("r").get(), 10)
+        event = await asyncio.wait_for(router.inbox("r").get(), WAIT_S)
         assert event.WhichOneof("event") == ("committed" if num_losses == 1 else "failed")
         assert losses == [0]
         call.cancel()
@@ -105,7 +105,7 @@ async def test_what_cannot_be_converted_is_refused_with_the_reason(redis_url: st
         await router.reserve("r", prompt_of(20), 4)
         call = router.run("r", prompt_of(20), 4)
         await router.attach("r", (await call.read()).accepted.ticket)
-        failed = (await asyncio.wait_for(router.inbox("r").get(), 10)).failed
+        failed = (await asyncio.wait_for(router.inbox("r").get(), WAIT_S)).failed
         assert (failed.code, failed.retryable) == ("FAILED_PRECONDITION", False)
         name = next(iter(differing))
         assert {"num_kv_heads": "KV heads"}.get(name, name) in failed.message

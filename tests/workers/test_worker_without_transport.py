@@ -16,6 +16,7 @@ from twostep.rpc.channel import open_channel
 from twostep.worker.edge import EdgeParts
 from twostep.worker.life import until
 
+pytestmark = pytest.mark.usefixtures("patient_paths")
 PROMPT = prompt_of(30)
 
 
