@@ -54,19 +54,21 @@ async def generate(system: WholeSystem, request_id: str, *, traceparent: str = "
     metadata = (("traceparent", traceparent), ("authorization", "Bearer sk-very-secret")) if traceparent else ()
     text = ""
     async with open_channel(system.target()) as channel:
-        async for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=20, metadata=metadata):
+        async for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120, metadata=metadata):
             text += response.piece.text
     return text
 
 
-async def lose_first(system: WholeSystem, answer: asyncio.Task[str]) -> None:
-    """The first decode worker that decodes fails all it has."""
+async def lose_first(system: WholeSystem, answer: asyncio.Task[Any]) -> None:
+    """The first decode worker that decodes fails all it has. The answer has not begun, and is longer than some tokens."""
+    system.brake.hold_after(10)
     while not answer.done():
         for worker in system.decodes:
             if worker.engine.stats().num_running:
                 worker.edge.fail_all(Unavailable("lost on purpose"))
+                system.brake.open()
                 return
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.002)
     pytest.fail("the answer was over before its worker could be lost")
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from cutting_proxy import CuttingProxy
-from whole_system import WholeSystem, expected, fake_runner, until, whole_system
+from whole_system import WholeSystem, expected, until, whole_system
 
 from decode_worker.sequences import SequencesConfig
+from router.decode_stream import DecodeStream
 from twostep import AsyncClient, Completion
 from twostep.text.model_card import ModelCard
 
@@ -25,9 +26,11 @@ async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Comple
     return await client.generate(token_ids=prompt, max_tokens=max_tokens, ignore_eos=True).result()
 
 
-async def cut_at_random(proxy: CuttingProxy, rng: random.Random) -> None:
-    """Every now and then, and sometimes it stays down for a moment."""
-    for _ in range(10):
+async def cut_at_random(proxy: CuttingProxy, stream: DecodeStream, rng: random.Random) -> None:
+    """Every now and then, and sometimes it stays down for a moment. The first few times it is `stream` that breaks."""
+    for number in range(10):
+        if number < 3:
+            await until(lambda: stream.open, "it is open again")
         await asyncio.sleep(rng.uniform(0.02, 0.4))
         if rng.random() < 0.5:
             proxy.down = True
@@ -51,12 +54,12 @@ async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(
     cases = [(prompt_of(rng, vocab_size), rng.randrange(2, 200)) for _ in range(16)]
     async with (
         whole_system(
-            fake_model_dir, tmp_path, aggregated=aggregated, stream_lease=20.0, limits=SequencesConfig(router_lease_s=20.0)
+            fake_model_dir, tmp_path, aggregated=aggregated, stream_lease=1000.0, limits=SequencesConfig(router_lease_s=1000.0)
         ) as system,
-        AsyncClient(system.target(), timeout=60, max_retries=0) as client,
+        AsyncClient(system.target(), timeout=120, max_retries=0) as client,
     ):
         stream = next(iter(system.routers[0].pool.decode.values())).stream
-        cutter = asyncio.create_task(cut_at_random(system.proxies[0], rng))
+        cutter = asyncio.create_task(cut_at_random(system.proxies[0], stream, rng))
 
         async def later(prompt: list[int], max_tokens: int) -> Completion:
             await asyncio.sleep(rng.uniform(0.0, 1.0))
@@ -64,7 +67,7 @@ async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(
 
         answers = await asyncio.gather(*(later(*case) for case in cases))
         await cutter
-        assert stream.num_opened >= 3, "it broke while they ran"
+        assert stream.num_opened > 3, "it broke while they ran"
         for (prompt, max_tokens), answer in zip(cases, answers, strict=True):
             assert list(answer.token_ids) == expected(prompt, max_tokens, vocab_size)
             assert answer.attempts == 1, "by replay, not by migration"
@@ -72,7 +75,9 @@ async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(
 
 
 async def cut_while_decoding(system: WholeSystem, client: AsyncClient, prompt: list[int], max_tokens: int) -> asyncio.Task[Completion]:
-    """A request whose decode worker has become unreachable on the way, after the router has heard of its first token."""
+    """A request whose decode worker has become unreachable on the way, after the router has heard of its first token. What comes until then
+    is not all of it."""
+    system.brake.hold_after(20)
     begun = asyncio.Event()
 
     async def asked() -> Completion:
@@ -88,6 +93,7 @@ async def cut_while_decoding(system: WholeSystem, client: AsyncClient, prompt: l
             if worker.record().load.num_running:
                 proxy.down = True
                 proxy.cut()
+                system.brake.open()
                 return task
         assert not task.done()
         await asyncio.sleep(0.002)
@@ -101,11 +107,10 @@ async def test_an_answer_that_ends_while_the_stream_is_down_is_delivered(fake_mo
             fake_model_dir,
             tmp_path,
             aggregated=aggregated,
-            make_runner=lambda: fake_runner(fake_model_dir, step_s=0.015),
-            stream_lease=20.0,
-            limits=SequencesConfig(router_lease_s=20.0),
+            stream_lease=1000.0,
+            limits=SequencesConfig(router_lease_s=1000.0),
         ) as system,
-        AsyncClient(system.target(), timeout=30, max_retries=0) as client,
+        AsyncClient(system.target(), timeout=120, max_retries=0) as client,
     ):
         prompt = list(range(3, 40))
         task = await cut_while_decoding(system, client, prompt, 80)
@@ -125,7 +130,7 @@ async def test_after_the_lease_the_request_moves_to_another_worker(fake_model_di
     limits = SequencesConfig(router_lease_s=1.0)
     async with (
         whole_system(fake_model_dir, tmp_path, aggregated=aggregated, num_decode=2, stream_lease=1.0, limits=limits) as system,
-        AsyncClient(system.target(), timeout=30, max_retries=0) as client,
+        AsyncClient(system.target(), timeout=120, max_retries=0) as client,
     ):
         prompt = list(range(3, 40))
         started = time.monotonic()
@@ -143,14 +148,15 @@ async def test_a_worker_that_kept_too_little_says_so_and_the_request_begins_agai
     fake_model_dir: Path, tmp_path: Path, aggregated: bool
 ) -> None:
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
-    limits = SequencesConfig(router_lease_s=20.0, max_replay_tokens=8)
+    limits = SequencesConfig(router_lease_s=1000.0, max_replay_tokens=8)
     async with (
-        whole_system(fake_model_dir, tmp_path, aggregated=aggregated, stream_lease=20.0, limits=limits) as system,
-        AsyncClient(system.target(), timeout=30, max_retries=0) as client,
+        whole_system(fake_model_dir, tmp_path, aggregated=aggregated, stream_lease=1000.0, limits=limits) as system,
+        AsyncClient(system.target(), timeout=120, max_retries=0) as client,
     ):
         prompt = list(range(3, 40))
         task = await cut_while_decoding(system, client, prompt, 400)
-        await asyncio.sleep(0.5)
+        cut_at = system.brake.num_steps
+        await until(lambda: system.brake.num_steps > cut_at + 20, "more is decoded than is kept")
         system.proxies[0].down = False
         answer = await task
         assert list(answer.token_ids) == expected(prompt, 400, vocab_size)
@@ -162,14 +168,16 @@ async def test_a_worker_that_kept_too_little_says_so_and_the_request_begins_agai
 async def test_a_dead_worker_is_not_waited_for_as_long_as_the_lease(fake_model_dir: Path, tmp_path: Path, aggregated: bool) -> None:
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
     async with (
-        whole_system(fake_model_dir, tmp_path, aggregated=aggregated, num_decode=2, stream_lease=60.0) as system,
-        AsyncClient(system.target(), timeout=40, max_retries=0) as client,
+        whole_system(fake_model_dir, tmp_path, aggregated=aggregated, num_decode=2, stream_lease=1000.0) as system,
+        AsyncClient(system.target(), timeout=120, max_retries=0) as client,
     ):
         prompt = list(range(3, 40))
+        system.brake.hold_after(20)
         task = asyncio.create_task(ask(client, prompt, 300))
         await until(lambda: any(w.record().load.num_running for w in system.decodes), "it is decoding")
         # Nobody listens at its address any more; the process behind it matters no more.
         await next(p for w, p in zip(system.decodes, system.proxies, strict=True) if w.record().load.num_running).stop()
+        system.brake.open()
         answer = await task
         assert list(answer.token_ids) == expected(prompt, 300, vocab_size)
         assert answer.attempts == 2

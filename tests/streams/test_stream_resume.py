@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_system import WholeSystem, expected, fake_runner, whole_system
+from whole_system import WholeSystem, expected, whole_system
 
 from twostep import AsyncClient, Client, Completion, Piece, StreamBroken, TokenLogprobs, Unavailable
 from twostep.engine.model_runner import ModelRunner
@@ -33,6 +33,7 @@ class DoomedRouter:
     """One more router of the system, a process of its own."""
 
     def __init__(self, system: WholeSystem) -> None:
+        self._system = system
         self.port = free_port()
         self.target = f"127.0.0.1:{self.port}"
         self._flags = ["--model", system.model_dir, "--redis-url", system.redis_url, "--secret-file", system.secret_file]
@@ -56,10 +57,19 @@ class DoomedRouter:
             ],
         )
         argv = [sys.executable, "-P", "-m", "router", "--host", "127.0.0.1", *flags]
+        await self._streams(0)
         self._process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.DEVNULL)
-        async with AsyncClient(self.target, max_retries=1000, timeout=30) as client:
+        async with AsyncClient(self.target, max_retries=1000, timeout=120) as client:
             while (await client.models())[0].decode_workers == 0:  # noqa: ASYNC110  it is another process
                 await asyncio.sleep(0.05)
+        await self._streams(1)
+
+    async def _streams(self, num: int) -> None:
+        """Waits until so many are its own on each decode worker."""
+        wanted = len(self._system.routers) + num
+        async with asyncio.timeout(60):
+            while {s.num_streams for s in await self._system.stats() if s.role == "decode"} != {wanted}:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
     def kill(self) -> None:
         """From any thread."""
@@ -75,8 +85,6 @@ class DoomedRouter:
 
 @asynccontextmanager
 async def two_routers(model_dir: Path, tmp_path: Path, **options: Any) -> AsyncIterator[tuple[WholeSystem, DoomedRouter]]:
-    # Slow enough that a test on a busy machine is not still reading the first tokens when all of them have been sent.
-    options = {"make_runner": lambda: fake_runner(model_dir, step_s=0.015)} | options
     async with whole_system(model_dir, tmp_path, **options) as system:
         doomed = DoomedRouter(system)
         try:
@@ -109,10 +117,13 @@ def send_to(client: AsyncClient | Client, target: str) -> None:
     client._pool.take(avoid=[target])
 
 
-async def ask_and_kill(doomed: DoomedRouter, targets: Sequence[str], *, after: int, **options: Any) -> tuple[Completion, int | None]:
-    """The router is killed once `after` tokens are there. The answer, checked against its pieces, and the seed."""
+async def ask_and_kill(
+    system: WholeSystem, doomed: DoomedRouter, targets: Sequence[str], *, after: int, **options: Any
+) -> tuple[Completion, int | None]:
+    """The router is killed once `after` tokens are there, and not yet all. The answer, checked against its pieces, and the seed."""
     seen = Seen()
-    async with AsyncClient(targets, timeout=40) as client:
+    system.brake.hold_after(after + 10)
+    async with AsyncClient(targets, timeout=120) as client:
         if len(targets) > 1:
             send_to(client, doomed.target)
         answer = client.generate(token_ids=PROMPT, **options)
@@ -121,6 +132,7 @@ async def ask_and_kill(doomed: DoomedRouter, targets: Sequence[str], *, after: i
             seen.add(piece)
             if alive and len(seen.token_ids) >= after:
                 doomed.kill()
+                system.brake.open()
                 alive = False
         assert not alive
         completion = await answer.result()
@@ -141,7 +153,7 @@ async def test_an_answer_outlives_its_router(fake_model_dir: Path, tmp_path: Pat
     async with two_routers(fake_model_dir, tmp_path) as (system, doomed):
         async with AsyncClient(system.target()) as client:
             calm = await client.generate(token_ids=PROMPT, stop=stop, **options).result()
-        answer, _ = await ask_and_kill(doomed, [doomed.target, system.target()], after=20, stop=stop, **options)
+        answer, _ = await ask_and_kill(system, doomed, [doomed.target, system.target()], after=20, stop=stop, **options)
         await system.settled()
     assert answer.resumes == 1
     assert calm.resumes == 0
@@ -168,7 +180,7 @@ async def test_a_drawn_answer_goes_on_with_the_same_seed(tiny_llama_dir: Path, t
         return ModelRunner(tiny_llama_dir, num_blocks=128, block_size=16, dtype="float32", num_threads=1)
 
     async with two_routers(tiny_llama_dir, tmp_path, make_runner=runner) as (system, doomed):
-        answer, seed = await ask_and_kill(doomed, [doomed.target, system.target()], after=10, **options)
+        answer, seed = await ask_and_kill(system, doomed, [doomed.target, system.target()], after=10, **options)
         assert seed is not None
         async with AsyncClient(system.target()) as client:
             calm = await client.generate(token_ids=PROMPT, seed=seed, **options).result()
@@ -185,7 +197,8 @@ async def test_the_blocking_client_resumes_too_and_only_if_it_may(fake_model_dir
     async with two_routers(fake_model_dir, tmp_path) as (system, doomed):
 
         def ask(**how: Any) -> Completion:
-            with Client([doomed.target, system.target()], timeout=40) as client:
+            system.brake.hold_after(20)
+            with Client([doomed.target, system.target()], timeout=120) as client:
                 send_to(client, doomed.target)
                 answer = client.generate(token_ids=PROMPT, max_tokens=200, ignore_eos=True, **how)
                 seen, alive = Seen(), True
@@ -193,12 +206,13 @@ async def test_the_blocking_client_resumes_too_and_only_if_it_may(fake_model_dir
                     seen.add(piece)
                     if alive and len(seen.token_ids) >= 10:
                         doomed.kill()
+                        system.brake.open()
                         alive = False
                 seen.check(answer.result())
                 return answer.result()
 
         def go_on(broken: StreamBroken) -> Completion:
-            with Client(system.target(), timeout=40) as client:
+            with Client(system.target(), timeout=120) as client:
                 resumed = {"resume_token_ids": broken.token_ids, "seed": broken.seed}
                 return client.generate(token_ids=PROMPT, max_tokens=200, ignore_eos=True, **resumed).result()
 
@@ -227,9 +241,11 @@ async def test_a_router_that_drains_hands_its_answers_over(fake_model_dir: Path,
         send_to(client, system.target())
         answer = client.generate(token_ids=PROMPT, max_tokens=300, ignore_eos=True)
         draining: asyncio.Task[None] | None = None
+        system.brake.hold_after(20)
         async for _ in answer:
             if draining is None and len(answer.token_ids) >= 10:
                 draining = asyncio.create_task(system.routers.pop(0).drain(0.1))
+                draining.add_done_callback(lambda _: system.brake.open())
         assert draining is not None
         await draining
         completion = await answer.result()
@@ -241,6 +257,6 @@ async def test_a_router_that_drains_hands_its_answers_over(fake_model_dir: Path,
 async def test_retries_are_bounded(fake_model_dir: Path, tmp_path: Path) -> None:
     async with two_routers(fake_model_dir, tmp_path) as (system, doomed):
         with pytest.raises(StreamBroken, match="no server answers") as caught:
-            await ask_and_kill(doomed, [doomed.target], after=10, max_tokens=300, ignore_eos=True)
+            await ask_and_kill(system, doomed, [doomed.target], after=10, max_tokens=300, ignore_eos=True)
         assert isinstance(caught.value, Unavailable)
         await system.settled()

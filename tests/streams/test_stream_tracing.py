@@ -11,11 +11,11 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from otlp_receiver import Collector, Received, collecting
+from test_stream_logs import lose_first
 from whole_system import WholeSystem, whole_system
 
 from kv_transfer.tracing import TransferSpans
 from twostep.client import AsyncClient
-from twostep.errors import Unavailable
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
 from twostep.worker.worker import Worker
@@ -41,7 +41,7 @@ async def generate(system: WholeSystem, traceparent: str | None = TRACEPARENT, *
     metadata = () if traceparent is None else (("traceparent", traceparent), ("tracestate", "vendor=1"))
     end = None
     async with open_channel(system.target()) as channel:
-        async for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=20, metadata=metadata):
+        async for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120, metadata=metadata):
             end = response.end if response.HasField("end") else end
     assert end is not None
     return end
@@ -148,24 +148,11 @@ async def test_what_its_client_does_not_sample_nobody_does(fake_model_dir: Path,
 
 
 async def test_an_attempt_that_was_lost_is_in_the_trace(fake_model_dir: Path, tmp_path: Path, collector: Collector) -> None:
-    async with whole_system(fake_model_dir, tmp_path, num_decode=2, otlp_endpoint=collector.endpoint, stream_lease=0.2) as system:
-        first = True
-
-        def lose_one() -> None:
-            nonlocal first
-            for worker in system.decodes:
-                if first and worker.engine.stats().num_running:
-                    first = False
-                    worker.edge.fail_all(Unavailable("lost on purpose"))
-
-        runner = asyncio.create_task(generate(system))
-        while first and not runner.done():
-            lose_one()
-            await asyncio.sleep(0)
-        end = await runner
+    async with whole_system(fake_model_dir, tmp_path, num_decode=2, otlp_endpoint=collector.endpoint) as system:
+        asking = asyncio.create_task(generate(system))
+        await lose_first(system, asking)
+        end = await asking
         await system.settled()
-    if first:
-        pytest.fail("the answer was over before its worker could be lost")
     assert end.attempts == 2
     request = collector.one("text_completion m")
     assert request.attributes["twostep.attempts"] == 2
@@ -199,8 +186,8 @@ async def test_an_applications_span_is_the_root_of_what_its_sdk_asks(fake_model_
     async with whole_system(fake_model_dir, tmp_path, aggregated=True, otlp_endpoint=collector.endpoint) as system:
         async with AsyncClient(system.target()) as client:
             with tracer.start_as_current_span("work") as span:
-                await client.generate(PROMPT, max_tokens=4, timeout=20).result()
-            await client.generate(PROMPT, max_tokens=4, timeout=20).result()
+                await client.generate(PROMPT, max_tokens=4, timeout=120).result()
+            await client.generate(PROMPT, max_tokens=4, timeout=120).result()
         await system.settled()
     first, second = sorted((each for each in collector.spans if each.name == "text_completion m"), key=lambda each: each.start)
     context = span.get_span_context()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from brake import Brake
 from cutting_proxy import CuttingProxy, proxying
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -75,7 +76,7 @@ def redis_serving(directory: Path) -> Iterator[str]:
     directory.mkdir()
     process = subprocess.Popen(server_argv(server_binary(), directory), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = server_url(directory)
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     client = redis.Redis.from_url(url)
     try:
         while True:
@@ -114,6 +115,7 @@ class WholeSystem:
     decodes: list[Worker] = field(default_factory=list)
     proxies: list[CuttingProxy] = field(default_factory=list)
     routers: list[Router] = field(default_factory=list)
+    brake: Brake = field(default_factory=Brake)
 
     def target(self, router: int = 0) -> str:
         return f"127.0.0.1:{self.routers[router].port}"
@@ -128,14 +130,17 @@ class WholeSystem:
                     "port": 0,
                     "served_model_name": "m",
                     "secret_file": self.secret_file,
-                    "no_worker_grace": 10.0,
-                    "prefix_lookup_timeout": 5.0,
+                    "no_worker_grace": 60.0,
+                    "prefix_lookup_timeout": 30.0,
                 }
                 | options
             )
         )
         await router.start()
         self.routers.append(router)
+        # Its first look at Redis has a deadline, which may be over on a busy machine.
+        await until(lambda: len(router.pool.decode) == len(self.decodes), "it knows the workers")
+        await until(lambda: all(link.stream.open for link in router.pool.decode.values()), "the streams of tokens are open")
         return router
 
     async def stats(self) -> list[worker_pb2.WorkerStats]:
@@ -144,10 +149,10 @@ class WholeSystem:
         for worker in filter(None, (self.prefill, *self.decodes)):
             async with open_channel(f"127.0.0.1:{worker.server.port}") as channel:
                 request = worker_pb2.WorkerStatsRequest(check_integrity=True)
-                result.append(await worker_pb2_grpc.WorkerStub(channel).Stats(request, timeout=30))
+                result.append(await worker_pb2_grpc.WorkerStub(channel).Stats(request, timeout=60))
         return result
 
-    async def settled(self, within_s: float = 15.0) -> None:
+    async def settled(self, within_s: float = 60.0) -> None:
         """Waits until no worker holds anything; fails with what still is held."""
         give_up = time.monotonic() + within_s
         while True:
@@ -179,10 +184,10 @@ async def whole_system(
         secret_file = tmp_path / "secret"
         secret_file.write_bytes(SECRET)
         hub = LocalHub()
-        runner_of = make_runner or (lambda: fake_runner(model_dir))
+        runner_of, brake = make_runner or (lambda: fake_runner(model_dir)), Brake()
 
         async def start(role: str, number: int, advertise: str = "") -> Worker:
-            runner = runner_of()
+            runner = brake.on(runner_of())
             model = ServedModel(
                 name="m",
                 runner=runner,
@@ -195,7 +200,7 @@ async def whole_system(
                 worker_id=f"{role}-{number}",
                 redis_url=url,
                 advertise_address=advertise,
-                transport_timeout=5.0,
+                transport_timeout=60.0,
                 chunk_bytes=4096,
                 local_prefill=aggregated,
                 otlp_endpoint=router_options.get("otlp_endpoint", ""),
@@ -206,7 +211,7 @@ async def whole_system(
             stack.push_async_callback(worker.stop, 0.5)
             return worker
 
-        system = WholeSystem(model_dir, url, secret_file, None if aggregated else await start("prefill", 0))
+        system = WholeSystem(model_dir, url, secret_file, None if aggregated else await start("prefill", 0), brake=brake)
         for number in range(num_decode):
             proxy = await stack.enter_async_context(proxying())
             worker = await start("decode", number, proxy.address)
@@ -216,7 +221,10 @@ async def whole_system(
         stack.push_async_callback(_drain, system.routers)
         for _ in range(num_routers):
             await system.add_router(**router_options)
-        yield system
+        try:
+            yield system
+        finally:
+            brake.open()
 
 
 async def _drain(routers: Sequence[Router]) -> None:
@@ -236,7 +244,7 @@ def _transport(parts: EdgeParts, hub: LocalHub) -> LocalTransport:
     return LocalTransport(runner, runner.kv_shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=64 << 20)
 
 
-async def until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
     give_up = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < give_up, f"not within {timeout} s: {what}"
