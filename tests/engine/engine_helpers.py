@@ -60,9 +60,11 @@ def expected_answer(request: EngineRequest, *, vocab_size: int, max_model_len: i
 
 
 class HookedRunner(FakeRunner):
-    """A fake device that calls `during` in the middle of every run, after the KV was written, and `launching` at every launch."""
+    """A fake device that calls `during` in the middle of every run, after the KV was written, `launching` at every launch, and, where it
+    marks layers, `computing` before each of them."""
 
     during: Callable[[Batch], object] | None = None
+    computing: Callable[[int], object] | None = None
     launching: Callable[[Batch], object] | None = None
     copies = 0
 
@@ -76,6 +78,11 @@ class HookedRunner(FakeRunner):
         if self.during is not None:
             self.during(batch)
         return sampled
+
+    def _compute(self, layer: int, seconds: float) -> None:
+        super()._compute(layer, seconds)
+        if self.computing is not None:
+            self.computing(layer)
 
     def copy_block(self, source: int, target: int) -> None:
         self.copies += 1

@@ -576,7 +576,7 @@ def test_nobody_waits_for_the_device() -> None:
     def during(batch: Batch) -> None:
         thread = threading.Thread(target=others)
         thread.start()
-        thread.join(5.0)
+        thread.join(60.0)
         assert not thread.is_alive()
 
     hooked(engine).during = during
@@ -593,26 +593,31 @@ def test_waiting_for_work_ends_when_there_is_some() -> None:
     assert not engine.wait_for_work(0.02)
     assert time.monotonic() - start >= 0.02
     threading.Timer(0.02, engine.submit, [make_request("a", [1])]).start()
-    assert engine.wait_for_work(5.0)
+    assert engine.wait_for_work(60.0)
     drain(engine)
 
 
-def test_stalled_counts_from_the_last_step() -> None:
+def test_stalled_counts_from_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("twostep.engine.engine.time.monotonic", lambda: now)
     engine = make_engine()
     assert engine.stats().stalled_s == 0.0
     engine.submit(make_request("a", [1], max_tokens=3))
-    time.sleep(0.03)
-    assert engine.stats().stalled_s >= 0.03
+    now += 3.0
+    assert engine.stats().stalled_s == 3.0
     inside: list[float] = []
 
     def during(batch: Batch) -> None:
-        time.sleep(0.2)
+        nonlocal now
+        now += 20.0
         inside.append(engine.stats().stalled_s)
 
     hooked(engine).during = during
     engine.step()
     hooked(engine).during = None
-    assert inside[0] >= 0.2, "a hanging step is a stall"
-    assert engine.stats().stalled_s < 0.2
+    assert inside[0] >= 20.0, "a hanging step is a stall"
+    assert engine.stats().stalled_s == 0.0
+    now += 5.0
+    assert engine.stats().stalled_s == 5.0
     drain(engine)
     assert engine.stats().stalled_s == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from twostep.engine.types import LayerProgress, StepOutput
 from twostep.worker.engine_loop import EngineLoop
 
 NUM_LAYERS = 6
+WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +98,12 @@ def test_nobody_follows_or_the_runner_tells_nothing() -> None:
 
 
 def test_at_a_mark_its_layers_are_there_and_the_others_are_not() -> None:
-    runner = layered(step_s=0.3)
+    runner = layered()
     engine = make_engine(runner, budget=40)
     seen: list[tuple[int, list[bool]]] = []
     threads: list[threading.Thread] = []
+    # Each layer waits until somebody has looked at those before it.
+    runner.computing = lambda layer: wait_until(lambda: len(seen) >= layer)
 
     def follow(step: MarkedStep) -> None:
         def look() -> None:
@@ -114,17 +118,22 @@ def test_at_a_mark_its_layers_are_there_and_the_others_are_not() -> None:
     engine.follow_layers(follow)
     engine.submit(make_request("s", range(1, 73)), hold=True)
     engine.step()
-    threads[0].join(10)
-    assert [num_layers for num_layers, _ in seen] == [1, 2, 3, 4, 5, 6]
-    for num_layers, layers in seen:
-        assert all(layers[:num_layers])
-        # A busy machine may be a mark late.
-        assert num_layers > 2 or not layers[-1]
+    threads[0].join(WAIT_S)
+    assert seen == [(n, [layer < n for layer in range(NUM_LAYERS)]) for n in range(1, NUM_LAYERS + 1)]
+    runner.computing = None
     drain(engine)
     for thread in threads:
-        thread.join(10)
+        thread.join(WAIT_S)
     engine.release("s")
     engine.check_integrity()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """On a thread, for what another one does."""
+    give_up = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
 
 
 def filled(runner: HookedRunner, blocks: Any, layer: int) -> bool:
@@ -179,28 +188,35 @@ class Listener:
         self.changed.set()
 
     async def until(self, done: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while not done():
                 self.changed.clear()
                 await self.changed.wait()
 
 
 async def test_the_event_loop_is_told_while_the_step_runs() -> None:
-    engine, listener = make_engine(layered(step_s=0.3), budget=40), Listener()
+    runner, listener = layered(), Listener()
+    engine = make_engine(runner, budget=40)
+
+    def told_of_those_before(layer: int) -> None:
+        wait_until(lambda: sum(isinstance(x, LayerProgress) for x in listener.told) >= layer)
+
+    runner.computing = told_of_those_before
     loop = EngineLoop(engine, listener.on_step, listener.failures.append, listener.on_layers)
     loop.start()
     engine.submit(make_request("s", range(72)), hold=True)
     await listener.until(lambda: any(isinstance(x, StepOutput) and x.tokens for x in listener.told))
     first = next(i for i, x in enumerate(listener.told) if isinstance(x, StepOutput))
     early = [x for x in listener.told[:first] if isinstance(x, LayerProgress)]
-    assert [(x.seq_id, x.num_computed_tokens, x.num_layers) for x in early[:3]] == [("s", 40, 1), ("s", 40, 2), ("s", 40, 3)]
+    # After the last layer nothing waits any more.
+    assert [(x.seq_id, x.num_computed_tokens, x.num_layers) for x in early[:5]] == [("s", 40, n) for n in range(1, 6)]
     await loop.stop()
     assert not any(thread.name.startswith("engine") for thread in threading.enumerate())
     assert not listener.failures
 
 
 async def test_a_step_that_fails_halfway_ends_its_marks() -> None:
-    runner, listener = layered(step_s=0.2), Listener()
+    runner, listener = layered(), Listener()
 
     def fail(batch: Batch) -> None:
         raise RuntimeError("lost")

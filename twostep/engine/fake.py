@@ -168,11 +168,15 @@ class FakeRunner:
         """Layer by layer, each at the end of its share of the step's time."""
         num_layers = self._shape.num_layers
         for layer in range(num_layers):
-            time.sleep((self.step_s + self.per_token_s * len(batch.token_ids)) / num_layers)
+            self._compute(layer, (self.step_s + self.per_token_s * len(batch.token_ids)) / num_layers)
             self._write(batch, slice(layer, layer + 1))
             for mark in self._marks:
                 if mark.num_layers == layer + 1:
                     mark.reach()
+
+    def _compute(self, layer: int, seconds: float) -> None:
+        """What a device does before a layer's KV is there."""
+        time.sleep(seconds)
 
     def _write(self, batch: Batch, layers: slice) -> None:
         size = self._shape.block_size
