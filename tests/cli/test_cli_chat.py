@@ -80,14 +80,14 @@ def test_ctrl_c_cancels_the_answer_and_nothing_else(server: tuple[ScriptedInfere
         terminal.expect("half a li")
         terminal.type("\x03")
         # readline may be between two looks at what has come, and then looks at signals at the next one only.
-        give_up = time.monotonic() + 3
-        last = give_up + 60
+        give_up = time.monotonic() + 10
+        last = give_up + 120
         while not re.search(r"> half a li\n(>\n)*>$", terminal.screen.text()):
             terminal.read(0.1)
             assert time.monotonic() < last, terminal.screen.text()
             if time.monotonic() > give_up:
                 terminal.type("\x03")
-                give_up += 3
+                give_up += 10
         say(terminal, "endless\n")
         terminal.expect("threeone")
         if term != "dumb":
@@ -102,7 +102,7 @@ def test_ctrl_c_cancels_the_answer_and_nothing_else(server: tuple[ScriptedInfere
         terminal.expect("[3 tokens")
         say(terminal, "/quit\n")
         assert terminal.wait() == 0
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while server[0].cancelled["endless"] == before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -111,7 +111,8 @@ def test_ctrl_c_cancels_the_answer_and_nothing_else(server: tuple[ScriptedInfere
 def test_what_is_typed_too_early_waits_for_the_prompt(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:
     with chat(server, tmp_path) as terminal:
         say(terminal, "later-2000\n")
-        terminal.expect("waiting for the first token")
+        # It may be over before this process looks at the screen.
+        terminal.until(lambda: "waiting for the first token" in terminal.raw)
         terminal.type("ok\n")
         terminal.until(lambda: terminal.screen.text().count("[3 tokens") == 2)
         shown = terminal.screen.text()
@@ -122,7 +123,7 @@ def test_what_is_typed_too_early_waits_for_the_prompt(server: tuple[ScriptedInfe
 def test_waiting_is_shown(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:
     with chat(server, tmp_path) as terminal:
         say(terminal, "silent\n")
-        terminal.expect("waiting for the first token · 0.")
+        terminal.expect("waiting for the first token · ")
         terminal.type("\x03")
         terminal.expect("[cancelled · 0 tokens]")
 
@@ -202,7 +203,7 @@ def test_no_color_and_no_sequences_at_all(server: tuple[ScriptedInference, str],
 
 def test_in_a_pipe_there_is_text_and_nothing_else(server: tuple[ScriptedInference, str]) -> None:
     lines = "think\n/set temperature 0\n/usr/bin is a folder\n/quit\nnever\n"
-    done = subprocess.run([*COMMAND, "--target", server[1]], input=lines.encode(), capture_output=True, timeout=60, check=False)
+    done = subprocess.run([*COMMAND, "--target", server[1]], input=lines.encode(), capture_output=True, timeout=120, check=False)
     assert done.stdout == b"42\none two three\n"
     assert done.stderr == b"temperature: 0\n"
     assert server[0].requests[-1].chat.messages[-1].content == "/usr/bin is a folder"
@@ -212,11 +213,11 @@ def test_settings_from_flags_and_schema_files(server: tuple[ScriptedInference, s
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     words = ["generate", "ok", "--target", server[1]]
     for schema in (str(tmp_path / "schema.json"), '{"type": "object"}'):
-        subprocess.run([*COMMAND[:-1], *words, "--json-schema", schema], check=True, capture_output=True, timeout=60)
+        subprocess.run([*COMMAND[:-1], *words, "--json-schema", schema], check=True, capture_output=True, timeout=120)
         assert server[0].requests[-1].sampling.grammar.json_schema == '{"type": "object"}'
-    done = subprocess.run([*COMMAND[:-1], *words, "--json-schema", "missing.json"], check=False, capture_output=True, timeout=60)
+    done = subprocess.run([*COMMAND[:-1], *words, "--json-schema", "missing.json"], check=False, capture_output=True, timeout=120)
     assert (done.returncode, b"give a file with a JSON Schema" in done.stderr) == (1, True)
     env = {**os.environ, "TWOSTEP_API_KEY": "sk-9"}
-    subprocess.run([*COMMAND[:-1], *words, "--regex", "a+"], check=True, capture_output=True, timeout=60, env=env)
+    subprocess.run([*COMMAND[:-1], *words, "--regex", "a+"], check=True, capture_output=True, timeout=120, env=env)
     assert server[0].requests[-1].sampling.grammar.regex == "a+"
     assert server[0].metadata[-1]["authorization"] == "Bearer sk-9"

@@ -69,7 +69,7 @@ def secret(tmp_path: Path) -> str:
 
 
 def run(*words: str, **env: str) -> tuple[int, str, str]:
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **env})
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **env})
     return done.returncode, done.stdout, done.stderr
 
 

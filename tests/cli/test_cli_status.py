@@ -30,7 +30,7 @@ def server() -> Iterator[tuple[ScriptedInference, str]]:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False)
 
 
 def plain(text: str, *_: str) -> str:
