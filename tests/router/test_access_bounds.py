@@ -102,7 +102,9 @@ async def test_idle_connections_make_room_for_new_ones(cluster: Cluster) -> None
         await until(lambda: len([each for each in listening.connections if each.transport is not None]) <= 4, "the others are closed too")
 
 
-async def test_when_all_connections_are_at_work_a_new_one_is_told_so(cluster: Cluster) -> None:
+async def test_when_all_connections_are_at_work_a_new_one_is_told_so(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whoever is told may be late with reading it.
+    monkeypatch.setattr("router.http.connections._LINGER_S", 60.0)
     await served(cluster)
     cluster.workers[1].script.step_s = 600.0  # type: ignore[attr-defined]
     async with cluster.serving(max_connections=2), open_http(cluster) as http, AsyncExitStack() as stack:
