@@ -54,3 +54,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"router.{name}", 60.0)
     for name in ("decode_stream._OPEN_TIMEOUT_S", "decode_stream._CANCEL_SETTLES_S", "prefill_run._ACCEPT_TIMEOUT_S"):
         monkeypatch.setattr(f"router.{name}", 60.0)
+    for name in ("router.demand_meter", "router.quota_share", "router.scaling_watch", "twostep.cluster.registration"):
+        monkeypatch.setattr(f"{name}._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("router.server.TRACES_FLUSH_S", 60.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import signal
 import struct
 import subprocess
 import time
@@ -106,6 +107,15 @@ class RedisServer:
                 assert time.monotonic() < give_up, "the Redis server did not start"
                 time.sleep(0.01)
         client.close()
+
+    def freeze(self) -> None:
+        """It answers nothing until it thaws."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         if self._process is not None:

@@ -228,7 +228,7 @@ async def test_a_router_tells_what_is_asked_of_it_and_serves_on_without_redis(cl
 async def test_what_has_no_room_was_asked_for_all_the_same(cluster: Cluster, redis_client: redis.asyncio.Redis) -> None:
     await cluster.prefill()
     decode = await cluster.decode()
-    decode.script.step_s = 0.05
+    decode.script.hold_at = 5
     async with cluster.serving(max_inflight=1, max_waiting=0):
         first = asyncio.create_task(cluster.ask(max_tokens=200))
         await until(lambda: cluster.router.admission.num_inflight == 1, "the first one is served")

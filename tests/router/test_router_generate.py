@@ -202,7 +202,7 @@ async def test_the_trace_context_goes_on_to_the_workers(cluster: Cluster) -> Non
     prefill.hooks.append(hook)
     trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     async with cluster.serving():
-        call = cluster.stub.Generate(cluster.request(max_tokens=2), timeout=5, metadata=(("traceparent", trace),))
+        call = cluster.stub.Generate(cluster.request(max_tokens=2), timeout=60, metadata=(("traceparent", trace),))
         async for _ in call:
             pass
     assert seen[0]["traceparent"] == trace

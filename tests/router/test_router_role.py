@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from router_fakes import Cluster
+from router_fakes import Cluster, until
 
 from router.cleanup import Cleanup
 from router.prefix_index import WorkerLife
@@ -65,11 +64,7 @@ async def test_a_new_life_in_the_other_role_takes_the_name(cluster: Cluster, poo
     pool.sync([described(cluster, role=after, epoch=6)])
     assert roles(pool) == {before: set(), after: {6}}
     assert pool.changed.is_set(), "who waits for a worker of that role looks again"
-    await asyncio.sleep(0)
-    for _ in range(100):
-        if tenant.lost:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: bool(tenant.lost), "who has something there is told")
     assert tenant.lost == [(WorkerLife("w", 5), f"{before} worker w is gone")]
     # And back again, as often as anybody likes.
     for epoch, role in ((7, before), (8, after), (9, before)):
@@ -90,10 +85,11 @@ async def test_a_role_without_a_new_epoch_is_nobody_s(cluster: Cluster, pool: Wo
 async def test_the_registry_takes_the_new_role_and_never_the_old_one_again(cluster: Cluster) -> None:
     record = cluster.template
     deployment = Deployment(model_fingerprint=record.layout.model_fingerprint, secret_check=record.secret_check, hash_unit=record.hash_unit)
-    registry = Registry(cluster.redis, deployment)
+    # A look may take long: its deadline is twice the time between two.
+    registry = Registry(cluster.redis, deployment, poll_s=30.0)
 
     async def poll(told: WorkerRecord) -> list[tuple[str, int]]:
-        await cluster.redis.set(worker_key("w"), told.to_json(), px=4000)
+        await cluster.redis.set(worker_key("w"), told.to_json(), px=600_000)
         await cluster.redis.sadd(WORKERS_KEY, "w")
         await registry.poll()
         return [(w.role, w.epoch) for w in registry.workers]

@@ -71,7 +71,7 @@ async def ask(cluster: Cluster, **fields: Any) -> inference_pb2.End | None:
     for name, value in fields.items():
         setattr(request, name, value)
     end = None
-    async for response in cluster.stub.Generate(request, timeout=10, metadata=METADATA):
+    async for response in cluster.stub.Generate(request, timeout=60, metadata=METADATA):
         end = response.end if response.HasField("end") else end
     return end
 
@@ -138,7 +138,7 @@ async def test_attempts_that_were_refused_are_events(cluster: Cluster, collector
     for name in ("d0", "d1"):
         worker = await cluster.decode(name)
         worker.hooks.append(refuse(grpc.StatusCode.UNAVAILABLE, "draining"))
-    async with cluster.serving(otlp_endpoint=collector.endpoint, no_worker_grace=5.0):
+    async with cluster.serving(otlp_endpoint=collector.endpoint):
         await ask(cluster)
     request = collector.one("text_completion m")
     assert len(request.proto.events) == 3
