@@ -29,6 +29,7 @@ from twostep.version_skew import why_not
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+_TIMEOUT_S = 1.0
 # Two heartbeats, and what a worker needs to reconnect.
 _MISSING_GRACE_S = 2 * HEARTBEAT_S
 _AFTER_OUTAGE_GRACE_S = HEARTBEAT_TTL_S + HEARTBEAT_S
@@ -130,7 +131,7 @@ class Registry:
     async def poll(self) -> None:
         """One look at Redis; never raises for what Redis does or holds."""
         try:
-            async with asyncio.timeout(max(1.0, 2 * self._poll_s)):
+            async with asyncio.timeout(_TIMEOUT_S):
                 found = await self._read()
         except (RedisError, OSError, TimeoutError) as error:
             if self._connected:

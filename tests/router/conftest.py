@@ -50,10 +50,18 @@ def quick_starts(no_full_collections: None) -> None:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a router takes for a loss after a second or some: tests and workers may stand still for longer than that, all at once. Who tests
     one of these bounds gives a short one."""
-    for name in ("attempt._UNARY_TIMEOUT_S", "attempt._DONE_TIMEOUT_S", "attempt._MAX_EARLY_S"):
-        monkeypatch.setattr(f"router.{name}", 60.0)
-    for name in ("decode_stream._OPEN_TIMEOUT_S", "decode_stream._CANCEL_SETTLES_S", "prefill_run._ACCEPT_TIMEOUT_S"):
-        monkeypatch.setattr(f"router.{name}", 60.0)
-    for name in ("router.demand_meter", "router.quota_share", "router.scaling_watch", "twostep.cluster.registration"):
-        monkeypatch.setattr(f"{name}._TIMEOUT_S", 60.0)
-    monkeypatch.setattr("router.server.TRACES_FLUSH_S", 60.0)
+    for name in (
+        "router.attempt._UNARY_TIMEOUT_S",
+        "router.attempt._DONE_TIMEOUT_S",
+        "router.attempt._MAX_EARLY_S",
+        "router.decode_stream._OPEN_TIMEOUT_S",
+        "router.decode_stream._CANCEL_SETTLES_S",
+        "router.prefill_run._ACCEPT_TIMEOUT_S",
+        "router.registry._TIMEOUT_S",
+        "router.demand_meter._TIMEOUT_S",
+        "router.quota_share._TIMEOUT_S",
+        "router.scaling_watch._TIMEOUT_S",
+        "router.server.TRACES_FLUSH_S",
+        "twostep.cluster.registration._TIMEOUT_S",
+    ):
+        monkeypatch.setattr(name, 60.0)

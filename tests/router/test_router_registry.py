@@ -47,11 +47,6 @@ def deployment(cluster: Cluster) -> Deployment:
     return Deployment(model_fingerprint=record.layout.model_fingerprint, secret_check=record.secret_check, hash_unit=record.hash_unit)
 
 
-def patient_registry(client: redis.asyncio.Redis, deployment: Deployment, **options: Any) -> Registry:
-    """One look may take a minute, twice the time between two."""
-    return Registry(client, deployment, poll_s=30.0, **options)
-
-
 async def write(client: redis.asyncio.Redis, record: WorkerRecord, name: str | None = None) -> None:
     await client.set(worker_key(name or record.worker_id), record.to_json(), px=600_000)
     await client.sadd(WORKERS_KEY, name or record.worker_id)
@@ -63,7 +58,7 @@ def described(cluster: Cluster, name: str, **options: Any) -> WorkerRecord:
 
 
 async def test_workers_come_change_and_go(cluster: Cluster) -> None:
-    registry = patient_registry(cluster.redis, deployment(cluster), missing_grace_s=0.2)
+    registry = Registry(cluster.redis, deployment(cluster), missing_grace_s=0.2)
     seen: list[int] = []
     registry.on_poll(lambda workers: seen.append(len(workers)))
     await registry.poll()
@@ -86,7 +81,7 @@ async def test_workers_come_change_and_go(cluster: Cluster) -> None:
 
 
 async def test_who_left_after_a_drain_is_not_said_to_be_lost(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    registry = patient_registry(cluster.redis, deployment(cluster), missing_grace_s=0.0)
+    registry = Registry(cluster.redis, deployment(cluster), missing_grace_s=0.0)
     await write(cluster.redis, described(cluster, "drained", draining=True))
     await write(cluster.redis, described(cluster, "lost"))
     await registry.poll()
@@ -101,7 +96,7 @@ async def test_who_left_after_a_drain_is_not_said_to_be_lost(cluster: Cluster, c
 async def test_a_version_too_far_from_the_routers_is_refused_listed_and_back_when_it_is_near(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    registry = patient_registry(cluster.redis, dataclasses.replace(deployment(cluster), version="0.3.1"))
+    registry = Registry(cluster.redis, dataclasses.replace(deployment(cluster), version="0.3.1"))
     for name, version in {"old": "0.1.0", "near": "0.2.5", "same": "0.3.0", "next": "0.4.0", "far": "0.5.0", "odd": "main"}.items():
         await write(cluster.redis, described(cluster, name, version=version))
     unsaid = json.loads(described(cluster, "unsaid").to_json())
@@ -150,7 +145,7 @@ async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_on
     await cluster.redis.set(worker_key("garbage"), b'{"worker_id": 3}')
     await cluster.redis.sadd(WORKERS_KEY, "garbage", b"\xff\xfe")
     await write(cluster.redis, described(cluster, "good"))
-    registry = patient_registry(cluster.redis, deployment(cluster))
+    registry = Registry(cluster.redis, deployment(cluster))
     for _ in range(3):
         await registry.poll()
     assert [w.worker_id for w in registry.workers] == ["good"]
@@ -174,7 +169,7 @@ async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_on
 
 
 async def test_an_older_epoch_never_comes_back(cluster: Cluster) -> None:
-    registry = patient_registry(cluster.redis, deployment(cluster), missing_grace_s=0.0)
+    registry = Registry(cluster.redis, deployment(cluster), missing_grace_s=0.0)
     await write(cluster.redis, described(cluster, "d0", epoch=9))
     await registry.poll()
     await write(cluster.redis, described(cluster, "d0", epoch=8))
@@ -186,7 +181,7 @@ async def test_an_older_epoch_never_comes_back(cluster: Cluster) -> None:
 
 
 async def test_a_lost_redis_keeps_the_last_known_workers(cluster: Cluster, redis_server: RedisServer, connection: Connect) -> None:
-    registry = patient_registry(connection(), deployment(cluster), missing_grace_s=0.0)
+    registry = Registry(connection(), deployment(cluster), missing_grace_s=0.0)
     await write(cluster.redis, described(cluster, "d0"))
     await registry.poll()
     redis_server.kill()

@@ -85,8 +85,7 @@ async def test_a_role_without_a_new_epoch_is_nobody_s(cluster: Cluster, pool: Wo
 async def test_the_registry_takes_the_new_role_and_never_the_old_one_again(cluster: Cluster) -> None:
     record = cluster.template
     deployment = Deployment(model_fingerprint=record.layout.model_fingerprint, secret_check=record.secret_check, hash_unit=record.hash_unit)
-    # A look may take long: its deadline is twice the time between two.
-    registry = Registry(cluster.redis, deployment, poll_s=30.0)
+    registry = Registry(cluster.redis, deployment)
 
     async def poll(told: WorkerRecord) -> list[tuple[str, int]]:
         await cluster.redis.set(worker_key("w"), told.to_json(), px=600_000)
