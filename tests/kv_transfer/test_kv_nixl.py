@@ -8,10 +8,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fake_nixl import FakeLibrary, fake_nixl
+from kv_pairs import wait_for_stats
 
 from kv_transfer.nixl_endpoint import NixlEndpoint
 from kv_transfer.nixl_memory import HostLanding, HostMemory
@@ -60,7 +62,7 @@ async def pair() -> AsyncIterator[tuple[Side, Side]]:
         assert await settles(lambda: reader.transport.arena.used_bytes == 0)
 
 
-async def settles(condition: object, within_s: float = 10.0) -> bool:
+async def settles(condition: object, within_s: float = 60.0) -> bool:
     assert callable(condition)
     end = time.monotonic() + within_s
     while not condition():
@@ -70,11 +72,11 @@ async def settles(condition: object, within_s: float = 10.0) -> bool:
     return True
 
 
-async def publish(source: Side, ids: list[int], *, lease: str = "a", index: int = 0, ttl_s: float = 30.0) -> ChunkInfo:
-    return await source.transport.publish(lease, index, 0, ids, ttl_s=ttl_s, deadline=time.monotonic() + 10)
+async def publish(source: Side, ids: list[int], *, lease: str = "a", index: int = 0, ttl_s: float = 600.0) -> ChunkInfo:
+    return await source.transport.publish(lease, index, 0, ids, ttl_s=ttl_s, deadline=time.monotonic() + 60)
 
 
-async def fetch(reader: Side, source: Side, chunk: ChunkInfo, ids: list[int], *, within_s: float = 10.0) -> None:
+async def fetch(reader: Side, source: Side, chunk: ChunkInfo, ids: list[int], *, within_s: float = 60.0) -> None:
     await reader.transport.fetch(source.transport.endpoint, "a", chunk, ids, deadline=time.monotonic() + within_s)
 
 
@@ -149,7 +151,7 @@ async def test_what_does_not_fit_is_refused(library: FakeLibrary) -> None:
             await fetch(reader, source, replace(chunk, source_blocks=(3,)), [1, 2])
         other = str(replace(NixlEndpoint.parse(source.transport.endpoint), block_bytes=BLOCK // 2))
         with pytest.raises(InvalidRequest, match="layouts"):
-            await reader.transport.fetch(other, "a", chunk, [1, 2], deadline=time.monotonic() + 10)
+            await reader.transport.fetch(other, "a", chunk, [1, 2], deadline=time.monotonic() + 60)
         assert not reader.pool.any()
 
 
@@ -160,7 +162,7 @@ async def test_ranges_of_layers(library: FakeLibrary) -> None:
         size = BLOCK // 8
         for index, layers in enumerate((LayerRange(0, 1), LayerRange(2, 3), LayerRange(7, 1), LayerRange(0, 8))):
             reader.pool[:] = 0
-            chunk = await source.transport.publish("a", index, 0, [5, 6, 1], layers=layers, ttl_s=30, deadline=time.monotonic() + 10)
+            chunk = await source.transport.publish("a", index, 0, [5, 6, 1], layers=layers, ttl_s=600, deadline=time.monotonic() + 60)
             assert (chunk.num_bytes, chunk.layers) == (3 * layers.num_layers * size, layers)
             await fetch(reader, source, chunk, [2, 9, 4])
             expected = np.zeros_like(reader.pool)
@@ -168,31 +170,30 @@ async def test_ranges_of_layers(library: FakeLibrary) -> None:
             expected[[2, 9, 4], columns] = source.pool[[5, 6, 1], columns]
             np.testing.assert_array_equal(reader.pool, expected)
         with pytest.raises(InvalidRequest, match="layers"):
-            await source.transport.publish("a", 9, 0, [5], layers=LayerRange(7, 2), ttl_s=30, deadline=time.monotonic() + 10)
+            await source.transport.publish("a", 9, 0, [5], layers=LayerRange(7, 2), ttl_s=600, deadline=time.monotonic() + 60)
 
 
 async def test_probe_reads_the_peers_pattern(library: FakeLibrary) -> None:
     async with pair() as (source, reader):
-        probe = await reader.transport.probe(source.transport.endpoint, deadline=time.monotonic() + 10)
+        probe = await reader.transport.probe(source.transport.endpoint, deadline=time.monotonic() + 60)
         assert probe.num_bytes == 2 * BLOCK
         assert probe.seconds > 0
         endpoint = NixlEndpoint.parse(source.transport.endpoint)
         astray = replace(endpoint, probe_address=endpoint.pool_address)
         with pytest.raises(DataLoss, match="probe"):
-            await reader.transport.probe(str(astray), deadline=time.monotonic() + 10)
+            await reader.transport.probe(str(astray), deadline=time.monotonic() + 60)
 
 
 async def test_a_read_past_its_deadline_cannot_write_into_given_back_blocks(library: FakeLibrary) -> None:
     async with pair() as (source, reader):
         chunk = await publish(source, [3, 4])
         library.held.add(source.agent)
-        start = time.monotonic()
+        # Nothing else would end it.
         with pytest.raises(Unavailable, match="deadline"):
             await fetch(reader, source, chunk, [1, 2], within_s=0.2)
-        assert time.monotonic() - start < 5
         assert reader.transport.arena.quarantined_bytes == 2 * BLOCK
         with pytest.raises(Unavailable, match="have not ended"):
-            await fetch(reader, source, chunk, [1, 2], within_s=5)
+            await fetch(reader, source, chunk, [1, 2])
         reader.pool[:] = 7  # the blocks are somebody else's now
         library.held.clear()
         assert await settles(lambda: reader.transport.arena.used_bytes == 0)
@@ -217,20 +218,27 @@ async def test_a_cancelled_fetch_leaves_its_slot_until_the_read_has_ended(librar
 
 
 async def test_a_fetch_that_is_landing_ends_when_nobody_writes_the_blocks(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    landing, go_on = threading.Event(), threading.Event()
+    landing: set[HostLanding] = set()
+    go_on = threading.Event()
 
     def done(self: HostLanding) -> bool:
-        landing.set()
+        landing.add(self)
         return go_on.is_set()
 
     monkeypatch.setattr(HostLanding, "done", done)
     async with pair() as (source, reader):
         chunk = await publish(source, [3, 4])
         cancelled = asyncio.create_task(fetch(reader, source, chunk, [1, 2]))
-        late = asyncio.create_task(fetch(reader, source, chunk, [5, 6], within_s=0.2))
-        assert await asyncio.to_thread(landing.wait, 10)
+        # Until one is landing when its deadline passes; a busy machine may take longer to get there.
+        for within_s in (0.2, 2.0, 20.0):
+            late = asyncio.create_task(fetch(reader, source, chunk, [5, 6], within_s=within_s))
+            assert await settles(lambda late=late: len(landing) == 2 or late.done())
+            if not late.done():
+                break
+            with pytest.raises(Unavailable, match="deadline"):
+                await late
         cancelled.cancel()
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(within_s + 0.1)
         cancelled.cancel()
         await asyncio.sleep(0.05)
         assert not cancelled.done()
@@ -268,7 +276,7 @@ async def test_what_fails_before_its_read_begins_leaves_no_slot_taken(library: F
         assert reader.transport.arena.used_bytes == 0
         endpoint = NixlEndpoint.parse(source.transport.endpoint)
         with pytest.raises(Unavailable, match="damaged"):
-            await reader.transport.probe(str(replace(endpoint, probe_address=1 << 70)), deadline=time.monotonic() + 10)
+            await reader.transport.probe(str(replace(endpoint, probe_address=1 << 70)), deadline=time.monotonic() + 60)
         assert reader.transport.arena.used_bytes == 0
 
 
@@ -277,7 +285,7 @@ async def test_one_peer_that_does_not_answer_leaves_room_for_the_others(library:
         stuck = await publish(silent, [0, 1, 2, 3])
         library.held.add(silent.agent)
         waiting = [
-            asyncio.create_task(fetch(reader, silent, stuck, [4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3], within_s=1.0)) for n in range(6)
+            asyncio.create_task(fetch(reader, silent, stuck, [4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3], within_s=0.5)) for n in range(6)
         ]
         assert await settles(lambda: reader.transport.arena.used_bytes == ARENA // 2)
         chunk = await publish(lively, [9, 10])
@@ -314,21 +322,24 @@ async def test_metadata_of_another_agent_is_refused(library: FakeLibrary) -> Non
         chunk = await publish(source, [3])
         swapped = replace(NixlEndpoint.parse(source.transport.endpoint), metadata=NixlEndpoint.parse(other.transport.endpoint).metadata)
         with pytest.raises(Unavailable, match="metadata of"):
-            await reader.transport.fetch(str(swapped), "a", chunk, [1], deadline=time.monotonic() + 10)
+            await reader.transport.fetch(str(swapped), "a", chunk, [1], deadline=time.monotonic() + 60)
         for garbage in ("kv:nobody:1:1", ""):
             with pytest.raises(Unavailable):
-                await reader.transport.fetch(garbage, "a", chunk, [1], deadline=time.monotonic() + 10)
+                await reader.transport.fetch(garbage, "a", chunk, [1], deadline=time.monotonic() + 60)
 
 
-async def test_leases_expire_and_publish_is_once(library: FakeLibrary) -> None:
+async def test_leases_expire_and_publish_is_once(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("kv_transfer.in_place.time", SimpleNamespace(monotonic=lambda: now[0]))
     async with pair() as (source, _):
-        await publish(source, [3], ttl_s=0.2)
+        await publish(source, [3], ttl_s=5.0)
         with pytest.raises(InvalidRequest):
             await publish(source, [4])
-        end = time.monotonic() + 10
-        while (await source.transport.stats()).num_objects:
-            assert time.monotonic() < end
-            await asyncio.sleep(0.02)
+        now[0] += 4.9
+        source.transport._book.expire()
+        assert (await source.transport.stats()).num_objects == 1
+        now[0] += 0.1
+        await wait_for_stats(source.transport, num_objects=0)
 
 
 async def test_closed_sides_refuse_and_close_does_not_wait_for_ever(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +396,7 @@ async def test_a_library_that_breaks_after_a_read_has_ended_tells_the_others(lib
             return "DONE"
 
         agent.check_xfer_state = broken
-        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         assert [type(each) for each in ended] == [type(None), Unavailable]
     library.live_handles = 0  # kept to the end of the process
 
