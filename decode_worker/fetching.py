@@ -133,7 +133,7 @@ class Fetching:
                 self._apply(await self._next_event())
         except asyncio.CancelledError:
             await self._give_up()
-            self._tell("cancelled")
+            self._tell(time.monotonic(), "cancelled")
             raise
         finally:
             watch.cancel()
@@ -142,9 +142,10 @@ class Fetching:
             await _all_ended((*self._others, *self._fetches.values()))
         if self._output_ids is None:
             error = self._reader.error or InternalError("a hand-over ended without a reason; see the decode worker's log")
-            self._tell(reason_of(error))
+            self._tell(time.monotonic(), reason_of(error))
             raise error
-        self._tell()
+        done_at = time.monotonic()
+        self._tell(done_at)
         assert self._transport is not None
         return Fetched(
             output_ids=self._output_ids,
@@ -152,7 +153,7 @@ class Fetching:
             num_bytes=self._reader.num_bytes,
             num_chunks=len(self._reader.infos),
             num_blocks=self._target.num_blocks - self._target.num_cached_blocks,
-            fetch_s=time.monotonic() - self._reader.complete_at,
+            fetch_s=done_at - self._reader.complete_at,
             acknowledged=not self._transport.copies_out,
             exact=self._conversion is None or self._conversion.exact,
         )
@@ -336,8 +337,8 @@ class Fetching:
         task.add_done_callback(self._others.discard)
         return task
 
-    def _tell(self, failure: str = "") -> None:
-        reader, now = self._reader, time.monotonic()
+    def _tell(self, now: float, failure: str = "") -> None:
+        reader = self._reader
         self._parts.observer.transfer(
             Transfer(
                 transport=self._transport.name if self._transport is not None else "none",
