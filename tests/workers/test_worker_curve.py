@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker_harness import expected, make_model, make_runner, prompt_of, routed, started
+from worker_harness import WAIT_S, HeldRunner, expected, make_model, make_runner, prompt_of, routed, started
 
 from twostep.cluster.records import WorkerRecord
 from twostep.engine.batch import Batch, FinishedStep, InFlight, Sampled
@@ -443,8 +443,8 @@ async def test_a_worker_publishes_its_curve_and_what_it_learns_of_it(redis_url: 
         assert (told.load.num_queued_tokens, told.load.num_context_tokens) == (0, 0)
         prompt = prompt_of(20)
         slow.step_s = 0.06
-        answer = await router.generate("r", prompt, 60)
-        assert answer.tokens == expected(prompt, 60)
+        answer = await router.generate("r", prompt, 25)
+        assert answer.tokens == expected(prompt, 25)
         learned = pair.decode_worker.record().curve
         assert learned is not None
         assert learned.fixed_s > 0.025
@@ -453,20 +453,24 @@ async def test_a_worker_publishes_its_curve_and_what_it_learns_of_it(redis_url: 
 
 
 async def test_a_worker_tells_how_much_it_has_to_compute(redis_url: str) -> None:
-    runner = make_runner(step_s=0.05)
+    runner = HeldRunner()
     async with started(redis_url, prefill_runner=runner, prefill_options={"max_num_batched_tokens": 8}) as pair, routed(pair) as router:
+
+        async def queued(num_tokens: int) -> None:
+            async with asyncio.timeout(WAIT_S):
+                while pair.prefill_worker.record().load.num_queued_tokens != num_tokens:  # noqa: ASYNC110 - nothing tells of it
+                    await asyncio.sleep(0.01)
+
         assert pair.prefill_worker.record().curve is None
         assert pair.prefill_worker.record().step_tokens == 8
         asked = asyncio.create_task(router.generate("r", prompt_of(60), 4))
-        queued = set()
-        while not asked.done():
-            queued.add(pair.prefill_worker.record().load.num_queued_tokens)
-            await asyncio.sleep(0.01)
+        # It becomes less, step by step; what the last one computes is none while that runs.
+        for num_left in range(60, 8, -8):
+            await queued(num_left)
+            runner.allow(1)
+        runner.let_go()
+        await queued(0)
         assert (await asked).tokens == expected(prompt_of(60), 4)
-        assert 0 < max(queued) <= 60
-        # It becomes less, step by step.
-        assert len(queued) > 3
-        assert pair.prefill_worker.record().load.num_queued_tokens == 0
         await pair.settled()
 
 

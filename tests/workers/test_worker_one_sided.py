@@ -14,6 +14,7 @@ import pytest
 from worker_harness import (
     SECRET,
     WAIT_S,
+    LateClock,
     Pair,
     RouterDouble,
     expected,
@@ -33,6 +34,7 @@ from kv_transfer.transports import Transports
 from prefill_worker.hand_over import HandOvers
 from prefill_worker.service import KvService
 from twostep.errors import Unavailable
+from twostep.local.ports import free_ports
 from twostep.rpc.v1 import kv_pb2
 from twostep.worker.edge import EdgeParts
 from twostep.worker.worker import Worker
@@ -135,14 +137,16 @@ async def test_tokens_are_right_under_load(redis_url: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before_read", "after_write"])
-async def test_a_lease_that_expires_in_mid_read_commits_nothing(redis_url: str, moment: str) -> None:
+async def test_a_lease_that_expires_in_mid_read_commits_nothing(redis_url: str, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """The reader is held up before its read, and then reads what others wrote there; or after it, and then holds what was right once."""
-    options = {"lease_ttl": 0.5, "num_blocks": 0}
-    async with world(redis_url, prefill_options=options, prefill_runner=make_runner(num_blocks=24)) as w:
+    clock = LateClock()
+    monkeypatch.setattr("prefill_worker.hand_over.time", clock)
+    async with world(redis_url, prefill_runner=make_runner(num_blocks=24)) as w:
         gate = Gate()
         setattr(w.reader, moment, gate)
         call = await w.begin()
         await asyncio.wait_for(gate.reached.wait(), WAIT_S)
+        clock.late_s = 1000.0
         await until(lambda: "r/1" not in w.source._by_seq)
         # Its blocks are given out again, and hold another prompt's KV.
         setattr(w.reader, moment, _pass)
@@ -167,15 +171,17 @@ async def _pass(chunk: ChunkInfo) -> None:
 
 
 async def test_a_restarted_source_answers_for_no_earlier_life(redis_url: str) -> None:
-    async with world(redis_url) as w:
+    # Of those that nobody else takes meanwhile.
+    (port,) = free_ports(1)
+    ports = {"port": port, "health_port": 0, "metrics_port": 0}
+    async with world(redis_url, prefill_options=ports) as w:
         gate = w.reader.after_write = Gate()
         await w.begin()
         await asyncio.wait_for(gate.reached.wait(), WAIT_S)
         await until(lambda: w.source._by_seq["r/1"].lease.num_chunks is not None)
-        port = int(w.pair.prefill_worker.address.rpartition(":")[2])
         await w.pair.prefill_worker.stop(0.0)
         again = Worker(
-            worker_config("prefill", redis_url, port=port, health_port=0, metrics_port=0),
+            worker_config("prefill", redis_url, **ports),
             make_model(make_runner()),
             SECRET,
             prefill_edge(lambda parts: Transports([OneSidedTransport(parts.model.runner, 1, w.hub, worker_id="again", epoch=parts.epoch)])),

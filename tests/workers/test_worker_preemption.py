@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
-from worker_harness import BLOCK, VOCAB, Answer, RouterDouble, expected, prompt_of, routed, started
-
-from twostep.engine.batch import Batch, InFlight
-from twostep.engine.fake import FakeRunner
+from worker_harness import Answer, HeldRunner, RouterDouble, expected, prompt_of, routed, started
 
 NUM_TOKENS = 40
-
-
-class GatedRunner(FakeRunner):
-    """Takes no step before the gate is open, so that all sequences are there when the first one grows."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.gate = threading.Event()
-
-    def launch(self, batch: Batch) -> InFlight:
-        assert self.gate.wait(60)
-        return super().launch(batch)
 
 
 async def finish(router: RouterDouble, request_id: str, prompt: Sequence[int]) -> Answer:
@@ -45,7 +28,7 @@ async def finish(router: RouterDouble, request_id: str, prompt: Sequence[int]) -
 async def test_streams_pause_and_go_on(redis_url: str, mode: str) -> None:
     """Four sequences that end at 12 blocks each, on 16 blocks."""
     options = {"preemption_mode": mode, "max_num_batched_tokens": 8}
-    runner = GatedRunner(num_blocks=16, block_size=BLOCK, vocab_size=VOCAB, max_model_len=512)
+    runner = HeldRunner(num_blocks=16)
     async with (
         started(redis_url, decode_runner=runner, decode_options=options) as pair,
         routed(pair) as router,
@@ -54,9 +37,10 @@ async def test_streams_pause_and_go_on(redis_url: str, mode: str) -> None:
         for i, prompt in enumerate(prompts):
             await router.reserve(f"r{i}", prompt, NUM_TOKENS)
         tasks = [asyncio.create_task(finish(router, f"r{i}", prompt)) for i, prompt in enumerate(prompts)]
+        # So that all are there when the first one grows.
         while pair.decode_worker.engine.stats().num_reserved:  # noqa: ASYNC110  the engine sets no event
             await asyncio.sleep(0.01)
-        runner.gate.set()
+        runner.let_go()
         answers = await asyncio.gather(*tasks)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.failed is None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worker_harness import make_runner, prompt_of, routed, started
+from worker_harness import WAIT_S, make_runner, prompt_of, routed, started
 
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.errors import InvalidRequest
@@ -130,7 +131,9 @@ def test_what_is_no_object_is_refused(text: str) -> None:
 # ---- of real workers -------------------------------------------------------------------------------------------------------
 
 
-async def test_heartbeats_tell_what_was_computed_found_and_fetched(redis_url: str) -> None:
+async def test_heartbeats_tell_what_was_computed_found_and_fetched(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whatever all this takes, it is in the window.
+    monkeypatch.setattr("twostep.worker.telemetry.RateMeter", partial(RateMeter, window_s=10 * WAIT_S))
     async with started(redis_url) as pair, routed(pair) as router:
         for name in ("a", "b"):
             await router.generate(name, prompt_of(41), 20)

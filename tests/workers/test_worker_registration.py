@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 import redis.asyncio
-from worker_harness import BLOCK, RedisServer, expected, prompt_of, routed, started
+from worker_harness import BLOCK, WAIT_S, RedisServer, expected, prompt_of, routed, started
 
-from twostep.cluster.records import HEARTBEAT_S, LayoutRecord, WorkerRecord, host_prefix_key, prefix_key, worker_key
+from twostep.cluster.records import LayoutRecord, WorkerRecord, host_prefix_key, prefix_key, worker_key
 from twostep.cluster.registration import Registration
 from twostep.engine.types import PrefixDelta
 from twostep.errors import SetupError
 from twostep.prefix import derive_key, prefix_hashes
 
-BEAT = HEARTBEAT_S + 1.0
+pytestmark = pytest.mark.usefixtures("patient_redis", "quick_beats")
+
+
+@pytest.fixture
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostep.cluster.registration.HEARTBEAT_S", 0.05)
 
 
 @asynccontextmanager
@@ -36,12 +41,15 @@ class Pretended:
     """A worker's record and prefixes, without a worker."""
 
     def __init__(self) -> None:
+        self.num_beats = 0
         self.added: list[bytes] = []
         self.removed: list[bytes] = []
         self.host_added: list[bytes] = []
         self.host_removed: list[bytes] = []
 
     def describe(self) -> WorkerRecord:
+        """Once for every heartbeat, whether or not anybody hears it."""
+        self.num_beats += 1
         layout = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=4, num_layers=1, num_kv_heads=1, head_dim=4)
         return WorkerRecord(
             worker_id="pretended",
@@ -71,13 +79,18 @@ async def prefixes(connection: redis.asyncio.Redis, key: str = prefix_key("prete
     return members
 
 
-async def eventually(
-    connection: redis.asyncio.Redis, wanted: set[bytes], within_s: float = 2 * BEAT, key: str = prefix_key("pretended", 7)
-) -> None:
-    give_up = time.monotonic() + within_s
+async def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < give_up, "it did not happen"
+        await asyncio.sleep(0.01)
+
+
+async def eventually(connection: redis.asyncio.Redis, wanted: set[bytes], key: str = prefix_key("pretended", 7)) -> None:
+    give_up = time.monotonic() + WAIT_S
     while (found := await prefixes(connection, key)) != wanted:
         assert time.monotonic() < give_up, (found, wanted)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.02)
 
 
 async def test_a_worker_says_who_it_is_and_leaves_when_it_stops(redis_url: str) -> None:
@@ -88,7 +101,7 @@ async def test_a_worker_says_who_it_is_and_leaves_when_it_stops(redis_url: str) 
                 assert record is not None
                 assert (record.role, record.address, record.epoch, record.ready) == (role, worker.address, worker.epoch, True)
                 assert record.transports == ("local",)
-                assert 0 < await connection.pttl(worker_key(worker.worker_id)) <= 4000
+                assert 0 < await connection.pttl(worker_key(worker.worker_id)) <= 1000 * WAIT_S
         for worker_id in ("prefill-1", "decode-1"):
             assert await record_of(connection, worker_id) is None
             assert not await connection.sismember("twostep:v1:workers", worker_id)
@@ -101,10 +114,11 @@ async def test_computed_prefixes_are_announced_under_the_routers_hashes(redis_ur
         secret = pair.prefill_worker.edge._hand_overs._secret  # type: ignore[attr-defined]
         key = derive_key(secret, tenant="t", salt="", model_fingerprint="fake", dtype="float32")
         wanted = set(prefix_hashes(key, prompt, 2 * BLOCK))
-        await asyncio.sleep(BEAT)
         for worker in (pair.prefill_worker, pair.decode_worker):
-            found = await connection.smembers(prefix_key(worker.worker_id, worker.epoch))
-            assert wanted <= found
+            give_up = time.monotonic() + WAIT_S
+            while not wanted <= (found := await prefixes(connection, prefix_key(worker.worker_id, worker.epoch))):
+                assert time.monotonic() < give_up, (found, wanted)
+                await asyncio.sleep(0.02)
             assert 0 < await connection.ttl(prefix_key(worker.worker_id, worker.epoch)) <= 30
 
 
@@ -120,9 +134,9 @@ async def test_prefixes_in_host_memory_are_announced_apart(redis_url: str) -> No
             assert 0 < await connection.ttl(key) <= 30
             worker.removed, worker.host_removed = [b"a"], [b"b"]
             await eventually(connection, set())
-            assert await prefixes(connection, key) == {b"a"}
+            await eventually(connection, {b"a"}, key=key)
             await connection.delete(key)
-            await eventually(connection, {b"a"}, within_s=3 * BEAT, key=key)
+            await eventually(connection, {b"a"}, key=key)
         finally:
             await registration.close()
         assert not await connection.exists(key)
@@ -139,17 +153,19 @@ async def test_deltas_wipes_and_restarts(own_redis: RedisServer, caplog: pytest.
             worker.added, worker.removed = [b"c"], [b"a"]
             await eventually(connection, {b"b", b"c"})
             await connection.flushall()
-            await eventually(connection, {b"b", b"c"}, within_s=3 * BEAT)
+            await eventually(connection, {b"b", b"c"})
             assert await record_of(connection, "pretended") is not None
         own_redis.stop()
         worker.added = [b"d"]  # announced nowhere, and not lost
-        await asyncio.sleep(2 * BEAT)
+        await until(lambda: not registration.connected)
+        beats = worker.num_beats
+        await until(lambda: worker.num_beats > beats + 2)
         assert not registration.connected
         assert sum("Redis is away" in line for line in caplog.messages) == 1
         own_redis.start()
         async with client(own_redis.url) as connection:
-            await eventually(connection, {b"b", b"c", b"d"}, within_s=3 * BEAT)
-        assert registration.connected
+            await eventually(connection, {b"b", b"c", b"d"})
+        await until(lambda: registration.connected)
     finally:
         await registration.close()
     async with client(own_redis.url) as connection:
@@ -189,24 +205,25 @@ async def test_a_bad_url_says_what_to_do() -> None:
 
 async def test_redis_at_start_may_come_late(own_redis: RedisServer) -> None:
     own_redis.stop()
-    registration = Pretended().registration(own_redis.url, timeout_s=10)
+    worker = Pretended()
+    registration = worker.registration(own_redis.url, timeout_s=WAIT_S)
     starting = asyncio.create_task(registration.start())
-    await asyncio.sleep(0.5)
+    await until(lambda: worker.num_beats > 1)
     assert not starting.done()
     own_redis.start()
-    await asyncio.wait_for(starting, 20)
+    await asyncio.wait_for(starting, WAIT_S)
     await registration.close()
 
 
 async def test_serving_goes_on_without_redis(own_redis: RedisServer) -> None:
     async with started(own_redis.url) as pair, routed(pair) as router:
         own_redis.stop()
-        await asyncio.sleep(BEAT)
+        await until(lambda: not any(worker._registration.connected for worker in (pair.prefill_worker, pair.decode_worker)))
         answer = await router.generate("r", prompt_of(30), 5)
         assert answer.tokens == expected(prompt_of(30), 5)
         own_redis.start()
         async with client(own_redis.url) as connection:
-            give_up = time.monotonic() + 3 * BEAT
+            give_up = time.monotonic() + WAIT_S
             while await record_of(connection, "decode-1") is None:
                 assert time.monotonic() < give_up
                 await asyncio.sleep(0.05)
@@ -224,12 +241,12 @@ async def test_a_stop_that_the_redis_client_takes_for_a_lost_connection_is_still
     async def lost() -> None:
         beating.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             raise redis.exceptions.ConnectionError("closed") from None
 
     monkeypatch.setattr(registration, "_beat", lost)
-    await beating.wait()
-    await asyncio.wait_for(registration.close(), 2 * BEAT)
+    await asyncio.wait_for(beating.wait(), WAIT_S)
+    await asyncio.wait_for(registration.close(), WAIT_S)
     async with client(redis_url) as connection:
         assert await record_of(connection, "pretended") is None
