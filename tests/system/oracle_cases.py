@@ -19,9 +19,7 @@ PROMPTS = [
     "What is the capital of France?",
     "Write a haiku about the sea.",
     "List the first five prime numbers.",
-    "Explain photosynthesis to a child.",
     "Name three rivers in Europe and say where they end.",
-    "def fibonacci(n):",
 ]
 
 
@@ -31,13 +29,14 @@ class Case:
     options: SamplingOptions
 
 
-def cases(vocab_size: int, prompts: Sequence[Sequence[int]], seed: int, *, count: int) -> list[Case]:
-    """Real prompts, greedy and seeded with all the sampler's parts; three long ones with a shared prefix; others of any length."""
+def cases(vocab_size: int, prompts: Sequence[Sequence[int]], seed: int, *, count: int, longest: int) -> list[Case]:
+    """Real prompts, greedy and seeded with all the sampler's parts; two long ones with a shared prefix; others of any length.
+    `longest`: of a prompt, in tokens."""
     rng = random.Random(seed)
-    shared = [rng.randrange(vocab_size) for _ in range(160)]
+    shared = [rng.randrange(vocab_size) for _ in range(longest * 3 // 4)]
     ids = [list(p) for p in prompts]
-    ids += [shared + [rng.randrange(vocab_size) for _ in range(rng.randrange(1, 60))] for _ in range(3)]
-    ids += [[rng.randrange(vocab_size) for _ in range(rng.randrange(1, 300))] for _ in range(count - len(ids))]
+    ids += [shared + [rng.randrange(vocab_size) for _ in range(rng.randrange(1, longest // 4))] for _ in range(2)]
+    ids += [[rng.randrange(vocab_size) for _ in range(rng.randrange(1, longest))] for _ in range(count - len(ids))]
     sampled = SamplingOptions(temperature=0.8, top_k=50, top_p=0.9, min_p=0.02, repetition_penalty=1.1, presence_penalty=0.3)
     result = []
     for n, tokens in enumerate(ids):
@@ -49,9 +48,9 @@ def cases(vocab_size: int, prompts: Sequence[Sequence[int]], seed: int, *, count
     return result
 
 
-def answered(system: System, oracle: Oracle, *, seed: int, count: int) -> list[str]:
+def answered(system: System, oracle: Oracle, *, seed: int, count: int = 20, longest: int = 300) -> list[str]:
     """Fails for an answer that is not the oracle's. Returns how their KV travelled."""
-    todo = cases(oracle.vocab_size, [oracle.chat_ids(p) for p in PROMPTS], seed, count=count)
+    todo = cases(oracle.vocab_size, [oracle.chat_ids(p) for p in PROMPTS], seed, count=count, longest=longest)
     with system.client() as client:
 
         def one(case: Case) -> Completion:

@@ -29,9 +29,9 @@ class Case:
     expected: Sequence[int]
 
 
-def model_cases(oracle: Oracle, count: int, *, max_tokens: tuple[int, int]) -> list[Case]:
+def model_cases(oracle: Oracle, count: int, *, max_tokens: tuple[int, int], seed: int = 1) -> list[Case]:
     """Greedy ones and drawn ones, prompts of one to twenty blocks."""
-    rng, cases = random.Random(1), []
+    rng, cases = random.Random(seed), []
     for n in range(count):
         prompt = [rng.randrange(3, oracle.vocab_size) for _ in range(rng.randrange(10, 320))]
         options = SamplingOptions(max_tokens=rng.randrange(*max_tokens), temperature=0.0, top_p=1.0, ignore_eos=True)

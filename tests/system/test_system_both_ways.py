@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import random
@@ -23,7 +24,7 @@ PROMPT = list(range(2, 202))
 def test_both_ways_under_load_give_the_oracle_s_tokens(both_ways: System, oracle: Oracle) -> None:
     ways = set[str]()
     for seed in range(5):
-        ways |= set(answered(both_ways, oracle, seed=seed, count=20))
+        ways |= set(answered(both_ways, oracle, seed=seed))
         if len(ways) == 2:
             break
     assert ways == {"none", "ray"}
@@ -55,10 +56,10 @@ def test_a_short_suffix_of_a_known_conversation_is_computed_where_it_is_decoded(
 
 def test_a_killed_worker_of_either_role_costs_no_answer(both_ways: System, oracle: Oracle) -> None:
     """From decode workers to another one, and, while it is still away, from pairs to the one that is left."""
-    ended = asyncio.run(kill_under_load(both_ways, oracle, "decode_worker"))
-    assert any(outcome.moved for outcome in ended), "the kill struck nobody"
-    asyncio.run(kill_under_load(both_ways, oracle, "prefill_worker"))
-    wait_until(lambda: both_ways.is_whole(1, 2), timeout_s=180, what="the killed workers are back")
+    is_whole = functools.partial(both_ways.is_whole, 1, 2)
+    for seed, module in enumerate(("decode_worker", "prefill_worker")):
+        asyncio.run(kill_under_load(both_ways, oracle, module, is_whole=is_whole, seed=seed))
+    wait_until(is_whole, timeout_s=180, what="the killed workers are back")
     both_ways.check_empty()
 
 

@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 def test_equals_the_oracle(smollm2_dir: Path, tmp_path: Path) -> None:
     """In many chunks, on two decode workers, in blocks of another size than the oracle's; test_system_soak.py has the other way."""
     extra = ("--dtype", "float32", "--block-size", "32", "--max-num-batched-tokens", "48")
-    with running(smollm2_dir, tmp_path, decode=2, extra=extra) as system:
+    with running(smollm2_dir, tmp_path, decode=2, extra=extra, env={"TWOSTEP_CALIBRATE": "0"}) as system:
         # What every demonstration of it shows.
         with system.client() as client:
             answer = client.chat([{"role": "user", "content": "What is the capital of France?"}], max_tokens=8, temperature=0.0).result()
         assert "Paris" in answer.text
-        assert set(answered(system, Oracle(smollm2_dir), seed=48, count=12)) == {"ray"}
+        assert set(answered(system, Oracle(smollm2_dir), seed=48, count=8, longest=200)) == {"ray"}
         system.check_empty()
