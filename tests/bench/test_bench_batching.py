@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.bench.batching import Arrival, Batching, BatchingResult, Load, RequestTimes, Rule, arrivals_of, num_to_start, run_load
+from twostep.cli import main
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner
 from twostep.errors import SetupError
@@ -148,12 +147,14 @@ def test_what_cannot_be_run_is_refused(load: Load, rule: Rule) -> None:
         measure(load, rule)
 
 
-def test_the_command_compares_them(tiny_llama_dir: Path) -> None:
-    command = [sys.executable, "-P", "-m", "twostep.cli", "bench", "engine", "--device", "cpu", "--model", str(tiny_llama_dir)]
+def test_the_command_compares_them(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "engine", "--device", "cpu", "--model", str(tiny_llama_dir)]
     words = ["--batching", "static", "continuous", "--requests", "6", "--batch-size", "2", "--prompt-tokens", "10", "--output-tokens", "4"]
-    done = subprocess.run([*command, *words, "--json"], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    results: list[dict[str, Any]] = json.loads(done.stdout)["results"]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, *words, "--json"])
+    said = capsys.readouterr()
+    assert ended.value.code == 0, said.err
+    results: list[dict[str, Any]] = json.loads(said.out)["results"]
     assert [result["batching"] for result in results] == ["static", "continuous"]
     for result in results:
         assert result["requests"] == 6

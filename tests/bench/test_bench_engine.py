@@ -10,9 +10,21 @@ from typing import Any
 
 import pytest
 
+from twostep.cli import main
 
-def bench(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "twostep.cli", "bench", "engine", "--device", "cpu", *words]
+# Ends with a traceback if PyTorch was loaded.
+WITHOUT_TORCH = """
+import sys
+from twostep.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    assert "torch" not in sys.modules
+"""
+
+
+def bench(*words: str, start: tuple[str, ...] = ("-m", "twostep.cli")) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", *start, "bench", "engine", "--device", "cpu", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -42,23 +54,38 @@ def test_figures_fit_together(tiny_llama_dir: Path) -> None:
             assert phase["joules_per_token"] is None, "a CPU has no counter"
 
 
-def test_a_batch_that_does_not_fit_says_what_to_change(tiny_llama_dir: Path) -> None:
-    done = bench("--model", str(tiny_llama_dir), "--prompt-tokens", "1500", "--output-tokens", "900", "--batch-size", "1")
-    assert done.returncode == 1
-    assert "lower --prompt-tokens or --output-tokens" in done.stderr
-    done = bench("--model", str(tiny_llama_dir), "--kv-cache-memory-bytes", "40000", "--prompt-tokens", "200", "--batch-size", "9")
-    assert done.returncode == 1
-    assert "smaller --batch-size" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--prompt-tokens 1500 --output-tokens 900 --batch-size 1", "lower --prompt-tokens or --output-tokens"),
+        ("--prompt-tokens 1500 --output-tokens 400 --batching static", "1500 + 799 tokens are more than the model's context of 2048"),
+        ("--kv-cache-memory-bytes 400000 --prompt-tokens 200 --batch-size 1 99", "a batch of 99 needs"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_measured(
+    words: str, said: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("something was measured before")
+
+    monkeypatch.setattr("twostep.bench.limits.measure_limits", never)
+    monkeypatch.setattr("twostep.bench.engine.run_scenario", never)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "engine", "--device", "cpu", "--model", str(tiny_llama_dir), *words.split()])
+    assert ended.value.code == 1
+    assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
-def test_a_device_that_is_not_there_is_named(device: str, tiny_llama_dir: Path) -> None:
-    done = bench("--model", str(tiny_llama_dir), "--device", device)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--device cuda:99", "--device cuda:99: "),
+        ("--device gpu", "--device gpu is not understood"),
+        ("--output-tokens 1", "--output-tokens at 3"),
+    ],
+)
+def test_what_cannot_be_is_said_before_pytorch_is_loaded(words: str, said: str) -> None:
+    done = bench(*words.split(), start=("-c", WITHOUT_TORCH))
     assert done.returncode == 1
-    assert device in done.stderr
+    assert said in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_sizes_are_checked() -> None:
-    done = bench("--output-tokens", "1")
-    assert (done.returncode, "at 3" in done.stderr) == (1, True)

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -195,12 +196,13 @@ def test_the_key_is_that_of_the_flag_or_of_the_variable(
     monkeypatch.setenv("TWOSTEP_API_KEY", {"flag": "", "variable": "sk-told", "both": "not this one"}[way])
     words: tuple[str, ...] = () if way == "variable" else ("--api-key", "sk-told")
     servicer = Keyed()
-    with serving_in_thread(servicer) as address, pytest.raises(SystemExit) as status:
+    with serving_in_thread(servicer) as address:
         if way == "variable":
             monkeypatch.setenv("TWOSTEP_TARGET", address)
         else:
             words = ("--target", address, *words)
-        main(["bench", "serve", *words, *FAST, "--num-requests", "2", "--json"])
+        with pytest.raises(SystemExit) as status:
+            main(["bench", "serve", *words, *FAST, "--num-requests", "2", "--json"])
     assert status.value.code == 0
     assert servicer.shown == {"Bearer sk-told"}
     assert "sk-told" not in capsys.readouterr().out
@@ -297,16 +299,21 @@ def test_a_terminal_has_a_progress_bar() -> None:
     try:
         with server() as (address, _):
             command = [sys.executable, "-P", "-m", "twostep.cli", "bench", "serve", "--target", address, *FAST[:-1], "--duration", "1"]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=120, check=False)
-        assert select.select([ours], [], [], 10)[0], "nothing was drawn"
-        shown = os.read(ours, 1 << 16).decode()
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs) as process, ThreadPoolExecutor(1) as pool:
+                done = pool.submit(process.communicate, timeout=120)
+                # Read as it is drawn: a terminal that nobody looks at is soon full, and whoever draws there stands still.
+                shown = ""
+                while not done.done() or select.select([ours], [], [], 0)[0]:
+                    if select.select([ours], [], [], 0.05)[0]:
+                        shown += os.read(ours, 1 << 16).decode(errors="replace")
+                printed, _ = done.result()
     finally:
         os.close(ours)
         os.close(theirs)
-    assert done.returncode == 0
-    assert "under way" in shown
+    assert process.returncode == 0
+    assert "under way" in shown or "waiting for the last" in shown
     assert "/1 s" in shown
-    assert b"under way," not in done.stdout, "results are on standard output, progress is not"
+    assert b"under way," not in printed, "results are on standard output, progress is not"
 
 
 def test_help_is_instant_and_has_examples() -> None:

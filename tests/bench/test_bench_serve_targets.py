@@ -36,8 +36,8 @@ from twostep.bench.serve.openai_target import OpenAIOptions, OpenAITarget
 # First token after 80 ms, second after 60 more, then one every 10 ms.
 WAITS = (0.08, 0.06, 0.01)
 SHORT = RandomPrompts(prompt=lengths.Fixed(20), output=lengths.Fixed(6))
-# What a busy machine may add to any time.
-SLACK_S = 2.0
+# What a busy machine may add to any time: it may stand still for some seconds.
+SLACK_S = 20.0
 
 
 async def driven(target: Target, workload: Workload, extent: Extent, rate: float = 50.0) -> tuple[RunResult, Windows]:
@@ -116,11 +116,11 @@ async def test_refusals_and_broken_answers_of_a_router_are_told_apart() -> None:
 
 
 async def test_a_request_that_takes_too_long_is_a_timeout() -> None:
-    async with serving(TimedInference(Schedule((30.0,)))) as address:
+    async with serving(TimedInference(Schedule((600.0,)))) as address:
         target = GrpcTarget(GrpcOptions(targets=(address,), timeout_s=0.1))
         result, _ = await driven(target, SHORT, Extent(num_requests=2), rate=1000)
     assert [r.error for r in result.records] == ["timeout"] * 2
-    async with serving_http(Schedule((30.0,)), []) as url:
+    async with serving_http(Schedule((600.0,)), []) as url:
         result, _ = await driven(OpenAITarget(OpenAIOptions(url=url, timeout_s=0.1)), SHORT, Extent(num_requests=2), rate=1000)
     assert [r.error for r in result.records] == ["timeout"] * 2
 

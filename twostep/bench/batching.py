@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from twostep.bench.room import check_blocks, check_context
 from twostep.engine.batch import Runner
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest
@@ -199,12 +200,5 @@ def _check(runner: Runner, load: Load, rule: Rule) -> None:
     if min(load.num_requests, load.prompt_tokens, load.output_tokens, rule.batch) < 1 or not load.rate > 0 or not rule.timeout_s >= 0:
         raise SetupError("requests, tokens, batch and rate must be above 0, and the time-out not below")
     total = load.prompt_tokens + (load.output_tokens if load.even else 2 * load.output_tokens - 1)
-    if total > runner.max_model_len:
-        raise SetupError(f"prompt and the longest answer have {total} tokens, and the context {runner.max_model_len}; give fewer")
-    shape = runner.kv_shape
-    needed = rule.batch * -(-total // shape.block_size)
-    if needed > shape.num_blocks:
-        raise SetupError(
-            f"a batch of {rule.batch} needs up to {needed} KV blocks and the pool has {shape.num_blocks}; give a smaller --batch-size, "
-            "fewer tokens, or --kv-cache-memory-bytes"
-        )
+    check_context(load.prompt_tokens, total - load.prompt_tokens, runner.max_model_len)
+    check_blocks(rule.batch, total, block_size=runner.kv_shape.block_size, num_blocks=runner.kv_shape.num_blocks)

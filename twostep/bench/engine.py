@@ -18,6 +18,7 @@ import torch
 
 from twostep.bench.energy import EnergyMeter
 from twostep.bench.roofline import Bound, Limits, ModelShape, Work
+from twostep.bench.room import check_blocks, check_context
 from twostep.engine.batch import Runner
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest, StepOutput
@@ -64,7 +65,7 @@ def run_scenario(
     runner: Runner, shape: ModelShape, limits: Limits, device: torch.device, scenario: Scenario, budget: int
 ) -> ScenarioResult:
     """Raises SetupError if the pool cannot hold the scenario at once."""
-    _check_room(runner, scenario)
+    check_room(runner, scenario)
     config = EngineConfig(
         max_num_batched_tokens=max(budget, scenario.batch),
         max_num_seqs=scenario.batch,
@@ -185,17 +186,8 @@ def _requests(scenario: Scenario, vocab_size: int) -> list[EngineRequest]:
     ]
 
 
-def _check_room(runner: Runner, scenario: Scenario) -> None:
-    total = scenario.prompt_tokens + scenario.output_tokens
-    if total > runner.max_model_len:
-        raise SetupError(
-            f"{scenario.prompt_tokens} + {scenario.output_tokens} tokens are more than the model's context of {runner.max_model_len}; "
-            "lower --prompt-tokens or --output-tokens"
-        )
-    shape = runner.kv_shape
-    needed = scenario.batch * -(-total // shape.block_size)
-    if needed > shape.num_blocks:
-        raise SetupError(
-            f"a batch of {scenario.batch} needs {needed} KV blocks and the pool has {shape.num_blocks}; give a smaller --batch-size, "
-            "fewer tokens, or --kv-cache-memory-bytes"
-        )
+def check_room(runner: Runner, scenario: Scenario) -> None:
+    """Raises SetupError if the pool cannot hold the scenario at once."""
+    check_context(scenario.prompt_tokens, scenario.output_tokens, runner.max_model_len)
+    tokens, shape = scenario.prompt_tokens + scenario.output_tokens, runner.kv_shape
+    check_blocks(scenario.batch, tokens, block_size=shape.block_size, num_blocks=shape.num_blocks)

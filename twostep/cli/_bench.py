@@ -40,7 +40,20 @@ def run(args: argparse.Namespace) -> int:
         return _bench(args)
 
 
+def _model_dir(args: argparse.Namespace) -> Path:
+    """Where the model is, if everything is in order that can be known without torch, which takes seconds to load. Raises SetupError."""
+    gpus: Any = importlib.import_module("twostep.local.gpus")
+    store: Any = importlib.import_module("twostep.models.store")
+    gpus.check_device(args.device, os.environ)
+    # Standard output is for results alone.
+    model_dir: Path = store.resolve(
+        args.model, cache_dir=store.default_cache_dir(os.environ), progress=lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    return model_dir
+
+
 def _bench(args: argparse.Namespace) -> int:
+    model_dir = _model_dir(args)
     # torch is loaded here, and not for --help.
     import torch  # noqa: PLC0415
 
@@ -48,25 +61,17 @@ def _bench(args: argparse.Namespace) -> int:
     measure_limits = importlib.import_module("twostep.bench.limits").measure_limits
     roofline: Any = importlib.import_module("twostep.bench.roofline")
     config_of = importlib.import_module("twostep.models.config").parse_config
-    store: Any = importlib.import_module("twostep.models.store")
     worker_config = importlib.import_module("twostep.worker.config").WorkerConfig
     devices = importlib.import_module("twostep.engine.device")
 
     name, why = devices.choose_device(args.device)
     device: torch.device = devices.device_of(name)
-    # Standard output is for results alone.
-    model_dir = store.resolve(
-        args.model, cache_dir=store.default_cache_dir(os.environ), progress=lambda line: print(line, file=sys.stderr, flush=True)
-    )
     model = config_of(model_dir)
+    longest_answer = 2 * args.output_tokens - 1 if args.batching else args.output_tokens
+    importlib.import_module("twostep.bench.room").check_context(args.prompt_tokens, longest_answer, model.max_model_len)
     dtype = model.dtype if args.dtype == "auto" else args.dtype
-    limits = measure_limits(device, getattr(torch, dtype))
-    if not args.json:
-        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-        print(f"{kind} ({why}), torch {torch.__version__}", flush=True)
-        print(
-            f"limits here: read {limits.bytes_per_s / 1e9:,.0f} GB/s, {dtype} product {limits.flops_per_s / 1e12:,.1f} TFLOP/s", flush=True
-        )
+    # A model and its cache leave a GPU no memory to be measured in.
+    limits = measure_limits(device, getattr(torch, dtype)) if device.type == "cuda" else None
     if device.type == "cuda":
         torch.cuda.empty_cache()
     config = worker_config(
@@ -84,14 +89,25 @@ def _bench(args: argparse.Namespace) -> int:
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
     runner = importlib.import_module("twostep.worker.model").load_model(config).runner
+    scenarios = [
+        bench.Scenario(batch=batch, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens, temperature=args.temperature)
+        for batch in args.batch_size
+    ]
+    if not args.batching:
+        for scenario in scenarios:
+            bench.check_room(runner, scenario)
+    limits = limits or measure_limits(device, getattr(torch, dtype))
+    if not args.json:
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        print(f"{kind} ({why}), torch {torch.__version__}", flush=True)
+        print(
+            f"limits here: read {limits.bytes_per_s / 1e9:,.0f} GB/s, {dtype} product {limits.flops_per_s / 1e12:,.1f} TFLOP/s", flush=True
+        )
     if args.batching:
         return _batchings(args, runner)
     shape = roofline.ModelShape.of(model, runner.kv_shape, dtype)
     results = []
-    for batch in args.batch_size:
-        scenario = bench.Scenario(
-            batch=batch, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens, temperature=args.temperature
-        )
+    for scenario in scenarios:
         result = bench.run_scenario(runner, shape, limits, device, scenario, args.max_num_batched_tokens)
         results.append(result)
         if not args.json:
