@@ -142,6 +142,8 @@ class Exchange:
     def __init__(self, answer: list[int]) -> None:
         self.answer = answer
         self._by_id: dict[AttemptId, HandOver] = {}
+        # Whether the router has all tokens before this position. A first token comes another way than the others, and may be overtaken.
+        self.arrived: Callable[[AttemptId, int], bool] = lambda attempt, position: True
 
     def of(self, attempt: AttemptId) -> HandOver:
         if attempt not in self._by_id:
@@ -268,7 +270,7 @@ class Script:
     """How a decode worker treats the sequences to come. Positions count from 0 over all attempts."""
 
     step_s: float = 0.0
-    fail_at: int | None = None  # DecodeFailed instead of the token at this position
+    fail_at: int | None = None  # DecodeFailed instead of the token at this position, once the router has all before it
     fail_code: str = "UNAVAILABLE"
     fail_retryable: bool = True
     fail_before_commit: bool = False
@@ -446,7 +448,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             batch: list[decode_pb2.DecodeEvent] = []
             for _ in range(2 if script.swap else script.tokens_per_step):
                 if position == script.fail_at:
-                    send(*batch, failed())
+                    send(*batch)
+                    await until(lambda at=position: self.exchange.arrived(attempt, at), "the router has the tokens before")  # type: ignore[misc]
+                    send(failed())
                     return
                 if position == script.hold_at:
                     send(*batch)
@@ -568,6 +572,10 @@ class Cluster:
             lambda: all(link.stream.open for link in links.values() if link.record.address in listening), "the streams of tokens are open"
         )
 
+    def _arrived(self, attempt: AttemptId, position: int) -> bool:
+        outputs = (link.stream._sinks[attempt]._output for link in self.router.pool.decode.values() if attempt in link.stream._sinks)  # type: ignore[attr-defined]
+        return all(output.next_position >= position for output in outputs)
+
     async def announce(self, worker: FakeWorker, hashes: list[bytes]) -> None:
         await self.redis.sadd(prefix_key(worker.record.worker_id, worker.record.epoch), *hashes)
 
@@ -614,6 +622,7 @@ class Cluster:
     async def serving(self, **options: Any) -> AsyncIterator[None]:
         """A router in front of the workers started so far."""
         self.router = Router(self.config(**options))
+        self.exchange.arrived = self._arrived
         await self.beat()
         beat = asyncio.create_task(self.beat_forever())
         try:

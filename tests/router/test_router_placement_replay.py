@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_simulation import GPU, LAYOUT, World, simulate
-from router_fakes import Cluster
+from router_fakes import Cluster, until
 
 from router import placement_log, replay
 from router.placement import Candidate, Demand, MeanLoad, NoPlacement, Placement, Snapshot, place
@@ -104,7 +104,7 @@ def _log_of(path: Path, num_decisions: int = 40, **options: Any) -> list[Placeme
         workers[0][0] = workers[0][0] if number % 10 else Candidate(record=record("p0", load=WorkerLoad(num_free_blocks=number)))
         snapshot = Snapshot(prefill=list(workers[0]), decode=list(workers[1]))
         results.append(log.place(snapshot, Demand(request_id=f"r{number}", num_tokens=2600, max_new_tokens=128)))
-    log.close()
+    log.close(60.0)
     assert log.num_left_out == 0
     return results
 
@@ -179,7 +179,7 @@ def test_a_slow_disk_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
     stuck = threading.Event()
 
     def slow(self: PlacementLog, lines: list[str]) -> None:
-        stuck.wait(10.0)
+        stuck.wait(120.0)
 
     monkeypatch.setattr(PlacementLog, "_write", slow)
     monkeypatch.setattr(placement_log, "_MAX_QUEUED", 8)
@@ -189,7 +189,7 @@ def test_a_slow_disk_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert isinstance(log.place(snapshot, demand), NoPlacement)
     assert log.num_left_out >= 50 - 8 - 1
     stuck.set()
-    log.close()
+    log.close(60.0)
 
 
 def test_a_file_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_whole_simulation_can_be_replayed(tmp_path: Path) -> None:
     path = tmp_path / "placement.jsonl"
     log = PlacementLog(path)
     outcome = simulate(World(seconds=1.0), log.place)
-    log.close()
+    log.close(60.0)
     with path.open() as lines:
         decisions = list(read_decisions(lines))
     assert len(decisions) == len(outcome.ttfts) - log.num_left_out > 0
@@ -216,10 +216,10 @@ async def test_a_router_writes_down_what_it_decides(cluster: Cluster, tmp_path: 
         for _ in range(3):
             reply = await cluster.ask(max_tokens=4, ignore_eos=True)
             assert reply.token_ids == cluster.expected(4)
+    await until(lambda: not any(thread.name == "placement-log" for thread in threading.enumerate()), "its thread has ended")
     choices = [json.loads(line)["choice"] for line in path.read_text().splitlines() if '"demand"' in line]
     # Once before it waits for its turn, to see whether its targets can be met, or once in all.
     assert len(choices) >= 3
     assert {(choice["prefill"], choice["decode"]) for choice in choices} == {("p0", "d0")}
     assert main([str(path)]) == 0
     assert capsys.readouterr().out == f"{len(choices)} decisions, 0 differ\n"
-    assert not any(thread.name == "placement-log" for thread in threading.enumerate())
