@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import pytest
 
 from decode_worker.edge import DecodeEdge
 from kv_transfer.local import LocalHub, LocalTransport
@@ -66,9 +68,13 @@ class RoleSystem:
         assert self.router is not None
         return f"127.0.0.1:{self.router.port}"
 
-    async def switch(self, name: str, role: str, drain_timeout_s: float = 10.0) -> worker_pb2.SwitchRoleResponse:
+    async def switch(
+        self, name: str, role: str, drain_timeout_s: float = WAIT_S, *, secret: bytes = SECRET
+    ) -> worker_pb2.SwitchRoleResponse:
+        # Asked here, where it may take as long as it likes.
+        worker = await self.stats(name)
         async with open_channel(self.workers[name].address) as channel:
-            return await switch_role(channel, SECRET, role=role, drain_timeout_s=drain_timeout_s)
+            return await switch_role(channel, secret, role=role, drain_timeout_s=drain_timeout_s, worker=worker)
 
     async def stats(self, name: str) -> worker_pb2.WorkerStats:
         async with open_channel(self.workers[name].address) as channel:
@@ -129,10 +135,12 @@ async def role_system(
     system, make_edge = RoleSystem(), make_edge or edges_of_both_roles(LocalHub())
     fingerprint, eos = model_fingerprint(model_dir), ModelCard.load(model_dir).eos_token_ids
     async with AsyncExitStack() as stack:
+        # What a worker says at once, it would say a heartbeat later if it stood still for a second while Redis answers.
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr("twostep.cluster.registration._TIMEOUT_S", WAIT_S)
         for number, role in enumerate(roles):
             runner = make_runner() if make_runner is not None else fake_runner(model_dir)
             model = ServedModel(name="m", runner=runner, layout=layout_of(runner.kv_shape, fingerprint), eos_token_ids=eos)
-            defaults: dict[str, Any] = {"transport_timeout": 5.0, "chunk_bytes": 4096, "router_lease": 5.0}
+            defaults: dict[str, Any] = {"transport_timeout": WAIT_S, "chunk_bytes": 4096, "router_lease": WAIT_S, "lease_ttl": WAIT_S}
             config = WorkerConfig(role=role, worker_id=f"w{number}", redis_url=redis_url, **(defaults | options))
             worker = Worker(config, model, SECRET, make_edge)
             await worker.start()
@@ -148,7 +156,7 @@ async def role_system(
                     port=0,
                     served_model_name="m",
                     secret_file=tmp_path / "secret",
-                    no_worker_grace=20.0,
+                    no_worker_grace=WAIT_S,
                     prefix_lookup_timeout=5.0,
                 )
             )
@@ -170,6 +178,47 @@ def vocab_of(system: RoleSystem) -> int:
 
 async def ask(client: AsyncClient, prompt: list[int], max_tokens: int, vocab: int) -> int:
     """Fails unless the answer is the fake model's; how many of the prompt's tokens were cached."""
-    answer = await client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=60).result()
+    answer = await client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=2 * WAIT_S).result()
     assert list(answer.token_ids) == expected(prompt, max_tokens, vocab)
     return answer.usage.cached_tokens
+
+
+class Load:
+    """Clients that ask one thing after another until the block ends; what `ask_one` raises ends it, too."""
+
+    def __init__(
+        self, system: RoleSystem, ask_one: Callable[[AsyncClient, random.Random], Awaitable[object]], *, num_clients: int = 4, seed: int = 1
+    ) -> None:
+        self._system = system
+        self._ask_one = ask_one
+        self._seeds = [seed * 1000 + number for number in range(num_clients)]
+        self._stop = asyncio.Event()
+        self._num_answers = [0] * num_clients
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Load:
+        self._tasks = [asyncio.create_task(self._run(number, random.Random(seed))) for number, seed in enumerate(self._seeds)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop.set()
+        await asyncio.gather(*self._tasks)
+
+    async def _run(self, number: int, rng: random.Random) -> None:
+        # No retries: whatever is lost, the router is to mend it.
+        async with AsyncClient(self._system.target, max_retries=0) as client:
+            while not self._stop.is_set():
+                await self._ask_one(client, rng)
+                self._num_answers[number] += 1
+
+    async def rounds(self, count: int) -> None:
+        """Returns when each client has so many more answers: what runs now is over then."""
+        wanted = [num_answers + count for num_answers in self._num_answers]
+
+        def there() -> bool:
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+            return all(has >= least for has, least in zip(self._num_answers, wanted, strict=True))
+
+        await until(there, f"{count} more answers for each client", self._num_answers)

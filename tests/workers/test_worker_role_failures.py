@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 from role_harness import WAIT_S, ask, edges_of_both_roles, make_model_dir, role_system, until, vocab_of
 from worker_harness import RedisServer
 
@@ -15,7 +16,7 @@ from kv_transfer.local import LocalHub
 from prefill_worker.edge import PrefillEdge
 from twostep import AsyncClient
 from twostep.cluster.records import WorkerRecord, prefix_key, worker_key
-from twostep.cluster.registration import connect
+from twostep.engine.fake import FakeRunner
 from twostep.errors import Incompatible, InternalError, SetupError, Unavailable
 from twostep.worker.edge import Edge, EdgeParts
 
@@ -30,13 +31,18 @@ async def test_a_stop_in_the_middle_drains_as_ever(model_dir: Path, redis_url: s
         vocab = vocab_of(system)
         await system.knows(1, 1)
         async with AsyncClient(system.target, max_retries=0) as client:
-            running = asyncio.create_task(ask(client, [7] * 50, 200, vocab))
             worker = system.workers["w1"]
+            runner = worker.engine.runner
+            assert isinstance(runner, FakeRunner)
+            # Until the stop, its answer would take a minute.
+            step_s, runner.step_s = runner.step_s, 0.3
+            running = asyncio.create_task(ask(client, [7] * 50, 200, vocab))
             await until(lambda: worker.engine.stats().num_running > 0, "it decodes")
-            switching = asyncio.create_task(system.switch("w1", "prefill", 60.0))
+            switching = asyncio.create_task(system.switch("w1", "prefill"))
             await until(lambda: worker.record().draining, "it drains")
             assert not running.done()
-            await worker.stop(30.0)
+            runner.step_s = step_s
+            await worker.stop(WAIT_S)
             with pytest.raises(Unavailable, match="changes its role no more"):
                 await switching
             # Its request had the time of the stop's own drain.
@@ -170,13 +176,14 @@ async def test_without_redis_it_changes_all_the_same_and_says_so_later(model_dir
         own_redis.stop()
         assert (await system.switch("w0", "decode")).role == "decode"
         own_redis.start()
-        redis = connect(own_redis.url)
+        async with Redis.from_url(own_redis.url) as redis:
 
-        async def told() -> bool:
-            text = await redis.get(worker_key("w0"))
-            return text is not None and WorkerRecord.from_json(text).role == "decode"
+            async def told() -> bool:
+                text = await redis.get(worker_key("w0"))
+                if text is None:
+                    return False
+                record = WorkerRecord.from_json(text)
+                return record.role == "decode" and record.epoch == worker.epoch > epoch
 
-        await until(told, "its record is there again")
-        assert WorkerRecord.from_json(await redis.get(worker_key("w0"))).epoch == worker.epoch > epoch
-        assert not await redis.exists(prefix_key("w0", epoch))
-        await redis.aclose()
+            await until(told, "its record is there again")
+            assert not await redis.exists(prefix_key("w0", epoch))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from role_harness import role_system
+from role_harness import WAIT_S, Load, role_system
 from tiny_models import save_tiny_model
 
 from twostep import AsyncClient, SamplingOptions
@@ -40,38 +39,31 @@ async def test_a_real_model_s_answers_are_the_oracle_s_through_every_switch(
     rng = random.Random(5)
     shared = [rng.randrange(3, oracle.vocab_size) for _ in range(64)]
     answers: list[tuple[list[int], SamplingOptions, Sequence[int]]] = []
-    stop = asyncio.Event()
+
+    async def ask_anything(client: AsyncClient, mine: random.Random) -> None:
+        prompt = [mine.randrange(3, oracle.vocab_size) for _ in range(mine.randrange(1, 60))]
+        prompt = shared + prompt if mine.random() < 0.5 else prompt
+        options = SamplingOptions(max_tokens=mine.randrange(2, 24), temperature=0.0, ignore_eos=True)
+        if mine.random() < 0.5:
+            options = SamplingOptions(**options | {"temperature": 0.9, "top_p": 0.9, "seed": mine.randrange(1 << 40)})
+        answer = await client.generate(token_ids=prompt, timeout=2 * WAIT_S, **options).result()
+        answers.append((prompt, options, answer.token_ids))
 
     async with role_system(model_dir, redis_url, tmp_path, roles=("prefill", "decode", "decode"), make_runner=runner) as system:
-
-        async def asking(seed: int) -> None:
-            mine = random.Random(seed)
-            async with AsyncClient(system.target, max_retries=0) as client:
-                while not stop.is_set():
-                    prompt = [mine.randrange(3, oracle.vocab_size) for _ in range(mine.randrange(1, 60))]
-                    prompt = shared + prompt if mine.random() < 0.5 else prompt
-                    options = SamplingOptions(max_tokens=mine.randrange(2, 40), temperature=0.0, ignore_eos=True)
-                    if mine.random() < 0.5:
-                        options = SamplingOptions(**options | {"temperature": 0.9, "top_p": 0.9, "seed": mine.randrange(1 << 40)})
-                    answer = await client.generate(token_ids=prompt, timeout=120, **options).result()
-                    answers.append((prompt, options, answer.token_ids))
-
         await system.knows(1, 2)
-        clients = [asyncio.create_task(asking(seed)) for seed in range(4)]
-        moves = ("w1", "prefill"), ("w0", "decode"), ("w2", "prefill"), ("w1", "decode"), ("w0", "prefill"), ("w2", "decode")
-        for number, (name, role) in enumerate(moves):
-            prefills = 2 if role == "prefill" else 1
-            # Every other time what runs is begun again elsewhere.
-            await system.switch(name, role, 20.0 if number % 2 else 0.0)
-            await system.knows(prefills, 3 - prefills)
-            before = len(answers)
-            while len(answers) < before + 4:
-                await asyncio.sleep(0.05)
-                for client in clients:
-                    if client.done():
-                        client.result()
-        stop.set()
-        await asyncio.gather(*clients)
+        async with Load(system, ask_anything, num_clients=3) as load:
+            await load.rounds(1)
+            # Each way, what runs is begun again elsewhere, or may end before.
+            for name, role, drain_timeout_s in (
+                ("w1", "prefill", 0.0),
+                ("w0", "decode", WAIT_S),
+                ("w2", "prefill", WAIT_S),
+                ("w1", "decode", 0.0),
+            ):
+                prefills = 2 if role == "prefill" else 1
+                await system.switch(name, role, drain_timeout_s)
+                await system.knows(prefills, 3 - prefills)
+                await load.rounds(1)
         await system.settled()
     near_ties = sum(oracle.compare(*answer) for answer in answers)
     assert near_ties <= len(answers) // 10
