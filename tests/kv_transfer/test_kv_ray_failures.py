@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from kv_pairs import Side, check_store_empty, in_s, make_store, ray_side, rings_left, running, wait_for_stats, wait_until
+from kv_pairs import SOON_S, TTL_S, Side, check_store_empty, in_s, make_store, ray_side, rings_left, running, wait_for_stats, wait_until
 
-from kv_transfer import agent_session
+from kv_transfer import agent_session, ray_transport
 from kv_transfer.agent_session import AgentSession
 from kv_transfer.ray_transport import RayTransport
 from kv_transfer.testing import LocalRay
@@ -37,8 +37,14 @@ def session_of(side: Side) -> AgentSession:
     return side.transport.session
 
 
+def stopped_agents_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """However long a test stops an agent, its worker does not take it for one that hangs."""
+    patch.setattr(agent_session, "_POLL_TIMEOUT_S", 1000.0)
+    patch.setattr(agent_session, "_GRACE_S", 1000.0)
+
+
 async def publish(side: Side, lease: str, blocks: list[int]) -> ChunkInfo:
-    return await side.transport.publish(lease, 0, 0, blocks, ttl_s=60, deadline=in_s(10))
+    return await side.transport.publish(lease, 0, 0, blocks, ttl_s=TTL_S, deadline=in_s(SOON_S))
 
 
 @pytest.mark.parametrize("victim", ["helper", "actor"])
@@ -47,48 +53,50 @@ async def test_killed_source_is_unavailable_and_comes_back_under_a_new_name(loca
     async with running(prefill, decode):
         session = session_of(prefill)
         chunk = await publish(prefill, "a", [0, 1])
-        blocked = asyncio.create_task(prefill.transport.publish("b", 0, 0, [0] * 1024, ttl_s=60, deadline=in_s(30)))
+        blocked = asyncio.create_task(prefill.transport.publish("b", 0, 0, [0] * 1024, ttl_s=TTL_S, deadline=in_s(1000)))
         await asyncio.sleep(0.05)
         os.kill(session.process.pid if victim == "helper" else session.actor_pid, signal.SIGKILL)
-        start = time.monotonic()
-        lost = 0
-        while not lost:  # the object may be had for a moment yet
-            try:
-                await decode.transport.fetch(session.endpoint, "a", chunk, [0, 1], deadline=in_s(10))
-            except Unavailable:
-                lost += 1
-        assert time.monotonic() - start < 9, "not by its deadline"
-        with pytest.raises(Unavailable):
-            await blocked
-        assert await wait_until(lambda: prefill.transport.ready and prefill.transport.endpoint != session.endpoint) < 20
+
+        async def fetched_again_and_again() -> None:
+            while True:  # the object may be had for a moment yet
+                await decode.transport.fetch(session.endpoint, "a", chunk, [0, 1], deadline=in_s(1000))
+
+        # Long before their deadlines.
+        for call in (fetched_again_and_again(), blocked):
+            with pytest.raises(Unavailable):
+                await asyncio.wait_for(call, SOON_S)
+        await wait_until(lambda: prefill.transport.ready and prefill.transport.endpoint != session.endpoint)
         chunk = await publish(prefill, "c", [7])
-        await decode.transport.fetch(prefill.transport.endpoint, "c", chunk, [7], deadline=in_s(10))
+        await decode.transport.fetch(prefill.transport.endpoint, "c", chunk, [7], deadline=in_s(SOON_S))
         np.testing.assert_array_equal(decode.store.blocks[7], prefill.store.blocks[7])
         assert not psutil.pid_exists(session.actor_pid)
         await prefill.transport.drop("c")
         assert (await prefill.transport.stats()).num_objects == 0
 
 
-async def test_own_agent_lost_while_fetching(local_ray: LocalRay) -> None:
+async def test_own_agent_lost_while_fetching(local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped_agents_are_kept(monkeypatch)
     prefill, decode = make_side(local_ray, "p"), make_side(local_ray, "d", fill=False)
     async with running(prefill, decode):
         chunk = await publish(prefill, "a", [0, 1])
         source, own = session_of(prefill), session_of(decode)
         os.kill(source.actor_pid, signal.SIGSTOP)  # so that the fetch hangs
-        fetching = asyncio.create_task(decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(20)))
+        fetching = asyncio.create_task(decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(1000)))
         await asyncio.sleep(0.2)
-        start = time.monotonic()
         os.kill(own.actor_pid, signal.SIGKILL)
-        with pytest.raises(Unavailable):
-            await fetching
-        assert time.monotonic() - start < 15, "not by its deadline"
+        async with asyncio.timeout(SOON_S):  # long before its deadline
+            with pytest.raises(Unavailable):
+                await fetching
         os.kill(source.actor_pid, signal.SIGCONT)
         await wait_until(lambda: decode.transport.ready and decode.transport.endpoint != own.endpoint)
-        await decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(10))
+        await decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(SOON_S))
         await prefill.transport.drop("a")
 
 
-async def test_hanging_source_ends_at_the_deadline_and_a_cancelled_slot_is_not_reused_early(local_ray: LocalRay) -> None:
+async def test_hanging_source_ends_at_the_deadline_and_a_cancelled_slot_is_not_reused_early(
+    local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_agents_are_kept(monkeypatch)
     prefill, decode = make_side(local_ray, "p"), make_side(local_ray, "d", fill=False)
     async with running(prefill, decode):
         chunk = await publish(prefill, "a", [0, 1])
@@ -96,11 +104,12 @@ async def test_hanging_source_ends_at_the_deadline_and_a_cancelled_slot_is_not_r
         os.kill(source.actor_pid, signal.SIGSTOP)
         try:
             start = time.monotonic()
+            # Nothing else would end it.
             with pytest.raises(Unavailable):
                 await decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(0.5))
-            assert 0.4 < time.monotonic() - start < 10
+            assert time.monotonic() - start > 0.4
             assert own.ring_used_bytes == 0
-            cancelled = asyncio.create_task(decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(20)))
+            cancelled = asyncio.create_task(decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(1000)))
             await asyncio.sleep(0.2)
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -115,13 +124,14 @@ async def test_hanging_source_ends_at_the_deadline_and_a_cancelled_slot_is_not_r
 
 
 async def test_hanging_agent_is_replaced(local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_session, "_PUT_S", 0.5)
     side = make_side(local_ray, "p")
     async with running(side):
         session = session_of(side)
         os.kill(session.actor_pid, signal.SIGSTOP)
-        with pytest.raises(Unavailable, match="hangs"):
-            await publish(side, "a", [0])
+        with monkeypatch.context() as patch:
+            patch.setattr(agent_session, "_PUT_S", 0.5)
+            with pytest.raises(Unavailable, match="hangs"):
+                await publish(side, "a", [0])
         await wait_until(lambda: side.transport.ready and side.transport.endpoint != session.endpoint)
         await publish(side, "b", [0])
         await side.transport.drop("b")
@@ -140,10 +150,10 @@ async def main():
     await transport.start()
     while not transport.ready:
         await asyncio.sleep(0.02)
-    await transport.publish("a", 0, 0, range(8), ttl_s=600, deadline=time.monotonic() + 10)
+    await transport.publish("a", 0, 0, range(8), ttl_s=600, deadline=time.monotonic() + 60)
     assert "ray" not in sys.modules
     print(transport.session.process.pid, transport.session.actor_pid, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(1000)
 
 asyncio.run(main())
 """
@@ -158,33 +168,46 @@ async def test_killed_worker_leaves_no_process_no_object_and_no_ring(local_ray: 
         assert worker.stdout is not None
         helper, actor = map(int, (await worker.stdout.readline()).split())
         assert psutil.Process(actor).nice() == psutil.Process(worker.pid).nice(), "a busy machine starves no agent"
-        usage = await asyncio.to_thread(local_ray.store_usage)
-        assert usage.num_objects == 1
+        async with asyncio.timeout(SOON_S):
+            # Ray takes a second to free those of other tests.
+            while (usage := await asyncio.to_thread(local_ray.store_usage)).num_objects != 1:
+                pass
         assert usage.num_bytes >= 8 << 20
     finally:
         worker.kill()
         await worker.communicate()
-    assert await wait_until(lambda: not psutil.pid_exists(helper) and not psutil.pid_exists(actor)) < 20
+    await wait_until(lambda: not psutil.pid_exists(helper) and not psutil.pid_exists(actor))
     await check_store_empty(local_ray)
     # Others on this machine may be making one, or losing one, at this moment; one that nobody has stays.
     await wait_until(lambda: not rings_left())
 
 
-async def test_ray_lost_and_back(local_ray: LocalRay, caplog: pytest.LogCaptureFixture) -> None:
+async def test_ray_lost_and_back(local_ray: LocalRay, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.WARNING, "kv_transfer")
+    monkeypatch.setattr(ray_transport, "_FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(ray_transport, "_MAX_BACKOFF_S", 0.2)
+    reach, tries = RayTransport._reach_ray, 0
+
+    async def counted(transport: RayTransport) -> None:
+        nonlocal tries
+        tries += 1
+        await reach(transport)
+
+    monkeypatch.setattr(RayTransport, "_reach_ray", counted)
     side = make_side(local_ray, "p")
     async with running(side):
         endpoint = side.transport.endpoint
         await publish(side, "a", [0])
         local_ray.kill()
         try:
-            assert await wait_until(lambda: not side.transport.ready) < 20
+            await wait_until(lambda: not side.transport.ready)
             assert side.transport.endpoint == ""
             with pytest.raises(Unavailable, match="not ready"):
                 await publish(side, "b", [0])
             await side.transport.drop("a")
             assert (await side.transport.stats()).num_objects == 0
-            await asyncio.sleep(1.5)
+            before = tries
+            await wait_until(lambda: tries >= before + 6)
             said = [r for r in caplog.records if "not ready" in r.message]
             assert 1 <= len(said) <= 3, [r.message for r in said]
         finally:
@@ -195,12 +218,19 @@ async def test_ray_lost_and_back(local_ray: LocalRay, caplog: pytest.LogCaptureF
         await side.transport.drop("c")
 
 
-async def test_without_ray_start_returns_at_once(tmp_path: Path, short_dir: Path) -> None:
+async def test_without_ray_start_returns_at_once(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asyncio.Event()
+
+    async def for_ever(_: RayTransport) -> None:
+        asked.set()
+        await asyncio.sleep(1000)
+
+    # Looking for Ray takes tens of seconds.
+    monkeypatch.setattr(RayTransport, "_reach_ray", for_ever)
     store = make_store(64, fill=True)
     transport = RayTransport(store, 64, worker_id="w", epoch=1, ray_address="127.0.0.1:1", run_dir=short_dir / "run")
-    start = time.monotonic()
     await transport.start()
-    assert time.monotonic() - start < 5  # looking for Ray takes tens of seconds
+    await asyncio.wait_for(asked.wait(), SOON_S)
     assert oct((short_dir / "run").stat().st_mode)[-3:] == "700"
     with pytest.raises(Unavailable):
         await transport.publish("a", 0, 0, [0], ttl_s=1, deadline=in_s(1))
