@@ -287,7 +287,8 @@ async def test_who_runs_out_of_time_in_the_queue_costs_no_worker_anything(cluste
         decode.max_held = 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await cluster.ask(asking(cluster), timeout=0.3)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        # Or the server's side of gRPC was the first to see that the time is up.
+        assert caught.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
         await until(lambda: cluster.router.admission.num_waiting == cluster.router._room.num_queued == 0, "it waits no more")
         go_on.set()
         await first

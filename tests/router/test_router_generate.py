@@ -211,7 +211,8 @@ async def test_the_trace_context_goes_on_to_the_workers(cluster: Cluster) -> Non
 async def test_many_at_once_keep_apart(cluster: Cluster) -> None:
     for name in ("0", "1"):
         await cluster.prefill("p" + name)
-        await cluster.decode("d" + name)
+        decode = await cluster.decode("d" + name)
+        decode.script.tokens_per_step = 5
     async with cluster.serving(max_inflight=20):
         replies = await asyncio.gather(*(cluster.ask(max_tokens=5 + i) for i in range(60)))
         await cluster.all_free()
