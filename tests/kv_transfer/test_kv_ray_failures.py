@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import pytest_asyncio
 from kv_pairs import SOON_S, TTL_S, Side, check_store_empty, in_s, make_store, ray_side, rings_left, running, wait_for_stats, wait_until
 
 from kv_transfer import agent_session, ray_transport
@@ -22,13 +24,29 @@ from kv_transfer.testing import LocalRay
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import SetupError, Unavailable
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK = 64 << 10
 
 
 def make_side(ray: LocalRay, worker_id: str, *, fill: bool = True) -> Side:
     return ray_side(ray, make_store(BLOCK, fill=fill), worker_id=worker_id)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kept_sides(local_ray: LocalRay) -> AsyncIterator[tuple[Side, Side]]:
+    prefill, decode = make_side(local_ray, "p"), make_side(local_ray, "d", fill=False)
+    async with running(prefill, decode):
+        yield prefill, decode
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sides(kept_sides: tuple[Side, Side]) -> tuple[Side, Side]:
+    """A prefill's and a decode's, which every test finds well again after the one before. Each has lease names of its own."""
+    for side in kept_sides:
+        await wait_until(lambda side=side: side.transport.ready)
+    kept_sides[1].store.blocks[:] = 0
+    return kept_sides
 
 
 def session_of(side: Side) -> AgentSession:
@@ -48,93 +66,89 @@ async def publish(side: Side, lease: str, blocks: list[int]) -> ChunkInfo:
 
 
 @pytest.mark.parametrize("victim", ["helper", "actor"])
-async def test_killed_source_is_unavailable_and_comes_back_under_a_new_name(local_ray: LocalRay, victim: str) -> None:
-    prefill, decode = make_side(local_ray, "p"), make_side(local_ray, "d", fill=False)
-    async with running(prefill, decode):
-        session = session_of(prefill)
-        chunk = await publish(prefill, "a", [0, 1])
-        blocked = asyncio.create_task(prefill.transport.publish("b", 0, 0, [0] * 1024, ttl_s=TTL_S, deadline=in_s(1000)))
-        await asyncio.sleep(0.05)
-        os.kill(session.process.pid if victim == "helper" else session.actor_pid, signal.SIGKILL)
+async def test_killed_source_is_unavailable_and_comes_back_under_a_new_name(sides: tuple[Side, Side], victim: str) -> None:
+    prefill, decode = sides
+    session = session_of(prefill)
+    chunk = await publish(prefill, f"{victim} killed a", [0, 1])
+    blocked = asyncio.create_task(prefill.transport.publish(f"{victim} killed b", 0, 0, [0] * 1024, ttl_s=TTL_S, deadline=in_s(1000)))
+    await asyncio.sleep(0.05)
+    os.kill(session.process.pid if victim == "helper" else session.actor_pid, signal.SIGKILL)
 
-        async def fetched_again_and_again() -> None:
-            while True:  # the object may be had for a moment yet
-                await decode.transport.fetch(session.endpoint, "a", chunk, [0, 1], deadline=in_s(1000))
+    async def fetched_again_and_again() -> None:
+        while True:  # the object may be had for a moment yet
+            await decode.transport.fetch(session.endpoint, f"{victim} killed a", chunk, [0, 1], deadline=in_s(1000))
 
-        # Long before their deadlines.
-        for call in (fetched_again_and_again(), blocked):
-            with pytest.raises(Unavailable):
-                await asyncio.wait_for(call, SOON_S)
-        await wait_until(lambda: prefill.transport.ready and prefill.transport.endpoint != session.endpoint)
-        chunk = await publish(prefill, "c", [7])
-        await decode.transport.fetch(prefill.transport.endpoint, "c", chunk, [7], deadline=in_s(SOON_S))
-        np.testing.assert_array_equal(decode.store.blocks[7], prefill.store.blocks[7])
-        assert not psutil.pid_exists(session.actor_pid)
-        await prefill.transport.drop("c")
-        assert (await prefill.transport.stats()).num_objects == 0
+    # Long before their deadlines.
+    for call in (fetched_again_and_again(), blocked):
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(call, SOON_S)
+    await wait_until(lambda: prefill.transport.ready and prefill.transport.endpoint != session.endpoint)
+    chunk = await publish(prefill, f"{victim} killed c", [7])
+    await decode.transport.fetch(prefill.transport.endpoint, f"{victim} killed c", chunk, [7], deadline=in_s(SOON_S))
+    np.testing.assert_array_equal(decode.store.blocks[7], prefill.store.blocks[7])
+    assert not psutil.pid_exists(session.actor_pid)
+    await prefill.transport.drop(f"{victim} killed c")
+    assert (await prefill.transport.stats()).num_objects == 0
 
 
-async def test_own_agent_lost_while_fetching(local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_own_agent_lost_while_fetching(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
     stopped_agents_are_kept(monkeypatch)
-    prefill, decode = make_side(local_ray, "p"), make_side(local_ray, "d", fill=False)
-    async with running(prefill, decode):
-        chunk = await publish(prefill, "a", [0, 1])
-        source, own = session_of(prefill), session_of(decode)
-        os.kill(source.actor_pid, signal.SIGSTOP)  # so that the fetch hangs
-        fetching = asyncio.create_task(decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(1000)))
-        await asyncio.sleep(0.2)
-        os.kill(own.actor_pid, signal.SIGKILL)
-        async with asyncio.timeout(SOON_S):  # long before its deadline
-            with pytest.raises(Unavailable):
-                await fetching
-        os.kill(source.actor_pid, signal.SIGCONT)
-        await wait_until(lambda: decode.transport.ready and decode.transport.endpoint != own.endpoint)
-        await decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(SOON_S))
-        await prefill.transport.drop("a")
+    prefill, decode = sides
+    chunk = await publish(prefill, "own agent a", [0, 1])
+    source, own = session_of(prefill), session_of(decode)
+    os.kill(source.actor_pid, signal.SIGSTOP)  # so that the fetch hangs
+    fetching = asyncio.create_task(decode.transport.fetch(source.endpoint, "own agent a", chunk, [0, 1], deadline=in_s(1000)))
+    await asyncio.sleep(0.2)
+    os.kill(own.actor_pid, signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):  # long before its deadline
+        with pytest.raises(Unavailable):
+            await fetching
+    os.kill(source.actor_pid, signal.SIGCONT)
+    await wait_until(lambda: decode.transport.ready and decode.transport.endpoint != own.endpoint)
+    await decode.transport.fetch(source.endpoint, "own agent a", chunk, [0, 1], deadline=in_s(SOON_S))
+    await prefill.transport.drop("own agent a")
 
 
 async def test_hanging_source_ends_at_the_deadline_and_a_cancelled_slot_is_not_reused_early(
-    local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped_agents_are_kept(monkeypatch)
-    prefill, decode = make_side(local_ray, "p"), make_side(local_ray, "d", fill=False)
-    async with running(prefill, decode):
-        chunk = await publish(prefill, "a", [0, 1])
-        source, own = session_of(prefill), session_of(decode)
-        os.kill(source.actor_pid, signal.SIGSTOP)
-        try:
-            start = time.monotonic()
-            # Nothing else would end it.
-            with pytest.raises(Unavailable):
-                await decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(0.5))
-            assert time.monotonic() - start > 0.4
-            assert own.ring_used_bytes == 0
-            cancelled = asyncio.create_task(decode.transport.fetch(source.endpoint, "a", chunk, [0, 1], deadline=in_s(1000)))
-            await asyncio.sleep(0.2)
-            cancelled.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await cancelled
-            assert own.ring_used_bytes == chunk.num_bytes
-        finally:
-            os.kill(source.actor_pid, signal.SIGCONT)
-        await wait_until(lambda: own.ring_used_bytes == 0)
-        assert not decode.store.blocks.any()
-        await wait_for_stats(prefill.transport, num_objects=1)
-        await prefill.transport.drop("a")
+    prefill, decode = sides
+    chunk = await publish(prefill, "hanging source a", [0, 1])
+    source, own = session_of(prefill), session_of(decode)
+    os.kill(source.actor_pid, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        # Nothing else would end it.
+        with pytest.raises(Unavailable):
+            await decode.transport.fetch(source.endpoint, "hanging source a", chunk, [0, 1], deadline=in_s(0.5))
+        assert time.monotonic() - start > 0.4
+        assert own.ring_used_bytes == 0
+        cancelled = asyncio.create_task(decode.transport.fetch(source.endpoint, "hanging source a", chunk, [0, 1], deadline=in_s(1000)))
+        await asyncio.sleep(0.2)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert own.ring_used_bytes == chunk.num_bytes
+    finally:
+        os.kill(source.actor_pid, signal.SIGCONT)
+    await wait_until(lambda: own.ring_used_bytes == 0)
+    assert not decode.store.blocks.any()
+    await wait_for_stats(prefill.transport, num_objects=1)
+    await prefill.transport.drop("hanging source a")
 
 
-async def test_hanging_agent_is_replaced(local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    side = make_side(local_ray, "p")
-    async with running(side):
-        session = session_of(side)
-        os.kill(session.actor_pid, signal.SIGSTOP)
-        with monkeypatch.context() as patch:
-            patch.setattr(agent_session, "_PUT_S", 0.5)
-            with pytest.raises(Unavailable, match="hangs"):
-                await publish(side, "a", [0])
-        await wait_until(lambda: side.transport.ready and side.transport.endpoint != session.endpoint)
-        await publish(side, "b", [0])
-        await side.transport.drop("b")
+async def test_hanging_agent_is_replaced(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    side, _ = sides
+    session = session_of(side)
+    os.kill(session.actor_pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(agent_session, "_PUT_S", 0.5)
+        with pytest.raises(Unavailable, match="hangs"):
+            await publish(side, "hanging agent a", [0])
+    await wait_until(lambda: side.transport.ready and side.transport.endpoint != session.endpoint)
+    await publish(side, "hanging agent b", [0])
+    await side.transport.drop("hanging agent b")
 
 
 _WORKER = """
@@ -182,7 +196,9 @@ async def test_killed_worker_leaves_no_process_no_object_and_no_ring(local_ray: 
     await wait_until(lambda: not rings_left())
 
 
-async def test_ray_lost_and_back(local_ray: LocalRay, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ray_lost_and_back(
+    local_ray: LocalRay, sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.WARNING, "kv_transfer")
     monkeypatch.setattr(ray_transport, "_FIRST_BACKOFF_S", 0.1)
     monkeypatch.setattr(ray_transport, "_MAX_BACKOFF_S", 0.2)
@@ -194,28 +210,28 @@ async def test_ray_lost_and_back(local_ray: LocalRay, caplog: pytest.LogCaptureF
         await reach(transport)
 
     monkeypatch.setattr(RayTransport, "_reach_ray", counted)
-    side = make_side(local_ray, "p")
-    async with running(side):
-        endpoint = side.transport.endpoint
-        await publish(side, "a", [0])
-        local_ray.kill()
-        try:
-            await wait_until(lambda: not side.transport.ready)
-            assert side.transport.endpoint == ""
-            with pytest.raises(Unavailable, match="not ready"):
-                await publish(side, "b", [0])
-            await side.transport.drop("a")
-            assert (await side.transport.stats()).num_objects == 0
-            before = tries
-            await wait_until(lambda: tries >= before + 6)
-            said = [r for r in caplog.records if "not ready" in r.message]
-            assert 1 <= len(said) <= 3, [r.message for r in said]
-        finally:
-            await asyncio.to_thread(local_ray.start)
-        await wait_until(lambda: side.transport.ready)
-        assert side.transport.endpoint != endpoint
-        await publish(side, "c", [0])
-        await side.transport.drop("c")
+    side, other = sides
+    endpoint = side.transport.endpoint
+    await publish(side, "ray lost a", [0])
+    local_ray.kill()
+    try:
+        await wait_until(lambda: not side.transport.ready)
+        assert side.transport.endpoint == ""
+        with pytest.raises(Unavailable, match="not ready"):
+            await publish(side, "ray lost b", [0])
+        await side.transport.drop("ray lost a")
+        assert (await side.transport.stats()).num_objects == 0
+        before = tries
+        await wait_until(lambda: tries >= before + 12)
+        said = [r for r in caplog.records if "not ready" in r.message]
+        # Each of the two sides, once for each change.
+        assert 2 <= len(said) <= 6, [r.message for r in said]
+    finally:
+        await asyncio.to_thread(local_ray.start)
+    await wait_until(lambda: side.transport.ready and other.transport.ready)
+    assert side.transport.endpoint != endpoint
+    await publish(side, "ray lost c", [0])
+    await side.transport.drop("ray lost c")
 
 
 async def test_without_ray_start_returns_at_once(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,17 +259,18 @@ async def test_agent_that_cannot_join_says_why(
     local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/dev/null")
-    side = make_side(local_ray, "p")
+    side = make_side(local_ray, "without-token")
     await side.transport.start()
     await wait_until(lambda: "AuthenticationError" in caplog.text)
     assert not side.transport.ready
     await side.transport.close()
-    assert [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE and "kv_transfer.agent" in p.cmdline()] == []
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    assert [words for words in (child.cmdline() for child in children) if any("without-token" in word for word in words)] == []
     # Others on this machine may be making one, or losing one, at this moment; one that nobody has stays.
     await wait_until(lambda: not rings_left())
 
 
-def test_configuration_errors(tmp_path: Path, short_dir: Path) -> None:
+async def test_configuration_errors(tmp_path: Path, short_dir: Path) -> None:
     store = make_store(8192, fill=True)
     with pytest.raises(SetupError, match="ring"):
         RayTransport(store, 8192, worker_id="w", epoch=1, ray_address="127.0.0.1:1", run_dir=short_dir, ring_bytes=4096)
