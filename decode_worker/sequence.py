@@ -73,10 +73,10 @@ class ComputedHere:
     started_at: float = 0.0
     num_cached_tokens: int = 0
 
-    def on_progress(self, progress: PrefillProgress, step_s: float) -> None:
-        """`step_s`: how long the step took that computed it."""
+    def on_progress(self, progress: PrefillProgress, began_at: float) -> None:
+        """`began_at`: when the step began that computed it."""
         if not self.started_at:
-            self.started_at = max(self.submitted_at, time.monotonic() - step_s)
+            self.started_at = max(self.submitted_at, began_at)
             self.num_cached_tokens = progress.num_cached_tokens
 
     @property

@@ -276,7 +276,7 @@ class Sequences:
         for progress in output.progress:
             sequence = self._sequences.get(progress.seq_id)
             if sequence is not None and isinstance(sequence.source, ComputedHere):
-                sequence.source.on_progress(progress, output.duration_s)
+                sequence.source.on_progress(progress, output.began_at)
         self._tell(output.tokens)
         for failure in output.failures:
             sequence = self._sequences.get(failure.seq_id)

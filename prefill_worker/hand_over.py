@@ -243,7 +243,7 @@ class HandOvers:
         for progress in output.progress:
             job = self._by_seq.get(progress.seq_id)
             if job is not None and not job.lease.state.ended:
-                job.on_progress(progress, output.duration_s)
+                job.on_progress(progress, output.began_at)
                 self._start_publisher(job)
         for token in output.tokens:
             job = self._by_seq.get(token.seq_id)

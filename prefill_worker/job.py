@@ -89,10 +89,10 @@ class Job:
     def num_bytes(self) -> int:
         return sum(chunk.num_bytes for chunk in self.published)
 
-    def on_progress(self, progress: PrefillProgress, step_s: float) -> None:
-        """`step_s`: how long the step took that computed it."""
+    def on_progress(self, progress: PrefillProgress, began_at: float) -> None:
+        """`began_at`: when the step began that computed it."""
         if progress.first_scheduled or not self._started_at:
-            self._started_at = max(self.submitted_at, time.monotonic() - step_s)
+            self._started_at = max(self.submitted_at, began_at)
             self.queue_s = self._started_at - self.submitted_at
             self.num_cached_tokens = progress.num_cached_tokens
         self.final_blocks = max(self.final_blocks, progress.num_computed_tokens // self.block_size)

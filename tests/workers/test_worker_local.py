@@ -21,6 +21,7 @@ from worker_harness import (
     RouterDouble,
     expected,
     local_transports,
+    make_runner,
     prompt_of,
     routed,
     started,
@@ -126,6 +127,24 @@ async def test_the_first_token_tells_what_was_cached_and_how_long_it_took(redis_
         check(second, prompt, 5)
         assert second.first is not None
         assert second.first.cached_tokens == (len(PROMPT) + 19) // BLOCK * BLOCK
+        await pair.settled()
+
+
+@pytest.mark.parametrize("here", [False, True])
+async def test_steps_that_a_busy_loop_hears_of_late_are_no_queue(redis_url: str, here: bool) -> None:
+    role = "decode" if here else "prefill"
+    slow = {f"{role}_runner": make_runner(step_s=0.02), f"{role}_options": {"max_num_batched_tokens": 8}}
+    async with started(redis_url, **slow) as pair, routed(pair) as router:
+        asked = asyncio.create_task((router.generate_here if here else router.generate)("r", PROMPT, 3))
+        engine = (pair.decode_worker if here else pair.prefill_worker).engine
+        while not engine.stats().num_running:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+        # All eight are over when the loop goes on.
+        time.sleep(0.4)  # noqa: ASYNC251 - it is to be held up
+        answer = await asked
+        check(answer, PROMPT, 3)
+        assert answer.first is not None
+        assert answer.first.prefill_s >= 8 * 0.02
         await pair.settled()
 
 

@@ -268,6 +268,7 @@ class Engine:
             num_pairs=done.pairs,
             num_context_tokens=done.context,
             duration_s=self._settled_at - since,
+            ended_at=self._settled_at,
             launch_s=launched.launch_s,
             timed=not self._runner.overlaps or (begin_seen and self._end_seen),
         )

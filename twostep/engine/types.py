@@ -107,11 +107,17 @@ class StepOutput:
     num_context_tokens: int = 0
     # From its launch, or from the end of the step before it, to its result.
     duration_s: float = 0.0
+    # Its end, in monotonic seconds: whoever is given the output may see it later.
+    ended_at: float = 0.0
     # The host saw both ends when they came: `duration_s` is the device's. A host that was busy meanwhile, with a long launch, saw one of
     # them late, and made one step too long and the next too short.
     timed: bool = True
     # What its launch took the host, planning included.
     launch_s: float = 0.0
+
+    @property
+    def began_at(self) -> float:
+        return self.ended_at - self.duration_s
 
     @property
     def workload(self) -> StepWorkload:
