@@ -1,9 +1,10 @@
-"""A worker over two ranks changes its role: the ranks stay, with the weights and the KV that they hold."""
+"""A worker over two ranks changes its role: the ranks stay, with the weights and the KV that they hold. They end with its drain."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ from twostep.worker.process import run_worker
 sys.exit(run_worker("decode", sys.argv[1:], edges_of_both_roles(LocalHub())))
 """
 START_S = 120.0
+WAIT_S = 60.0
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -56,9 +58,9 @@ async def answer_of_decode(channel: grpc.aio.Channel, name: str, prompt: Sequenc
     request = decode_pb2.ReserveRequest(request_id=name, attempt=1, router_id=name, token_ids=prompt, num_prompt_tokens=len(prompt))
     request.sampling.CopyFrom(sampling_to_proto(PARAMS))
     request.prefill_here = True
-    await stub.Reserve(request, timeout=60)
+    await stub.Reserve(request, timeout=WAIT_S)
     tokens: list[int] = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         async for message in stream:
             for event in message.events:
                 assert not event.HasField("failed"), event
@@ -74,7 +76,7 @@ async def first_token_of_prefill(channel: grpc.aio.Channel, name: str, prompt: S
     """And how many of the prompt's tokens were cached."""
     request = prefill_pb2.PrefillRequest(request_id=name, attempt=1, token_ids=prompt, num_prompt_tokens=len(prompt))
     request.sampling.CopyFrom(sampling_to_proto(PARAMS))
-    call = prefill_pb2_grpc.PrefillStub(channel).Run(request, timeout=60)
+    call = prefill_pb2_grpc.PrefillStub(channel).Run(request, timeout=WAIT_S)
     async for event in call:
         if event.HasField("first_token"):
             call.cancel()
@@ -82,16 +84,23 @@ async def first_token_of_prefill(channel: grpc.aio.Channel, name: str, prompt: S
     raise AssertionError("no first token")
 
 
-async def settled(channel: grpc.aio.Channel) -> None:
-    give_up = time.monotonic() + 30
+async def settled(channel: grpc.aio.Channel) -> worker_pb2.WorkerStats:
+    """What it says of itself once it holds nothing."""
+    give_up = time.monotonic() + WAIT_S
     while True:
-        stats = await worker_pb2_grpc.WorkerStub(channel).Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=30)
+        request = worker_pb2.WorkerStatsRequest(check_integrity=True)
+        stats: worker_pb2.WorkerStats = await worker_pb2_grpc.WorkerStub(channel).Stats(request, timeout=WAIT_S)
         assert not stats.integrity_error
         held = stats.num_running, stats.num_waiting, stats.num_held, stats.num_leases, stats.num_sequences
         if not any(held):
-            return
+            return stats
         assert time.monotonic() < give_up, held
         await asyncio.sleep(0.05)
+
+
+async def switch(channel: grpc.aio.Channel, role: str) -> None:
+    change = await switch_role(channel, SECRET, role=role, drain_timeout_s=WAIT_S, worker=await settled(channel))
+    assert change.role == role
 
 
 @contextmanager
@@ -123,29 +132,30 @@ def worker(model_dir: Path, redis: RedisServer, directory: Path) -> Iterator[tup
         process.wait()
 
 
-async def test_ranks_and_what_they_hold_outlive_a_switch(
+async def test_ranks_and_what_they_hold_outlive_a_switch_and_end_with_the_drain(
     redis: RedisServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model_dir = save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
     with worker(model_dir, redis, tmp_path) as (process, address, log):
-        ranks = [child.pid for child in psutil.Process(process.pid).children() if "twostep.engine.parallel_rank" in child.cmdline()]
+        ranks = [child for child in psutil.Process(process.pid).children() if "twostep.engine.parallel_rank" in child.cmdline()]
+        assert len(ranks) == 1, "the other one is the worker itself"
         alone = Engine(ModelRunner(model_dir, dtype="float32", num_blocks=64, block_size=16, num_threads=1), EngineConfig())
         vocab_size = alone.runner.vocab_size
         async with open_channel(address) as channel:
-            for turn in range(3):
+            for turn in range(2):
                 prompt = [3 + (7 * i + turn) % (vocab_size - 3) for i in range(70)]
                 request = EngineRequest(
                     seq_id=f"{turn}", token_ids=prompt, num_prompt_tokens=len(prompt), sampling=PARAMS, eos_token_ids=frozenset()
                 )
                 expected = [token.token_id for token in generate(alone, [request])[0]]
                 assert await answer_of_decode(channel, f"d{turn}", prompt) == expected
-                await settled(channel)
-                assert (await switch_role(channel, SECRET, role="prefill", drain_timeout_s=5.0)).role == "prefill"
+                await switch(channel, "prefill")
                 # What both ranks computed before is still in their pools.
                 assert await first_token_of_prefill(channel, f"p{turn}", prompt) == (expected[0], 64)
-                await settled(channel)
-                assert (await switch_role(channel, SECRET, role="decode", drain_timeout_s=5.0)).role == "decode"
-        assert [pid for pid in ranks if psutil.pid_exists(pid)] == ranks
-        assert len(ranks) == 1, "the other one is the worker itself"
+                await switch(channel, "decode")
+        assert ranks[0].is_running()
+        # A terminal's Ctrl-C reaches all of them: the ranks leave it to the worker.
+        ranks[0].send_signal(signal.SIGINT)
         process.terminate()
-        assert await asyncio.to_thread(process.wait, 60) == 0, log.read_text()
+        assert await asyncio.to_thread(process.wait, WAIT_S) == 0, log.read_text()
+        assert not ranks[0].is_running()

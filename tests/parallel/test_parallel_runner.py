@@ -95,7 +95,7 @@ def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
     torch.testing.assert_close(read(two, used).view(np.float32), read(one, used).view(np.float32), rtol=0, atol=1e-4)
     two.copy_block(used[0], used[-1])
     # It is in order with steps; reads have a way of their own to the other rank.
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + WAIT_S
     while not np.array_equal(read(two, used[:1]), read(two, used[-1:])):
         assert time.monotonic() < give_up, "the block was not copied on every rank"
     data = np.random.default_rng(0).integers(0, 256, (96, two.kv_shape.block_bytes), dtype=np.uint8)
@@ -215,13 +215,15 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_is_served_any_more(tmp_pat
 
 def test_a_rank_that_hangs_is_found_by_its_deadline(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
-    with several(tmp_path, step_timeout_s=1.0) as runner:
+    with several(tmp_path) as runner:
+        # Not for the start, which it bounds as well.
+        runner._step_timeout_s = 1.0
         told = threading.Event()
         runner.watch(lambda error: told.set())
         process = runner._ranks._processes[0]
         os.kill(process.pid, signal.SIGSTOP)
         sequence = scattered_sequences([3], BLOCK, 96, random.Random(0))[0]
-        # Whoever notices first, the exchange or the watch.
+        # The watch ends the other rank, and with it the exchange that waits for it.
         with pytest.raises((Unavailable, RuntimeError)):
             runner.run(make_batch([(sequence, 3)], BLOCK))
         assert told.wait(WAIT_S)

@@ -1,9 +1,8 @@
-"""A worker process over two ranks: it serves as any other, drains with its ranks, and ends with exit code 1 when one of them dies."""
+"""A worker process over two ranks ends with exit code 1 when one of them dies."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -79,12 +78,3 @@ def test_it_ends_when_a_rank_dies(model_dir: Path, redis: RedisServer, tmp_path:
         rank.kill()
         assert process.wait(END_S) == 1, log.read_text()
         assert "rank 1 was killed by signal 9" in log.read_text()
-
-
-def test_its_ranks_end_with_its_drain(model_dir: Path, redis: RedisServer, tmp_path: Path) -> None:
-    with worker(model_dir, redis, tmp_path) as (process, rank, log):
-        # A terminal's Ctrl-C reaches all of them: the ranks leave it to the worker.
-        rank.send_signal(signal.SIGINT)
-        process.terminate()
-        assert process.wait(END_S) == 0, log.read_text()
-        assert not rank.is_running()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -79,9 +78,12 @@ def test_whatever_is_changed_of_a_pass_breaks_it(given_pass: RolePass, data: st.
 
 
 def test_a_pass_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.time_ns()
+    clock = [1_000_000 * 10**6]
+    monkeypatch.setattr("twostep.role_pass.time.time_ns", lambda: clock[0])
     issued = RolePass.issue(SECRET, worker_id="w", epoch=1, role="decode", drain_timeout_s=1.0)
-    monkeypatch.setattr("twostep.role_pass.time.time_ns", lambda: now + int((PASS_LIFE_S + 1) * 1e9))
+    clock[0] += int(PASS_LIFE_S * 1e9) - 1
+    issued.verify(SECRET, worker_id="w", epoch=1)
+    clock[0] += 1
     with pytest.raises(Unauthenticated, match="clocks"):
         issued.verify(SECRET, worker_id="w", epoch=1)
     with pytest.raises(Unauthenticated, match="negative"):
