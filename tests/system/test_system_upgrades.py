@@ -3,11 +3,12 @@ does all of it, with a model."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from fleet import Fleet
-from rolling import LONG_S, SHORT_S, Update, differing
+from rolling import LONG_S, SHORT_S, Part, Update, differing
 from steady_load import SteadyLoad, fake_cases
 
 from twostep.text import ModelCard
@@ -15,6 +16,19 @@ from twostep.text import ModelCard
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 FLAGS = ("--runner", "fake", "--fake-step-ms", "15", "--num-blocks", "512")
+
+
+# A pause of this process, clients and all, may let all answers end just before somebody leaves.
+_MOST_TRIES = 4
+
+
+async def until_moved(update: Update, name: str, work: Callable[[], Awaitable[object]]) -> Part:
+    """Does it until somebody else had to go on with an answer."""
+    for _ in range(_MOST_TRIES):
+        part = await update.part(name, work())
+        if part.num_moved:
+            return part
+    raise AssertionError(f"{name}: in {_MOST_TRIES} times no answer was under way there")
 
 
 @pytest.mark.usefixtures("alone")
@@ -33,11 +47,15 @@ async def test_each_role_and_redis_roll_under_load(tiny_llama_dir: Path) -> None
         async with SteadyLoad(fleet.targets, cases, num_clients=6) as load:
             update = Update(fleet, load, print)
             patient = await update.part("a prefill worker leaves, with time to drain", update.drain("prefill-0"))
-            hasty = await update.part("a decode worker is restarted in place, without time", update.restart("decode-1"))
-            gone = await update.part("a router leaves, without time", update.drain("router-0"))
+            await until_moved(update, "a decode worker is restarted in place, without time", lambda: update.restart("decode-1"))
+
+            async def leave() -> None:
+                if "router-0" not in fleet.members:
+                    await fleet.start({"router-0": SHORT_S})
+                await update.drain("router-0")
+
+            await until_moved(update, "a router leaves, without time", leave)
             await update.part("Redis is restarted", update.restart_redis(down_s=0.5))
         await fleet.until_empty()
     assert differing(update.parts) == []
     assert patient.num_moved == 0
-    assert hasty.num_moved > 0
-    assert gone.num_moved > 0
