@@ -145,7 +145,8 @@ async def test_waiting_for_room_ends_with_the_deadline_and_leaves_nothing(cluste
 
 async def test_too_many_waiting_requests_are_refused(cluster: Cluster) -> None:
     _, decode = await cluster.prefill(), await cluster.decode()
-    decode.script = Script(step_s=0.05, once=False)
+    decode.script = Script(hold_at=5)
+    go_on = decode.script.go_on
     async with cluster.serving(max_inflight=1, max_waiting=1):
         first = asyncio.create_task(cluster.ask(max_tokens=16))
         await until(lambda: bool(decode.held), "the first is served")
@@ -153,6 +154,7 @@ async def test_too_many_waiting_requests_are_refused(cluster: Cluster) -> None:
         await until(lambda: cluster.router.admission.num_waiting == 1, "the second waits")
         code, message = await failure(cluster)
         assert (code, "--max-waiting" in message) == ("RESOURCE_EXHAUSTED", True)
+        go_on.set()
         assert (await first).token_ids == cluster.expected(16)
         assert (await second).token_ids == cluster.expected(2)
 
@@ -718,6 +720,8 @@ async def test_a_redis_emptied_under_way_loses_no_worker(cluster: Cluster) -> No
     await cluster.prefill()
     await cluster.decode()
     async with cluster.serving():
+        # For its grace, which a machine that stands still may take for over.
+        cluster.router.registry._missing_grace_s = 60.0
         await cluster.redis.flushall()
         await cluster.router.registry.poll()
         assert len(cluster.router.registry.workers) == 2
