@@ -14,6 +14,7 @@ import pytest
 from worker_harness import (
     SECRET,
     WAIT_S,
+    HeldRunner,
     LateClock,
     Pair,
     RouterDouble,
@@ -296,15 +297,19 @@ async def test_what_is_confirmed_while_it_decodes_is_a_cached_prefix(redis_url: 
         return await real(self, request, context)
 
     monkeypatch.setattr(KvService, "Acknowledge", hold)
-    async with world(redis_url) as w:
+    runner = HeldRunner()
+    async with world(redis_url, decode_runner=runner) as w:
         call = await w.begin(max_tokens=400)
         await asyncio.wait_for(asked.wait(), WAIT_S)
+        # It decodes, and has not come to its end when it is confirmed.
+        runner.allow(3)
         assert await cached_on_decode(w) == 0
         go_on.set()
         assert (await asyncio.wait_for(w.router.inbox("r").get(), WAIT_S)).HasField("committed")
         assert await cached_on_decode(w) == len(PROMPT)
         call.cancel()
         await w.router.cancel("r")
+        runner.let_go()
         await w.pair.settled()
 
 
