@@ -1,4 +1,4 @@
-"""Engines that stand still after some steps: what a test does to an answer under way does not race with its end."""
+"""Engines that stand still before a certain token: what a test does to an answer under way does not race with its end."""
 
 from __future__ import annotations
 
@@ -14,30 +14,26 @@ class Brake:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._most = math.inf
-        self._taken: dict[Runner, int] = {}
+        self._first_held = math.inf
         self.num_steps = 0
 
-    def hold_after(self, num_steps: int) -> None:
-        """Each worker takes so many steps from now on, and no more until `open`."""
+    def hold_at(self, position: int) -> None:
+        """No worker computes a token at this position of an answer, however often it has begun with it, nor one behind, until `open`."""
         with self._changed:
-            self._most = num_steps
-            self._taken = dict.fromkeys(self._taken, 0)
+            self._first_held = position
 
     def open(self) -> None:
         with self._changed:
-            self._most = math.inf
+            self._first_held = math.inf
             self._changed.notify_all()
 
     def on(self, runner: Runner) -> Runner:
         """The same runner, with this brake on it."""
         launch = runner.launch
-        self._taken[runner] = 0
 
         def launch_when_free(batch: Batch) -> InFlight:
             with self._changed:
-                self._changed.wait_for(lambda: self._taken[runner] < self._most)
-                self._taken[runner] += 1
+                self._changed.wait_for(lambda: all(row.position < self._first_held for row in batch.sampling))
                 self.num_steps += 1
             return launch(batch)
 

@@ -61,7 +61,7 @@ async def generate(system: WholeSystem, request_id: str, *, traceparent: str = "
 
 async def lose_first(system: WholeSystem, answer: asyncio.Task[Any]) -> None:
     """The first decode worker that decodes fails all it has. The answer has not begun, and is longer than some tokens."""
-    system.brake.hold_after(10)
+    system.brake.hold_at(10)
     while not answer.done():
         for worker in system.decodes:
             if worker.engine.stats().num_running:

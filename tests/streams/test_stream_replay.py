@@ -78,7 +78,7 @@ async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(
 async def cut_while_decoding(system: WholeSystem, client: AsyncClient, prompt: list[int], max_tokens: int) -> asyncio.Task[Completion]:
     """A request whose decode worker has become unreachable on the way, after the router has heard of its first token. What comes until then
     is not all of it."""
-    system.brake.hold_after(20)
+    system.brake.hold_at(20)
     begun = asyncio.Event()
 
     async def asked() -> Completion:
@@ -173,7 +173,7 @@ async def test_a_dead_worker_is_not_waited_for_as_long_as_the_lease(fake_model_d
         AsyncClient(system.target(), timeout=120, max_retries=0) as client,
     ):
         prompt = list(range(3, 40))
-        system.brake.hold_after(20)
+        system.brake.hold_at(20)
         task = asyncio.create_task(ask(client, prompt, 300))
         await until(lambda: any(w.record().load.num_running for w in system.decodes), "it is decoding")
         # Nobody listens at its address any more; the process behind it matters no more.

@@ -122,7 +122,7 @@ async def ask_and_kill(
 ) -> tuple[Completion, int | None]:
     """The router is killed once `after` tokens are there, and not yet all. The answer, checked against its pieces, and the seed."""
     seen = Seen()
-    system.brake.hold_after(after + 10)
+    system.brake.hold_at(after + 10)
     async with AsyncClient(targets, timeout=120) as client:
         if len(targets) > 1:
             send_to(client, doomed.target)
@@ -197,7 +197,7 @@ async def test_the_blocking_client_resumes_too_and_only_if_it_may(fake_model_dir
     async with two_routers(fake_model_dir, tmp_path) as (system, doomed):
 
         def ask(**how: Any) -> Completion:
-            system.brake.hold_after(20)
+            system.brake.hold_at(20)
             with Client([doomed.target, system.target()], timeout=120) as client:
                 send_to(client, doomed.target)
                 answer = client.generate(token_ids=PROMPT, max_tokens=200, ignore_eos=True, **how)
@@ -241,7 +241,7 @@ async def test_a_router_that_drains_hands_its_answers_over(fake_model_dir: Path,
         send_to(client, system.target())
         answer = client.generate(token_ids=PROMPT, max_tokens=300, ignore_eos=True)
         draining: asyncio.Task[None] | None = None
-        system.brake.hold_after(20)
+        system.brake.hold_at(20)
         async for _ in answer:
             if draining is None and len(answer.token_ids) >= 10:
                 draining = asyncio.create_task(system.routers.pop(0).drain(0.1))
