@@ -15,7 +15,7 @@ from typing import Any
 
 from chart_render import CHART, NAMESPACE, render
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets"
 
 

@@ -83,8 +83,8 @@ def shaken(name: str, server: Side, client: Side) -> str:
         context.load_verify_locations(side.authorities)
         context.verify_mode = ssl.CERT_REQUIRED
     ours, theirs = socket.socketpair()
-    ours.settimeout(30)
-    theirs.settimeout(30)
+    ours.settimeout(120)
+    theirs.settimeout(120)
     refused: list[ssl.SSLCertVerificationError] = []
 
     def serve() -> None:
@@ -117,7 +117,7 @@ def authorities(folder: Path) -> Path:
     (container,) = render(VALUES).pod("autoscaler").spec["initContainers"]
     (script,) = container["args"]
     script = script.replace("/etc/twostep", str(folder)).replace("/tmp/authorities.crt", str(folder / "authorities.crt"))
-    subprocess.run([*container["command"], script], check=True, timeout=30)
+    subprocess.run([*container["command"], script], check=True, timeout=120)
     return folder / "authorities.crt"
 
 
@@ -152,7 +152,7 @@ def called(name: str, server: Side, client: Side) -> grpc.StatusCode:
     running.start()
     options = [("grpc.ssl_target_name_override", name), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.secure_channel(f"127.0.0.1:{port}", client_credentials(theirs), options) as channel, pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary("/externalscaler.ExternalScaler/IsActive")(b"", timeout=30)
+        channel.unary_unary("/externalscaler.ExternalScaler/IsActive")(b"", timeout=60)
     running.stop(None)
     code: grpc.StatusCode = caught.value.code()
     return code
