@@ -54,6 +54,7 @@ async def serve(folder: Path) -> None:
         async with cluster.serving(
             batch_dir=folder / "batches",
             request_timeout=REQUEST_TIMEOUT_S,
+            redis_start_timeout=60.0,
             max_body_bytes=256 << 10,
             max_file_bytes=64 << 10,
             default_max_tokens=8,

@@ -54,6 +54,8 @@ class DoomedRouter:
                 "m",
                 "--prefix-lookup-timeout",
                 5,
+                "--redis-start-timeout",
+                60,
             ],
         )
         argv = [sys.executable, "-P", "-m", "router", "--host", "127.0.0.1", *flags]

@@ -132,6 +132,7 @@ class WholeSystem:
                     "secret_file": self.secret_file,
                     "no_worker_grace": 60.0,
                     "prefix_lookup_timeout": 30.0,
+                    "redis_start_timeout": 60.0,
                 }
                 | options
             )
