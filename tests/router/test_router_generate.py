@@ -214,7 +214,7 @@ async def test_many_at_once_keep_apart(cluster: Cluster) -> None:
         decode = await cluster.decode("d" + name)
         decode.script.tokens_per_step = 5
     async with cluster.serving(max_inflight=20):
-        replies = await asyncio.gather(*(cluster.ask(max_tokens=5 + i) for i in range(60)))
+        replies = await asyncio.gather(*(cluster.ask(max_tokens=5 + i) for i in range(40)))
         await cluster.all_free()
     for i, reply in enumerate(replies):
         assert reply.token_ids == cluster.expected(5 + i)
