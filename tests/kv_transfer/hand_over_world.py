@@ -390,7 +390,5 @@ class World:
             if not job.num_releases:
                 computed = [self.memory[block] for block in job.blocks[: job.num_computed]]
                 assert computed == job.tags[: job.num_computed], "what a lease holds was written to"
-        for one in self.pullers:
-            for other in self.pullers:
-                if one is not other and not one.num_frees and not other.num_frees:
-                    assert not set(one.targets) & set(other.targets), "targets have two owners"
+        taken = [block for puller in self.pullers if not puller.num_frees for block in puller.targets]
+        assert len(taken) == len(set(taken)), "targets have two owners"
