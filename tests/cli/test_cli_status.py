@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from scripted_server import ScriptedInference, serving_in_thread, some_cluster
 from terminal_screen import Session
 
+from twostep.cli import _status, main
 from twostep.cli._status_table import Look, amount, duration, instant, percent, render
-from twostep.cli._terminal import width_of
+from twostep.cli._terminal import Terminal, width_of
 from twostep.client._status import cluster_status
 from twostep.rpc.v1 import status_pb2 as pb
 
@@ -63,6 +65,27 @@ def test_the_live_table(server: tuple[ScriptedInference, str], leave: str) -> No
         assert not terminal.screen.cursor_hidden
         assert "33/64" in terminal.screen.text(), "what was there last stays"
         assert "\x1b[32m" in terminal.raw
+
+
+class LateAtFirst(ScriptedInference):
+    """Stands still before it says for the first time how it is."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "cluster" and not self.__dict__.get("asked"):
+            self.__dict__["asked"] = True
+            time.sleep(1)
+        return super().__getattribute__(name)
+
+
+def test_a_first_look_has_the_time_that_it_was_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The live table gives up a look after some seconds; what it was told to wait for the first one counts all the same."""
+    monkeypatch.setattr(_status, "_LOOK_S", 0.05)
+    monkeypatch.setattr(_status, "_follow", lambda terminal, looks, look, interval_s: looks)
+    monkeypatch.setattr(Terminal, "of", lambda *_: Terminal(sys.stdout, live=True, color=False))
+    with serving_in_thread(LateAtFirst()) as target, pytest.raises(SystemExit) as ended:
+        main(["status", "--target", target, "--timeout", "60"])
+    assert ended.value.code == 0
+    assert "prefill-0" in capsys.readouterr().out
 
 
 def test_a_router_that_is_gone_is_shown_beside_the_others(server: tuple[ScriptedInference, str]) -> None:

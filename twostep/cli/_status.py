@@ -19,7 +19,7 @@ from twostep.cli._connect import client_of, targets_of
 from twostep.cli._status_table import Look, render
 from twostep.cli._terminal import Terminal, clipped
 from twostep.client import Client
-from twostep.errors import InvalidRequest, TwostepError
+from twostep.errors import DeadlineExceeded, InvalidRequest, TwostepError
 
 _MAX_ROUTERS = 16
 # Of a look in the live table: a router that hangs must not hold the others up for long.
@@ -41,11 +41,13 @@ def run(args: argparse.Namespace) -> int:
         clients = {target: stack.enter_context(client_of(args, target)) for target in targets}
         pool = stack.enter_context(ThreadPoolExecutor(len(clients)))
 
-        def look() -> list[Look]:
-            return list(pool.map(lambda target: _look(target, clients[target], timeout), targets))
+        def look(seconds: float = timeout) -> list[Look]:
+            return list(pool.map(lambda target: _look(target, clients[target], seconds), targets))
 
-        # The first look fails as a command does, in one line.
+        # The first look fails as a command does, in one line, and like one not before its own time-out.
         looks = look()
+        if live and all(isinstance(one.cause, DeadlineExceeded) for one in looks):
+            looks = look(args.timeout)
         if all(one.status is None for one in looks):
             raise _error(looks)
         if args.json:
