@@ -1,4 +1,4 @@
-"""Engines that stand still before a certain token: what a test does to an answer under way does not race with its end."""
+"""Engines that crawl from a certain token on: what a test does to an answer under way does not race with its end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import threading
 from typing import Any
 
 from twostep.engine.batch import Batch, InFlight, Runner
+
+# A router keeps back what may be the beginning of a stop string until the next tokens come: were there none, nobody would see the last.
+_CRAWL_S = 0.5
 
 
 class Brake:
@@ -18,7 +21,7 @@ class Brake:
         self.num_steps = 0
 
     def hold_at(self, position: int) -> None:
-        """No worker computes a token at this position of an answer, however often it has begun with it, nor one behind, until `open`."""
+        """From this position of an answer on, however often it has begun, a worker's steps take half a second each, until `open`."""
         with self._changed:
             self._first_held = position
 
@@ -33,7 +36,7 @@ class Brake:
 
         def launch_when_free(batch: Batch) -> InFlight:
             with self._changed:
-                self._changed.wait_for(lambda: all(row.position < self._first_held for row in batch.sampling))
+                self._changed.wait_for(lambda: all(row.position < self._first_held for row in batch.sampling), _CRAWL_S)
                 self.num_steps += 1
             return launch(batch)
 
