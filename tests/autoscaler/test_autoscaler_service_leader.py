@@ -209,6 +209,7 @@ async def test_redis_away_and_back(
     try:
         async with keda(one.port) as asked:
             await eventually(lambda: one.board.fresh, "a decision")
+            assert ScalingRecord.from_json(await writer.redis.get(DECISION_KEY)).stale_s == pytest.approx(3.0), "routers are told"
             value = await asked.value("decode")
             redis_server.kill()
             await eventually(lambda: not one.lease.reachable, "a renewal in vain")
