@@ -135,7 +135,6 @@ async def test_a_gate_holds_the_first_who_comes_until_it_is_opened(tmp_path: Pat
 
 
 # In test_system_both_ways.py a decode worker is killed at whatever states its requests are.
-@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_killed_decode_worker_at_every_state(tiny_llama_dir: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from running import System
 from twostep import Completion, SamplingOptions
 
 _TIMEOUT_S = 300.0
-_MOST_NEAR_TIES = 2
 
 PROMPTS = [
     "What is the capital of France?",
@@ -59,5 +58,5 @@ def answered(system: System, oracle: Oracle, *, seed: int, count: int = 20, long
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(one, todo))
     near_ties = sum(oracle.compare(case.token_ids, case.options, a.token_ids) for case, a in zip(todo, answers, strict=True))
-    assert near_ties <= _MOST_NEAR_TIES, f"{near_ties} of {len(answers)} comparisons ended at a near-tie"
+    assert near_ties <= max(1, count // 10), f"{near_ties} of {len(answers)} comparisons ended at a near-tie"
     return [answer.transfer.transport for answer in answers if len(answer.token_ids) > 1]

@@ -23,7 +23,6 @@ PROMPT = list(range(2, 202))
 
 
 # One of either role dies in test_system_both_ways.py too, where there are two ways to go on.
-@pytest.mark.long
 @pytest.mark.parametrize("module", ["prefill_worker", "decode_worker"])
 def test_a_killed_worker_is_replaced_by_another_attempt(pairs: System, oracle: Oracle, module: str) -> None:
     is_whole = functools.partial(pairs.is_whole, 2, 2)
@@ -72,18 +71,23 @@ def test_without_ray_unavailable_and_serving_resumes(pairs: System) -> None:
 def test_losing_redis_does_not_stop_serving(pairs: System) -> None:
     redis = pairs.pids_of_program("redis-server") + pairs.pids_of_program("valkey-server")
     assert redis
+    took: list[float] = []
     with pairs.client(max_retries=0) as client:
 
         def ask() -> None:
+            begin = time.monotonic()
             client.generate(token_ids=PROMPT, max_tokens=4, ignore_eos=True, timeout=120).result()
+            took.append(time.monotonic() - begin)
 
         for pid in redis:
             os.kill(pid, signal.SIGSTOP)
         try:
             # Longer than a record lives in Redis.
             end = time.monotonic() + HEARTBEAT_TTL_S + 1
-            while time.monotonic() < end:
+            while time.monotonic() < end or len(took) < 3:
                 ask()
+            # A lookup of the prompt's prefix may take five seconds of it here; the machine may stand still in some, hardly in all.
+            assert min(took) < 15, "they wait for Redis"
         finally:
             for pid in redis:
                 os.kill(pid, signal.SIGCONT)

@@ -80,9 +80,7 @@ async def outcomes(system: System, requests: list[Asked]) -> list[str | tuple[in
         return await asyncio.gather(*(outcome(client, it) for it in requests))
 
 
-@pytest.mark.parametrize(
-    "shared", [pytest.param("pairs", id="all handed over"), pytest.param("both_ways", id="as routers choose", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("shared", [pytest.param("pairs", id="all handed over"), pytest.param("both_ways", id="as routers choose")])
 def test_soak(request: pytest.FixtureRequest, oracle: Oracle, shared: str) -> None:
     system: System = request.getfixturevalue(shared)
     requests = asked(oracle.vocab_size)

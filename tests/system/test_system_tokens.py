@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 @pytest.mark.usefixtures("alone")
 def test_equals_the_oracle(smollm2_dir: Path, tmp_path: Path) -> None:
-    """In many chunks, on two decode workers, in blocks of another size than the oracle's; test_system_soak.py has the other way."""
+    """In many chunks, on two decode workers that have measured themselves, in blocks of another size than the oracle's."""
     extra = ("--dtype", "float32", "--block-size", "32", "--max-num-batched-tokens", "48")
-    with running(smollm2_dir, tmp_path, decode=2, extra=extra, env={"TWOSTEP_CALIBRATE": "0"}) as system:
+    with running(smollm2_dir, tmp_path, decode=2, extra=extra) as system:
         # What every demonstration of it shows.
         with system.client() as client:
             answer = client.chat([{"role": "user", "content": "What is the capital of France?"}], max_tokens=8, temperature=0.0).result()
