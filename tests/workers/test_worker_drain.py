@@ -121,7 +121,10 @@ async def test_its_record_says_that_it_drains_until_nothing_runs(redis_url: str,
             assert (await running).tokens == expected(prompt_of(40), 200)
             await stopping
             assert await client.exists(key) == 0
-            assert await client.smembers(WORKERS_KEY) == {name.encode()}
+            # Others may be there that were killed in an earlier test.
+            members = await client.smembers(WORKERS_KEY)
+            assert name.encode() in members
+            assert pair.decode_worker.worker_id.encode() not in members
         finally:
             await client.aclose()
 
