@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from scripted_server import ScriptedInference, serving_in_thread
 
@@ -159,15 +160,55 @@ def test_up_with_a_port_in_use_or_no_redis(model_dir: Path) -> None:
     assert "--redis-url" in done.stderr
 
 
+@pytest.mark.ray
+@pytest.mark.timeout(600)
 def test_up_with_a_model_that_is_none_shows_the_log_and_leaves_nothing(model_dir: Path) -> None:
-    # Without Ray, which is started and stopped by other tests.
-    done = run("up", "--aggregated", "--model", str(model_dir), "--port", "0", "--start-timeout", "200")
-    assert done.returncode == 1
-    assert "ended at its start. The end of" in done.stderr
-    assert "config.json" in done.stderr or "tokenizer.json" in done.stderr
-    assert "Traceback" not in done.stderr
-    found = re.search(r"The end of (\S+)/logs/", done.stderr)
+    """Neither of its files nor of its processes, Ray's among them, which run when the start fails."""
+    # Router and workers wait here for whoever writes it.
+    broken = model_dir / "generation_config.json"
+    os.mkfifo(broken)
+    words = ["up", "--runner", "fake", "--model", str(model_dir), "--port", "0", "--start-timeout", "200", "--drain-timeout", "1"]
+    with subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = []
+            for line in process.stdout:
+                said.append(line)
+                if "ray: ready" in line:
+                    break
+            assert "ray: ready" in said[-1], "".join(said)
+            started = psutil.Process(process.pid).children(recursive=True)
+            assert all(any(name in words_of(child) for child in started) for name in ("gcs_server", "raylet"))
+            waited_for = os.open(broken, os.O_RDWR)
+            os.write(waited_for, b"{")
+            # Who comes later finds the same.
+            (model_dir / "as-a-file").write_text("{")
+            (model_dir / "as-a-file").replace(broken)
+            os.close(waited_for)
+            said += process.stdout
+            assert process.wait(DEADLINE_S) == 1
+        finally:
+            process.kill()
+    text = "".join(said)
+    assert "ended at its start. The end of" in text
+    assert "generation_config.json" in text
+    assert "Traceback" not in text
+    found = re.search(r"The end of (\S+)/logs/", text)
     assert found is not None
     run_dir = Path(found[1])
     assert [path.name for path in run_dir.iterdir()] == ["logs"]
+    # What the first of a container does not bury stays as a zombie, which has no words.
+    deadline = time.monotonic() + DEADLINE_S
+    while left := [words for child in started if child.is_running() and (words := words_of(child))]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+    assert not [words for words in map(words_of, psutil.process_iter()) if str(run_dir) in words]
     shutil.rmtree(run_dir)
+
+
+def words_of(process: psutil.Process) -> str:
+    """Its command line; empty if it is gone."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

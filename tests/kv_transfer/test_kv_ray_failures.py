@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -255,6 +256,47 @@ async def test_without_ray_start_returns_at_once(tmp_path: Path, short_dir: Path
     assert not transport.ready
 
 
+async def test_closed_in_the_midst_of_a_search_for_ray_it_leaves_nothing(
+    local_ray: LocalRay, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something listens where Ray should be, and never answers: an agent goes on asking it for a minute."""
+    # The worker's own look whether anybody is there is the first to connect, and connects once.
+    monkeypatch.setattr(ray_transport, "_CONNECT_S", 1000.0)
+    connected: list[asyncio.StreamWriter] = []
+    host = local_ray.address.rpartition(":")[0]
+    silent = await asyncio.start_server(lambda _, writer: connected.append(writer), host, 0)
+    address, run_dir = f"{host}:{silent.sockets[0].getsockname()[1]}", short_dir / "run"
+    transport = RayTransport(make_store(64, fill=True), 64, worker_id="searching", epoch=1, ray_address=address, run_dir=run_dir)
+    try:
+        await transport.start()
+        await wait_until(lambda: len(connected) >= 2)
+        (agent,) = agents_of("searching")
+        assert not transport.ready
+        await asyncio.wait_for(transport.close(), SOON_S)
+        assert not transport.ready
+        assert agents_of("searching") == []
+        assert not agent.is_running()
+        assert list(run_dir.iterdir()) == []
+    finally:
+        for writer in connected:
+            writer.transport.abort()
+        silent.close()
+        await silent.wait_closed()
+    # Others on this machine may be making one, or losing one, at this moment; one that nobody has stays.
+    await wait_until(lambda: not rings_left())
+
+
+def agents_of(worker_id: str) -> list[psutil.Process]:
+    """Helper processes that this one has."""
+    found = []
+    for child in psutil.Process().children():
+        # One that ends at this moment has no words.
+        with suppress(psutil.NoSuchProcess):
+            if any(f"kv:{worker_id}:" in word for word in child.cmdline()):
+                found.append(child)
+    return found
+
+
 async def test_agent_that_cannot_join_says_why(
     local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,8 +306,7 @@ async def test_agent_that_cannot_join_says_why(
     await wait_until(lambda: "AuthenticationError" in caplog.text)
     assert not side.transport.ready
     await side.transport.close()
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    assert [words for words in (child.cmdline() for child in children) if any("without-token" in word for word in words)] == []
+    assert agents_of("without-token") == []
     # Others on this machine may be making one, or losing one, at this moment; one that nobody has stays.
     await wait_until(lambda: not rings_left())
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from cutting_proxy import CuttingProxy
 from whole_system import WholeSystem, expected, until, whole_system
 
 from decode_worker.sequences import SequencesConfig
@@ -26,10 +25,33 @@ async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Comple
     return await client.generate(token_ids=prompt, max_tokens=max_tokens, ignore_eos=True).result()
 
 
-async def cut_at_random(proxy: CuttingProxy, stream: DecodeStream, rng: random.Random) -> None:
-    """Every now and then, and sometimes it stays down for a moment. After each of the first cuts `stream` has time to be open again."""
+class UnderWay:
+    """Answers that have begun and not ended, to their clients."""
+
+    def __init__(self) -> None:
+        self._begun: set[object] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._begun)
+
+    async def ask(self, client: AsyncClient, prompt: list[int], max_tokens: int) -> Completion:
+        answer = client.generate(token_ids=prompt, max_tokens=max_tokens, ignore_eos=True)
+        try:
+            async for _ in answer:
+                self._begun.add(answer)
+        finally:
+            self._begun.discard(answer)
+        return await answer.result()
+
+
+async def cut_at_random(system: WholeSystem, stream: DecodeStream, under_way: UnderWay, rng: random.Random) -> None:
+    """Every now and then while answers are under way, and sometimes it stays down for a moment. After each of the first cuts `stream` has
+    time to be open again."""
+    (proxy,), (worker,) = system.proxies, system.decodes
     for number in range(10):
         await asyncio.sleep(rng.uniform(0.02, 0.4))
+        # More of it is to come on what is cut in this moment.
+        await until(lambda: bool(under_way) and worker.record().load.num_running > 0, "an answer is under way")
         num_opened = stream.num_opened
         if rng.random() < 0.5:
             proxy.down = True
@@ -52,7 +74,6 @@ async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(
 ) -> None:
     rng = random.Random(seed)
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
-    cases = [(prompt_of(rng, vocab_size), rng.randrange(2, 200)) for _ in range(16)]
     async with (
         whole_system(
             fake_model_dir, tmp_path, aggregated=aggregated, stream_lease=1000.0, limits=SequencesConfig(router_lease_s=1000.0)
@@ -60,18 +81,19 @@ async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(
         AsyncClient(system.target(), timeout=120, max_retries=0) as client,
     ):
         stream = next(iter(system.routers[0].pool.decode.values())).stream
-        cutter = asyncio.create_task(cut_at_random(system.proxies[0], stream, rng))
+        under_way = UnderWay()
+        cutter = asyncio.create_task(cut_at_random(system, stream, under_way, rng))
 
-        async def later(prompt: list[int], max_tokens: int) -> Completion:
-            await asyncio.sleep(rng.uniform(0.0, 1.0))
-            return await ask(client, prompt, max_tokens)
+        async def ask_while_it_is_cut() -> None:
+            await asyncio.sleep(rng.uniform(0.0, 0.5))
+            while not cutter.done():
+                prompt, max_tokens = prompt_of(rng, vocab_size), rng.randrange(2, 200)
+                answer = await under_way.ask(client, prompt, max_tokens)
+                assert list(answer.token_ids) == expected(prompt, max_tokens, vocab_size)
+                assert answer.attempts == 1, "by replay, not by migration"
 
-        answers = await asyncio.gather(*(later(*case) for case in cases))
+        await asyncio.gather(*(ask_while_it_is_cut() for _ in range(8)))
         await cutter
-        assert stream.num_opened > 3, "it broke while they ran"
-        for (prompt, max_tokens), answer in zip(cases, answers, strict=True):
-            assert list(answer.token_ids) == expected(prompt, max_tokens, vocab_size)
-            assert answer.attempts == 1, "by replay, not by migration"
         await system.settled()
 
 

@@ -15,14 +15,16 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
-from role_harness import SECRET, WAIT_S, Load, RoleSystem, ask, edges_of_both_roles, make_model_dir, role_system, until, vocab_of
+from role_harness import SECRET, WAIT_S, Load, RoleSystem, ask, edges_of_both_roles, expected, make_model_dir, role_system, until, vocab_of
 from worker_harness import make_runner
 
 from kv_transfer.local import LocalHub
 from kv_transfer.testing_one_sided import OneSidedHub
-from twostep import AsyncClient
+from router.config import RouterConfig
+from twostep import AsyncClient, Completion
 from twostep.cluster.records import WorkerRecord, host_prefix_key, prefix_key, worker_key
 from twostep.cluster.registration import Registration
+from twostep.engine.fake import FakeRunner
 from twostep.engine.types import PrefixDelta
 from twostep.errors import Unauthenticated, Unavailable
 from twostep.role_pass import RolePass
@@ -83,6 +85,50 @@ async def test_under_load_every_answer_is_right_and_nothing_is_left(
                 await system.knows(prefill, decode)
                 # Nothing runs over two switches: where they take what runs from a worker, a router gives it up the third time.
                 await load.rounds(1)
+        await system.settled()
+
+
+async def test_an_answer_taken_from_its_worker_by_two_switches_goes_on(
+    model_dir: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A router may try a worker that begins to switch in this moment: such tries are not what is looked at.
+    monkeypatch.setattr("role_harness.RouterConfig", partial(RouterConfig, max_attempts=10))
+    roles = "prefill", "decode", "decode", "decode"
+    async with role_system(model_dir, redis_url, tmp_path, roles=roles, local_prefill=False) as system:
+        await system.knows(1, 3)
+        vocab, prompt, max_tokens = vocab_of(system), [7] * 50, 300
+        runners = [runner for worker in system.workers.values() if isinstance(runner := worker.engine.runner, FakeRunner)]
+        assert len(runners) == len(roles)
+        # Until the switches are over, an answer would take a minute.
+        for runner in runners[1:]:
+            runner.step_s = 0.2
+        seen: list[int] = []
+
+        async def asked(client: AsyncClient) -> Completion:
+            answer = client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=2 * WAIT_S)
+            async for piece in answer:
+                seen.extend(piece.token_ids)
+            return await answer.result()
+
+        def decoding() -> list[str]:
+            records = [worker.record() for worker in system.workers.values()]
+            return [record.worker_id for record in records if record.role == "decode" and record.load.num_running]
+
+        async with AsyncClient(system.target, max_retries=0) as client:
+            running = asyncio.create_task(asked(client))
+            for prefill, decode in ((2, 2), (3, 1)):
+                before = len(seen)
+                await until(lambda before=before: running.done() or (len(seen) > before and len(decoding()) == 1), "more of it")
+                assert not running.done(), running
+                (name,) = decoding()
+                assert (await system.switch(name, "prefill", 0.0)).role == "prefill"
+                assert not running.done(), running
+                await system.knows(prefill, decode)
+            for runner in runners:
+                runner.step_s = 0.0
+            answer = await running
+        assert list(answer.token_ids) == seen == expected(prompt, max_tokens, vocab)
+        assert answer.attempts >= 3, "each switch took it from a worker"
         await system.settled()
 
 
