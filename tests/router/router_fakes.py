@@ -270,7 +270,8 @@ class Script:
     """How a decode worker treats the sequences to come. Positions count from 0 over all attempts."""
 
     step_s: float = 0.0
-    fail_at: int | None = None  # DecodeFailed instead of the token at this position, once the router has all before it
+    fail_at: int | None = None  # DecodeFailed instead of the token at this position
+    fail_in_order: bool = True  # once the router has all before it; else at once, even if that overtakes the first token
     fail_code: str = "UNAVAILABLE"
     fail_retryable: bool = True
     fail_before_commit: bool = False
@@ -449,7 +450,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             for _ in range(2 if script.swap else script.tokens_per_step):
                 if position == script.fail_at:
                     send(*batch)
-                    await until(lambda at=position: self.exchange.arrived(attempt, at), "the router has the tokens before")  # type: ignore[misc]
+                    if script.fail_in_order:
+                        await until(lambda at=position: self.exchange.arrived(attempt, at), "the router has the tokens before")  # type: ignore[misc]
                     send(failed())
                     return
                 if position == script.hold_at:

@@ -74,12 +74,11 @@ async def test_the_life_of_a_key(cluster: Cluster, caplog: pytest.LogCaptureFixt
     await cluster.decode()
     async with administered(cluster) as http, aiohttp.ClientSession(url(cluster)) as client:
 
-        async def ask(told: str) -> int:
+        async def ask(told: str) -> tuple[int, str]:
             # Debts of a few minutes: they are still there when the limit has changed.
             body = chat(max_tokens=200, ignore_eos=True)
             async with client.post(CHAT, json=body, headers={"Authorization": f"Bearer {told}"}) as answer:
-                await answer.read()
-                return answer.status
+                return answer.status, await answer.text()
 
         wanted = {"name": "Ann's", "tenant": "acme", "tokens_per_minute": 60, "expires": "2999-01-01T00:00:00Z"}
         status, made = await asked(http, "POST", "/admin/keys", wanted)
@@ -87,7 +86,7 @@ async def test_the_life_of_a_key(cluster: Cluster, caplog: pytest.LogCaptureFixt
         told, key_id = made.pop("key"), made["id"]
         assert told.startswith("ts-")
         assert {name: made[name] for name in wanted} == wanted
-        assert await ask(told) == 200, "at once"
+        assert (await ask(told))[0] == 200, "at once"
         status, listed = await asked(http, "GET", "/admin/keys")
         assert [each["id"] for each in listed["data"]] == [key_id]
         assert listed["data"][0]["usage"]["tokens_this_day"] > 200
@@ -95,9 +94,11 @@ async def test_the_life_of_a_key(cluster: Cluster, caplog: pytest.LogCaptureFixt
         assert "hash" not in listed["data"][0]
         status, changed = await asked(http, "PATCH", f"/admin/keys/{key_id}", {"tokens_per_minute": 1, "name": "Bob's"})
         assert (status, changed["tokens_per_minute"], changed["name"], changed["tenant"]) == (200, 1, "Bob's", "acme")
-        assert await ask(told) == 429, "what was used under the old limit is owed under the new one"
+        status, said = await ask(told)
+        assert status == 429, "what was used under the old limit is owed under the new one"
+        assert "tokens_per_minute of 1 " in said, "and it is the new one that refuses"
         assert (await asked(http, "PATCH", f"/admin/keys/{key_id}", {"disabled": True}))[0] == 200
-        assert await ask(told) == 401
+        assert (await ask(told))[0] == 401
         assert (await asked(http, "DELETE", f"/admin/keys/{key_id}"))[1] == {"id": key_id, "deleted": True}
         assert (await asked(http, "GET", "/admin/keys"))[1]["data"] == []
         for method in ("GET", "PATCH", "DELETE"):

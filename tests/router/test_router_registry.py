@@ -300,12 +300,20 @@ async def test_a_slow_redis_costs_two_milliseconds_and_then_nothing(
     await index.lookup({A: units})
     await until(lambda: not index._pending, "its connection is there")
     asked = counted(index, monkeypatch)
-    redis_server.freeze()
-    for _ in range(1000):
+    waits = list[float]()
+    for num_tries in range(1, 6):
+        redis_server.freeze()
+        started = time.monotonic()
         assert await index.lookup({A: units}) == {}
-    assert len(asked) == 1, "one wait of 2 ms, and 999 lookups that do not try"
-    redis_server.thaw()
-    await until(lambda: not index._pending, "the late answer has come")
+        waits.append(time.monotonic() - started)
+        for _ in range(200):
+            assert await index.lookup({A: units}) == {}
+        assert len(asked) == num_tries, "one wait of 2 ms, and 200 lookups that do not try"
+        assert index._pending, "nobody has waited for the answer"
+        redis_server.thaw()
+        await until(lambda: not index._pending, "the late answer has come")
+    # Any one of them may have been held up by a busy machine.
+    assert 0.001 < min(waits) < 0.2
     await index.close()
     index = PrefixIndex(connection(), HASH_UNIT, timeout_s=60.0)
     assert await index.lookup({A: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
