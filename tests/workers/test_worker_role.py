@@ -59,9 +59,8 @@ async def ask_anything(system: RoleSystem, client: AsyncClient, rng: random.Rand
     [
         pytest.param(WAIT_S, LocalHub, id="drained-copied-out"),
         pytest.param(0.0, OneSidedHub, id="at-once-one-sided"),
-        # Each half is in the two above.
-        pytest.param(WAIT_S, OneSidedHub, id="drained-one-sided", marks=pytest.mark.long),
-        pytest.param(0.0, LocalHub, id="at-once-copied-out", marks=pytest.mark.long),
+        pytest.param(WAIT_S, OneSidedHub, id="drained-one-sided"),
+        pytest.param(0.0, LocalHub, id="at-once-copied-out"),
     ],
 )
 async def test_under_load_every_answer_is_right_and_nothing_is_left(
