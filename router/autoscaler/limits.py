@@ -1,5 +1,6 @@
 """What of a goal may be asked for: bounds of the pools, the budget, and how much at once. Where not everything can be had, both roles get
-the same share of what they need, the one that is shorter first, so that neither waits idle for the other; the spare is given up first."""
+the same share of what they need, the one that is shorter first, so that neither waits idle for the other: of what they need now before what
+they need a cold start ahead. The spare is given up first."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def _within_cost(config: PolicyConfig, goal: Goal, there: Composition, fitted: F
         # Nobody can change sides: those that are there stay.
         kept = {role: max(start[role], min(need[role], _in_use(goal, there, role))) for role in ROLES}
         start = kept if config.affordable(kept) else start
-    need = _grow(start, need, config.affordable)
+    need = _towards(goal, start, need, config.affordable)
     return Fitted(need=need, total=sum(need.values()), limit=limit)
 
 
@@ -95,8 +96,16 @@ def _within_surge(config: PolicyConfig, goal: Goal, there: Composition, asked_fo
     need = fitted.need
     if sum(need.values()) > most:
         start = {role: max(floor[role], min(need[role], there.expected(role))) for role in ROLES}
-        need = _grow(start, need, lambda counts: sum(counts.values()) <= most)
+        need = _towards(goal, start, need, lambda counts: sum(counts.values()) <= most)
     return Fitted(need=need, total=max(most, sum(need.values())), limit=fitted.limit or "surge")
+
+
+def _towards(
+    goal: Goal, start: Mapping[Role, int], need: Mapping[Role, int], allowed: Callable[[Mapping[Role, int]], bool]
+) -> dict[Role, int]:
+    """From `start` towards `need`. A worker that the load of now needs is not taken for one that the load may need later."""
+    now = {role: min(goal.now[role], need[role]) for role in ROLES}
+    return _grow(_grow(start, now, allowed), need, allowed)
 
 
 def _grow(start: Mapping[Role, int], need: Mapping[Role, int], allowed: Callable[[Mapping[Role, int]], bool]) -> dict[Role, int]:

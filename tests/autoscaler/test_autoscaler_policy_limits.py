@@ -13,7 +13,7 @@ from router.autoscaler.composition import Composition, compose
 from router.autoscaler.goal import Goal
 from router.autoscaler.limits import fit
 from router.autoscaler.memory import Memory
-from router.autoscaler.model import ROLES, Observation, PolicyConfig, PoolConfig
+from router.autoscaler.model import ROLES, Observation, PolicyConfig, PoolConfig, Role
 from twostep.errors import InvalidRequest
 
 
@@ -22,10 +22,10 @@ def there(settings: PolicyConfig, prefill: int, decode: int) -> Composition:
     return compose(settings, Memory(), observation)
 
 
-def goal(prefill: int, decode: int, total: int | None = None) -> Goal:
-    need = {"prefill": prefill, "decode": decode}
+def goal(prefill: int, decode: int, total: int | None = None, *, now: dict[Role, int] | None = None) -> Goal:
+    need: dict[Role, int] = {"prefill": prefill, "decode": decode}
     total = prefill + decode if total is None else total
-    return Goal(now=need, need=need, total=total, shared=True, asleep=False, ahead=need, kept=need, needs=())
+    return Goal(now=now or need, need=need, total=total, shared=True, asleep=False, ahead=need, kept=need, needs=())
 
 
 def test_what_can_be_had_is_asked_for() -> None:
@@ -76,6 +76,14 @@ def test_surge_raises_both_sides_towards_what_they_need() -> None:
     # As many are taken away at once.
     fitted = fit(settings, goal(1, 1), there(settings, 6, 4), 10)
     assert (fitted.total, fitted.limit) == (7, "surge")
+
+
+@pytest.mark.parametrize("settings", [config(max_cost=3.0), config(max_workers=3), config(surge=1)])
+@pytest.mark.parametrize("now", [{"prefill": 1, "decode": 2}, {"prefill": 2, "decode": 1}])
+def test_what_is_needed_now_comes_before_what_is_needed_later(settings: PolicyConfig, now: dict[Role, int]) -> None:
+    """Not a worker more for a role that may need it in a cold start, while the other one lacks it now."""
+    fitted = fit(settings, goal(4, 4, now=now), there(settings, 1, 1), 2)
+    assert (fitted.need, fitted.total) == (now, 3)
 
 
 def test_waking_up_is_not_slowed_down() -> None:
