@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,9 +127,10 @@ class Clock:
 
 
 class Clocked(HookedRunner):
-    """Each step takes the device 20 ms, and its launch the host half a one."""
+    """Each step takes the device 20 ms, and its launch the host half a one. `making_s`: what the host makes of a result takes so long."""
 
     overlaps = True
+    making_s = 0.0
 
     def __init__(self, clock: Clock, **options: Any) -> None:
         super().__init__(**options)
@@ -137,18 +140,20 @@ class Clocked(HookedRunner):
         sampled = super().launch(batch).result()
         self.clock.sleep(0.0005)
         self.free_at = ends = max(self.clock.now, self.free_at) + 0.02
-        return Ending(self.clock, sampled, ends)
+        return Ending(self.clock, sampled, ends, self.making_s)
 
 
 class Ending:
     layer_marks = ()
 
-    def __init__(self, clock: Clock, sampled: Sampled, ends: float) -> None:
-        self._clock, self._sampled, self._ends = clock, sampled, ends
+    def __init__(self, clock: Clock, sampled: Sampled, ends: float, making_s: float) -> None:
+        self._clock, self._sampled, self._ends, self._making_s = clock, sampled, ends, making_s
 
     def result(self) -> Sampled:
         self._clock.sleep(self._ends - self._clock.now)
-        return self._sampled
+        ready_at = self._clock.now
+        self._clock.sleep(self._making_s)
+        return replace(self._sampled, ready_at=ready_at)
 
 
 def test_a_step_whose_end_was_not_seen_is_not_timed_nor_is_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +171,23 @@ def test_a_step_whose_end_was_not_seen_is_not_timed_nor_is_the_next(monkeypatch:
     assert timed[:8] == [True] * 6 + [False] * 2
     assert timed[-3:] == [True] * 3
     assert all(abs(output.duration_s - 0.02) < 0.0011 for output in outputs[1:] if output.timed)
+
+
+def test_what_the_host_makes_of_a_result_lengthens_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of answers with logprobs: the host has them for longer than a launch takes. It is not the device's time, and no time for
+    the next launch to wait, or each step would make the next one longer."""
+    clock = Clock()
+    monkeypatch.setattr("twostep.engine.engine.time", clock)
+    monkeypatch.setattr("twostep.engine.step_launcher.time", clock)
+    runner = Clocked(clock, num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
+    runner.making_s = 0.004
+    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
+    engine.submit(make_request("old", [1, 2, 3], max_tokens=60))
+    outputs = [engine.step() for _ in range(50)]
+    assert [len(output.tokens) for output in outputs] == [1] * 50
+    gaps = [after.ended_at - before.ended_at for before, after in itertools.pairwise(outputs)]
+    assert max(gaps[2:]) < 0.0201, "the device is never left without a step"
+    assert all(output.timed for output in outputs[3:])
 
 
 class Arrival(Pacing):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -81,6 +81,8 @@ class Sampled:
     token_ids: Sequence[int]
     logprobs: Sequence[float | None]
     top_logprobs: Sequence[tuple[TopLogprob, ...]]
+    # When the host saw that the device was done, before it made anything of what it found, in monotonic seconds; None: just now.
+    ready_at: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -118,6 +119,7 @@ class DeviceStep:
     def result(self) -> Sampled:
         if self._done is not None:
             self._done.synchronize()
+        ready_at = time.monotonic()
         token_ids: list[int] = self._tokens.tolist()
         if token_ids and min(token_ids) < 0:
             raise InternalError("the model gave logits that are not finite; its weights are damaged, or too large for this dtype")
@@ -128,4 +130,4 @@ class DeviceStep:
             most = len(values) // 2
             asked = min(most, self._rows[r].params.logprobs or 0)
             top[r] = tuple(TopLogprob(int(values[1 + most + i]), values[1 + i]) for i in range(asked))
-        return Sampled(token_ids=token_ids, logprobs=chosen, top_logprobs=top)
+        return Sampled(token_ids=token_ids, logprobs=chosen, top_logprobs=top, ready_at=ready_at)

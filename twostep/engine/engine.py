@@ -72,7 +72,7 @@ class Engine:
         self._launched: deque[LaunchedStep] = deque()
         self._masks = MaskMaker()
         self._pacing = Pacing()
-        self._settled_at = 0.0
+        self._ended_at = 0.0
         self._end_seen = True
         # Since when there is work without a finished step; None: idle.
         self._busy_since: float | None = None
@@ -202,7 +202,7 @@ class Engine:
             # A runner that computes when it is asked for the result is not running meanwhile: each wait would be measured as a longer step.
             if self._launched and self._runner.overlaps:
                 running = self._launched[-1]
-                began = max(running.since, self._settled_at)
+                began = max(running.since, self._ended_at)
                 prompts = running.workload.prompt_tokens > 0 or self._ledger.num_waiting > 0
                 time.sleep(self._pacing.wait_s(running.workload, time.monotonic() - began, prompts=prompts))
             started = time.monotonic()
@@ -244,20 +244,20 @@ class Engine:
         launched = self._launched[0]
         work = launched.work
         collected = launched.collect()
-        sampled, blocked_s = collected.sampled, collected.blocked_s
+        sampled, ended_at = collected.sampled, collected.ended_at
         self._launched.popleft()
         with self._changed:
             result = self._ledger.fail(work, collected.message) if sampled is None else self._ledger.settle(work, sampled)
             failures = self._ledger.constrained.take_failures()
             self._busy_since = None
             self._note_work()
-            since = max(launched.since, self._settled_at)
-            begin_seen, self._end_seen = self._end_seen or launched.since > self._settled_at, blocked_s >= UNSEEN_S
-            self._settled_at = time.monotonic()
+            since = max(launched.since, self._ended_at)
+            begin_seen, self._end_seen = self._end_seen or launched.since > self._ended_at, collected.blocked_s >= UNSEEN_S
+            self._ended_at = ended_at
             done = launched.workload
             if sampled is not None:
-                self._pacing.settled(done, self._settled_at - since, blocked_s)
-                self._ledger.preemptor.computed(done.prompt_tokens, done.decodes, self._settled_at - since)
+                self._pacing.settled(done, ended_at - since, collected.blocked_s)
+                self._ledger.preemptor.computed(done.prompt_tokens, done.decodes, ended_at - since)
         return StepOutput(
             step=launched.step,
             tokens=result.tokens,
@@ -267,8 +267,8 @@ class Engine:
             num_decode_tokens=done.decodes,
             num_pairs=done.pairs,
             num_context_tokens=done.context,
-            duration_s=self._settled_at - since,
-            ended_at=self._settled_at,
+            duration_s=ended_at - since,
+            ended_at=ended_at,
             launch_s=launched.launch_s,
             timed=not self._runner.overlaps or (begin_seen and self._end_seen),
         )

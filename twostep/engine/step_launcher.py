@@ -24,9 +24,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What came of a step. `sampled` None: it failed, and `message` says why. `blocked_s`: how long the host waited for it."""
+    """What came of a step. `sampled` None: it failed, and `message` says why. `ended_at`: when the host saw its end, in monotonic seconds;
+    `blocked_s`: how long it had waited for that. What the host then made of the result is in neither."""
 
     sampled: Sampled | None
+    ended_at: float
     message: str = ""
     blocked_s: float = 0.0
 
@@ -49,14 +51,15 @@ class LaunchedStep:
         asked = time.monotonic()
         try:
             sampled = self.in_flight.result()
-            blocked_s = time.monotonic() - asked
+            ended_at = time.monotonic() if sampled.ready_at is None else sampled.ready_at
             num_rows = sum(self.work.sampled)
             if not len(sampled.token_ids) == len(sampled.logprobs) == len(sampled.top_logprobs) == num_rows:
                 raise InternalError(f"the runner returned {len(sampled.token_ids)} tokens for {num_rows} rows")
         except Exception as error:
             log.exception("step %d failed: its %d sequences are given up", self.step, len(self.work.sequences))
-            return Collected(sampled=None, message=f"the device failed in this step: {type(error).__name__}: {error}")
-        return Collected(sampled=sampled, blocked_s=blocked_s)
+            message = f"the device failed in this step: {type(error).__name__}: {error}"
+            return Collected(sampled=None, ended_at=time.monotonic(), message=message)
+        return Collected(sampled=sampled, ended_at=ended_at, blocked_s=ended_at - asked)
 
 
 class _NotLaunched:
