@@ -247,7 +247,8 @@ async def served(runner: Runner, load: Load, arguments: argparse.Namespace) -> d
             ]
             words += ["--vocab", str(runner.vocab_size)]
             player = await asyncio.create_subprocess_exec(*words)
-            await asyncio.wait_for(player.wait(), load.seconds + 60)
+            if await asyncio.wait_for(player.wait(), load.seconds + 60):
+                raise RuntimeError("the router's part has failed; see above why")
             router = json.loads(result.read_text())
             await asyncio.gather(prefill.stop(1.0), decode.stop(1.0))
         finally:
@@ -289,7 +290,11 @@ class Player:
             reader = asyncio.create_task(self._read(stream))
             started = time.perf_counter()
             tasks = [asyncio.create_task(self._keep_one()) for _ in range(self._load.streams)]
-            await asyncio.sleep(self._load.seconds)
+            # None of them ends by itself.
+            ended, _ = await asyncio.wait({*tasks, reader}, timeout=self._load.seconds, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+                raise RuntimeError("the decode worker has closed its stream")
             for task in (*tasks, reader):
                 task.cancel()
             await asyncio.gather(*tasks, reader, return_exceptions=True)

@@ -111,9 +111,11 @@ class Outbox:
         return True
 
     def overflow(self) -> None:
-        """Breaks the stream with RESOURCE_EXHAUSTED."""
+        """Breaks the stream with RESOURCE_EXHAUSTED. Nothing is lost by that: the next one begins with what was not sent."""
         self._break(
-            ResourceExhausted(f"more than {self._max_events} events wait for this router: it reads too slowly; its sequences are dropped")
+            ResourceExhausted(
+                f"more than {self._max_events} events wait for this router, which reads too slowly; open the stream again to go on from there"
+            )
         )
 
     def close(self) -> None:

@@ -309,20 +309,15 @@ class Sequences:
         outbox = self._outboxes.get(router_id)
         if outbox is None or outbox.put(message):
             return
-        # Tokens are lost, so none of its sequences can go on; others' are not held up.
-        log.warning("router %s reads too slowly: its stream and its sequences are dropped", router_id)
+        # Its sequences go on: their histories have what it misses, for as long as its lease lasts. Others' are not held up.
+        log.warning("router %s reads too slowly: its stream is broken, and goes on from where it has got when it opens another", router_id)
         outbox.overflow()
-        self._fail_of(router_id, ResourceExhausted("the router read its stream too slowly"))
 
     # ---- ends ---------------------------------------------------------------------------------------------------------------
 
     def fail_all(self, error: TwostepError) -> None:
         """Ends every sequence and tells the routers."""
         for sequence in list(self._sequences.values()):
-            self._fail(sequence, error)
-
-    def _fail_of(self, router_id: str, error: TwostepError) -> None:
-        for sequence in [s for s in self._sequences.values() if s.router_id == router_id]:
             self._fail(sequence, error)
 
     def _fail(self, sequence: DecodeSequence, error: TwostepError) -> None:
