@@ -42,6 +42,7 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.local.redis_server import server_argv, server_binary, socket_path
+from twostep.rpc import event_loop
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
@@ -362,7 +363,7 @@ def main() -> None:
     load = Load(args.streams, args.prompt, args.most, args.seconds)
     if args.play_router:
         prefill, decode, result = args.play_router
-        Path(result).write_text(json.dumps(asyncio.run(Player(prefill, decode, load, args.vocab).play())))
+        Path(result).write_text(json.dumps(event_loop.run(Player(prefill, decode, load, args.vocab).play())))
         return
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(TINY if args.tiny else LLAMA_8B))
@@ -379,8 +380,8 @@ def main() -> None:
     gc.freeze()  # as a worker does
     config = EngineConfig(max_num_batched_tokens=max(2048, load.streams), max_num_seqs=load.streams)
     for _ in range(args.rounds):
-        print("alone ", _line(asyncio.run(alone(runner, load, config))), flush=True)
-        got = asyncio.run(served(runner, load, args))
+        print("alone ", _line(event_loop.run(alone(runner, load, config))), flush=True)
+        got = event_loop.run(served(runner, load, args))
         print("served", _line(got["engine"]), flush=True)
         print("router", _line(got["router"]), flush=True)
         print(f"        {got['hand_overs_per_s']:.1f} hand-overs/s, {got['gb_per_s']:.2f} GB/s, {got['failed']} failed", flush=True)

@@ -16,8 +16,8 @@ from decode_worker.history import AttemptId, History
 from twostep.errors import Cancelled, ResourceExhausted, TwostepError
 from twostep.rpc.v1 import decode_pb2
 
-# Replayed events travel in messages of so many.
-_REPLAY_EVENTS = 1024
+# Events of one message at most, of those that are replayed and where several steps' travel together.
+_MESSAGE_EVENTS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class Outbox:
         """Breaks the stream with RESOURCE_EXHAUSTED. Nothing is lost by that: the next one begins with what was not sent."""
         self._break(
             ResourceExhausted(
-                f"more than {self._max_events} events wait for this router, which reads too slowly; open the stream again to go on from there"
+                f"more than {self._max_events} events wait for this router, which reads too slowly; open the stream again to go on"
             )
         )
 
@@ -127,8 +127,8 @@ class Outbox:
         """A new stream, which takes over from the one before and begins with the events `missed`."""
         self._break(Cancelled("another stream of this router took over"))
         self._missed = False
-        for start in range(0, len(missed), _REPLAY_EVENTS):
-            self._replay.append(decode_pb2.StepEvents(step=step, events=missed[start : start + _REPLAY_EVENTS]))
+        for start in range(0, len(missed), _MESSAGE_EVENTS):
+            self._replay.append(decode_pb2.StepEvents(step=step, events=missed[start : start + _MESSAGE_EVENTS]))
         self._connection = Connection()
         return self._connection
 
@@ -149,7 +149,8 @@ class Outbox:
             self._num_events = 0
 
     async def next(self, connection: Connection) -> decode_pb2.StepEvents | None:
-        """The next message to send; None: closed and all sent. Raises what the connection was broken with."""
+        """The next message to send, with as much of what waits as one message takes: where sending is slower than stepping, it carries more
+        each time, and does not fall behind. None: closed and all sent. Raises what the connection was broken with."""
         while connection.error is None and not self._replay and not self._messages:
             if self._closed:
                 return None
@@ -162,5 +163,7 @@ class Outbox:
         if self._replay:
             return self._replay.popleft()
         message = self._messages.popleft()
+        while self._messages and len(message.events) + len(self._messages[0].events) <= _MESSAGE_EVENTS:
+            message.MergeFrom(self._messages.popleft())
         self._num_events -= len(message.events)
         return message

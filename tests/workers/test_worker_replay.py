@@ -74,6 +74,37 @@ def test_ended_histories_are_bounded_in_number_and_time() -> None:
     outbox.disconnect(connection)
 
 
+@given(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 3)), max_size=30))
+def test_what_waits_travels_together_in_order(steps: list[tuple[int, int]]) -> None:
+    """Steps of so many events, after each of which so many messages are sent: where sending is the slower of both, each takes more."""
+
+    async def run() -> None:
+        outbox = Outbox(ROUTER, max_events=sum(count for count, _ in steps), max_ended=1)
+        connection = outbox.connect()
+        got: list[decode_pb2.StepEvents] = []
+        number = 0
+        for step, (count, num_sent) in enumerate(steps, 1):
+            events = [decode_pb2.DecodeEvent(attempt=number + i) for i in range(count)]
+            number += count
+            assert outbox.put(decode_pb2.StepEvents(step=step, events=events))
+            for _ in range(num_sent):
+                if not outbox.empty:
+                    message = await outbox.next(connection)
+                    assert message is not None
+                    got.append(message)
+                    assert message.step <= step
+        outbox.close()
+        while (message := await outbox.next(connection)) is not None:
+            got.append(message)
+        assert [event.attempt for message in got for event in message.events] == list(range(number))
+        assert all(len(message.events) <= 1024 for message in got)
+        # No two that would have gone together went apart, but for those that had to be sent before the later one was there.
+        assert len(got) <= sum(num_sent for _, num_sent in steps) + 2 * number // 1024 + 1
+        assert outbox.put(decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent()] * number)), "there is room for as many as before"
+
+    asyncio.run(run())
+
+
 def test_the_first_token_of_a_prompt_computed_here_is_kept_apart_from_the_others() -> None:
     history = History(("s", 1), max_tokens=2)
     first = history.begin(token(4), cached_tokens=16, queue_s=0.5, prefill_s=0.25)

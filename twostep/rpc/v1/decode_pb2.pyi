@@ -258,6 +258,7 @@ class StepEvents(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
+    """The last of those it tells of."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeEvent]: ...
     def __init__(

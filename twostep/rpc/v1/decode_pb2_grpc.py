@@ -82,7 +82,7 @@ class DecodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stream(self, request, context):
-        """One stream for each router: all its sequences' tokens of one step in one message.
+        """One stream for each router: all its sequences' tokens of one step in one message; of several steps where sending is slower than they are.
         Initial metadata is sent as soon as the stream is registered: a router reserves only after it.
         A second stream of the same router takes over from the first. It says which attempts the router still wants and from where on: those
         are replayed and then go on; the router's others are dropped. Without a stream for the lease time, all of them are.

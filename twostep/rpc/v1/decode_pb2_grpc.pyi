@@ -40,7 +40,7 @@ class DecodeStub:
     Cancel: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]
     """Frees whatever the attempt holds here. Idempotent."""
     Stream: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamRequest, _decode_pb2.StepEvents]
-    """One stream for each router: all its sequences' tokens of one step in one message.
+    """One stream for each router: all its sequences' tokens of one step in one message; of several steps where sending is slower than they are.
     Initial metadata is sent as soon as the stream is registered: a router reserves only after it.
     A second stream of the same router takes over from the first. It says which attempts the router still wants and from where on: those
     are replayed and then go on; the router's others are dropped. Without a stream for the lease time, all of them are.
@@ -58,7 +58,7 @@ class DecodeAsyncStub(DecodeStub):
     Cancel: _aio.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]  # type: ignore[assignment]
     """Frees whatever the attempt holds here. Idempotent."""
     Stream: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamRequest, _decode_pb2.StepEvents]  # type: ignore[assignment]
-    """One stream for each router: all its sequences' tokens of one step in one message.
+    """One stream for each router: all its sequences' tokens of one step in one message; of several steps where sending is slower than they are.
     Initial metadata is sent as soon as the stream is registered: a router reserves only after it.
     A second stream of the same router takes over from the first. It says which attempts the router still wants and from where on: those
     are replayed and then go on; the router's others are dropped. Without a stream for the lease time, all of them are.
@@ -97,7 +97,7 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.StreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.StepEvents], _abc.AsyncIterator[_decode_pb2.StepEvents]]:
-        """One stream for each router: all its sequences' tokens of one step in one message.
+        """One stream for each router: all its sequences' tokens of one step in one message; of several steps where sending is slower than they are.
         Initial metadata is sent as soon as the stream is registered: a router reserves only after it.
         A second stream of the same router takes over from the first. It says which attempts the router still wants and from where on: those
         are replayed and then go on; the router's others are dropped. Without a stream for the lease time, all of them are.
