@@ -69,7 +69,7 @@ async def test_many_at_once_with_chunked_prefill_and_several_chunks_each(redis_u
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             assert answer.tokens == expected(prompt, 5 + i)
             assert answer.positions == list(range(5 + i))
-        # One message for each step and router, however many sequences had a token in it.
+        # No step's tokens in two messages, however many sequences had one in it.
         steps = [m.step for m in router.messages if any(e.WhichOneof("event") == "token" for e in m.events)]
         assert len(steps) == len(set(steps))
         assert max(len(m.events) for m in router.messages) > 1
