@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 
 from twostep.engine.types import TokenOutput
@@ -82,20 +83,51 @@ class History:
         """Whether everything from `next_position` on is still here."""
         return not self._full or next_position >= self._first_position
 
-    def since(self, position: decode_pb2.StreamPosition) -> list[decode_pb2.DecodeEvent]:
-        """What a router that has got so far has missed, in order."""
+    def since(self, position: decode_pb2.StreamPosition) -> Iterator[decode_pb2.DecodeEvent]:
+        """What a router that has got so far has missed, in order. Nothing is to be added meanwhile."""
         assert self.reaches(position.next_position)
-        events = []
         if self.committed is not None and not position.committed:
-            events.append(self.committed_event())
+            yield self.committed_event()
         if self.first_token is not None and position.next_position <= self.first_token.token.position:
-            events.append(self._first_token_event())
+            yield self._first_token_event()
         for token in islice(self._tokens, max(0, position.next_position - self._first_position), None):
             event = self.event()
             event.token.CopyFrom(prefill_pb2.Token.FromString(token))
-            events.append(event)
+            yield event
         if self.failed is not None:
-            events.append(self.failed_event())
+            yield self.failed_event()
+
+
+class Replay:
+    """One attempt's way from where its router has got to the end of its history, some events at a time."""
+
+    def __init__(self, history: History, position: decode_pb2.StreamPosition) -> None:
+        self.history = history
+        self._position = decode_pb2.StreamPosition()
+        self._position.CopyFrom(position)
+        self._failure_told = False
+
+    @property
+    def lost(self) -> bool:
+        """What comes next is not kept any more."""
+        return not self.history.reaches(self._position.next_position)
+
+    @property
+    def over(self) -> bool:
+        """There is no more for now."""
+        return self._failure_told or (not self.lost and next(self.history.since(self._position), None) is None)
+
+    def take(self, limit: int) -> list[decode_pb2.DecodeEvent]:
+        """The next ones, at most so many."""
+        events = [] if self._failure_told else list(islice(self.history.since(self._position), limit))
+        for event in events:
+            if event.HasField("committed"):
+                self._position.committed = True
+            elif event.HasField("failed"):
+                self._failure_told = True
+            else:
+                token = event.token if event.HasField("token") else event.first_token.token
+                self._position.next_position = token.position + 1
         return events
 
 

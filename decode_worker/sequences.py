@@ -19,7 +19,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 
 from decode_worker.fetch import Fetched, Fetcher, Target
-from decode_worker.history import AttemptId, History, not_here
+from decode_worker.history import AttemptId, History, Replay, not_here
 from decode_worker.outbox import Connection, Outbox
 from decode_worker.sequence import ComputedHere, DecodeSequence, HandedOver, SequencesConfig, State
 from decode_worker.tracing import CANCELLED, SequenceSpan
@@ -115,7 +115,10 @@ class Sequences:
             if len(self._outboxes) >= self.config.max_routers:
                 raise ResourceExhausted(f"{self.config.max_routers} routers are connected already; use another decode worker")
             outbox = self._outboxes[router_id] = Outbox(
-                router_id, max_events=self.config.max_buffered_events, max_ended=self.config.max_ended_kept
+                router_id,
+                max_events=self.config.max_buffered_events,
+                max_ended=self.config.max_ended_kept,
+                on_lost=self._fail_behind,
             )
         return outbox
 
@@ -125,20 +128,17 @@ class Sequences:
         outbox = self.outbox(router_id)
         wanted = {(p.request_id, p.attempt): p for p in positions}
         self._drop_unwanted(outbox, wanted.keys())
-        missed: list[decode_pb2.DecodeEvent] = []
+        behind: list[Replay] = []
+        told: list[decode_pb2.DecodeEvent] = []
         for attempt, position in wanted.items():
             history = outbox.history(attempt)
-            if history is None:
-                if not position.reserving:
-                    missed.append(not_here(attempt))
-            elif history.reaches(position.next_position):
-                missed += history.since(position)
-            else:
-                log.warning("%s: router %s asks for tokens that are no longer kept", attempt, router_id)
-                missed += self._fail_behind(history)
-        if missed:
-            log.info("router %s is back: %d events are sent again", router_id, len(missed))
-        return outbox, outbox.connect(missed, step=self._step)
+            if history is not None:
+                behind.append(Replay(history, position))
+            elif not position.reserving:
+                told.append(not_here(attempt))
+        if behind or told:
+            log.info("router %s is back: %d sequences go on from where it has got, %d are not here", router_id, len(behind), len(told))
+        return outbox, outbox.connect(behind, told)
 
     def _drop_unwanted(self, outbox: Outbox, wanted: Iterable[AttemptId]) -> None:
         unwanted = set(outbox.attempts).difference(wanted)
@@ -150,6 +150,7 @@ class Sequences:
 
     def _fail_behind(self, history: History) -> list[decode_pb2.DecodeEvent]:
         """The router has fallen behind what is kept. Returns what it must be told now; of a running sequence, once that is freed."""
+        log.warning("%s: its router asks for tokens that are no longer kept", attempt_id(*history.attempt))
         message = f"the router asks for tokens further back than the last {self.config.max_replay_tokens}, which are all that is kept"
         sequence = self._sequences.get(attempt_id(*history.attempt))
         if sequence is not None:

@@ -9,7 +9,8 @@ The life of a request here:
  3. fetch     in the background (decode_worker.fetch): watch the prefill worker, pull each chunk as it becomes ready, verify it, write it
               into the reserved blocks.
  4. commit    only once all of it is here and verified: engine.commit, Acknowledge COMMITTED, a Committed event.
- 5. steps     continuous batching; all tokens of one step go to a router in one message on its one stream, buffered within bounds.
+ 5. steps     continuous batching; all tokens of one step, or of several where sending is slower, go to a router in one message on its one
+              stream, buffered within bounds.
  6. end       the token with a finish reason; or DecodeFailed; or Cancel, after which nothing is told. The blocks are free by then.
 
 With prefill_here, Reserve queues the prompt instead: the engine computes it in chunks of its step budget, between the others' tokens, and

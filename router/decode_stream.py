@@ -1,7 +1,7 @@
 """The one stream of a decode worker's tokens to this router, dealt out to the attempts they belong to.
 
 1. opened as soon as the worker is known; `wait_open` returns once the worker has registered it
-2. one message a step, one event for each sequence; every event goes to its attempt's sink, in the order of arrival
+2. one message a step, or for several, one event for each token; every event goes to its attempt's sink, in the order of arrival
 3. broken: it is opened again, with back-off, from where every attempt on it has got: the worker sends again what was missed, and
    the attempts notice nothing. Only when that has not come about within the lease, when nobody listens at the worker's address
    any more, or when the worker has ended it in good order, do the attempts fail, and begin again elsewhere

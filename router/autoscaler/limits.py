@@ -44,9 +44,12 @@ def _within_bounds(config: PolicyConfig, goal: Goal, there: Composition) -> Fitt
     if share >= 1.0:
         total = min(goal.total, sum(most.values()))
         return Fitted(need=goal.need, total=total, limit="max_workers" if total < goal.total else "")
+    share_now = min(1.0, *(most[role] / max(1, goal.now[role]) for role in ROLES))
     need: dict[Role, int] = {}
     for role in ROLES:
         part = math.ceil(goal.need[role] * share - 1e-9)
+        # Of what is needed now, as much as the other role's bound lets through.
+        part = max(part, min(goal.need[role], math.ceil(goal.now[role] * share_now - 1e-9)))
         need[role] = min(most[role], max(_floor(config, goal, role), _in_use(goal, there, role), part))
     # Beyond its bound a role gets nothing; the spare, if there was one, still has its place on the other side.
     extra = goal.total - sum(goal.need.values())

@@ -41,6 +41,15 @@ def test_a_bound_on_one_side_holds_the_other_in_proportion() -> None:
     assert fitted.limit == "max_workers of prefill"
 
 
+def test_a_bound_that_is_enough_for_now_holds_nobody_to_less_than_is_needed_now() -> None:
+    settings = config(decode=pool(max_workers=4), surge=100)
+    fitted = fit(settings, goal(3, 8, now={"prefill": 3, "decode": 4}), there(settings, 1, 1), 2)
+    assert fitted.need == {"prefill": 3, "decode": 4}
+    # Half of what now needs is all that can be had of decode: more prefill workers would wait for it.
+    fitted = fit(settings, goal(4, 16, now={"prefill": 4, "decode": 8}), there(settings, 1, 1), 2)
+    assert fitted.need == {"prefill": 2, "decode": 4}
+
+
 def test_the_budget_takes_the_spare_first_and_then_both_sides() -> None:
     settings = config(max_cost=5.0, surge=100)
     fitted = fit(settings, goal(3, 2, 6), there(settings, 3, 2), 5)

@@ -145,15 +145,17 @@ async def test_workers_come_change_and_go_with_the_load(tiny_llama_dir: Path, tm
         await system.until_workers(1, 1)
         async with system.load(2, prompt_tokens=16, max_tokens=150):
             # Long answers, which are under way whatever happens.
-            give_up = time.monotonic() + WAIT_S
-            while not system.somebody_changed_its_role():
-                # With three in all one has to, unless a pause of this machine looked like the end of the load, and one was sent home.
-                assert time.monotonic() < give_up, f"nobody changed its role:\n{system.log.read_text()}"
+            for _ in range(3):
                 async with system.load(6, prompt_tokens=150, max_tokens=2) as no_more_prompts:
                     await system.until_workers(2, 1)
                     no_more_prompts.set()
                     async with system.load(16, prompt_tokens=16, max_tokens=40):
                         await system.until_workers(1, 2)
+                # With three in all one has to, unless a pause of this machine looked like the end of the load, and one was sent home.
+                if system.somebody_changed_its_role():
+                    break
+            else:
+                pytest.fail(f"nobody changed its role:\n{system.log.read_text()}")
             await system.until_workers(1, 1)
             gone = r"(prefill|decode)-[01]: gone, took"
             await system.until(lambda: re.search(gone, system.log.read_text()), "one is gone")
