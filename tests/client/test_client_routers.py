@@ -185,7 +185,7 @@ def test_a_slow_answer_is_no_illness(pair: Pair) -> None:
 
 def test_a_resume_goes_to_another_router_with_what_time_is_left(pair: Pair) -> None:
     (first, _), (second, _) = pair
-    with Client([target for _, target in pair], timeout=100) as client:
+    with Client([target for _, target in pair], timeout=60) as client:
         completion = client.generate("crash", temperature=0.5).result()
     assert (completion.text, completion.resumes) == ("one two three", 1)
     assert (first.calls["crash"], second.calls["crash"]) == (1, 1)
@@ -193,7 +193,8 @@ def test_a_resume_goes_to_another_router_with_what_time_is_left(pair: Pair) -> N
     assert list(resumed.resume_token_ids) == [100, 101]
     assert (resumed.sampling.seed, begun.sampling.HasField("seed")) == (1234, False)
     left = sorted(first.remaining_s + second.remaining_s)
-    assert 0 < left[0] < left[1] <= 100.1, "the deadline is that of the whole request"
+    # gRPC sends it in tenths of a second below 100 s, rounded up.
+    assert 0 < left[0] < left[1] <= 60.1, "the deadline is that of the whole request"
 
 
 def test_a_call_that_the_server_gives_up_goes_on_elsewhere(pair: Pair) -> None:
