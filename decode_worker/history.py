@@ -9,7 +9,7 @@ from itertools import islice
 
 from twostep.engine.types import TokenOutput
 from twostep.rpc.v1 import decode_pb2, prefill_pb2
-from twostep.worker.requests import token_to_proto
+from twostep.worker.requests import fill_token, token_to_proto
 
 AttemptId = tuple[str, int]
 
@@ -30,25 +30,25 @@ class History:
         self._next_position: int | None = None
         self._full = False
 
-    def begin(self, token: TokenOutput, *, cached_tokens: int, queue_s: float, prefill_s: float) -> decode_pb2.DecodeEvent:
-        """The first token of a prompt computed here. Returns what the router is told."""
+    def begin(self, token: TokenOutput, event: decode_pb2.DecodeEvent, *, cached_tokens: int, queue_s: float, prefill_s: float) -> None:
+        """The first token of a prompt computed here. Fills the empty `event` with what the router is told."""
         assert self._next_position is None, "the first token comes first"
         self.first_token = prefill_pb2.FirstToken(
             token=token_to_proto(token), cached_tokens=cached_tokens, queue_s=queue_s, prefill_s=prefill_s
         )
         self._next_position = token.position + 1
-        return self._first_token_event()
+        event.request_id, event.attempt = self.attempt
+        event.first_token.CopyFrom(self.first_token)
 
-    def add(self, token: TokenOutput) -> decode_pb2.DecodeEvent:
-        """Returns what the router is told."""
+    def add(self, token: TokenOutput, event: decode_pb2.DecodeEvent) -> None:
+        """Fills the empty `event` with what the router is told."""
         assert self._next_position in (None, token.position), "a sequence's tokens come in order"
-        message = token_to_proto(token)
+        event.request_id, event.attempt = self.attempt
+        message = event.token
+        fill_token(message, token)
         self._full = self._full or len(self._tokens) == self._tokens.maxlen
         self._tokens.append(message.SerializeToString())
         self._next_position = token.position + 1
-        event = self.event()
-        event.token.CopyFrom(message)
-        return event
 
     def end(self) -> None:
         """Nothing follows."""
@@ -61,12 +61,6 @@ class History:
         assert self.committed is not None
         event = self.event()
         event.committed.CopyFrom(self.committed)
-        return event
-
-    def _first_token_event(self) -> decode_pb2.DecodeEvent:
-        assert self.first_token is not None
-        event = self.event()
-        event.first_token.CopyFrom(self.first_token)
         return event
 
     def failed_event(self) -> decode_pb2.DecodeEvent:
@@ -89,7 +83,9 @@ class History:
         if self.committed is not None and not position.committed:
             yield self.committed_event()
         if self.first_token is not None and position.next_position <= self.first_token.token.position:
-            yield self._first_token_event()
+            event = self.event()
+            event.first_token.CopyFrom(self.first_token)
+            yield event
         for token in islice(self._tokens, max(0, position.next_position - self._first_position), None):
             event = self.event()
             event.token.CopyFrom(prefill_pb2.Token.FromString(token))

@@ -105,16 +105,15 @@ class DecodeSequence:
     # Of the call that brought it: what is done for it elsewhere logs as its own.
     context: Context = field(default_factory=copy_context)
 
-    def event(self, token: TokenOutput) -> decode_pb2.DecodeEvent:
-        """What its router is told of its next token, for every token of every sequence. It decodes from now on."""
+    def tell(self, token: TokenOutput, event: decode_pb2.DecodeEvent) -> None:
+        """Fills the empty `event` with what its router is told of its next token. It decodes from now on."""
         source, history = self.source, self.history
         if self.state is State.PREFILLING and isinstance(source, ComputedHere):
             self.state = State.DECODING
             if self.span is not None:
                 self.span.computed(source)
-            event = history.begin(token, cached_tokens=source.num_cached_tokens, queue_s=source.queue_s, prefill_s=source.prefill_s)
+            history.begin(token, event, cached_tokens=source.num_cached_tokens, queue_s=source.queue_s, prefill_s=source.prefill_s)
         else:
-            event = history.add(token)
+            history.add(token, event)
         if self.span is not None:
             self.span.token(last=token.finish_reason is not None)
-        return event

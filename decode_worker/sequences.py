@@ -298,7 +298,10 @@ class Sequences:
                 # Of KV that its source has not confirmed yet.
                 sequence.withheld.append(token)
                 continue
-            messages.setdefault(sequence.router_id, decode_pb2.StepEvents(step=self._step)).events.append(sequence.event(token))
+            message = messages.get(sequence.router_id)
+            if message is None:
+                message = messages[sequence.router_id] = decode_pb2.StepEvents(step=self._step)
+            sequence.tell(token, message.events.add())
             if token.finish_reason is not None:
                 del self._sequences[token.seq_id]
                 if (outbox := self._outboxes.get(sequence.router_id)) is not None:

@@ -42,6 +42,12 @@ def at(next_position: int, *, committed: bool = False) -> decode_pb2.StreamPosit
     return decode_pb2.StreamPosition(request_id="s", attempt=1, next_position=next_position, committed=committed)
 
 
+def added(history: History, position: int) -> decode_pb2.DecodeEvent:
+    event = decode_pb2.DecodeEvent()
+    history.add(token(position), event)
+    return event
+
+
 # ---- one history ---------------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +55,7 @@ def test_a_history_gives_back_what_it_was_given_from_any_position_it_keeps() -> 
     history = History(("s", 1), max_tokens=5)
     assert history.reaches(0)
     assert list(history.since(at(7))) == []
-    told = [history.add(token(position)) for position in range(4, 12)]
+    told = [added(history, position) for position in range(4, 12)]
     history.committed = decode_pb2.Committed(transport="local")
     assert [history.reaches(p) for p in (0, 6, 7, 12)] == [False, False, True, True]
     assert list(history.since(at(7, committed=True))) == told[3:]
@@ -108,12 +114,13 @@ def test_what_waits_travels_together_in_order(steps: list[tuple[int, int]]) -> N
 
 def test_the_first_token_of_a_prompt_computed_here_is_kept_apart_from_the_others() -> None:
     history = History(("s", 1), max_tokens=2)
-    first = history.begin(token(4), cached_tokens=16, queue_s=0.5, prefill_s=0.25)
+    first = decode_pb2.DecodeEvent()
+    history.begin(token(4), first, cached_tokens=16, queue_s=0.5, prefill_s=0.25)
     assert (first.first_token.cached_tokens, first.first_token.queue_s, first.first_token.prefill_s) == (16, 0.5, 0.25)
-    told = [history.add(token(position)) for position in (5, 6)]
+    told = [added(history, position) for position in (5, 6)]
     assert list(history.since(at(4))) == [first, *told], "whoever has not had it gets it, and whoever has does not"
     assert list(history.since(at(5))) == told
-    told.append(history.add(token(7)))
+    told.append(added(history, 7))
     assert [history.reaches(p) for p in (4, 5, 6)] == [False, False, True]
 
 

@@ -16,7 +16,6 @@ from twostep.worker.grammars import Grammars
 MAX_ID_CHARS = 160
 
 _FINISH = {
-    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
 }
@@ -79,9 +78,17 @@ class RequestReader:
 
 
 def token_to_proto(token: TokenOutput) -> prefill_pb2.Token:
-    proto = prefill_pb2.Token(token_id=token.token_id, position=token.position, finish_reason=_FINISH[token.finish_reason])
+    proto = prefill_pb2.Token()
+    fill_token(proto, token)
+    return proto
+
+
+def fill_token(proto: prefill_pb2.Token, token: TokenOutput) -> None:
+    """Into an empty one, which may be part of a message: for every token of every step, a copy is much of the work."""
+    proto.token_id, proto.position = token.token_id, token.position
+    if token.finish_reason is not None:
+        proto.finish_reason = _FINISH[token.finish_reason]
     if token.logprob is not None:
         proto.logprobs.logprob = token.logprob
         for top in token.top_logprobs:
             proto.logprobs.top.add(token_id=top.token_id, logprob=top.logprob)
-    return proto
