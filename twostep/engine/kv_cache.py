@@ -97,21 +97,21 @@ class KvCache:
     def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
         """Copies whole blocks, or a range of their layers, into `out`: uint8 [len(block_ids), block_bytes], or
         [len(block_ids), num_layers * layer_bytes], contiguous. Raises ValueError if it is not that."""
-        index, columns = self._check(block_ids, out, layers)
+        columns = self._check(block_ids, out, layers)
         if self._staging is not None:
             self._staging.read(block_ids, out, columns)
             return
         rows = self._bytes if columns is None else self._bytes[:, columns]
-        torch.index_select(rows, 0, index, out=torch.from_numpy(out))
+        torch.index_select(rows, 0, torch.tensor(block_ids, dtype=torch.int64), out=torch.from_numpy(out))
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
         """The inverse of read_blocks; `data` may be read-only."""
-        index, columns = self._check(block_ids, data, layers)
+        columns = self._check(block_ids, data, layers)
         if self._staging is not None:
             self._staging.write(block_ids, data, columns)
         else:
             # numpy copies straight from read-only memory, which torch.from_numpy would warn about.
-            self._bytes.numpy()[index.numpy(), columns or slice(None)] = data
+            self._bytes.numpy()[np.asarray(block_ids, np.int64), columns or slice(None)] = data
         if self.sums is not None:
             self.sums.refresh(block_ids)
 
@@ -132,17 +132,16 @@ class KvCache:
         if self.sums is not None:
             self.sums.copy_block(source, target)
 
-    def _check(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None) -> tuple[torch.Tensor, slice | None]:
-        """The ids as int64 [n], and which bytes of the blocks are meant; None: all."""
+    def _check(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None) -> slice | None:
+        """Which bytes of the blocks are meant; None: all. No tensors: each call of torch gives the interpreter away and waits for it."""
         shape = self.shape
         columns = None if layers is None or layers.covers(shape.num_layers) else shape.bytes_of(layers)
         want = (len(block_ids), shape.block_bytes if columns is None else columns.stop - columns.start)
         if data.shape != want or data.dtype != np.uint8 or not data.flags.c_contiguous:
             raise ValueError(f"{len(block_ids)} blocks need a contiguous uint8 array of shape {want}, not {data.dtype} {data.shape}")
-        index = torch.tensor(block_ids, dtype=torch.int64)
-        if len(block_ids) and not (int(index.min()) >= 0 and int(index.max()) < shape.num_blocks):
+        if len(block_ids) and not (min(block_ids) >= 0 and max(block_ids) < shape.num_blocks):
             raise ValueError(f"block ids must be from 0 to {shape.num_blocks - 1}")
-        return index, columns
+        return columns
 
 
 def _no_pin() -> None:

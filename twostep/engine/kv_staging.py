@@ -34,18 +34,24 @@ class _Slot:
         self._device = device
         self._pinned: torch.Tensor | None = None
         self._gathered: torch.Tensor | None = None
+        # Of the last piece, which most are like: making views gives the interpreter away and waits for it, once for each.
+        self._memory = torch.empty(0, 0, dtype=torch.uint8)
+        self._host = self._memory.numpy()
         self.stream = torch.cuda.Stream(device, priority=-1)
 
     def memory(self, num_rows: int, width: int) -> torch.Tensor:
         """Pinned, uint8 [num_rows, width]."""
         if self._pinned is None:
             self._pinned = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True)
-        return self._pinned[: num_rows * width].view(num_rows, width)
+        if self._host.shape != (num_rows, width):
+            self._memory = self._pinned[: num_rows * width].view(num_rows, width)
+            self._host = self._memory.numpy()
+        return self._memory
 
     def host(self, num_rows: int, width: int) -> npt.NDArray[np.uint8]:
         """The same memory, for the host; nothing may be on its way there."""
-        array: npt.NDArray[np.uint8] = self.memory(num_rows, width).numpy()
-        return array
+        self.memory(num_rows, width)
+        return self._host
 
     def gathered(self, num_rows: int, width: int) -> torch.Tensor:
         """On the device, uint8 [num_rows, width]. To be asked for on the slot's stream."""
