@@ -1,12 +1,15 @@
 """What serving adds to a decode step: the engine alone, then the same engine behind its edge, with hand-overs arriving all the time.
 
     PYTHONPATH=. python benchmarks/gpu_served_step.py                         # Llama-3.1-8B's shape, 256 streams, one GPU
+    PYTHONPATH=. python benchmarks/gpu_served_step.py --transport cuda_ipc    # KV out of GPU memory, as within a host
     PYTHONPATH=. python benchmarks/gpu_served_step.py --tiny --streams 8      # a dry run on the CPU
 
-Served: a decode worker (engine, gRPC edge, registration) and a prefill worker whose runner computes nothing but holds KV in host memory, in
-one process, joined by the `local` transport; a process of its own plays the router and keeps `--streams` requests going, each with a prompt
-of 1024 tokens and up to 900 new ones. Every prompt's KV (134 MB for this shape) is copied out, checked, and written to the GPU while the
-others decode. Alone: the same number of sequences with the same contexts, replaced without any KV, stepped by EngineLoop.
+Served: a decode worker (engine, gRPC edge, registration) and a prefill worker whose runner computes nothing but holds KV, in one process;
+a process of its own plays the router and keeps `--streams` requests going, each with a prompt of 1024 tokens and up to 900 new ones. Every
+prompt's KV (134 MB for this shape) comes while the others decode: over `local`, as over ray, it is copied out of host memory, checked, and
+written to the GPU through pinned memory; over `cuda_ipc` a kernel copies it from pool to pool, here of one GPU. Two workers share one
+interpreter, which is more work for it than a decode worker has. Alone: the same number of sequences with the same contexts, replaced
+without any KV, stepped by EngineLoop.
 
 Steps are compared as the host sees them: the time between the outputs of consecutive steps, at the engine and, served, at the router.
 """
@@ -31,14 +34,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from decode_worker.edge import DecodeEdge
+from kv_transfer.cuda_ipc import CudaIpcTransport
 from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.transport import KvTransport
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import Batch, InFlight, KvShape, LayerMark, LayerRange, Runner, Sampled
 from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.kv_cache import KvCache
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.local.redis_server import server_argv, server_binary, socket_path
@@ -88,27 +95,29 @@ class Load:
 
 
 class BlankRunner:
-    """A prefill worker's runner that computes nothing: its blocks hold small numbers in host memory, its tokens are all 1."""
+    """A prefill worker's runner that computes nothing: its blocks hold small numbers, its tokens are all 1."""
 
     overlaps = False
     marks_layers = False
 
-    def __init__(self, shape: KvShape, vocab_size: int, max_model_len: int) -> None:
-        self.kv_shape, self.vocab_size, self.max_model_len = shape, vocab_size, max_model_len
-        # 0.0078 to 0.03 as bfloat16, and as float32: attention over it stays finite.
-        rng = np.random.default_rng(0)
-        words = rng.integers(0x3C00, 0x3CFF, (shape.num_blocks, shape.block_bytes // 2), dtype=np.uint16)
-        self._blocks: npt.NDArray[np.uint8] = words.view(np.uint8)
+    def __init__(self, cache: KvCache, vocab_size: int, max_model_len: int) -> None:
+        self.kv_shape, self.vocab_size, self.max_model_len = cache.shape, vocab_size, max_model_len
+        self._cache = cache
+        cache.tensor.uniform_(0.0078, 0.03)  # attention over it stays finite
+        if cache.tensor.is_cuda:
+            torch.cuda.synchronize()
+            return  # over cuda_ipc nobody asks the runner for its blocks
+        self._rows: npt.NDArray[np.uint8] = cache.tensor.view(cache.shape.num_blocks, -1).view(torch.uint8).numpy()
 
     def launch(self, batch: Batch) -> InFlight:
         return Done(len(batch.sample_rows))
 
     def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
         columns = slice(None) if layers is None else self.kv_shape.bytes_of(layers)
-        np.take(self._blocks[:, columns], np.asarray(block_ids), axis=0, out=out, mode="clip")  # raise would copy twice
+        np.take(self._rows[:, columns], np.asarray(block_ids), axis=0, out=out, mode="clip")  # raise would copy twice
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
-        self._blocks[np.asarray(block_ids), slice(None) if layers is None else self.kv_shape.bytes_of(layers)] = data
+        self._cache.write_blocks(block_ids, data, layers)
 
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
         return np.empty((count, self.kv_shape.block_bytes), np.uint8)
@@ -117,7 +126,7 @@ class BlankRunner:
         return lambda: None
 
     def copy_block(self, source: int, target: int) -> None:
-        self._blocks[target] = self._blocks[source]
+        self._cache.copy_block(source, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +209,7 @@ async def alone(runner: Runner, load: Load, config: EngineConfig) -> dict[str, f
 # ---- served ---------------------------------------------------------------------------------------------------------------------
 
 
-async def served(runner: Runner, load: Load, arguments: argparse.Namespace) -> dict[str, Any]:
+async def served(runner: ModelRunner, load: Load, transport_name: str) -> dict[str, Any]:
     clock = Clock(int(load.streams * 0.9))
     hub = LocalHub()
     per_prompt = -(-(load.prompt + load.most) // BLOCK_SIZE)
@@ -213,21 +222,27 @@ async def served(runner: Runner, load: Load, arguments: argparse.Namespace) -> d
         head_dim=shape.head_dim,
         dtype=shape.dtype,
     )
-    blank = BlankRunner(blank_shape, runner.vocab_size, runner.max_model_len)
+    in_place = transport_name == "cuda_ipc"
+    blank_cache = KvCache(blank_shape, str(runner.kv_cache.tensor.device) if in_place else "cpu")
+    blank = BlankRunner(blank_cache, runner.vocab_size, runner.max_model_len)
 
     class TimedEdge(DecodeEdge):
         def on_step(self, output: StepOutput) -> None:
             clock.tick(len(output.tokens))
             super().on_step(output)
 
-    def transport(parts: EdgeParts) -> LocalTransport:
+    def transport(parts: EdgeParts) -> KvTransport:
+        if in_place:
+            serves = parts.config.role == "prefill"
+            return CudaIpcTransport(blank_cache if serves else runner.kv_cache, serves=serves)
         store = parts.model.runner
         budget = blank_shape.num_blocks * shape.block_bytes
         return LocalTransport(store, shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=budget)
 
     with tempfile.TemporaryDirectory(prefix="ts-") as name:
         directory = Path(name)
-        redis = await asyncio.create_subprocess_exec(*server_argv(server_binary(), directory), stdout=subprocess.DEVNULL)
+        # Not uvloop's children: see kv_transfer/child.py.
+        redis = await asyncio.to_thread(subprocess.Popen, server_argv(server_binary(), directory), stdout=subprocess.DEVNULL)
         try:
             url = f"unix://{socket_path(directory)}"
             prefill = _worker("prefill", url, blank, load, lambda parts: PrefillEdge(parts, Transports([transport(parts)])))
@@ -247,14 +262,14 @@ async def served(runner: Runner, load: Load, arguments: argparse.Namespace) -> d
                 str(load.seconds),
             ]
             words += ["--vocab", str(runner.vocab_size)]
-            player = await asyncio.create_subprocess_exec(*words)
-            if await asyncio.wait_for(player.wait(), load.seconds + 60):
+            player = await asyncio.to_thread(subprocess.Popen, words)
+            if await asyncio.to_thread(player.wait, load.seconds + 60):
                 raise RuntimeError("the router's part has failed; see above why")
             router = json.loads(result.read_text())
             await asyncio.gather(prefill.stop(1.0), decode.stop(1.0))
         finally:
             redis.kill()
-            await redis.wait()
+            await asyncio.to_thread(redis.wait)
     return {"engine": clock.report(), **router}
 
 
@@ -356,6 +371,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--most", type=int, default=900, help="new tokens of a request")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the served part; alone, half of it")
+    parser.add_argument("--transport", choices=("local", "cuda_ipc"), default="local")
     parser.add_argument("--rounds", type=int, default=2, help="alone and served, in turns")
     parser.add_argument("--play-router", nargs=3, metavar=("PREFILL", "DECODE", "RESULT"), help=argparse.SUPPRESS)
     parser.add_argument("--vocab", type=int, default=0, help=argparse.SUPPRESS)
@@ -381,7 +397,7 @@ def main() -> None:
     config = EngineConfig(max_num_batched_tokens=max(2048, load.streams), max_num_seqs=load.streams)
     for _ in range(args.rounds):
         print("alone ", _line(event_loop.run(alone(runner, load, config))), flush=True)
-        got = event_loop.run(served(runner, load, args))
+        got = event_loop.run(served(runner, load, args.transport))
         print("served", _line(got["engine"]), flush=True)
         print("router", _line(got["router"]), flush=True)
         print(f"        {got['hand_overs_per_s']:.1f} hand-overs/s, {got['gb_per_s']:.2f} GB/s, {got['failed']} failed", flush=True)
