@@ -263,7 +263,8 @@ def main() -> None:
         "batch x context      | pool us  of read rate | plain read us | layer pool us | FlashInfer us | pool / FlashInfer  "
         "pool / layer pool | layers"
     )
-    rows = []
+    rows: list[dict[str, object]] = []
+    figures: list[dict[str, float]] = []
     ragged = [("ragged 100k + 63 x 1k", [100_000] + [1024] * 63), ("ragged 64, 16 to 8k", [16 + 8176 * i // 63 for i in range(64)])]
     for name, lengths in [(f"{batch} x {length}", [length] * batch) for batch, length in SHAPES] + ragged:
         tokens = sum(lengths)
@@ -275,12 +276,11 @@ def main() -> None:
         del calls
         peer = peers[0] if peers else math.nan
         share = tokens * TOKEN_BYTES / ours * 1e6 / rate
-        row = {"shape": name, "us": ours, "share": share, "plain_read_us": plain, "layer_pool_us": flat, "flashinfer_us": peer}
-        row["layers"] = layers
-        rows.append(row)
+        figures.append({"us": ours, "share": share, "plain_read_us": plain, "layer_pool_us": flat, "flashinfer_us": peer})
+        rows.append({"shape": name, **figures[-1], "layers": layers})
         ratios = f"{ours / peer:17.3f}  {ours / flat:17.3f}"
         print(f"{name:<22}| {ours:7.1f}  {share:12.3f} | {plain:13.1f} | {flat:13.1f} | {peer:13.1f} | {ratios} | {layers:6d}", flush=True)
-    nine = rows[: len(SHAPES)]
+    nine = figures[: len(SHAPES)]
     for what, key in [("pool / FlashInfer", "flashinfer_us"), ("pool / layer pool", "layer_pool_us")]:
         print(f"{what}, geometric mean of the nine: {math.prod(r['us'] / r[key] for r in nine) ** (1 / len(nine)):.3f}")
     write(args.json, rate, rows)

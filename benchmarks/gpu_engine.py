@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from twostep.bench.shapes import LLAMA_8B
-from twostep.engine.batch import Batch, SamplingRow
+from twostep.engine.batch import Batch, Runner, SamplingRow
 from twostep.engine.model_runner import ModelRunner
 from twostep.kernels.torch_ops import TorchOps
 from twostep.models.config import parse_config
@@ -64,6 +65,7 @@ def main() -> None:
         graph = decode_ms(runner, batch, args.steps)
         peer = f"{VLLM.get(batch, 0):9.2f}{FLOOR.get(batch, 0):9.2f}"
         print(f"decode  {batch:4} x 1024: graph {graph:7.2f} ms   vLLM, floor {peer}", flush=True)
+    assert runner._steps is not None
     runner._steps._graphs = None
     for batch in (1, 64):
         print(f"decode  {batch:4} x 1024: eager {decode_ms(runner, batch, args.steps // 2):7.2f} ms", flush=True)
@@ -83,7 +85,7 @@ def limits() -> None:
 
 def seconds(work: Callable[[], object], repeats: int = 20) -> float:
     """Median device time."""
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -94,10 +96,29 @@ def seconds(work: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(times)
 
 
-def make(config: dict[str, object], **options: object) -> ModelRunner:
+def make(
+    config: dict[str, object],
+    *,
+    num_blocks: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    device: str = "cuda",
+    kv_cache_dtype: str = "auto",
+    keep_kv_sums: bool = False,
+) -> ModelRunner:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        return ModelRunner(directory, **({"device": "cuda", "block_size": BLOCK_SIZE, "load_format": "dummy"} | options))
+        return ModelRunner(
+            directory,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            kv_cache_dtype=kv_cache_dtype,
+            device=device,
+            max_model_len=max_model_len,
+            load_format="dummy",
+            max_num_seqs=max_num_seqs,
+            keep_kv_sums=keep_kv_sums,
+        )
 
 
 def batch_of(starts: Sequence[int], counts: Sequence[int], tables: np.ndarray, seed: int = 0, vocab: int = 1000) -> Batch:
@@ -120,7 +141,7 @@ def batch_of(starts: Sequence[int], counts: Sequence[int], tables: np.ndarray, s
     )
 
 
-def tables_for(runner: ModelRunner, count: int, length: int) -> np.ndarray:
+def tables_for(runner: Runner, count: int, length: int) -> np.ndarray:
     blocks = np.random.default_rng(1).permutation(runner.kv_shape.num_blocks).astype(np.int32)
     width = -(-length // BLOCK_SIZE)
     return blocks[: count * width].reshape(count, width)
@@ -135,9 +156,9 @@ def check() -> None:
         generator = torch.Generator().manual_seed(0)
         weights = {key: torch.randn(place.shape, generator=generator) * 0.05 + key.endswith("norm.weight") for key, place in places.items()}
         save_file(weights, directory / "model.safetensors")
-        options = {"num_blocks": 256, "block_size": BLOCK_SIZE}
-        cpu, rounded = (ModelRunner(directory, dtype=d, **options) for d in ("float32", "bfloat16"))
-        on_gpu = {d: ModelRunner(directory, device="cuda", dtype=d, max_num_seqs=8, **options) for d in ("float32", "bfloat16")}
+        load = partial(ModelRunner, directory, num_blocks=256, block_size=BLOCK_SIZE)
+        cpu, rounded = (load(dtype=d) for d in ("float32", "bfloat16"))
+        on_gpu = {d: load(device="cuda", dtype=d, max_num_seqs=8) for d in ("float32", "bfloat16")}
     for dtype, gpu in on_gpu.items():
         tables = tables_for(gpu, 3, 600)
         steps = [([0, 0, 0], [300, 17, 1]), ([300, 17, 1], [1, 200, 1]), ([301, 217, 2], [1, 1, 1]), ([302, 218, 3], [1, 1, 1])]

@@ -143,13 +143,13 @@ def call_all(product: Product, tile: RowTile | LinearTile | None, x: torch.Tenso
         call(product, tile, x, weight)
 
 
-def graph_us(work: Callable[[], None], *, repeats: int = 5) -> float:
+def graph_us(work: Callable[[], object], *, repeats: int = 5) -> float:
     """Median time of a graph of `work`, already run once."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

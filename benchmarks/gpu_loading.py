@@ -10,6 +10,7 @@ device, "direct" is safetensors' safe_open(device="cuda") and a copy on the devi
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import struct
@@ -56,7 +57,7 @@ def write_model(directory: Path, gigabytes: float) -> None:
         shards[-1][name] = shape
         filled += 2 * shape[0] * shape[1]
     noise = os.urandom(1 << 26)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards):
         path = directory / f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(shard, path.name)
@@ -169,7 +170,7 @@ def measure(files: list[Path], tensors: list[StoredTensor], places: list[Place],
 
     show("disk past the cache, 16 at once", True, lambda: disk_seconds(files, 16))
     for num_readers, slot_mib in VARIANTS:
-        show(f"ours, {num_readers} readers, {slot_mib} MiB", True, lambda n=num_readers, m=slot_mib: ours(n, m))
+        show(f"ours, {num_readers} readers, {slot_mib} MiB", True, functools.partial(ours, num_readers, slot_mib))
     # As integers: random bytes are NaN here and there.
     loaded = {name: tensor.view(torch.int16).clone() for name, tensor in by_name.items()}
     for tensor in by_name.values():
@@ -180,7 +181,7 @@ def measure(files: list[Path], tensors: list[StoredTensor], places: list[Place],
     loaded.clear()
     show("direct", False, lambda: library("cuda"))
     for num_readers, slot_mib in ((1, 8), *VARIANTS):
-        show(f"ours, {num_readers} readers, {slot_mib} MiB", False, lambda n=num_readers, m=slot_mib: ours(n, m))
+        show(f"ours, {num_readers} readers, {slot_mib} MiB", False, functools.partial(ours, num_readers, slot_mib))
     show("mapped", True, lambda: library("cpu"))
     show("direct", True, lambda: library("cuda"))
     show("disk past the cache, 32 at once", True, lambda: disk_seconds(files, 32))

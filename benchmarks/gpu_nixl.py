@@ -17,6 +17,8 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -46,7 +48,15 @@ from kv_transfer.transport import ChunkInfo
 from twostep.errors import TwostepError
 from twostep.kernels.triton_pull import PullShape, pull_blocks
 
-THREADED = {"num_threads": "4", "split_batch_size": "8"}
+
+class BackendParams(TypedDict):
+    """Of UCX's backend, as NIXL takes them."""
+
+    num_threads: str
+    split_batch_size: str
+
+
+THREADED: BackendParams = {"num_threads": "4", "split_batch_size": "8"}
 
 
 def link() -> None:
@@ -157,14 +167,14 @@ def raw(source: Source, sizes: tuple[int, ...] = (BLOCK_BYTES, 512 << 10, 128 <<
     for size in sizes:
         far, near = rows(endpoint.pool_address, 0, far_ids, size), rows(memory.pool.address, memory.pool.device, near_ids, size)
         few = {"repeats": 5, "warm": 1} if size < BLOCK_BYTES else {}
-        show(f"(a) pool -> pool, {len(far)} descriptors of {size >> 10} KiB", median_ms(lambda f=far, n=near: read(n, f), **few))
+        show(f"(a) pool -> pool, {len(far)} descriptors of {size >> 10} KiB", median_ms(partial(read, near, far), **few))
     far, near = rows(endpoint.pool_address, 0, far_ids, BLOCK_BYTES), rows(memory.pool.address, memory.pool.device, near_ids, BLOCK_BYTES)
     same = (pool[near_ids.tolist()].cpu() == pool_of(FAR, 1)[far_ids.tolist()].cpu()).all()
     print("bit for bit:", bool(same))
     arena = laid_out(memory.arena.address, far[:, 1], memory.arena.device)
     show("(c) pool -> arena, 163 descriptors of 2 MiB", median_ms(lambda: read(arena, far)))
     for at_once in (2, 4):
-        show(f"(c) in {at_once} reads at once", median_ms(lambda n=at_once: read(arena, far, n)))
+        show(f"(c) in {at_once} reads at once", median_ms(partial(read, arena, far, at_once)))
     one = np.array([[endpoint.pool_address, NUM_BYTES, 0]], np.uint64)
     slot = np.array([[memory.arena.address, NUM_BYTES, memory.arena.device]], np.uint64)
     show("(b) contiguous -> contiguous, 1 descriptor", median_ms(lambda: read(slot, one)))
@@ -307,15 +317,19 @@ def main() -> None:
         try:
             if "fetch" in args.section:
                 one, many = ((1, 1),), ((1, 1), (2, 2), (4, 4), (11, 4), (43, 4))
+
+                def threaded(cuts: tuple[tuple[int, int], ...], piece_mib: int) -> None:
+                    asyncio.run(fetches(source, cuts, piece_mib, **THREADED))
+
                 attempt(lambda: asyncio.run(fetches(source, one, 64)))
-                attempt(lambda: asyncio.run(fetches(source, many, 64, **THREADED)))
+                attempt(partial(threaded, many, 64))
                 for piece_mib in (48, 128, 341):
-                    attempt(lambda n=piece_mib: asyncio.run(fetches(source, one, n, **THREADED)))
+                    attempt(partial(threaded, one, piece_mib))
                 attempt(lambda: asyncio.run(fetches(source, one, 64, consecutive=True)))
             if "raw" in args.section:
                 attempt(lambda: raw(source))
                 for num_threads in ("2", "4", "8"):
-                    attempt(lambda n=num_threads: raw(source, (BLOCK_BYTES,), num_threads=n, split_batch_size="8"))
+                    attempt(partial(raw, source, (BLOCK_BYTES,), num_threads=num_threads, split_batch_size="8"))
             if "probe" in args.section:
                 asyncio.run(only_probe(source))
         finally:

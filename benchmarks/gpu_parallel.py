@@ -18,13 +18,15 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
-from gpu_engine import BLOCK_SIZE, CONTEXT, LLAMA_8B, SMALL, batch_of, tables_for
+from gpu_engine import BLOCK_SIZE, CONTEXT, SMALL, batch_of, tables_for
 from safetensors.torch import save_file
 
-from twostep.engine.batch import Runner
+from twostep.bench.shapes import LLAMA_8B
+from twostep.engine.batch import InFlight, Runner
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.parallel_runner import ParallelRunner
 from twostep.kernels.torch_ops import TorchOps
@@ -34,6 +36,17 @@ from twostep.startup import NoProgress
 
 AIM = 0.65
 SMALL_EVEN = SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "max_position_embeddings": 4096}
+
+
+class Options(TypedDict):
+    """What ModelRunner and ParallelRunner are given alike."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    device: str
+    max_model_len: NotRequired[int]
+    load_format: NotRequired[str]
 
 
 class Phases(NoProgress):
@@ -79,7 +92,7 @@ def check(size: int, device: str = "cuda") -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_small(directory)
-        options = {"num_blocks": 256, "block_size": BLOCK_SIZE, "max_num_seqs": 8, "device": device}
+        options: Options = {"num_blocks": 256, "block_size": BLOCK_SIZE, "max_num_seqs": 8, "device": device}
         one = ModelRunner(directory, **options)
         several = ParallelRunner(directory, size=size, step_timeout_s=30.0, **options)
     tables = tables_for(one, 3, 600)
@@ -119,7 +132,8 @@ def write_small(directory: Path) -> None:
 
 def decode_tokens(runner: Runner, tables: np.ndarray, starts: list[int], steps: int, temperature: float) -> list[list[int]]:
     """Tokens of each step, each step launched before the one before it is collected."""
-    tokens, before = [], None
+    tokens: list[list[int]] = []
+    before: InFlight | None = None
     for step in range(steps):
         batch = batch_of([start + step for start in starts], [1] * len(starts), tables)
         params = replace(batch.sampling[0].params, temperature=temperature, seed=7)
@@ -130,6 +144,7 @@ def decode_tokens(runner: Runner, tables: np.ndarray, starts: list[int], steps: 
         if before is not None:
             tokens.append(list(before.result().token_ids))
         before = now
+    assert before is not None
     tokens.append(list(before.result().token_ids))
     return tokens
 
@@ -151,7 +166,7 @@ def max_error(one: ModelRunner, several: ParallelRunner, tables: np.ndarray) -> 
 def speed(args: argparse.Namespace) -> None:
     size, batches, steps = args.size, args.batch, args.steps
     num_blocks = max(4 * 128 + 16, max(batches) * (-(-(CONTEXT + steps + 8) // BLOCK_SIZE)))
-    options = {
+    options: Options = {
         "num_blocks": num_blocks,
         "block_size": BLOCK_SIZE,
         "max_num_seqs": max(batches),

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,36 +57,37 @@ def main() -> None:
         cost()
 
 
-def make(config: dict[str, Any], device: str, num_blocks: int, **engine: Any) -> Engine:
+def make(config: dict[str, Any], device: str, num_blocks: int, bounds: EngineConfig) -> Engine:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
         runner = ModelRunner(
-            directory, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device, load_format="dummy", max_num_seqs=engine["max_num_seqs"]
+            directory, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device, load_format="dummy", max_num_seqs=bounds.max_num_seqs
         )
-    return Engine(runner, EngineConfig(hash_unit=64, **engine))
+    return Engine(runner, bounds)
 
 
 def right_tokens(device: str) -> None:
     rng = np.random.default_rng(0)
     work = []
     for i in range(24):
-        drawn = {"temperature": 0.8, "top_p": 0.9, "seed": i, "repetition_penalty": 1.1} if i % 2 else {"temperature": 0.0}
         tokens = rng.integers(0, 1031, int(rng.integers(5, 150))).tolist()
-        params = SamplingParams(max_tokens=int(rng.integers(60, 200)), ignore_eos=True, **drawn)
+        params = SamplingParams(max_tokens=int(rng.integers(60, 200)), temperature=0.0, ignore_eos=True)
+        if i % 2:
+            params = replace(params, temperature=0.8, top_p=0.9, seed=i, repetition_penalty=1.1)
         work.append(
             EngineRequest(
                 seq_id=f"r{i}", token_ids=tokens, num_prompt_tokens=len(tokens), sampling=params, prefix_key=b"key" if i % 3 else b""
             )
         )
     # At most 22 blocks each.
-    bounds: dict[str, Any] = {"max_num_batched_tokens": 256, "max_num_seqs": 16}
-    engine = make(SMALL, device, 600, **bounds)
+    bounds = EngineConfig(max_num_batched_tokens=256, max_num_seqs=16, hash_unit=64)
+    engine = make(SMALL, device, 600, bounds)
     want = generate(engine, work)
     runner = engine.runner
     print(f"right tokens: {sum(map(len, want))} in all, {engine.stats().num_preemptions} preemptions on 600 blocks", flush=True)
     for mode in (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP):
         # The same runner with a part of its pool: the others are never given out.
-        small = Engine(Part(runner, 60), EngineConfig(hash_unit=64, preemption_mode=mode, swap_bytes=1 << 30, **bounds))
+        small = Engine(Part(runner, 60), replace(bounds, preemption_mode=mode, swap_bytes=1 << 30))
         got = generate(small, work)
         small.check_integrity()
         stats = small.stats()
@@ -147,17 +149,13 @@ def swap_speed() -> None:
 def cost() -> None:
     prompt, answer, count = 512, 384, 64
     needed = count * -(-(prompt + answer) // BLOCK_SIZE)
-    engine = make(LLAMA_8B, "cuda", needed + 8, max_num_batched_tokens=4096, max_num_seqs=count)
-    runner = engine.runner
+    bounds = EngineConfig(
+        max_num_batched_tokens=4096, max_num_seqs=count, max_waiting=count, hash_unit=64, swap_bytes=16 << 30, enable_prefix_caching=False
+    )
+    runner = make(LLAMA_8B, "cuda", needed + 8, bounds).runner
     for mode in (None, None, *PreemptionMode):  # the first compiles
-        bounds = {"max_num_batched_tokens": 4096, "max_num_seqs": count, "max_waiting": count}
         part = Part(runner, needed + 8 if mode is None else needed // 2)
-        engine = Engine(
-            part,
-            EngineConfig(
-                hash_unit=64, preemption_mode=mode or PreemptionMode.AUTO, swap_bytes=16 << 30, enable_prefix_caching=False, **bounds
-            ),
-        )
+        engine = Engine(part, replace(bounds, preemption_mode=mode or PreemptionMode.AUTO))
         params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
         work = [
             EngineRequest(seq_id=f"r{i}", token_ids=[(7 * i + k) % 1000 for k in range(prompt)], num_prompt_tokens=prompt, sampling=params)

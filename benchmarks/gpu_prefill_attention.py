@@ -17,8 +17,10 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -74,6 +76,15 @@ def medians_us(calls: Sequence[Call], *, rounds: int = 4, repeats: int = 7) -> l
     return [sorted(found)[len(found) // 2] for found in times]
 
 
+class Inputs(TypedDict):
+    """What a step uploads for its prefill attention, int32 on the device."""
+
+    tiles: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+
 class Case:
     def __init__(self, chunks: list[tuple[int, int]], num_layers: int = NUM_LAYERS) -> None:
         self.counts = np.array([count for _, count in chunks], np.int64)
@@ -100,14 +111,16 @@ class Case:
         self.qkv = torch.randn(int(self.starts[-1]), (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         self.out = self.qkv.new_full((len(self.qkv), NUM_HEADS * HEAD_DIM), torch.nan)
 
-    def inputs(self, tokens_per_tile: int) -> dict[str, torch.Tensor]:
-        arrays = {
-            "tiles": plan_tiles(self.counts, self.lens, tokens_per_tile),
-            "query_start": self.starts,
-            "seq_lens": self.lens,
-            "block_tables": self.tables,
-        }
-        return {name: torch.from_numpy(array.astype(np.int32)).cuda() for name, array in arrays.items()}
+    def inputs(self, tokens_per_tile: int) -> Inputs:
+        def on_device(array: npt.NDArray[np.integer]) -> torch.Tensor:
+            return torch.from_numpy(array.astype(np.int32)).cuda()
+
+        return Inputs(
+            tiles=on_device(plan_tiles(self.counts, self.lens, tokens_per_tile)),
+            query_start=on_device(self.starts),
+            seq_lens=on_device(self.lens),
+            block_tables=on_device(self.tables),
+        )
 
     def hopper(self, num_programs: int) -> Call:
         inputs = self.inputs(HOPPER_ROWS // SHARE)

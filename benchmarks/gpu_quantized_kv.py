@@ -14,13 +14,15 @@ import gc
 import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from gpu_engine import BLOCK_SIZE, LLAMA_8B, SMALL, batch_of, make, prefill_rate, tables_for
+from gpu_engine import BLOCK_SIZE, SMALL, batch_of, make, prefill_rate, tables_for
 from safetensors.torch import save_file
 
+from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.model_runner import ModelRunner
 from twostep.kernels.torch_ops import TorchOps
 from twostep.models.config import parse_config
@@ -38,13 +40,13 @@ def small() -> None:
         generator = torch.Generator().manual_seed(0)
         weights = {key: torch.randn(place.shape, generator=generator) * 0.02 + key.endswith("norm.weight") for key, place in places.items()}
         save_file(weights, directory / "model.safetensors")
-        options = {"num_blocks": 256, "block_size": BLOCK_SIZE}
-        exact = ModelRunner(directory, dtype="float32", **options)
+        load = partial(ModelRunner, directory, num_blocks=256, block_size=BLOCK_SIZE)
+        exact = load(dtype="float32")
         for kv in FORMATS[1:]:
-            cpu = ModelRunner(directory, dtype="float32", kv_cache_dtype=kv, **options)
+            cpu = load(dtype="float32", kv_cache_dtype=kv)
             for dtype in ("float32", "bfloat16"):
                 started = time.perf_counter()
-                gpu = ModelRunner(directory, device="cuda", dtype=dtype, kv_cache_dtype=kv, max_num_seqs=4, **options)
+                gpu = load(device="cuda", dtype=dtype, kv_cache_dtype=kv, max_num_seqs=4)
                 tables = tables_for(gpu, 3, 600)
                 steps = [([0, 0, 0], [300, 17, 1]), ([300, 17, 1], [1, 200, 1]), ([301, 217, 2], [1, 1, 1]), ([302, 218, 3], [1, 1, 1])]
                 errors = []

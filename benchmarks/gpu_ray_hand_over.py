@@ -172,7 +172,8 @@ class Bench:
 
     def _target(self) -> list[int]:
         """Other places on the other side, scattered."""
-        return np.random.default_rng(5).permutation(self.sink.shape.num_blocks)[: self.num_blocks].tolist()
+        ids: list[int] = np.random.default_rng(5).permutation(self.sink.shape.num_blocks)[: self.num_blocks].tolist()
+        return ids
 
     def _compare(self, name: str) -> None:
         sent, came = self.sink.fresh(self.num_blocks), self.sink.fresh(self.num_blocks)

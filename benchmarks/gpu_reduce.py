@@ -8,6 +8,7 @@ Each line first checks the result against a float64 sum.
 from __future__ import annotations
 
 import argparse
+import functools
 import subprocess
 import sys
 import tempfile
@@ -56,17 +57,21 @@ def measure(rank: int, size: int, directory: Path) -> None:
     exchange = RowExchange(memory.addresses, rank, max_rows=max(ROWS))
     weight = torch.ones(WIDTH, device=device, dtype=torch.bfloat16)
     peer = torch_one_shot(directory, rank, size, device)
+
+    def with_norm(reduce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return add_rms_norm(reduce(x), residual, weight, 1e-5)
+
     for rows in ROWS:
         torch.manual_seed(rows)
         terms = torch.randn(size, rows, WIDTH, device=device).bfloat16()
         x, residual = terms[rank].contiguous(), torch.zeros(rows, WIDTH, device=device, dtype=torch.bfloat16)
         ways: dict[str, Callable[[], torch.Tensor]] = {
-            "one shot": lambda x=x, residual=residual: exchange.add_rms_norm(x, residual, weight, 1e-5),
-            "NCCL + norm": lambda x=x, residual=residual: add_rms_norm(group.all_reduce(x.clone()), residual, weight, 1e-5),
-            "norm alone": lambda x=x, residual=residual: add_rms_norm(x, residual, weight, 1e-5),
+            "one shot": functools.partial(exchange.add_rms_norm, x, residual, weight, 1e-5),
+            "NCCL + norm": functools.partial(with_norm, lambda x: group.all_reduce(x.clone()), x, residual),
+            "norm alone": functools.partial(add_rms_norm, x, residual, weight, 1e-5),
         }
         if peer is not None:
-            ways["torch one shot + norm"] = lambda x=x, residual=residual: add_rms_norm(peer(x), residual, weight, 1e-5)
+            ways["torch one shot + norm"] = functools.partial(with_norm, peer, x, residual)
         want = terms.double().sum(0)
         line = []
         for name, way in ways.items():
@@ -90,13 +95,15 @@ def torch_one_shot(directory: Path, rank: int, size: int, device: torch.device) 
     try:
         dist.init_process_group("nccl", init_method=f"file://{directory}/default", rank=rank, world_size=size, device_id=device)
         shared = symmetric.empty(max(ROWS), WIDTH, dtype=torch.bfloat16, device=device)
-        symmetric.rendezvous(shared, dist.group.WORLD)
-        name = dist.group.WORLD.group_name
+        world = dist.group.WORLD
+        assert world is not None
+        symmetric.rendezvous(shared, world)
 
         def reduce(x: torch.Tensor) -> torch.Tensor:
             part = shared[: len(x)]
             part.copy_(x)
-            return torch.ops.symm_mem.one_shot_all_reduce(part, "sum", name)
+            summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", world.group_name)
+            return summed
 
         reduce(torch.zeros(1, WIDTH, dtype=torch.bfloat16, device=device))
         torch.cuda.synchronize()
@@ -117,7 +124,7 @@ def microseconds(way: Callable[[], torch.Tensor], meeting: Meeting) -> float:
     meeting.exchange(b"captured")
     graph.replay()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
+    times: list[float] = []
     for _ in range(10):
         torch.cuda.synchronize()
         meeting.exchange(b"go")

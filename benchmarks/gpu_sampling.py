@@ -8,6 +8,7 @@ Device time, medians. The floor is one reading of the logits (bfloat16) at the r
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,8 @@ def main() -> None:
     logits = {rows: model_like(rows) for rows in args.rows}
     print(f"{'one reading':28}" + "".join(f"{rows * VOCAB * 2 / rate * 1e6:9.1f}" for rows in args.rows), flush=True)
     tokens = torch.zeros(MAX_SAMPLED_ROWS, dtype=torch.int64, device="cuda")
-    print(f"{'greedy':28}" + "".join(f"{micros(lambda r=r: pick_greedy(logits[r], tokens[:r])):9.1f}" for r in args.rows), flush=True)
+    greedy = [micros(functools.partial(pick_greedy, logits[rows], tokens[:rows])) for rows in args.rows]
+    print(f"{'greedy':28}" + "".join(f"{x:9.1f}" for x in greedy), flush=True)
     shapes = [(triton_sample._BLOCK, triton_sample._WARPS, triton_sample._STAGES)]
     if args.sweep:
         shapes += [(4096, 16, 3), (2048, 8, 3), (4096, 8, 3)]
@@ -141,7 +143,7 @@ def seconds(work: Callable[[], object], repeats: int = 15) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -84,16 +84,18 @@ def write_model(directory: Path, num_layers: int, deadline: float) -> tuple[int,
             layers = range(first, min(first + LAYERS_PER_FILE, num_layers))
             shapes = {f"model.layers.{i}.{name}.weight": shape for i in layers for name, shape in LAYER.items()}
         path = directory / f"model-{'ends' if first is None else first:0>5}.safetensors"
-        header, end = {}, 0
+        header: dict[str, dict[str, object]] = {}
+        places: dict[str, tuple[int, int]] = {}
+        end = 0
         for name, shape in shapes.items():
             size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
-            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+            places[name] = (end, end + size)
+            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": places[name]}
             end += size
         raw = json.dumps(header).encode()
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(raw)) + raw)
-            for name in shapes:
-                start, stop = header[name]["data_offsets"]
+            for name, (start, stop) in places.items():
                 source = ones if name.endswith("norm.weight") else noise
                 for at in range(start, stop, len(source)):
                     file.write(source[: min(len(source), stop - at)])
@@ -103,7 +105,7 @@ def write_model(directory: Path, num_layers: int, deadline: float) -> tuple[int,
 
     with ThreadPoolExecutor(8) as pool:
         written = list(pool.map(write, [None, *range(0, num_layers, LAYERS_PER_FILE)]))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, (_, names) in enumerate(written):
         if not names:
             written = written[:number]

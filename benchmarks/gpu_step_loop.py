@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import torch
 
 from twostep.bench.limits import measure_limits
 from twostep.bench.shapes import LLAMA_8B
-from twostep.engine.batch import Batch, InFlight, KvShape, Sampled, SamplingRow
+from twostep.engine.batch import Batch, InFlight, KvShape, LayerMark, Sampled, SamplingRow
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.model_runner import ModelRunner
@@ -86,6 +87,10 @@ class _TimedStep:
         self._step = step
         self._waits = waits
 
+    @property
+    def layer_marks(self) -> Sequence[LayerMark]:
+        return self._step.layer_marks
+
     def result(self) -> Sampled:
         start = time.perf_counter()
         sampled = self._step.result()
@@ -112,8 +117,8 @@ def main() -> None:
     started = time.perf_counter()
     largest = max(args.batch)
     num_blocks = largest * (-(-(context + args.steps + largest) // BLOCK_SIZE) + 1) + 512
-    options = {"num_blocks": num_blocks, "max_num_seqs": largest, "max_model_len": 2048, "device": args.device}
-    runner = TimedRunner(make(SMALL if args.tiny else LLAMA_8B, **options))
+    model = make(SMALL if args.tiny else LLAMA_8B, num_blocks=num_blocks, max_num_seqs=largest, max_model_len=2048, device=args.device)
+    runner = TimedRunner(model)
     gc.collect()
     gc.freeze()  # as a worker does
     print(f"ready after {time.perf_counter() - started:.1f} s (random weights, kernels compiled, graphs captured)", flush=True)
@@ -121,8 +126,8 @@ def main() -> None:
     short = max(3, args.steps // 4)
     some = [batch for batch in (256, 64, 1) if batch <= largest]
     print(f"{'':24}{'batch':>6}{'ms a step':>11}{'p99':>8}{'launch':>8}{'wait':>8}{'vLLM':>8}{'floor':>8}", flush=True)
-    bounds = {"max_num_batched_tokens": 8192, "max_num_seqs": largest, "max_waiting": largest, "hash_unit": BLOCK_SIZE}
-    engine = Engine(runner, EngineConfig(look_ahead=True, **bounds))
+    bounds = EngineConfig(max_num_batched_tokens=8192, max_num_seqs=largest, max_waiting=largest, hash_unit=BLOCK_SIZE)
+    engine = Engine(runner, replace(bounds, look_ahead=True))
     for batch in sorted(args.batch, reverse=True):  # the largest computes all prompts, which the others find in the pool
         report("look-ahead", engine, prompts[:batch], args.steps, "greedy")
     if args.quick:
@@ -130,7 +135,7 @@ def main() -> None:
     for name in list(SAMPLINGS)[1:]:
         for batch in some:
             report(name, engine, prompts[:batch], short, name)
-    engine = Engine(runner, EngineConfig(look_ahead=False, **bounds))
+    engine = Engine(runner, replace(bounds, look_ahead=False))
     for batch in some:
         report("synchronous", engine, prompts[:batch], short, "greedy")
     print(f"without the engine, contexts around {context + args.steps // 2}:", flush=True)
@@ -205,7 +210,7 @@ def graph_ms(runner: TimedRunner, batch: int) -> float:
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 30
+    return float(start.elapsed_time(end)) / 30
 
 
 def decode_batch(tables: np.ndarray, length: int, *, carries: bool) -> Batch:
@@ -236,9 +241,9 @@ def check(device: str) -> None:
         tokens = rng.integers(0, 5003, length).tolist()
         eos = frozenset(range(0, 5003, 60))
         work.append(EngineRequest(seq_id=f"{i}", token_ids=tokens, num_prompt_tokens=length, sampling=params, eos_token_ids=eos))
-    bounds = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "hash_unit": BLOCK_SIZE}
+    bounds = EngineConfig(max_num_batched_tokens=64, max_num_seqs=16, hash_unit=BLOCK_SIZE)
     ahead, again, behind = (
-        [[token.token_id for token in tokens] for tokens in generate(Engine(runner, EngineConfig(look_ahead=on, **bounds)), work)]
+        [[token.token_id for token in tokens] for tokens in generate(Engine(runner, replace(bounds, look_ahead=on)), work)]
         for on in (True, True, False)
     )
     assert ahead == again, "the same steps gave other tokens"
@@ -251,10 +256,18 @@ def check(device: str) -> None:
         sys.exit("more streams differ than near-ties explain")
 
 
-def make(config: dict[str, Any], **options: Any) -> ModelRunner:
+def make(config: dict[str, Any], *, num_blocks: int, max_num_seqs: int, device: str, max_model_len: int | None = None) -> ModelRunner:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        return ModelRunner(directory, **({"block_size": BLOCK_SIZE, "load_format": "dummy"} | options))
+        return ModelRunner(
+            directory,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            device=device,
+            load_format="dummy",
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def check_many(system: System, oracle: Oracle) -> None:
     for i in range(NUM_REQUESTS):
         options = SamplingOptions(max_tokens=rng.randint(1, 60), temperature=0.0, ignore_eos=True)
         if i % 2 == 0:
-            options.update(temperature=0.8, top_p=0.95, seed=i)
+            options |= {"temperature": 0.8, "top_p": 0.95, "seed": i}
         work.append(([rng.randrange(3, oracle.vocab_size) for _ in range(rng.randint(1, 300))], options))
 
     def ask(i: int) -> tuple[list[int], str]:
@@ -69,7 +69,8 @@ def check_many(system: System, oracle: Oracle) -> None:
 
 def check_killed(system: System, oracle: Oracle) -> None:
     options = SamplingOptions(max_tokens=400, temperature=0.0, ignore_eos=True)
-    ids, seen, killed_at = list(range(3, 90)), [], 0.0
+    ids, killed_at = list(range(3, 90)), 0.0
+    seen: list[int] = []
     with system.client() as client:
         for piece in client.generate(token_ids=ids, timeout=120, **options):
             seen += piece.token_ids

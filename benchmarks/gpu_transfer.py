@@ -18,15 +18,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from gpu_elementwise import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
-from gpu_engine import LLAMA_8B, batch_of, make, prefill_rate, tables_for
+from gpu_engine import batch_of, make, prefill_rate, tables_for
 from gpu_linear import graph_us
 
 from kv_transfer.ipc_memory import close_handle, export, open_handle
 from kv_transfer.sum64 import block_sums
+from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import KvShape
 from twostep.engine.kv_cache import KvCache
 from twostep.kernels import triton_elementwise
@@ -93,7 +95,7 @@ class Source:
 def ms(call: Callable[[], object], *, times: int = 7) -> float:
     """Median on the GPU's own clock."""
     call()
-    taken = []
+    taken: list[float] = []
     for _ in range(times):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -222,8 +224,8 @@ def main() -> None:
         tiles = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16), (16384, 32))
         shapes += [PullShape(num_programs=n, tile_words=t, num_warps=w) for (t, w), n in itertools.product(tiles, (16, 24, 32, 64, 132))]
     for shape in shapes:
-        without = ms(lambda shape=shape: reader.pull(shape, with_sums=False))
-        summed = ms(lambda shape=shape: reader.pull(shape))
+        without = ms(partial(reader.pull, shape, with_sums=False))
+        summed = ms(partial(reader.pull, shape))
         print(
             f"pull {shape.num_programs:3} x {shape.tile_words:5} words {shape.num_warps:2} warps {gbps(num_bytes, without)}, "
             f"with sums {gbps(num_bytes, summed)} ({(summed / without - 1) * 100:+.1f} %)",
@@ -266,8 +268,8 @@ def main() -> None:
     for rows in (2048, 8192):
         without, summed = write_kernel(rows)
         print(f"KV write, {rows} rows: {without:.1f} us, with sums {summed:.1f} us ({(summed / without - 1) * 100:+.1f} %)", flush=True)
-    for kept in (False, True):
-        whole_model(kept)
+    for with_sums in (False, True):
+        whole_model(with_sums)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
 import itertools
 import json
 import os
@@ -24,13 +23,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from twostep import AsyncClient, SamplingOptions
 from twostep.errors import TwostepError, status_of
+from twostep.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from oracle import Oracle
+    from running import System
 
 _ROOT = Path(__file__).resolve().parents[1]
 # Requests are drawn from so many; each has a cache salt of its own, so that its KV is computed and moved all the same.
@@ -71,23 +75,25 @@ def main() -> int:
     args = _parse()
     # The helpers of the system's tests are what starts, asks and judges it here.
     sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "tests" / "system")]
-    running: Any = importlib.import_module("running")
-    oracle: Any = importlib.import_module("oracle")
+    from oracle import Oracle  # noqa: PLC0415
+    from running import running  # noqa: PLC0415
+    from tiny_models import save_tiny_model  # noqa: PLC0415
+
     _allow_files(8 * args.concurrency + 1024)
     os.environ |= {"TWOSTEP_MAX_INFLIGHT": str(args.concurrency + 100), "TWOSTEP_MAX_WAITING": str(args.concurrency + 100)}
     with tempfile.TemporaryDirectory(prefix="storm-") as scratch:
-        model = importlib.import_module("tiny_models").save_tiny_model(
+        model = save_tiny_model(
             Path(scratch) / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
         )
-        judge = oracle.Oracle(model)
+        judge = Oracle(model)
         cases = _make_cases(judge)
-        flags = ("--dtype", "float32", "--device", "cpu", "--max-num-seqs", str(args.concurrency), "--cpu-threads", "1")
+        flags: tuple[str, ...] = ("--dtype", "float32", "--device", "cpu", "--max-num-seqs", str(args.concurrency), "--cpu-threads", "1")
         flags += ("--kv-cache-memory-bytes", str(256 << 20), "--max-num-batched-tokens", "1024")
         left: list[str] = []
         try:
-            with running.running(model, Path(scratch) / "run", prefill=2, decode=2, extra=flags) as system:
+            with running(model, Path(scratch) / "run", prefill=2, decode=2, extra=flags) as system:
                 tally, killed, seconds = asyncio.run(_storm(args, system, cases))
-                left = _leftovers(running, system)
+                left = _leftovers(system)
         except AssertionError as error:  # processes that outlived it
             left.append(str(error))
     left += _unused_rings()
@@ -97,14 +103,17 @@ def main() -> int:
     return 0 if clear and not wrong and not left else 1
 
 
-def _leftovers(running: Any, system: Any) -> list[str]:
+def _leftovers(system: System) -> list[str]:
     """What the system holds with nothing to do, once it is whole; empty if nothing."""
+    from running import wait_until  # noqa: PLC0415
+
     left = []
-    for look in (
-        lambda: running.wait_until(lambda: system.serves(2, 2), timeout_s=90, what="all workers are back"),
+    looks: tuple[Callable[[], object], ...] = (
+        lambda: wait_until(lambda: system.serves(2, 2), timeout_s=90, what="all workers are back"),
         lambda: system.check_empty(timeout_s=90),
         lambda: system.check_store_empty(timeout_s=60),
-    ):
+    )
+    for look in looks:
         try:
             look()
         except AssertionError as error:
@@ -112,7 +121,7 @@ def _leftovers(running: Any, system: Any) -> list[str]:
     return left
 
 
-async def _storm(args: argparse.Namespace, system: Any, cases: Sequence[Case]) -> tuple[Tally, Counter[str], float]:
+async def _storm(args: argparse.Namespace, system: System, cases: Sequence[Case]) -> tuple[Tally, Counter[str], float]:
     """Returns when the last request has ended."""
     tally, killed = Tally(), Counter[str]()
     begin = time.monotonic()
@@ -173,7 +182,7 @@ async def _ask(client: AsyncClient, case: Case, tally: Tally, salt: str, give_up
     return ended
 
 
-async def _kill(args: argparse.Namespace, system: Any, killed: Counter[str]) -> None:
+async def _kill(args: argparse.Namespace, system: System, killed: Counter[str]) -> None:
     """The workers in turn, a prefill and a decode worker alternately; one that is not back yet is passed over."""
     turns = itertools.cycle([(module, n) for n in range(2) for module in ("prefill_worker", "decode_worker")])
     ports = {module: sorted(worker.address for worker in system.workers(module)) for module in ("prefill_worker", "decode_worker")}
@@ -187,23 +196,20 @@ async def _kill(args: argparse.Namespace, system: Any, killed: Counter[str]) -> 
                     worker.kill()
 
 
-def _make_cases(judge: Any) -> list[Case]:
+def _make_cases(judge: Oracle) -> list[Case]:
     cases = []
     for n in range(_NUM_CASES):
         rng = random.Random(n)
         prompt = [rng.randrange(3, judge.vocab_size) for _ in range(rng.randint(*_PROMPT_TOKENS))]
-        options = SamplingOptions(max_tokens=rng.randint(*_ANSWER_TOKENS), temperature=rng.choice((0.0, 0.8)), seed=n, ignore_eos=True)
+        params = SamplingParams(max_tokens=rng.randint(*_ANSWER_TOKENS), temperature=rng.choice((0.0, 0.8)), seed=n, ignore_eos=True)
+        options = SamplingOptions(max_tokens=params.max_tokens, temperature=params.temperature, seed=n, ignore_eos=True)
         # What is left out would take the model's own default.
-        options |= {"top_p": 1.0, "top_k": 0}
-        cases.append(Case(prompt, options, judge.answer(prompt, _params(options))))
+        options |= {"top_p": params.top_p, "top_k": params.top_k}
+        cases.append(Case(prompt, options, judge.answer(prompt, params)))
     return cases
 
 
-def _params(options: SamplingOptions) -> Any:
-    return importlib.import_module("twostep.sampling_params").SamplingParams(**options)
-
-
-def _judge(judge: Any, tally: Tally) -> tuple[int, int]:
+def _judge(judge: Oracle, tally: Tally) -> tuple[int, int]:
     """Answers that differ where the engine itself stands within 1e-4 of another token, and those that are wrong."""
     near_ties = wrong = 0
     for case, got in tally.wrong:

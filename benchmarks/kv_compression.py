@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +26,7 @@ from tokenizers import Tokenizer
 
 from kv_transfer import wire_encoding
 from kv_transfer.checksum import checksum
+from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import Batch, SamplingRow
 from twostep.engine.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
@@ -32,6 +34,8 @@ from twostep.worker.model import layout_of
 
 BLOCK_SIZE = 16
 CHUNK_BYTES = 8 << 20
+Encode = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]
+Decode = Callable[[npt.NDArray[np.uint8], int], npt.NDArray[np.uint8]]
 
 
 def prompt(token_ids: list[int]) -> Batch:
@@ -82,24 +86,22 @@ def main() -> None:
         chunks = np.array_split(blocks, -(-blocks.size // CHUNK_BYTES))
         for level in (1, 3):
             _plain(dtype, level, chunks, args.repeats)
-            _report(
-                f"{dtype:<8} | shuffled | {level:>5}",
-                chunks,
-                lambda x, level=level, layout=layout: wire_encoding.encode("zstd", x, layout, level=level),
-                lambda data, n, layout=layout: wire_encoding.decode("zstd", data, n, layout),
-                args.repeats,
-            )
+            _report(f"{dtype:<8} | shuffled | {level:>5}", chunks, *_on_the_wire("zstd", layout, level), args.repeats)
         for encoding in wire_encoding.LOSSY:
-            _report(
-                f"{dtype:<8} | {encoding:<8} |     -",
-                chunks,
-                lambda x, encoding=encoding, layout=layout: wire_encoding.encode(encoding, x, layout),
-                lambda data, n, encoding=encoding, layout=layout: wire_encoding.decode(encoding, data, n, layout),
-                1,
-                lossy=True,
-            )
-        each = seconds(lambda chunks=chunks: [checksum(c.reshape(-1)) for c in chunks], args.repeats)
+            _report(f"{dtype:<8} | {encoding:<8} |     -", chunks, *_on_the_wire(encoding, layout), 1, lossy=True)
+        each = seconds(partial(_sums, chunks), args.repeats)
         print(f"{dtype:<8} | xxh3_64 checksum alone: {blocks.size / each / 1e6:.0f} MB/s")
+
+
+def _sums(chunks: list[npt.NDArray[np.uint8]]) -> list[int]:
+    return [checksum(c.reshape(-1)) for c in chunks]
+
+
+def _on_the_wire(encoding: str, layout: LayoutRecord, level: int = 1) -> tuple[Encode, Decode]:
+    return (
+        lambda blocks: wire_encoding.encode(encoding, blocks, layout, level=level),
+        lambda data, n: wire_encoding.decode(encoding, data, n, layout),
+    )
 
 
 def _plain(dtype: str, level: int, chunks: list[npt.NDArray[np.uint8]], repeats: int) -> None:
@@ -115,8 +117,8 @@ def _plain(dtype: str, level: int, chunks: list[npt.NDArray[np.uint8]], repeats:
 def _report(
     title: str,
     chunks: list[npt.NDArray[np.uint8]],
-    encode: Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]],
-    decode: Callable[[npt.NDArray[np.uint8], int], npt.NDArray[np.uint8]],
+    encode: Encode,
+    decode: Decode,
     repeats: int,
     *,
     lossy: bool = False,

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,11 +106,13 @@ class Source:
             self.process.stdin.write(json.dumps([f"l{self._leases}", index, part.tolist()]) + "\n")
             self.process.stdin.flush()
             fields, took = self._answer()
-            chunks.append(ChunkInfo(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}))
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+            chunks.append(ChunkInfo(**values))
             seconds += took
         return chunks, seconds
 
-    def _answer(self) -> list:
+    def _answer(self) -> Any:
+        """What JSON it printed next."""
         assert self.process.stdout is not None
         while not (line := self.process.stdout.readline()).startswith("ANSWER "):
             assert line, "the source ended"

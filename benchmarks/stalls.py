@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import itertools
 import json
 import math
@@ -27,7 +26,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -72,7 +70,8 @@ def main() -> int:
     args = _parse()
     # The helper that starts a system for tests starts it here.
     sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "tests" / "system")]
-    running: Any = importlib.import_module("running")
+    from running import running  # noqa: PLC0415
+
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         print("two cores are needed: one for each worker")
@@ -88,7 +87,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="stalls-") as scratch:
                 flags = ["--cpu-threads", "1", "--device", "cpu"]
                 flags += ["--max-num-batched-tokens", str(setup.step_tokens)] if setup.step_tokens else []
-                with running.running(
+                with running(
                     args.model, Path(scratch), prefill=setup.prefill, decode=setup.decode, local_prefill=True, extra=tuple(flags)
                 ) as system:
                     _pin(system.process.pid, cores)

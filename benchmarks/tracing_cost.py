@@ -26,7 +26,7 @@ from router.report import Report
 from twostep.engine.types import TokenOutput
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
-from twostep.rpc.v1 import inference_pb2
+from twostep.rpc.v1 import decode_pb2, inference_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.tracing import Tracer, metadata_of, trace_id_of
 from twostep.tracing_otel import OtelTracer
@@ -58,7 +58,7 @@ def requests(tracer: Tracer | None) -> Callable[[int], None]:
 
     def serve(count: int) -> None:
         for _ in range(count):
-            with recorded(metrics, request, METADATA, tracer, model="m") as record:
+            with recorded(metrics, request, METADATA, tracer, received=time.monotonic(), model="m") as record:
                 record.named("r")
                 now = time.monotonic()
                 record.job, record.answer = job, cast(Answer, SimpleNamespace(num_tokens=10))
@@ -81,9 +81,9 @@ def tokens(tracer: Tracer | None) -> Callable[[int], None]:
         history = History(("r", 1), max_tokens=2048)
         sequence = DecodeSequence(seq_id="r/1", history=history, router_id="router", tenant="", state=State.DECODING, source=ComputedHere())
         if tracer is not None:
-            sequence.span = SequenceSpans(tracer).begin("r", 1, METADATA)
+            sequence.span = SequenceSpans(tracer).begin("r", 1, METADATA, at=time.monotonic())
         for token in sampled(count):
-            sequence.event(token)
+            sequence.tell(token, decode_pb2.DecodeEvent())
 
     return serve
 
@@ -92,7 +92,7 @@ def bare_tokens(count: int) -> None:
     """What a token cost before there was tracing."""
     history = History(("r", 1), max_tokens=2048)
     for token in sampled(count):
-        history.add(token)
+        history.add(token, decode_pb2.DecodeEvent())
 
 
 def contexts(count: int) -> None:
