@@ -112,6 +112,14 @@ def test_what_waits_travels_together_in_order(steps: list[tuple[int, int]]) -> N
     asyncio.run(run())
 
 
+def test_a_token_that_is_all_zeros_is_one() -> None:
+    history, message = History(("s", 1), max_tokens=2), decode_pb2.StepEvents()
+    history.add(TokenOutput(seq_id="s/1", token_id=0, position=0), message.events.add())
+    (told,) = decode_pb2.StepEvents.FromString(message.SerializeToString()).events
+    assert told.HasField("token"), "nothing of it differs from what a message is without it"
+    assert list(history.since(at(0))) == [told]
+
+
 def test_the_first_token_of_a_prompt_computed_here_is_kept_apart_from_the_others() -> None:
     history = History(("s", 1), max_tokens=2)
     first = decode_pb2.DecodeEvent()
