@@ -57,6 +57,7 @@ class PrefixHasher:
         if unit < 1:
             raise InvalidRequest(f"hash unit is {unit}; give at least 1 token")
         self._mac = hmac.new(key, None, hashlib.sha256)
+        self.unit = unit
         self._unit_bytes = 4 * unit
         self._num_bytes = 0
         self.hashes: list[bytes] = []

@@ -116,7 +116,8 @@ class Engine:
             sequence = self._ledger.live(seq_id)
             if sequence is None:
                 raise NotFound(f"{seq_id} is not here; it ended or was cancelled")
-            return [int(block) for block in sequence.blocks]
+            ids: list[int] = sequence.blocks.tolist()
+            return ids
 
     def generations(self, block_ids: Sequence[int]) -> Sequence[int]:
         """Of each block uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation does

@@ -318,8 +318,7 @@ class SequenceLedger:
         if sequence.hasher is None or sequence.loading or not sequence.confirmed or num_full == sequence.num_registered:
             return
         hashes = sequence.block_hashes()
-        for i in range(sequence.num_registered, num_full):
-            block = int(sequence.blocks[i])
+        for i, block in enumerate(sequence.blocks[sequence.num_registered : num_full].tolist(), sequence.num_registered):
             if sequence.num_steps:
                 self._pool.share((block,))  # a launched step reads it, whatever the sequence owns from now on
             found = self._pool.register(block, hashes[i], i, exchange=not sequence.leaves_early)
@@ -327,7 +326,8 @@ class SequenceLedger:
                 self._pool.free((block,))
             elif sequence.num_steps:
                 self._planned[-1].exchanged.append(block)
-            sequence.blocks[i] = found
+            if found != block:
+                sequence.blocks[i] = found
         sequence.num_registered = num_full
 
     def _append(self, sequence: EngineSequence, sampled: Sampled, row: int) -> TokenOutput:

@@ -14,7 +14,7 @@ from twostep.engine.constraint import Constraint
 from twostep.engine.preemption import SavedBlocks
 from twostep.engine.types import EngineRequest, FinishReason
 from twostep.errors import ContextExceeded, InvalidRequest
-from twostep.prefix import PrefixHasher
+from twostep.prefix import PrefixHasher, token_bytes
 
 
 class SequenceState(Enum):
@@ -145,19 +145,21 @@ def make_sequence(
     if not 1 <= request.num_prompt_tokens <= len(tokens):
         raise InvalidRequest(f"the prompt has {request.num_prompt_tokens} of {len(tokens)} tokens; give at least one")
     try:
-        given = np.array(tokens, dtype=np.int64)
-    except (OverflowError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"token_ids are whole numbers from 0 to {vocab_size - 1}: {error}") from error
-    if given.min() < 0 or given.max() >= vocab_size:
-        raise InvalidRequest(f"token_ids must be from 0 to {vocab_size - 1}, the model's vocabulary; found {given.min()} to {given.max()}")
+        given = np.frombuffer(token_bytes(tokens), "<u4").astype(np.int64)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"token_ids must be from 0 to {vocab_size - 1}, the model's vocabulary: {error.message}") from error
+    if given.max() >= vocab_size:
+        raise InvalidRequest(f"token_ids must be from 0 to {vocab_size - 1}, the model's vocabulary; found {given.max()}")
     if len(tokens) >= max_model_len:
         raise ContextExceeded(f"{len(tokens)} tokens leave no room to answer in a context of {max_model_len}; shorten the prompt")
     params = request.sampling
     if request.num_prior_tokens >= params.max_tokens:
         raise InvalidRequest(f"all {params.max_tokens} tokens of max_tokens were generated before; there is nothing left to do")
-    hasher = PrefixHasher(request.prefix_key, block_size) if prefix_caching and request.prefix_key else None
-    if hasher is not None:
-        hasher.extend(tokens)
+    hasher = None
+    if prefix_caching and request.prefix_key:
+        hasher = request.hasher or PrefixHasher(request.prefix_key, block_size)
+        assert hasher.unit == block_size, "blocks are what is hashed"
+        hasher.extend(tokens[hasher.num_tokens :])
     constraint = None
     if request.grammar is not None:
         assert len(request.grammar.tokens) == request.num_prior_tokens, "the grammar is where the request is"

@@ -13,6 +13,7 @@ from twostep.step_curve import StepWorkload
 
 if TYPE_CHECKING:
     from twostep.engine.grammar import GrammarState
+    from twostep.prefix import PrefixHasher
 
 
 class FinishReason(Enum):
@@ -25,7 +26,9 @@ class EngineRequest:
     """One sequence to compute. `seq_id` is unique in an engine's life (request id and attempt).
 
     `token_ids` is the prompt followed by what earlier attempts already generated; the first `num_prompt_tokens` of them
-    are the prompt (penalties and positions count from there). `prefix_key` keys the block hashes, empty: no prefix reuse.
+    are the prompt (penalties and positions count from there). `prefix_key` keys the block hashes, empty: no prefix reuse. `hasher`: under
+    that key, with all of `token_ids` taken in already, for the engine's block size and for this request alone; None: the engine makes one,
+    at once, which takes a long prompt's time.
     """
 
     seq_id: str
@@ -34,6 +37,7 @@ class EngineRequest:
     sampling: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     prefix_key: bytes = b""
+    hasher: PrefixHasher | None = field(default=None, repr=False, compare=False)
     request_class: RequestClass = RequestClass.STANDARD
     # Mean seconds between its tokens that it is promised: bounds the steps that compute prompts beside it. None: no promise.
     tpot_s: float | None = None
