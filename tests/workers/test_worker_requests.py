@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from twostep.cluster.records import LayoutRecord
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
 from twostep.errors import ResourceExhausted
@@ -16,6 +15,7 @@ from twostep.rpc.v1 import decode_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.worker import requests
 from twostep.worker.grammars import Grammars
+from twostep.worker.model import ServedModel, layout_of
 from twostep.worker.requests import RequestReader
 
 INLINE = requests._MAX_INLINE_TOKENS
@@ -25,8 +25,10 @@ VOCAB = 500
 
 @pytest.fixture
 async def reader() -> RequestReader:
-    layout = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=4)
-    return RequestReader(secret=b"sixteen bytes or more", layout=layout, eos_token_ids=frozenset(), grammars=Grammars(None))
+    runner = make_runner()
+    model = ServedModel(name="m", runner=runner, layout=layout_of(runner.kv_shape, "fake"), eos_token_ids=frozenset())
+    grammars = Grammars(model.grammar_compiler())
+    return RequestReader(secret=b"sixteen bytes or more", layout=model.layout, eos_token_ids=frozenset(), grammars=grammars)
 
 
 def reserve(num_tokens: int, request_id: str = "r") -> decode_pb2.ReserveRequest:
@@ -41,9 +43,14 @@ def reserve(num_tokens: int, request_id: str = "r") -> decode_pb2.ReserveRequest
     )
 
 
+def make_runner(num_blocks: int = 2048) -> FakeRunner:
+    return FakeRunner(num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=VOCAB, max_model_len=1 << 20)
+
+
 def make_engine(num_blocks: int = 2048) -> Engine:
-    runner = FakeRunner(num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=VOCAB, max_model_len=1 << 20)
-    return Engine(runner, EngineConfig(max_num_batched_tokens=1 << 16, max_num_seqs=8, max_waiting=8, hash_unit=BLOCK_SIZE))
+    return Engine(
+        make_runner(num_blocks), EngineConfig(max_num_batched_tokens=1 << 16, max_num_seqs=8, max_waiting=8, hash_unit=BLOCK_SIZE)
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [INLINE, INLINE + 1, 2 * INLINE, 3 * INLINE + 5])
