@@ -10,7 +10,6 @@ from oracle import Oracle
 from running import System, Worker, wait_until
 from steady_load import SteadyLoad, model_cases
 
-# Prompts that nobody has computed before are still coming when the first are answered.
 _NUM_CASES, _NUM_CLIENTS = 12, 6
 _BUSY_WITHIN_S = 60.0
 _MEND_S = 180.0
@@ -21,9 +20,10 @@ _MOST_NEAR_TIES = 2
 async def kill_under_load(system: System, oracle: Oracle, module: str, *, is_whole: Callable[[], bool], seed: int) -> None:
     """Strikes the busiest worker of a role. Fails for an answer that is lost or not the oracle's. A decode worker may just have sent its
     last token, a prefill worker its last block: then another one is struck, as soon as `is_whole`, until somebody else had to go on with
-    an answer."""
+    an answer. Prompts stay new to everybody: decode workers would compute those whose prefix they have, and prefill workers have nothing
+    to do."""
     cases = model_cases(oracle, _NUM_CASES, max_tokens=(60, 100), seed=seed)
-    async with SteadyLoad([system.target], cases, num_clients=_NUM_CLIENTS) as load:
+    async with SteadyLoad([system.target], cases, num_clients=_NUM_CLIENTS, fresh=True) as load:
         for _ in range(_MOST_KILLS):
             await load.more(_NUM_CLIENTS // 2)
             (await _busiest(system, module)).kill()

@@ -70,13 +70,15 @@ class Outcome:
 
 class SteadyLoad:
     """`num_clients` requests at any time from `async with` on, through one client of the SDK that knows `targets`, each answer put together
-    from its pieces. Leaving the block waits for those under way."""
+    from its pieces. Leaving the block waits for those under way. `fresh`: the cases' prompts come again and again, and no KV of them is
+    ever found."""
 
-    def __init__(self, targets: Sequence[str], cases: Sequence[Case], *, num_clients: int) -> None:
+    def __init__(self, targets: Sequence[str], cases: Sequence[Case], *, num_clients: int, fresh: bool = False) -> None:
         self.ended: list[Outcome] = []
         self._client = AsyncClient(list(targets), timeout=TIMEOUT_S)
         self._cases = itertools.cycle(cases)
         self._num_clients = num_clients
+        self._fresh = fresh
         self._begun = itertools.count()
         self._under_way: set[int] = set()
         self._stop = asyncio.Event()
@@ -120,14 +122,14 @@ class SteadyLoad:
         while not self._stop.is_set():
             number = next(self._begun)
             self._under_way.add(number)
-            self.ended.append(await self._ask(next(self._cases)))
+            self.ended.append(await self._ask(next(self._cases), salt=f"{number}" if self._fresh else ""))
             self._under_way.discard(number)
 
-    async def _ask(self, case: Case) -> Outcome:
+    async def _ask(self, case: Case, *, salt: str) -> Outcome:
         begun = last = time.monotonic()
         first_s = gap_s = 0.0
         token_ids: list[int] = []
-        answer = self._client.generate(token_ids=case.token_ids, **case.options)
+        answer = self._client.generate(token_ids=case.token_ids, cache_salt=salt, **case.options)
         try:
             async for piece in answer:
                 now = time.monotonic()
