@@ -21,20 +21,18 @@ import asyncio
 import gc
 import itertools
 import json
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from served_step_load import Clock, Load
 
 from decode_worker.edge import DecodeEdge
 from kv_transfer.cuda_ipc import CudaIpcTransport
@@ -50,9 +48,6 @@ from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.local.redis_server import server_argv, server_binary, socket_path
 from twostep.rpc import event_loop
-from twostep.rpc.channel import open_channel
-from twostep.rpc.convert import sampling_to_proto
-from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 from twostep.sampling_params import SamplingParams
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import EdgeParts
@@ -60,6 +55,7 @@ from twostep.worker.engine_loop import EngineLoop
 from twostep.worker.model import ServedModel, layout_of
 from twostep.worker.worker import Worker
 
+_PLAYER = Path(__file__).with_name("served_step_load.py")
 SECRET = b"sixteen bytes or more"
 BLOCK_SIZE = 16
 TINY = LLAMA_8B | {
@@ -71,27 +67,6 @@ TINY = LLAMA_8B | {
     "vocab_size": 1000,
     "torch_dtype": "float32",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """`streams` requests at once, each of `prompt` tokens and `least` to `most` new ones."""
-
-    streams: int
-    prompt: int
-    most: int
-    seconds: float
-    seed: int = 0
-
-    def requests(self) -> Iterator[tuple[int, int]]:
-        """Prompt length and new tokens of one request after another. The first ones begin as if they had been running for a while, so
-        that contexts are spread from the start as they stay."""
-        rng = random.Random(self.seed)
-        for _ in range(self.streams):
-            done = rng.randint(0, self.most - 2)
-            yield self.prompt + done, self.most - done
-        while True:
-            yield self.prompt, self.most
 
 
 class BlankRunner:
@@ -136,38 +111,6 @@ class Done:
 
     def result(self) -> Sampled:
         return Sampled(token_ids=[1] * self.num_rows, logprobs=[None] * self.num_rows, top_logprobs=[()] * self.num_rows)
-
-
-@dataclass
-class Clock:
-    """When the outputs of full steps came."""
-
-    least_tokens: int
-    times: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-
-    def tick(self, num_tokens: int) -> None:
-        now = time.perf_counter()
-        if num_tokens < self.least_tokens:
-            self.times.clear()  # filling up, or emptying
-            return
-        if self.times:
-            self.gaps.append(now - self.times[-1])
-            self.counts.append(num_tokens)
-        self.times.append(now)
-
-    def report(self) -> dict[str, float]:
-        gaps = sorted(self.gaps)
-        if len(gaps) < 20:
-            return {"steps": len(gaps), "p50_ms": float("nan"), "p99_ms": float("nan"), "max_ms": float("nan"), "tokens": 0.0}
-        return {
-            "steps": len(gaps),
-            "p50_ms": statistics.median(gaps) * 1e3,
-            "p99_ms": gaps[int(len(gaps) * 0.99)] * 1e3,
-            "max_ms": gaps[-1] * 1e3,
-            "tokens": statistics.fmean(self.counts),
-        }
 
 
 # ---- alone ----------------------------------------------------------------------------------------------------------------------
@@ -250,19 +193,9 @@ async def served(runner: ModelRunner, load: Load, transport_name: str) -> dict[s
             await prefill.start()
             await decode.start()
             result = directory / "router.json"
-            words = [sys.executable, __file__, "--play-router", prefill.address, decode.address, str(result)]
-            words += [
-                "--streams",
-                str(load.streams),
-                "--prompt",
-                str(load.prompt),
-                "--most",
-                str(load.most),
-                "--seconds",
-                str(load.seconds),
-            ]
-            words += ["--vocab", str(runner.vocab_size)]
-            player = await asyncio.to_thread(subprocess.Popen, words)
+            numbers = (load.streams, load.prompt, load.most, runner.vocab_size, load.seconds)
+            words = [prefill.address, decode.address, str(result), *(str(number) for number in numbers)]
+            player = await asyncio.to_thread(subprocess.Popen, [sys.executable, str(_PLAYER), *words])
             if await asyncio.to_thread(player.wait, load.seconds + 60):
                 raise RuntimeError("the router's part has failed; see above why")
             router = json.loads(result.read_text())
@@ -286,84 +219,6 @@ def _worker(role: str, url: str, runner: Runner, load: Load, make_edge: Any) -> 
     return Worker(config, model, SECRET, make_edge)
 
 
-class Player:
-    """The router's part: one stream from decode, `streams` requests at once."""
-
-    def __init__(self, prefill: str, decode: str, load: Load, vocab: int) -> None:
-        self._load, self._vocab = load, vocab
-        self._addresses = prefill, decode
-        self._clock = Clock(int(load.streams * 0.9))
-        self._ended: dict[str, asyncio.Future[None]] = {}
-        self._requests, self._names = load.requests(), itertools.count()
-        self._rng = np.random.default_rng(load.seed)
-        self._hand_overs = self._bytes = self._failed = 0
-
-    async def play(self) -> dict[str, Any]:
-        async with open_channel(self._addresses[0]) as to_prefill, open_channel(self._addresses[1]) as to_decode:
-            self._prefill, self._decode = prefill_pb2_grpc.PrefillStub(to_prefill), decode_pb2_grpc.DecodeStub(to_decode)
-            stream = self._decode.Stream(decode_pb2.StreamRequest(router_id="r"))
-            await stream.initial_metadata()
-            reader = asyncio.create_task(self._read(stream))
-            started = time.perf_counter()
-            tasks = [asyncio.create_task(self._keep_one()) for _ in range(self._load.streams)]
-            # None of them ends by itself.
-            ended, _ = await asyncio.wait({*tasks, reader}, timeout=self._load.seconds, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                task.result()
-                raise RuntimeError("the decode worker has closed its stream")
-            for task in (*tasks, reader):
-                task.cancel()
-            await asyncio.gather(*tasks, reader, return_exceptions=True)
-            seconds = time.perf_counter() - started
-        return {
-            "router": self._clock.report(),
-            "hand_overs_per_s": self._hand_overs / seconds,
-            "gb_per_s": self._bytes / seconds / 1e9,
-            "failed": self._failed,
-        }
-
-    async def _keep_one(self) -> None:
-        while True:
-            await self._one(f"q{next(self._names)}")
-
-    async def _one(self, name: str) -> None:
-        num_tokens, num_new = next(self._requests)
-        prompt = self._rng.integers(0, self._vocab, num_tokens).tolist()
-        params = SamplingParams(max_tokens=num_new + 1, temperature=0.0, ignore_eos=True)
-        request = {
-            "request_id": name,
-            "attempt": 1,
-            "token_ids": prompt,
-            "num_prompt_tokens": len(prompt),
-            "sampling": sampling_to_proto(params),
-            "tenant": "t",
-        }
-        ended = self._ended[name] = asyncio.get_running_loop().create_future()
-        await self._decode.Reserve(decode_pb2.ReserveRequest(router_id="r", **request), timeout=60)
-        async for event in self._prefill.Run(prefill_pb2.PrefillRequest(**request), timeout=600):
-            if event.HasField("accepted"):
-                await self._decode.Attach(decode_pb2.AttachRequest(request_id=name, attempt=1, ticket=event.accepted.ticket), timeout=60)
-        await ended
-
-    async def _read(self, stream: Any) -> None:
-        async for message in stream:
-            num_tokens = 0
-            for event in message.events:
-                if event.HasField("token"):
-                    num_tokens += 1
-                    if event.token.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED:
-                        self._ended.pop(event.request_id).set_result(None)
-                elif event.HasField("committed"):
-                    self._hand_overs += 1
-                    self._bytes += event.committed.bytes
-                else:
-                    self._failed += 1
-                    print(event.failed.message, file=sys.stderr)
-                    self._ended.pop(event.request_id).set_result(None)
-            if num_tokens:
-                self._clock.tick(num_tokens)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
@@ -373,14 +228,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of the served part; alone, half of it")
     parser.add_argument("--transport", choices=("local", "cuda_ipc"), default="local")
     parser.add_argument("--rounds", type=int, default=2, help="alone and served, in turns")
-    parser.add_argument("--play-router", nargs=3, metavar=("PREFILL", "DECODE", "RESULT"), help=argparse.SUPPRESS)
-    parser.add_argument("--vocab", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     load = Load(args.streams, args.prompt, args.most, args.seconds)
-    if args.play_router:
-        prefill, decode, result = args.play_router
-        Path(result).write_text(json.dumps(event_loop.run(Player(prefill, decode, load, args.vocab).play())))
-        return
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(TINY if args.tiny else LLAMA_8B))
         runner = ModelRunner(
