@@ -104,3 +104,14 @@ def test_a_transfer_that_fails_gives_its_slots_back(staging: PinnedStaging) -> N
     back = np.zeros_like(data)
     staging.read(list(range(9)), back)
     np.testing.assert_array_equal(back, data)
+
+
+def test_a_slot_is_the_same_memory_for_host_and_device_whatever_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    slot = kv_staging._Slot(128, torch.device("cpu"))
+    for turn, shape in enumerate([(2, 8), (2, 8), (8, 16), (16, 8), (1, 128), (2, 8)]):
+        slot.host(*shape)[...] = turn + np.arange(shape[0] * shape[1], dtype=np.uint8).reshape(shape)
+        assert slot.memory(*shape).tolist() == slot.host(*shape).tolist()
+        assert slot.memory(1, 16).flatten().tolist() == [turn + i for i in range(16)], "shapes share the slot from its start"
