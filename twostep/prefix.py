@@ -58,7 +58,6 @@ class PrefixHasher:
             raise InvalidRequest(f"hash unit is {unit}; give at least 1 token")
         self._mac = hmac.new(key, None, hashlib.sha256)
         self.unit = unit
-        self._unit_bytes = 4 * unit
         self._num_bytes = 0
         self.hashes: list[bytes] = []
 
@@ -70,7 +69,7 @@ class PrefixHasher:
     def extend(self, token_ids: Sequence[int]) -> Sequence[bytes]:
         """Takes in the next tokens and returns the hashes of the boundaries they reach."""
         data = memoryview(token_bytes(token_ids))
-        mac, unit = self._mac, self._unit_bytes
+        mac, unit = self._mac, 4 * self.unit
         known = len(self.hashes)
         start, end = 0, unit - self._num_bytes % unit
         while end <= len(data):

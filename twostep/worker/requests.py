@@ -16,7 +16,8 @@ from twostep.worker.grammars import Grammars
 
 # A client's 128, and what a router adds to make the name unique.
 MAX_ID_CHARS = 160
-# Longer prompts are taken in and hashed in a thread, so many tokens at a time: 128 Ki of them take 30 ms, for which nobody's stream waits.
+# Longer prompts are taken in and hashed in a thread, so many tokens at a time: 128 Ki of them take tens of milliseconds, for
+# which nobody's stream is to wait.
 _MAX_INLINE_TOKENS = 2048
 
 _FINISH = {
