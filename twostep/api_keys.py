@@ -18,6 +18,7 @@ from typing import Any
 
 from twostep.errors import InvalidRequest
 from twostep.request_class import RequestClass
+from twostep.secret import purpose_key
 
 KEY_PREFIX = "ts-"
 MAX_KEYS = 100_000
@@ -197,12 +198,12 @@ def hash_of(told: str) -> str:
 
 def system_key(secret: bytes) -> str:
     """What processes of the deployment show each other, and whoever holds its secret may: everything a key allows, without limits."""
-    return "ts-system-" + hmac.new(secret, b"twostep.system-key.v1", hashlib.sha256).hexdigest()
+    return "ts-system-" + purpose_key(secret, "twostep.system-key.v1").hex()
 
 
 def admin_key(secret: bytes) -> str:
     """What opens a router's --admin-port, unless it was given a key of its own for that."""
-    return "ts-admin-" + hmac.new(secret, b"twostep.admin-key.v1", hashlib.sha256).hexdigest()
+    return "ts-admin-" + purpose_key(secret, "twostep.admin-key.v1").hex()
 
 
 def same_key(told: str, key: str) -> bool:

@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Sequence
 
 from twostep.errors import InvalidRequest
+from twostep.secret import purpose_key
 
 HASH_BYTES = 16
 
@@ -46,7 +47,7 @@ def derive_key(secret: bytes, *, tenant: str, salt: str, model_fingerprint: str,
 
 def secret_check(secret: bytes) -> str:
     """Equal for equal deployment secrets; tells nothing else about them."""
-    return hmac.new(secret, b"twostep secret check 1", hashlib.sha256).hexdigest()[: 2 * HASH_BYTES]
+    return purpose_key(secret, "twostep secret check 1").hex()[: 2 * HASH_BYTES]
 
 
 class PrefixHasher:

@@ -1,7 +1,9 @@
-"""The deployment secret: one file, the same on every process, that keys tickets and prefix hashes."""
+"""The deployment secret: one file, the same on every process, that keys tickets, prefix hashes and calls between processes."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from pathlib import Path
 
 from twostep.errors import SetupError
@@ -25,3 +27,9 @@ def load_secret(path: Path | None, *, of_running: bool = False) -> bytes:
             f"--secret-file {path} holds {len(secret)} bytes; give at least {MIN_SECRET_BYTES}, for example `openssl rand -hex 32`"
         )
     return secret
+
+
+def purpose_key(secret: bytes, purpose: str) -> bytes:
+    """Returns a key of 32 bytes for one purpose: HMAC-SHA256 of the purpose's label under the secret. It tells nothing about the secret or
+    the keys of other purposes. A label names what the key does and a version, such as `twostep.system-key.v1`."""
+    return hmac.new(secret, purpose.encode(), hashlib.sha256).digest()
