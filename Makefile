@@ -1,4 +1,4 @@
-# demo · up · test · test-long · test-jitter · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · simulate · replay-image · replay-compose · clean.  Everything lands in .venv; a stamp says what is there already.
+# demo · up · test · test-long · test-jitter · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · hostile · simulate · replay-image · replay-compose · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"                            TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
@@ -7,6 +7,7 @@
 #   make up UP_FLAGS="--prefill 2"
 #   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; all of it takes about 12 minutes
 #   make fuzz FUZZ_CASES=100000                                   random requests over HTTP and gRPC; 10,000 of them if not told
+#   make hostile HOSTILE_FLAGS="--only gzip"                      attacks a running system and says what that cost everybody else; --short: a few
 #   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die, for 3 minutes
 #   make rolling ROLLING_FLAGS="--clients 12"                     a rolling update of every part under load, some minutes
 #   make helm HELM_CASES=500                                      the chart's tests, with so many random combinations of its switches
@@ -33,6 +34,7 @@ FAULT_FLAGS ?=
 STORM_FLAGS ?=
 ROLLING_FLAGS ?=
 FUZZ_CASES ?= 10000
+HOSTILE_FLAGS ?=
 SIMULATE_FLAGS ?= --seeds 11 12 13
 HELM_CASES ?= 8
 CHECKOV ?= checkov
@@ -50,7 +52,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test test-long test-jitter check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz simulate replay-image replay-compose clean
+.PHONY: help demo up test test-long test-jitter check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz hostile simulate replay-image replay-compose clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -118,6 +120,10 @@ rolling: $(VENV)/.dev
 # Other cases each time, for every night; the few that `make test` has are the same for everybody. Its last lines say what was answered.
 fuzz: $(VENV)/.dev
 	@TWOSTEP_FUZZ_CASES=$(FUZZ_CASES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz -s -q -p no:xdist --timeout 0 $(PYTEST_FLAGS)
+
+# Attacks of tests/hostile, while probes and an ordinary client are watched.
+hostile: $(VENV)/.dev
+	@PYTHONPATH=tests:tests/system OMP_NUM_THREADS=1 $(BIN)/python tests/hostile/hostile.py $(HOSTILE_FLAGS)
 
 # On Linux, as root, with debootstrap and a network: about 300 MB of Debian, then what the image holds.
 replay-image: $(VENV)/.dev

@@ -37,10 +37,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """`run` attacks for some seconds at most, frees what it holds, and returns in a few words what it was answered. It raises AssertionError
-    where that is not the answer due. Whoever calls it watches the router meanwhile: its probes, its other clients, and its memory.
+    """`run` attacks for some seconds at most, frees what it holds, and returns in a few words what it was answered.
 
-    `short`: belongs to the short form, which every change must pass: a second or two.
+    It raises AssertionError where that is not the answer due. Whoever calls it watches the router meanwhile: its probes, its other clients,
+    and its memory. `short`: belongs to the short form, which every change must pass: a second or two.
     """
 
     name: str

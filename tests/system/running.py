@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
@@ -63,14 +62,15 @@ class Worker:
 class System:
     """One running `twostep up`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, http_port: int, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, http_port: int, log: Path, api_key: str | None = None) -> None:
         self.process = process
+        self._api_key = api_key
         self.target = f"127.0.0.1:{port}"
         self.http_url = f"http://127.0.0.1:{http_port}"
         self.log = log
 
     def client(self, **options: Any) -> Client:
-        return Client(self.target, **options)
+        return Client(self.target, **{"api_key": self._api_key, **options})
 
     def _children(self, module: str) -> Iterator[tuple[psutil.Process, list[str]]]:
         for child in psutil.Process(self.process.pid).children(recursive=True):
@@ -80,6 +80,11 @@ class System:
                 continue
             if module in words:
                 yield child, words
+
+    def told(self, module: str, flag: str) -> str:
+        """The value of a flag on the command line of one process."""
+        _, words = next(self._children(module))
+        return words[words.index(flag) + 1]
 
     def pids(self, module: str) -> list[int]:
         return [child.pid for child, _ in self._children(module)]
@@ -137,8 +142,7 @@ class System:
     def wait_until_told(self, *, timeout_s: float = 120.0) -> None:
         """Until every worker has told twice that it is idle, what it holds being told as well, and the router has looked since: on a busy
         machine both come late."""
-        _, words = next(self._children("router"))
-        with redis.Redis.from_url(words[words.index("--redis-url") + 1]) as store:
+        with redis.Redis.from_url(self.told("router", "--redis-url")) as store:
             names = [name.decode() for name in store.smembers(WORKERS_KEY)]
             left, told = {name: store.pttl(worker_key(name)) for name in names}, dict.fromkeys(names, 0)
 
@@ -180,9 +184,8 @@ class System:
 
     def check_store_empty(self, *, timeout_s: float = 60.0) -> None:
         """Ray itself counts no object any more."""
-        ((_, words),) = itertools.islice(self._children("decode_worker"), 1)
-        address = words[words.index("--ray-address") + 1]
-        token = Path(words[words.index("--run-dir") + 1]).parent / "ray" / "token"
+        address = self.told("decode_worker", "--ray-address")
+        token = Path(self.told("decode_worker", "--run-dir")).parent / "ray" / "token"
         env = {**os.environ, **ray_env(token)}
         usage = store_usage(address, env, empty_within_s=timeout_s)
         assert usage.num_objects == 0, usage
@@ -208,10 +211,11 @@ def running(
     local_prefill: bool = False,
     extra: tuple[str, ...] = (),
     env: Mapping[str, str] | None = None,
+    api_key: str | None = None,
 ) -> Iterator[System]:
     """Starts `twostep up` and waits until it serves; stops it like Ctrl-C does, and checks that it leaves no process behind. Without
     `prefill` workers it is aggregated; with them, decode workers compute prompts only with `local_prefill`. `env`: beside this process's
-    own."""
+    own. `api_key`: what its clients show, where `extra` makes it ask for one."""
     port, http_port = free_ports(2)
     tmp.mkdir(parents=True, exist_ok=True)
     log = tmp / "up.log"
@@ -226,7 +230,7 @@ def running(
             cwd=tmp,
             env={**os.environ, **(env or {})},
         )
-    system = System(process, port, http_port, log)
+    system = System(process, port, http_port, log, api_key)
     family: list[psutil.Process] = []
     try:
 
