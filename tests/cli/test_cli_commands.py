@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from scripted_server import ScriptedInference, serving_in_thread
+from terminal_screen import Session
 
 DEADLINE_S = 240.0
 COMMAND = [sys.executable, "-P", "-W", "error", "-m", "twostep.cli"]
@@ -41,6 +42,14 @@ def test_generate(server: tuple[ScriptedInference, str]) -> None:
     sampling = server[0].requests[-1].sampling
     assert (sampling.max_tokens, sampling.temperature, list(sampling.stop)) == (7, 0.0, ["a", "b"])
     assert not sampling.HasField("top_k")
+
+
+def test_at_a_terminal_an_answer_cannot_command_it(server: tuple[ScriptedInference, str]) -> None:
+    with Session([*COMMAND, "generate", "bare", "--target", server[1]]) as terminal:
+        terminal.expect("a␛[31mb␇c")
+        assert terminal.wait() == 0
+        assert "\x1b[31m" not in terminal.raw
+    assert "a\x1b[31mb" in run("generate", "bare", "--target", server[1]).stdout, "into a file goes what the model wrote"
 
 
 def test_generate_from_standard_input_as_json(server: tuple[ScriptedInference, str]) -> None:

@@ -9,6 +9,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from twostep.cli._terminal import harmless
 from twostep.cli._up import options_of, say
 from twostep.client import AsyncClient, Completion, Phases
 
@@ -51,7 +52,7 @@ async def _ask(system: LocalSystem, prompt: str, max_tokens: int, *, aggregated:
         answer = client.chat([{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0.0)
         try:
             async for piece in answer:
-                print(piece.text.replace("\n", "\n         "), end="", flush=True)
+                print(harmless(piece.text).replace("\n", "\n         "), end="", flush=True)
         finally:
             say("\n")
         completion = await answer.result()

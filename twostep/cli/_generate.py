@@ -11,6 +11,7 @@ from typing import cast
 
 from twostep.cli._connect import client_of
 from twostep.cli._flags import sampling_of, urgency_of
+from twostep.cli._terminal import harmless
 from twostep.client import SamplingOptions
 from twostep.errors import InvalidRequest
 
@@ -28,8 +29,9 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(dataclasses.asdict(answer.result()), ensure_ascii=False))
             return 0
+        shown = sys.stdout.isatty()
         for piece in answer:
-            print(piece.text, end="", flush=True)
+            print(harmless(piece.text) if shown else piece.text, end="", flush=True)
         print()
     return 0
 
