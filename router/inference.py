@@ -36,6 +36,7 @@ from router.dispatch import Dispatcher, time_is_up
 from router.fair_queue import AGEING_S, Claim
 from router.hold_back import HeldAnswer, HoldBack
 from router.job import Job, Metadata
+from router.memory_budget import MemoryBudget
 from router.output import Output
 from router.prompt import Prompt, PromptReader, ReadPrompt
 from router.quota import OutputLengths
@@ -123,6 +124,8 @@ class Inference:
         self._dispatcher = dispatcher
         self._pool = pool
         self._outputs: set[Output] = set()
+        # Of what answers hold that their clients have not taken: streams that are behind, and answers that are kept until they are whole.
+        self.memory = MemoryBudget()
         self._lengths = OutputLengths()
         self._last_pool_tokens = config.max_model_len
 
@@ -263,12 +266,13 @@ class Inference:
         client that does not read interrupts this coroutine, which then says why."""
         task = asyncio.current_task()
         assert task is not None, "every call runs in a task"
-        output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel, resumed=job.resumed)
+        holding = self.memory.hold(caller.identity.caller)
+        output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel, holding=holding, resumed=job.resumed)
         claim, num_tokens = Claim.of(job, ageing_s=self._config.ageing_s), len(job.prompt) + len(job.resumed)
         slot = self._admission.slot(claim, num_tokens, lambda: len(job.prompt) + output.next_position if report.placed else 0)
         held = None if self._hold_back is None else self._held_answer(self._hold_back, job, report, caller)
         try:
-            async with asyncio.timeout(job.remaining_s()), slot, self._serving(job, output, report):
+            async with asyncio.timeout(job.remaining_s()), slot, holding, self._serving(job, output, report):
                 await asyncio.shield(told)
                 while True:
                     batch = await output.take()
@@ -340,7 +344,7 @@ class Inference:
 
     def check_model(self, name: str) -> None:
         if name and name != self._config.model_name:
-            raise NotFound(f"model {name!r} is not served here; ask for {self._config.model_name!r}, or leave the name empty")
+            raise NotFound(f"model {name[:64]!r} is not served here; ask for {self._config.model_name!r}, or leave the name empty")
 
     @property
     def max_model_len(self) -> int:
@@ -349,6 +353,11 @@ class Inference:
         longest_prefill = max((r.max_model_len for r in records if r.role == "prefill"), default=self._config.max_model_len)
         decode = [r.max_model_len if r.local_prefill else min(r.max_model_len, longest_prefill) for r in records if r.role == "decode"]
         return min(self._config.max_model_len, max(decode, default=longest_prefill))
+
+    @property
+    def most_tokens(self) -> int:
+        """Of an answer that says nothing of it."""
+        return self._prompts.most_unasked(self.max_model_len)
 
     def _pool_tokens(self) -> int:
         """The most that a decode worker's pool holds of one request. Without workers: as it was when there were some."""

@@ -207,6 +207,10 @@ class PromptReader:
             **values,
         )
 
+    def most_unasked(self, max_model_len: int) -> int:
+        """The most that max_tokens may be where it is not given."""
+        return min(self._default_max_tokens or max_model_len, max_model_len)
+
     def _unasked(self, room: int, num_prompt_tokens: int, pool_tokens: int) -> int:
         """max_tokens of a request that gives none."""
         return max(1, min(self._default_max_tokens or room, room, pool_tokens - num_prompt_tokens))

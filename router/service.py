@@ -48,7 +48,7 @@ class GrpcCaller:
         self._context = context
         self.received = time.monotonic()
         given = plain_metadata(context.invocation_metadata())
-        self.identity = identify(access, given)
+        self.identity = identify(access, given, peer=context.peer())
         self.metadata: Metadata = tuple((key, value) for key, value in given if key in _FORWARDED)
         self.write = context.write  # of every token: no step between
 

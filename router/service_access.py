@@ -23,10 +23,10 @@ def plain_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Plain:
     return [(key, value if isinstance(value, str) else value.decode("utf-8", "replace")) for key, value in metadata or ()]
 
 
-def identify(access: Access, metadata: Plain) -> Identity:
-    """Raises Unauthenticated. Of what is said twice, the last counts."""
+def identify(access: Access, metadata: Plain, *, peer: str = "") -> Identity:
+    """`peer` as gRPC names it, with a port. Raises Unauthenticated. Of what is said twice, the last counts."""
     told = dict(metadata)
-    return access.identify(told.get("authorization"), told.get(TENANT_HEADER))
+    return access.identify(told.get("authorization"), told.get(TENANT_HEADER), address=peer.rpartition(":")[0])
 
 
 class KeyGuard(grpc.aio.ServerInterceptor):

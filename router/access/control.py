@@ -46,17 +46,17 @@ class Access:
 
     # ---- who calls -------------------------------------------------------------------------------------------------------
 
-    def identify(self, authorization: str | None, tenant: str | None = None) -> Identity:
+    def identify(self, authorization: str | None, tenant: str | None = None, *, address: str = "") -> Identity:
         """`authorization` is the header's value; `tenant` what the caller says of itself, which counts only where callers are believed.
         Raises Unauthenticated."""
         if self._source is None:
-            return Identity(tenant=tenant)
+            return Identity(tenant=tenant, address=address)
         scheme, _, told = (authorization or "").strip().partition(" ")
         told = told.strip()
         if not told or scheme.lower() != "bearer":
             raise Unauthenticated(f"no API key was given; {_HOW}")
         if same_key(told, self._system):
-            return Identity(tenant=tenant)
+            return Identity(tenant=tenant, address=address)
         key = self._table.find(told)
         if key is None:
             raise Unauthenticated("this API key is not known here: it was mistyped or revoked; " + _HOW)

@@ -15,12 +15,20 @@ from twostep.rpc.v1 import inference_pb2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """`tenant`: whose share of the system the caller uses. None: nobody knows, and the request may say; if it does not, `fallback`. Without
-    an `account` nothing is counted and everything is allowed. `prompt_paid`: another answer to the same prompt pays for it."""
+    an `account` nothing is counted and everything is allowed. `prompt_paid`: another answer to the same prompt pays for it. `address`:
+    where the call comes from, without its port; empty: from this router itself."""
 
     tenant: str | None = None
     fallback: str = ""
     account: Account | None = None
     prompt_paid: bool = False
+    address: str = ""
+
+    @property
+    def caller(self) -> str:
+        """Who is to have no more than its part of what the router holds: a key, or an address where no keys are asked for; a tenant's name
+        costs nothing there."""
+        return self.key_id or self.address
 
     @property
     def key_id(self) -> str:

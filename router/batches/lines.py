@@ -75,10 +75,10 @@ def body_bytes(body: Mapping[str, Any]) -> bytes:
     return json.dumps({**others, "request_class": "batch"}).encode()
 
 
-def answered(request_id: str, custom_id: str, status: int, body: Mapping[str, Any]) -> bytes:
-    """A line of the output file, or of the error file for a status that is no success. Without its line end."""
-    response = {"status_code": status, "request_id": request_id, "body": body}
-    return _line(request_id, custom_id, response, None)
+def answered(request_id: str, custom_id: str, status: int, body: bytes) -> bytes:
+    """A line of the output file, or of the error file for a status that is no success. Without its line end. `body` is JSON."""
+    before, after = _line(request_id, custom_id, {"status_code": status, "request_id": request_id, "body": 0}, None).rsplit(b"0", 1)
+    return b"".join((before, body, after))
 
 
 def unanswered(request_id: str, custom_id: str, code: str, message: str) -> bytes:

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,18 +48,26 @@ class Asking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """`body` is JSON, of which `usage` is a part."""
+
+    body: bytes
+    usage: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How an endpoint would have refused: the status and body of its answer."""
+    """How an endpoint would have refused: the status of its answer, and its body, which is JSON."""
 
     status: int
-    body: Mapping[str, Any]
+    body: bytes
 
 
 class Endpoints(Protocol):
     """What requests are asked of."""
 
-    async def answer(self, asking: Asking) -> Mapping[str, Any]:
-        """The body of the answer. Raises whatever the endpoint does."""
+    def answer(self, asking: Asking) -> AbstractAsyncContextManager[Answered]:
+        """The answer, whose memory is free once the context ends. Entering raises whatever the endpoint does."""
         ...
 
     def failure(self, error: Exception) -> Failure: ...
@@ -174,10 +183,7 @@ class Run:
 
         async def work() -> None:
             while pending and not self._leaving:
-                entry = await self._answer(pending.popleft())
-                await self._writer.write(entry)
-                self._tally = self._tally.plus(entry.ok, entry.usage)
-                self._metrics.requests["ok" if entry.ok else "failed"].inc()
+                await self._answer(pending.popleft())
 
         async def work_together() -> None:
             try:
@@ -225,13 +231,15 @@ class Run:
             return BatchStatus.CANCELLED
         return BatchStatus.EXPIRED if self._wall() >= self._asked.expires else None
 
-    async def _answer(self, line: InputLine) -> Entry:
-        """However often it takes."""
+    async def _answer(self, line: InputLine) -> None:
+        """However often it takes. The answer is on disk when it returns."""
         request_id = uuid.uuid4().hex
         limit = self._limits.max_line_bytes
         request = await self._threads.short(lambda: self._store.read_request(self._asked, line, max_line_bytes=limit))
         if request.body.get("stream"):
-            return self._failed(line, request_id, InvalidRequest("stream is not for batches, whose answers come whole; leave it out"))
+            error = InvalidRequest("stream is not for batches, whose answers come whole; leave it out")
+            await self._keep(self._failed(line, request_id, error))
+            return
         body = await self._threads.short(body_bytes, request.body)
         asking = Asking(endpoint=self._asked.endpoint, body=body, request_id=request_id, asked=self._asked)
         num_failed = 0
@@ -240,18 +248,28 @@ class Run:
                 if self._leaving:
                     raise Left(self._batch_id)
                 await asyncio.sleep(self._limits.look_s)
-            try:
-                async with self._gate:
-                    answer = await self._endpoints.answer(asking)
-                payload = await self._threads.short(answered, request_id, line.custom_id, 200, answer)
-                return Entry(line.custom_id, True, usage_of(answer), payload)
-            except Exception as error:  # noqa: BLE001  # the answer says what, or it is tried again
-                wait_s = retry_s(error, num_failed, random.random())
-                if wait_s is None:
-                    return self._failed(line, request_id, error)
+            async with AsyncExitStack() as held:
+                try:
+                    async with self._gate:
+                        answer = await held.enter_async_context(self._endpoints.answer(asking))
+                except Exception as error:  # noqa: BLE001  # the answer says what, or it is tried again
+                    wait_s = retry_s(error, num_failed, random.random())
+                    entry = None if wait_s is not None else self._failed(line, request_id, error)
+                else:
+                    payload = answered(request_id, line.custom_id, 200, answer.body)
+                    wait_s, entry = None, Entry(line.custom_id, True, usage_of(answer.usage), payload)
+                if entry is not None:
+                    await self._keep(entry)
+                    return
+            assert wait_s is not None, "it is tried again"
             num_failed += 1
             self._metrics.retries.inc()
             await asyncio.sleep(wait_s)
+
+    async def _keep(self, entry: Entry) -> None:
+        await self._writer.write(entry)
+        self._tally = self._tally.plus(entry.ok, entry.usage)
+        self._metrics.requests["ok" if entry.ok else "failed"].inc()
 
     def _failed(self, line: InputLine, request_id: str, error: Exception) -> Entry:
         if isinstance(error, DeadlineExceeded):
@@ -302,8 +320,7 @@ def _no_answer(line: InputLine, code: str, message: str, request_id: str = "") -
     return Entry(line.custom_id, False, NO_USAGE, unanswered(request_id or uuid.uuid4().hex, line.custom_id, code, message))
 
 
-def usage_of(answer: Mapping[str, Any]) -> Usage:
-    usage = answer.get("usage") or {}
+def usage_of(usage: Mapping[str, Any]) -> Usage:
     return (
         usage.get("prompt_tokens", 0),
         (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),

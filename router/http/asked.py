@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 from aiohttp import web
@@ -13,13 +14,15 @@ from aiohttp import web
 from router.http.calls import Call, Reader, ask_all
 from router.http.chat_body import ChatBody
 from router.http.choices import Events, Send, StreamedChoice, Wanted, WholeChoice
-from router.http.chunks import compact
 from router.http.completion_body import CompletionBody
 from router.http.errors import blaming
 from router.http.front import Front
+from router.http.json_pieces import json_pieces
 from router.http.logprobs import TokenNames
 from router.http.sse import ANSWERS, EventStream
 from router.http.translate import choice_seed, flag_of, keep_alive_of, request_of, timeout_of
+from router.http.whole_answer import ENCODER, WholeAnswer, check_repeated, check_size
+from router.memory_budget import Holding
 from router.prompt import Prompt
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -85,7 +88,7 @@ class Asked(ABC, Generic[AnyBody]):
         """The index-th of the body. Raises TwostepError."""
 
     @abstractmethod
-    def whole_choice(self, index: int) -> WholeChoice: ...
+    def whole_choice(self, index: int, holding: Holding) -> WholeChoice: ...
 
     @abstractmethod
     def streamed_choice(self, index: int, events: Events) -> StreamedChoice: ...
@@ -98,17 +101,42 @@ class Asked(ABC, Generic[AnyBody]):
         """What the answer tells of its prompt."""
         return {}
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer's body. Raises TwostepError."""
-        choices = [self.whole_choice(index) for index in range(self.num_choices)]
-        await self._ask(choices)
-        ends = [choice.finished for choice in choices]
-        answer = {"id": self.id, "object": self.object, **self.common, "choices": [choice.choice() for choice in choices]}
-        return answer | {
-            "usage": self.wanted.usage_of_all(ends),
-            **self.wanted.phases_of_all(ends),
-            **self.beside_choices(choices[0].prompt),
-        }
+    def check_size(self, *, is_line: bool = False) -> None:
+        """Of the answer, whole; `is_line`: of a batch's file. Raises HttpError 400 for what could come to too much."""
+        inference, limit = self.front.inference, self.body.token_limit
+        check_size(
+            num_answers=self.num_choices,
+            max_tokens=inference.most_tokens if limit is None else min(limit, inference.max_model_len),
+            num_logprobs=self.body.num_logprobs,
+            token_ids=self.wanted.token_ids,
+            most=inference.memory.of_caller,
+            is_line=is_line,
+            logprobs_field="top_logprobs" if isinstance(self.body, ChatBody) else "logprobs",
+        )
+
+    def check_repeated(self, prompt: Prompt, echo: str = "") -> None:
+        """Of a prompt that was read. Raises HttpError 400."""
+        if echo or self.wanted.token_ids:
+            check_repeated(num_answers=self.num_choices, num_chars=len(echo), num_ids=len(prompt.ids) if self.wanted.token_ids else 0)
+
+    @asynccontextmanager
+    async def whole(self) -> AsyncIterator[WholeAnswer]:
+        """The answer, which holds memory until the context's end. Raises TwostepError."""
+        async with self.front.inference.memory.hold(self.call.identity.caller) as holding:
+            choices = [self.whole_choice(index, holding) for index in range(self.num_choices)]
+            await self._ask(choices)
+            ends = [choice.finished for choice in choices]
+            usage = self.wanted.usage_of_all(ends)
+            answer = {
+                "id": self.id,
+                "object": self.object,
+                **self.common,
+                "choices": (choice.choice() for choice in choices),
+                "usage": usage,
+                **self.wanted.phases_of_all(ends),
+                **self.beside_choices(choices[0].prompt),
+            }
+            yield WholeAnswer(usage, sum(choice.num_json_bytes for choice in choices), json_pieces(answer))
 
     async def stream(self, send: Send) -> None:
         """All events, `[DONE]` included. Raises TwostepError."""
@@ -138,9 +166,11 @@ class Asked(ABC, Generic[AnyBody]):
 async def respond(request: web.Request, asked: Asked[Any], *, stream: bool) -> web.StreamResponse:
     answers = request.app[ANSWERS]
     if not stream:
-        async with answers.giving(None):
-            answer = await asked.whole()
-        return web.Response(text=compact(answer), content_type="application/json", headers=asked.headers)
+        asked.check_size()
+        async with AsyncExitStack() as held:
+            async with answers.giving(None):
+                answer = await held.enter_async_context(asked.whole())
+            return await request.app[ENCODER].respond(request, answer, asked.headers)
     events = EventStream(request, asked.headers, keep_alive_of(request.headers))
     async with answers.giving(events):
         await asked.stream(events.send)

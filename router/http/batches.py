@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -12,7 +14,7 @@ from pydantic import BaseModel
 
 from router.access.identity import Identity
 from router.batches.records import Asked, owner_of, view
-from router.batches.run import Asking, Failure
+from router.batches.run import Answered, Asking, Failure
 from router.batches.service import Batches
 from router.batches.store import Stored
 from router.http.batch_replies import BatchBody, BatchList, BatchQuery, BatchReply
@@ -25,6 +27,7 @@ from router.http.described import described
 from router.http.errors import HttpError, body_of
 from router.http.fields import parse_body
 from router.http.front import FRONT, IDENTITY, Front
+from router.http.whole_answer import INLINE_BYTES, Encoder
 from router.targets import tenant_of
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -130,8 +133,11 @@ class BatchEndpoints:
 
     def __init__(self, front: Front) -> None:
         self._front = front
+        self._encoder = Encoder()
+        self._large = asyncio.Lock()
 
-    async def answer(self, asking: Asking) -> Mapping[str, Any]:
+    @asynccontextmanager
+    async def answer(self, asking: Asking) -> AsyncIterator[Answered]:
         """Raises TwostepError."""
         identity = self._identity(asking.asked)
         with identity.calling():
@@ -141,11 +147,14 @@ class BatchEndpoints:
                 endpoint = Chat(self._front, parse_body(ChatBody, asking.body), call)
             else:
                 endpoint = Completion(self._front, parse_body(CompletionBody, asking.body), call)
-            return await endpoint.whole()
+            endpoint.check_size(is_line=True)
+            # As JSON an answer is ten times as large, and stays so until it is on disk: one such at a time.
+            async with endpoint.whole() as whole, self._large if whole.num_bytes > INLINE_BYTES else nullcontext():
+                yield Answered(body=await self._encoder.line(whole), usage=whole.usage)
 
     def failure(self, error: Exception) -> Failure:
         status, body, _ = body_of(error)
-        return Failure(status=status, body=body)
+        return Failure(status=status, body=json.dumps(body).encode("ascii"))
 
     def ready(self) -> bool:
         return self._front.ready()

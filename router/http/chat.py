@@ -15,10 +15,12 @@ from router.http.chunks import CHAT_WRAP
 from router.http.described import described
 from router.http.fields import parse_body
 from router.http.front import FRONT, Front
+from router.http.kept_text import KeptText
 from router.http.logprobs import ChatLogprobs
 from router.http.replies import ChatChunk, ChatCompletion
 from router.http.tool_use import ToolMessage, ToolUse, deltas_of, finish_with_calls
 from router.http.usage import usage_of, was_cut
+from router.memory_budget import Holding
 from router.prompt import Prompt
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -58,39 +60,45 @@ class Chat(Asked[ChatBody]):
 
     async def read_prompt(self, index: int) -> Prompt:
         request = pb.GenerateRequest(chat=self._chat, keep_special_tokens=self._request.keep_special_tokens)
-        return await self.front.inference.read_prompt(request)
+        prompt = await self.front.inference.read_prompt(request)
+        self.check_repeated(prompt)
+        return prompt
 
     def beside_choices(self, prompt: Sequence[int]) -> dict[str, Any]:
         return {"prompt_token_ids": list(prompt)} if self.wanted.token_ids else {}
 
-    def whole_choice(self, index: int) -> WholeMessage:
-        return WholeMessage(self, index)
+    def whole_choice(self, index: int, holding: Holding) -> WholeMessage:
+        return WholeMessage(self, index, holding)
 
     def streamed_choice(self, index: int, events: Events) -> StreamedMessage:
         return StreamedMessage(self, index, events)
 
 
 class WholeMessage(WholeChoice):
-    def __init__(self, chat: Chat, index: int) -> None:
-        super().__init__(index, chat.wanted, ChatLogprobs(chat.names))
+    def __init__(self, chat: Chat, index: int, holding: Holding) -> None:
+        super().__init__(index, chat.wanted, ChatLogprobs(chat.names), holding)
         self._message = ToolMessage(chat.tools.parser())
         self._with_reasoning = chat.with_reasoning
-        self._reasoning: list[str] = []
+        self._reasoning = KeptText()
 
     def take(self, piece: pb.Piece) -> None:
         if piece.text:
             self._message.write(piece.text)
-        if piece.reasoning:
-            self._reasoning.append(piece.reasoning)
+        if piece.reasoning and self._with_reasoning:
+            self._reasoning.add(piece.reasoning)
 
     async def end(self, end: pb.End) -> None:
-        await super().end(end)
         self._message.end(cut=was_cut(end))
+        await super().end(end)
+
+    @property
+    def num_text_bytes(self) -> int:
+        return self._message.num_bytes + self._reasoning.num_bytes
 
     def said(self) -> Said:
         message: dict[str, Any] = {"role": "assistant", "refusal": None, **self._message.fields()}
-        if self._reasoning and self._with_reasoning:
-            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
+        if reasoning := str(self._reasoning):
+            message["reasoning_content"] = message["reasoning"] = reasoning
         return {"message": message}
 
     @property

@@ -6,19 +6,24 @@ An endpoint derives its own from these, and says what a piece looks like there.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from router.http.chunks import ChunkWriter, usage_chunk
-from router.http.logprobs import PieceLogprobs
+from router.http.logprobs import KeptLogprobs, PieceLogprobs
 from router.http.sse import DONE
 from router.http.usage import finish_of, phases_of, stop_reason_of, total_usage, usage_of
+from router.http.whole_answer import JSON_ID_BYTES, JSON_LOGPROB_BYTES
+from router.memory_budget import Holding
 from twostep.rpc.v1 import inference_pb2 as pb
 
 Send = Callable[[bytes], Awaitable[None]]
 # What of a choice is an endpoint's own: {"delta": {"content": "Hel"}}, {"text": "Hel"}.
 Said = dict[str, Any]
+# Tokens and pieces after which a whole answer counts what it holds.
+_COUNT_AFTER = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +55,12 @@ class Wanted:
 class WholeChoice(ABC):
     """Keeps its answer until it is whole."""
 
-    def __init__(self, index: int, wanted: Wanted, logprobs: PieceLogprobs) -> None:
-        self._index, self._wanted, self._reader = index, wanted, logprobs
-        self._logprobs = logprobs.of((), ()) if wanted.logprobs else None
-        self._token_ids: list[int] = []
+    def __init__(self, index: int, wanted: Wanted, logprobs: PieceLogprobs, holding: Holding) -> None:
+        """`holding`: what it keeps is counted there."""
+        self._index, self._wanted, self._reader, self._holding = index, wanted, logprobs, holding
+        self._logprobs = KeptLogprobs() if wanted.logprobs else None
+        self._token_ids = array("I")
+        self._num_counted = self._num_uncounted = 0
         self.prompt: Sequence[int] = ()
         self.finished = pb.End()
 
@@ -66,6 +73,18 @@ class WholeChoice(ABC):
         """All of it, once it has ended."""
 
     @property
+    @abstractmethod
+    def num_text_bytes(self) -> int:
+        """Of what `take` has kept, but for what came last."""
+
+    @property
+    def num_json_bytes(self) -> int:
+        """What it comes to as JSON, about."""
+        named = 0 if self._logprobs is None else self._logprobs.num_named
+        num_ids = len(self._token_ids) + len(self.prompt) if self._wanted.token_ids else 0
+        return self.num_text_bytes + JSON_ID_BYTES * num_ids + JSON_LOGPROB_BYTES * named
+
+    @property
     def finish_reason(self) -> str:
         return finish_of(self.finished)
 
@@ -73,20 +92,31 @@ class WholeChoice(ABC):
         piece = response.piece
         self.take(piece)
         if self._wanted.token_ids:
-            self._token_ids += piece.token_ids
+            self._token_ids.extend(piece.token_ids)
         if self._logprobs is not None:
-            for name, entries in self._reader.of(piece.token_ids, piece.logprobs).items():
-                if entries is not None:
-                    self._logprobs[name] += entries
+            self._logprobs.add(piece.token_ids, piece.logprobs)
+        self._num_uncounted += 1 + len(piece.token_ids)
+        if self._num_uncounted > _COUNT_AFTER:
+            self._count()
 
     async def end(self, end: pb.End) -> None:
         self.finished = end
+        self._count()
+
+    def _count(self) -> None:
+        """Raises ResourceExhausted: there is no room for it."""
+        num_bytes = self.num_text_bytes + self._token_ids.itemsize * len(self._token_ids)
+        if self._logprobs is not None:
+            num_bytes += self._logprobs.num_bytes
+        self._holding.add(num_bytes - self._num_counted)
+        self._num_counted, self._num_uncounted = num_bytes, 0
 
     def choice(self) -> dict[str, Any]:
+        """For json_pieces."""
         choice = {
             "index": self._index,
             **self.said(),
-            "logprobs": self._logprobs,
+            "logprobs": None if self._logprobs is None else self._reader.of_all(self._logprobs),
             "finish_reason": self.finish_reason,
             "stop_reason": stop_reason_of(self.finished, self._wanted.stop_strings),
         }

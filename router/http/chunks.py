@@ -6,16 +6,13 @@ ASCII: some clients split events at any of Unicode's line ends.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
+from router.http.json_pieces import compact
+
 _quoted: Callable[[str], str] = encode_basestring_ascii
-
-
-def compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 class ChunkWriter:

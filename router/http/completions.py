@@ -14,9 +14,11 @@ from router.http.completion_body import CompletionBody
 from router.http.described import described
 from router.http.fields import parse_body
 from router.http.front import FRONT, Front
+from router.http.kept_text import KeptText
 from router.http.logprobs import TextLogprobs
 from router.http.replies import TextChunk, TextCompletion
 from router.http.tokens import decoded
+from router.memory_budget import Holding
 from router.prompt import Prompt
 from twostep.errors import ContextExceeded
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -73,30 +75,39 @@ class Completion(Asked[CompletionBody]):
         prompt = await inference.read_prompt(request)
         if self.body.echo:
             self._echoes[index] = given if isinstance(given, str) else await decoded(self.front.tokenizer, given)
+        self.check_repeated(prompt, self._echoes[index])
         return prompt
 
     def echo(self, index: int) -> str:
         """Of a choice, once its prompt is read."""
         return self._echoes[index // self.n]
 
-    def whole_choice(self, index: int) -> WholeText:
-        return WholeText(self, index)
+    def whole_choice(self, index: int, holding: Holding) -> WholeText:
+        return WholeText(self, index, holding)
 
     def streamed_choice(self, index: int, events: Events) -> StreamedText:
         return StreamedText(self, index, events)
 
 
 class WholeText(WholeChoice):
-    def __init__(self, completion: Completion, index: int) -> None:
-        super().__init__(index, completion.wanted, TextLogprobs(completion.names))
+    def __init__(self, completion: Completion, index: int, holding: Holding) -> None:
+        super().__init__(index, completion.wanted, TextLogprobs(completion.names), holding)
         self._completion = completion
-        self._text: list[str] = []
+        self._text = KeptText()
 
     def take(self, piece: pb.Piece) -> None:
-        self._text.append(piece.text)
+        self._text.add(piece.text)
+
+    @property
+    def num_text_bytes(self) -> int:
+        return self._text.num_bytes
+
+    @property
+    def num_json_bytes(self) -> int:
+        return super().num_json_bytes + len(self._completion.echo(self._index))
 
     def said(self) -> Said:
-        said: Said = {"text": self._completion.echo(self._index) + "".join(self._text)}
+        said: Said = {"text": self._completion.echo(self._index) + str(self._text)}
         if self._wanted.token_ids:
             said["prompt_token_ids"] = list(self.prompt)
         return said

@@ -32,7 +32,8 @@ async def identified(request: web.Request, handler: Handler) -> web.StreamRespon
     access = request.app[FRONT].access
     request[IDENTITY] = NOBODY
     if not (access.enabled and is_open(request.path)):
-        request[IDENTITY] = access.identify(request.headers.get("Authorization"), request.headers.get(TENANT_HEADER))
+        tenant = request.headers.get(TENANT_HEADER)
+        request[IDENTITY] = access.identify(request.headers.get("Authorization"), tenant, address=request.remote or "")
     with arriving(request, _BODY_S, _largest(request)):
         if request.method == "POST" and request.path in _COUNTED:
             with request[IDENTITY].calling():

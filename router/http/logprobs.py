@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
+from router.http.json_pieces import small
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.token_bytes import TokenBytes
 
@@ -26,11 +28,58 @@ class TokenNames:
         return list(self._bytes.of(token_id))
 
 
+class Kept(NamedTuple):
+    """One token's."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class KeptLogprobs:
+    """Those of a whole answer as numbers: eight bytes for each, of the hundred that it is as JSON."""
+
+    def __init__(self) -> None:
+        self._token_ids, self._logprobs, self._num_top = array("I"), array("f"), array("B")
+        self._top_ids, self._top = array("I"), array("f")
+
+    @property
+    def num_named(self) -> int:
+        """Tokens, over and over, that their JSON names."""
+        return len(self._token_ids) + len(self._top_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(each) * each.itemsize for each in (self._token_ids, self._logprobs, self._num_top, self._top_ids, self._top))
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> None:
+        """Of the next piece."""
+        self._token_ids.extend(token_ids)
+        for each in logprobs:
+            top = each.top
+            self._logprobs.append(each.logprob)
+            self._num_top.append(len(top))
+            self._top_ids.extend([one.token_id for one in top])
+            self._top.extend([one.logprob for one in top])
+
+    def __iter__(self) -> Iterator[Kept]:
+        """From the first token on."""
+        start = 0
+        for token_id, logprob, num_top in zip(self._token_ids, self._logprobs, self._num_top, strict=True):
+            end = start + num_top
+            yield Kept(token_id, logprob, list(zip(self._top_ids[start:end], self._top[start:end], strict=True)))
+            start = end
+
+
 class PieceLogprobs(Protocol):
     """`choices[].logprobs` of one answer."""
 
     def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
-        """Of its next piece. Lists, which make up the whole answer's one after the other, or None."""
+        """Of its next piece."""
+        ...
+
+    def of_all(self, kept: KeptLogprobs) -> dict[str, Any]:
+        """Of a whole answer. Its lists are iterators (router/http/json_pieces.py)."""
         ...
 
 
@@ -41,19 +90,22 @@ class ChatLogprobs:
         self._names = names
 
     def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
-        return {"content": chat_logprobs(token_ids, logprobs, self._names), "refusal": None}
+        return {"content": [self._token(each) for each in _kept(token_ids, logprobs)], "refusal": None}
 
+    def of_all(self, kept: KeptLogprobs) -> dict[str, Any]:
+        return {"content": small(self._token(each) for each in kept), "refusal": None}
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], names: TokenNames) -> list[dict[str, Any]]:
-    """Entries of `choices[].logprobs.content`."""
+    def _token(self, kept: Kept) -> dict[str, Any]:
+        return self._entry(kept.token_id, kept.logprob) | {"top_logprobs": [self._entry(token_id, top) for token_id, top in kept.top]}
 
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        names = self._names
         return {"token": names.name(token_id), "logprob": max(_LEAST, logprob), "bytes": names.bytes_of(token_id)}
 
-    return [
-        entry(token_id, each.logprob) | {"top_logprobs": [entry(top.token_id, top.logprob) for top in each.top]}
-        for token_id, each in zip(token_ids, logprobs, strict=True)
-    ]
+
+def _kept(token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> Iterator[Kept]:
+    for token_id, each in zip(token_ids, logprobs, strict=True):
+        yield Kept(token_id, each.logprob, [(top.token_id, top.logprob) for top in each.top])
 
 
 class TextLogprobs:
@@ -73,10 +125,24 @@ class TextLogprobs:
             "text_offset": offsets,
             "token_logprobs": [max(_LEAST, each.logprob) for each in logprobs],
             "tokens": names,
-            "top_logprobs": [self._top(name, each) for name, each in zip(names, logprobs, strict=True)],
+            "top_logprobs": [self._top(each) for each in _kept(token_ids, logprobs)],
         }
 
-    def _top(self, name: str, logprobs: pb.TokenLogprobs) -> dict[str, float]:
+    def of_all(self, kept: KeptLogprobs) -> dict[str, Any]:
+        return {
+            "text_offset": small(self._offsets(kept)),
+            "token_logprobs": small(max(_LEAST, each.logprob) for each in kept),
+            "tokens": small(self._names.name(each.token_id) for each in kept),
+            "top_logprobs": small(self._top(each) for each in kept),
+        }
+
+    def _offsets(self, kept: KeptLogprobs) -> Iterator[int]:
+        offset = self._offset
+        for each in kept:
+            yield offset
+            offset += len(self._names.name(each.token_id))
+
+    def _top(self, kept: Kept) -> dict[str, float]:
         """The likeliest, and the token itself wherever it is among them."""
-        top = {self._names.name(each.token_id): max(_LEAST, each.logprob) for each in logprobs.top}
-        return top | {name: max(_LEAST, logprobs.logprob)}
+        top = {self._names.name(token_id): max(_LEAST, logprob) for token_id, logprob in kept.top}
+        return top | {self._names.name(kept.token_id): max(_LEAST, kept.logprob)}

@@ -17,6 +17,7 @@ from router.http.errors import Handler, errors
 from router.http.front import FRONT, REQUEST_ID, Front, forwarded
 from router.http.keys import identified, tell_limits
 from router.http.sse import ANSWERS, Answers
+from router.http.whole_answer import ENCODER, Encoder
 from twostep.errors import SetupError
 from twostep.log import concerning
 from twostep.rpc.channel import TlsFiles
@@ -90,6 +91,7 @@ def make_app(front: Front) -> web.Application:
     counting.count(app)
     app[ANSWERS] = Answers()
     app.cleanup_ctx.append(_keeping_alive)
+    app.cleanup_ctx.append(_encoding)
     app[ui.PAGE] = ui.load_page()
     for module in (chat, completions, files, batches, tokens, system, openapi, ui):
         app.add_routes(module.routes)
@@ -103,6 +105,12 @@ async def _keeping_alive(app: web.Application) -> AsyncIterator[None]:
     yield
     task.cancel()
     await asyncio.wait((task,))
+
+
+async def _encoding(app: web.Application) -> AsyncIterator[None]:
+    encoder = app[ENCODER] = Encoder()
+    yield
+    encoder.close()
 
 
 @web.middleware

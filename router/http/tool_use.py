@@ -8,6 +8,7 @@ from typing import Any
 
 from router.http.chat_body import ChatBody, NamedTool
 from router.http.errors import HttpError
+from router.http.kept_text import KeptText
 from twostep.rpc.convert import grammar_from_proto, grammar_to_proto
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.answer_grammar import Function, either, strict_grammar, tool_call_grammar
@@ -15,6 +16,9 @@ from twostep.text.chat_format import ChatFormat
 from twostep.text.tokenizer import Tokenizer
 from twostep.text.tool_calls import ToolCallFormat, ToolCallParser
 from twostep.text.tool_events import CallArguments, CallBegun, Content, Event
+
+# What a call takes beside its arguments.
+_CALL_BYTES = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +90,21 @@ class ToolMessage:
 
     def __init__(self, parser: ToolCallParser | None) -> None:
         self._parser = parser
-        self._content: list[str] = []
+        self._content = KeptText()
         self._calls: list[_Called] = []
 
     @property
     def num_calls(self) -> int:
         return len(self._calls)
 
+    @property
+    def num_bytes(self) -> int:
+        """But for what came last."""
+        return self._content.num_bytes + sum(_CALL_BYTES + call.arguments.num_bytes for call in self._calls)
+
     def write(self, text: str) -> None:
         if self._parser is None:
-            self._content.append(text)
+            self._content.add(text)
         else:
             self._add(self._parser.push(text))
 
@@ -105,7 +114,7 @@ class ToolMessage:
 
     def fields(self) -> dict[str, Any]:
         """Of the message; the content of one that only calls is null."""
-        content = "".join(self._content)
+        content = str(self._content)
         if not self._calls:
             return {"content": content}
         return {"content": content or None, "tool_calls": [call.told() for call in self._calls]}
@@ -114,21 +123,21 @@ class ToolMessage:
         for event in events:
             match event:
                 case Content(text):
-                    self._content.append(text)
+                    self._content.add(text)
                 case CallBegun(_, call_id, name):
                     self._calls.append(_Called(call_id, name))
                 case CallArguments(index, text):
-                    self._calls[index].arguments.append(text)
+                    self._calls[index].arguments.add(text)
 
 
 @dataclass(slots=True)
 class _Called:
     id: str
     name: str
-    arguments: list[str] = field(default_factory=list)
+    arguments: KeptText = field(default_factory=KeptText)
 
     def told(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": "".join(self.arguments)}}
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": str(self.arguments)}}
 
 
 def deltas_of(events: Sequence[Event]) -> list[dict[str, Any]]:

@@ -7,8 +7,8 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from router.batches.disk import Disk
 from router.batches.files import FileStore
 from router.batches.records import Asked, BatchStatus, owner_of
-from router.batches.run import Asking, Failure, Run, RunLimits
+from router.batches.run import Answered, Asking, Failure, Run, RunLimits
 from router.batches.store import BatchStore
 from router.batches.threads import Threads
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
@@ -98,16 +98,18 @@ class Answers:
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
 
-    async def answer(self, asking: Asking) -> Mapping[str, Any]:
+    @asynccontextmanager
+    async def answer(self, asking: Asking) -> AsyncIterator[Answered]:
         prompt = json.loads(asking.body)["prompt"]
         self.asked[prompt] += 1
         await asyncio.sleep(0)
         if prompt in REFUSED:
             raise InvalidRequest("not this one")
-        return {"text": prompt, "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+        usage = {"prompt_tokens": 3, "completion_tokens": 2}
+        yield Answered(body=json.dumps({"text": prompt, "usage": usage}).encode(), usage=usage)
 
     def failure(self, error: Exception) -> Failure:
-        return Failure(status=400, body={"error": str(error)})
+        return Failure(status=400, body=json.dumps({"error": str(error)}).encode())
 
     def ready(self) -> bool:
         return True

@@ -16,6 +16,7 @@ from router_fakes import until
 from router.admission import Admission
 from router.cleanup import Cleanup
 from router.fair_queue import AGEING_S, Claim
+from router.memory_budget import MemoryBudget
 from router.output import Output
 from router.quota import Quota
 from router.room import Room
@@ -457,7 +458,7 @@ def token(position: int) -> prefill_pb2.Token:
 
 
 async def test_output_hands_over_what_there_is_and_then_the_end_or_the_error() -> None:
-    output = Output(max_buffered=10, on_cut=lambda: None)
+    output = Output(max_buffered=10, on_cut=lambda: None, holding=MemoryBudget().hold("a"))
     taking = asyncio.create_task(output.take())
     await asyncio.sleep(0)
     for i in range(3):
@@ -471,7 +472,7 @@ async def test_output_hands_over_what_there_is_and_then_the_end_or_the_error() -
     with pytest.raises(InternalError, match="broken"):
         await output.take()
     assert output.token_ids == [100, 101, 102, 103]
-    ended = Output(max_buffered=10, on_cut=lambda: None)
+    ended = Output(max_buffered=10, on_cut=lambda: None, holding=MemoryBudget().hold("a"))
     ended.push(token(0))
     ended.end()
     ended.fail(InternalError("too late"))
@@ -480,12 +481,12 @@ async def test_output_hands_over_what_there_is_and_then_the_end_or_the_error() -
 
 async def test_output_cuts_who_is_too_far_behind_or_away_too_long() -> None:
     cuts: list[str] = []
-    output = Output(max_buffered=5, on_cut=lambda: cuts.append("behind"))
+    output = Output(max_buffered=5, on_cut=lambda: cuts.append("behind"), holding=MemoryBudget().hold("a"))
     for _ in range(9):
         output.push(token(output.next_position))
     assert cuts == ["behind"]
     assert output.cut is not None
-    waiting = Output(max_buffered=5, on_cut=lambda: cuts.append("away"))
+    waiting = Output(max_buffered=5, on_cut=lambda: cuts.append("away"), holding=MemoryBudget().hold("a"))
     waiting.cut_if_stuck(0.0)
     taking = asyncio.create_task(waiting.take())
     await asyncio.sleep(0.01)
