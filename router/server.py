@@ -220,7 +220,14 @@ class Router:
             if self.batches is not None:
                 self.batches.answer_with(BatchEndpoints(front))
             port = config.http_port if config.http_port is not None else DEFAULT_HTTP_PORT if config.port else 0
-            self._http = HttpServer(front, host=config.host, port=port, tls=config.front_tls, max_connections=config.max_connections)
+            self._http = HttpServer(
+                front,
+                host=config.host,
+                port=port,
+                tls=config.front_tls,
+                max_connections=config.max_connections,
+                write_timeout_s=config.client_write_timeout,
+            )
         # Set when an operator asks for it over the admin port: whoever runs the router drains it then.
         self.drain_asked = asyncio.Event()
         self._admin = None if config.admin_port == -1 else self._admin_server(secret)

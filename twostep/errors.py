@@ -28,6 +28,8 @@ from dataclasses import dataclass
 # Trailing metadata of RESOURCE_EXHAUSTED: milliseconds after which it is worth trying again.
 RETRY_AFTER = "x-twostep-retry-after-ms"
 _MAX_DIGITS = 12
+# Longer than any of ours, and what gRPC has room for.
+_MAX_MESSAGE_CHARS = 2000
 
 
 class TwostepError(Exception):
@@ -35,7 +37,12 @@ class TwostepError(Exception):
 
     @property
     def message(self) -> str:
-        return str(self.args[0]) if self.args else type(self).__name__
+        """What clients and logs are told: no more of what somebody sent than it takes to recognize it."""
+        told = str(self.args[0]) if self.args else type(self).__name__
+        return told if len(told) <= _MAX_MESSAGE_CHARS else told[:_MAX_MESSAGE_CHARS] + "…"
+
+    def __str__(self) -> str:
+        return self.message if self.args else ""
 
 
 class InvalidRequest(TwostepError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -27,13 +27,16 @@ from router.http.described import described
 from router.http.errors import HttpError, body_of
 from router.http.fields import parse_body
 from router.http.front import FRONT, IDENTITY, Front
-from router.http.whole_answer import INLINE_BYTES, Encoder
+from router.http.json_pieces import json_pieces, small
+from router.http.whole_answer import ENCODER, INLINE_BYTES, Encoder, WholeAnswer
 from router.targets import tenant_of
 from twostep.rpc.v1 import inference_pb2 as pb
 
 routes = web.RouteTableDef()
 
 _DEFAULT_LIMIT = 20
+# An entry of a list, about.
+_LISTED_BYTES = 400
 AnyQuery = TypeVar("AnyQuery", bound=BaseModel)
 
 
@@ -57,11 +60,11 @@ async def create(request: web.Request) -> web.Response:
 
 @routes.get("/v1/batches")
 @described("Your batches, newest first.", query=BatchQuery, reply=BatchList)
-async def batch_list(request: web.Request) -> web.Response:
+async def batch_list(request: web.Request) -> web.StreamResponse:
     batches, query = batches_of(request), query_of(BatchQuery, request)
     limit = query.limit or _DEFAULT_LIMIT
     found, has_more = await batches.threads.short(batches.store.page, owner(request), after=query.after, limit=limit)
-    return web.json_response(listed([_view(each) for each in found], has_more=has_more))
+    return await listed(request, [_view(each) for each in found], has_more=has_more)
 
 
 @routes.get("/v1/batches/{batch_id}")
@@ -120,9 +123,10 @@ def query_of(kind: type[AnyQuery], request: web.Request) -> AnyQuery:
     return parse_body(kind, json.dumps(told).encode())
 
 
-def listed(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    ids = [each["id"] for each in data]
-    return {"object": "list", "data": data, "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None, "has_more": has_more}
+async def listed(request: web.Request, data: Sequence[Mapping[str, Any]], *, has_more: bool) -> web.StreamResponse:
+    ids = [data[0]["id"], data[-1]["id"]] if data else [None, None]
+    told = {"object": "list", "data": small(iter(data)), "first_id": ids[0], "last_id": ids[1], "has_more": has_more}
+    return await request.app[ENCODER].respond(request, WholeAnswer({}, _LISTED_BYTES * len(data), json_pieces(told)))
 
 
 # ---- what batches ask ----------------------------------------------------------------------------------------------------------

@@ -237,7 +237,8 @@ def path_of(location: tuple[int | str, ...]) -> str | None:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in _TYPE_NAMES:
-            path += f".{part}" if path else part
+            shown = part if len(part) <= _MAX_SHOWN else part[:_MAX_SHOWN] + "…"
+            path += f".{shown}" if path else shown
     return path or None
 
 

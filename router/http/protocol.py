@@ -7,12 +7,13 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_request import BaseRequest
 
 from router.http.errors import HttpError, error_response
+from router.http.unread import Connection
 
 _TOO_LONG = "a line of the request's head is too long; keep the URL and each header under 8 KiB"
 _NO_HTTP = "this is no HTTP request that can be read; send HTTP/1.1, to an https:// address if the router has --tls-cert"
 
 
-class Protocol(web.RequestHandler):
+class Protocol(Connection):
     def handle_error(
         self, request: BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:

@@ -17,6 +17,7 @@ from router.http.errors import Handler, errors
 from router.http.front import FRONT, REQUEST_ID, Front, forwarded
 from router.http.keys import identified, tell_limits
 from router.http.sse import ANSWERS, Answers
+from router.http.unread import cut_unread
 from router.http.whole_answer import ENCODER, Encoder
 from twostep.errors import SetupError
 from twostep.log import concerning
@@ -33,8 +34,10 @@ _LAST_S = 1.0
 class HttpServer:
     """start(), drain(). `port` is the real one once it is started."""
 
-    def __init__(self, front: Front, *, host: str, port: int, tls: TlsFiles, max_connections: int) -> None:
+    def __init__(self, front: Front, *, host: str, port: int, tls: TlsFiles, max_connections: int, write_timeout_s: float) -> None:
         """Raises SetupError for unreadable TLS files."""
+        self._write_timeout_s = write_timeout_s
+        self._cutting: asyncio.Task[None] | None = None
         self.host, self.port = host, port
         self._ssl = ssl_context(tls)
         self._max_connections = max_connections
@@ -63,6 +66,7 @@ class HttpServer:
                 f"cannot serve HTTP on {self.host}:{self.port} ({error.strerror or error}); "
                 "choose another port with --http-port, -1 for none"
             ) from error
+        self._cutting = asyncio.create_task(cut_unread(self._runner.server, self._write_timeout_s))
         self.port = int(self._listening.sockets[0].getsockname()[1])
         return self.port
 
@@ -76,6 +80,8 @@ class HttpServer:
             server.pre_shutdown()
             await self._runner.app[ANSWERS].drain(grace_s)
             await server.shutdown(_LAST_S)
+        if self._cutting is not None:
+            self._cutting.cancel()
         await self._runner.cleanup()
 
 

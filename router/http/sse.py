@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from router.http.errors import body_of
 from router.http.front import REQUEST_ID
+from router.http.unread import bound_unsent
 from twostep.errors import ResourceExhausted, Unavailable
 
 DONE = b"data: [DONE]\n\n"
@@ -70,10 +70,8 @@ class EventStream:
     async def _open(self) -> AbstractStreamWriter:
         async with self._opening:
             if self._writer is None:
-                transport = self._request.transport
-                sock = None if transport is None else transport.get_extra_info("socket")
-                if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT") and sock.family in (socket.AF_INET, socket.AF_INET6):
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
+                if self._request.transport is not None:
+                    bound_unsent(self._request.transport, _MAX_UNSENT_BYTES)
                 self._writer = await self._response.prepare(self._request)
                 assert self._writer is not None, "it is prepared once, here"
             return self._writer

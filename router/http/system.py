@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from router.http.described import described
 from router.http.front import FRONT
 from router.http.replies import Model, ModelList, Status, Version
+from router.http.whole_answer import ENCODER
 from twostep.errors import NotFound, Unavailable
 from twostep.metrics.process import package_version
 
@@ -42,7 +45,8 @@ async def version(request: web.Request) -> web.Response:
 @described("Prometheus' metrics.", media="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """The same as on --metrics-port, for whoever can reach this port only."""
-    return web.Response(body=generate_latest(request.app[FRONT].metrics.collectors), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    body = await request.app[ENCODER].made(partial(generate_latest, request.app[FRONT].metrics.collectors))
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 @routes.get("/v1/models")

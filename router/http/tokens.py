@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
 from pydantic import Field
@@ -12,16 +13,19 @@ from pydantic import Field
 from router.http.calls import json_body
 from router.http.chat_body import ChatPrompt, adapt_roles
 from router.http.described import described
-from router.http.errors import blaming
+from router.http.errors import HttpError, blaming
 from router.http.fields import Body, TokenId, parse_body
-from router.http.front import FRONT
+from router.http.front import FRONT, IDENTITY
+from router.http.json_pieces import json_pieces, small
 from router.http.replies import Detokenized, Tokenized
+from router.http.whole_answer import ENCODER, JSON_ID_BYTES, WholeAnswer
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.tokenizer import Tokenizer
 
 routes = web.RouteTableDef()
 
-_MAX_IDS = 1 << 20
+# Of a model with a longer context: as many as that has.
+_MAX_IDS = 1 << 17
 # Up to here it takes well under a millisecond.
 _MAX_INLINE_IDS = 2048
 
@@ -40,14 +44,15 @@ class TokenizeChat(ChatPrompt):
 
 class DetokenizeBody(Body):
     model: str = ""
-    tokens: list[TokenId] = Field(max_length=_MAX_IDS, fail_fast=True)
+    tokens: list[TokenId] = Field(fail_fast=True)
+    """131,072 at most, or what the model's context has if that is more."""
 
 
 @routes.post("/tokenize")
 @described(
     "The token ids of a text, or of a chat with the model's template around it.", bodies=(TokenizeText, TokenizeChat), reply=Tokenized
 )
-async def tokenize(request: web.Request) -> web.Response:
+async def tokenize(request: web.Request) -> web.StreamResponse:
     raw = await json_body(request)
     front = request.app[FRONT]
     body = parse_body(TokenizeChat, raw) if _is_chat(raw) else parse_body(TokenizeText, raw)
@@ -60,20 +65,19 @@ async def tokenize(request: web.Request) -> web.Response:
             ids = (await front.inference.tokenize(pb.TokenizeRequest(chat=chat))).token_ids
         elif body.prompt:
             ids = await front.inference.text_ids(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    head = {"count": len(ids), "max_model_len": front.inference.max_model_len}
-
-    def told() -> str:
-        names = [front.token_bytes.text(token_id) for token_id in ids] if body.return_token_strs else None
-        return f'{json.dumps(head)[:-1]}, "tokens": {_listed(ids)}, "token_strs": {"null" if names is None else _listed(names)}}}'
-
-    text = told() if len(ids) <= _MAX_INLINE_IDS else await asyncio.to_thread(told)
-    return web.Response(text=text, content_type="application/json")
+    told = {"count": len(ids), "max_model_len": front.inference.max_model_len, "tokens": list(ids), "token_strs": None}
+    num_bytes = JSON_ID_BYTES * len(ids)
+    if body.return_token_strs:
+        told["token_strs"] = small(front.token_bytes.text(token_id) for token_id in ids)
+        num_bytes *= 3
+    return await _told(request, told, num_bytes)
 
 
-def _listed(values: Sequence[int] | Sequence[str]) -> str:
-    """As JSON, in pieces: nothing else runs in this process while one is written."""
-    pieces = (json.dumps(list(values[i : i + _MAX_INLINE_IDS]))[1:-1] for i in range(0, len(values), _MAX_INLINE_IDS))
-    return f"[{', '.join(pieces)}]"
+async def _told(request: web.Request, told: dict[str, Any], num_bytes: int) -> web.StreamResponse:
+    """Of about so many bytes, which are the caller's until they are read."""
+    async with request.app[FRONT].inference.memory.hold(request[IDENTITY].caller) as holding:
+        holding.add(num_bytes)
+        return await request.app[ENCODER].respond(request, WholeAnswer({}, num_bytes, json_pieces(told)))
 
 
 def _is_chat(raw: bytes) -> bool:
@@ -88,11 +92,15 @@ def _is_chat(raw: bytes) -> bool:
 
 @routes.post("/detokenize")
 @described("The text of token ids, special tokens written out.", bodies=(DetokenizeBody,), reply=Detokenized)
-async def detokenize(request: web.Request) -> web.Response:
+async def detokenize(request: web.Request) -> web.StreamResponse:
     body = parse_body(DetokenizeBody, await json_body(request))
     front = request.app[FRONT]
     front.inference.check_model(body.model)
-    return web.json_response({"prompt": await decoded(front.tokenizer, body.tokens, skip_special_tokens=False)})
+    most = max(_MAX_IDS, front.card.max_model_len)
+    if len(body.tokens) > most:
+        raise HttpError(400, f"tokens has {len(body.tokens)} ids; send at most {most} at a time", param="tokens")
+    text = await decoded(front.tokenizer, body.tokens, skip_special_tokens=False)
+    return await _told(request, {"prompt": text}, len(text))
 
 
 async def decoded(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -6,7 +6,7 @@ What an answer could come to is reckoned before it begins, from what was asked f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -105,6 +105,10 @@ class Encoder:
                 request.transport.abort()
             raise
         return response
+
+    async def made(self, make: Callable[[], bytes]) -> bytes:
+        """Something else that takes long to write, in its turn."""
+        return await self._threads.run(make)
 
     async def line(self, answer: WholeAnswer) -> bytes:
         """All of it."""

@@ -13,6 +13,8 @@ import tokenizers.decoders
 from twostep.errors import InvalidRequest, SetupError
 
 _REPLACEMENT = "\ufffd"
+# Of more than so many the library is asked in the way that releases the GIL, which costs threads of its own.
+_MAX_HELD_IDS = 2048
 
 
 class Tokenizer:
@@ -100,6 +102,8 @@ class Tokenizer:
         ids = list(token_ids)
         if self._shown and skip_special_tokens:
             ids, skip_special_tokens = [i for i in ids if i not in self._special], False
+        if len(ids) > _MAX_HELD_IDS:
+            return str(self._inner.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
         text: str = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
