@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from router.shared_clock import SharedClock
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.request_class import RequestClass
 
@@ -103,8 +103,9 @@ class UsageBook:
 class QuotaShare:
     """`on_news` gets what the others have given since it was called last."""
 
-    def __init__(self, redis: Redis, router_id: str, on_news: Callable[[Mapping[Share, int]], None]) -> None:
+    def __init__(self, redis: Redis, router_id: str, on_news: Callable[[Mapping[Share, int]], None], clock: SharedClock) -> None:
         self._redis = redis
+        self._clock = clock
         self._book = UsageBook(router_id)
         self._on_news = on_news
         self._connected = True
@@ -116,7 +117,7 @@ class QuotaShare:
 
     def charge(self, request_class: RequestClass, tenant: str, num_tokens: int) -> None:
         """Of any request, at any time: returns at once."""
-        self._book.charge((request_class, tenant), num_tokens, _window())
+        self._book.charge((request_class, tenant), num_tokens, self._window())
 
     async def run(self) -> None:
         """Exchanges until cancelled."""
@@ -127,8 +128,9 @@ class QuotaShare:
 
     async def exchange(self) -> None:
         """Once; never raises for what Redis does or holds."""
-        windows = self._book.windows(_window())
+        windows = self._book.windows(self._window())
         pipeline = self._redis.pipeline(transaction=False)
+        pipeline.time()
         writes = [window for window in windows if self._book.own(window)]
         for window in writes:
             totals: Mapping[Any, Any] = self._book.own(window)
@@ -138,7 +140,7 @@ class QuotaShare:
             pipeline.hgetall(usage_key(window))
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                replies = (await pipeline.execute())[2 * len(writes) :]
+                time, *replies = await pipeline.execute()
         except (RedisError, OSError, TimeoutError) as error:
             if self._connected:
                 self._connected = False
@@ -150,13 +152,12 @@ class QuotaShare:
         if not self._connected:
             self._connected = True
             log.warning("what tenants use is shared again")
+        self._clock.told(time)
         news = Counter[Share]()
-        for window, fields in zip(windows, replies, strict=True):
+        for window, fields in zip(windows, replies[2 * len(writes) :], strict=True):
             news.update(self._book.hear(window, fields))
         if news:
             self._on_news(news)
 
-
-def _window() -> int:
-    """By the wall clock: routers' windows must be the same ones, to within seconds."""
-    return int(time.time() // WINDOW_S)
+    def _window(self) -> int:
+        return int(self._clock.unix() // WINDOW_S)

@@ -38,6 +38,7 @@ from router.room import Room
 from router.scaling_watch import ScalingWatch
 from router.service import InferenceService
 from router.service_access import KeyGuard
+from router.shared_clock import SharedClock
 from router.status_board import RouterView, StatusBoard
 from router.status_service import StatusService
 from router.targets import Targets
@@ -98,9 +99,10 @@ class Router:
         self._index = PrefixIndex(self._index_redis, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
         quota = Quota(weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting)
         room = self._room = Room(quota, ageing_s=config.ageing)
-        self._quota_share = QuotaShare(self._redis, self.router_id, self._on_usage_elsewhere)
+        self._clock = SharedClock()
+        self._quota_share = QuotaShare(self._redis, self.router_id, self._on_usage_elsewhere, self._clock)
         source = source_of(config.api_keys_file, config.api_keys, self._redis)
-        self.access = Access(source, secret=secret, redis=self._redis, router_id=self.router_id)
+        self.access = Access(source, secret=secret, redis=self._redis, router_id=self.router_id, clock=self._clock)
         self.registry.on_poll(self.pool.sync)
         self.admission = Admission(
             max_inflight=config.max_inflight,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from router.access.limits import HOUR_S, Bucket, Day, Shortage, duration, worst
+from router.access.limits import Bucket, Day, Shortage, duration, worst
 from router.targets import Reason, Refused
 from twostep.api_keys import Key
 from twostep.errors import InvalidRequest
@@ -29,7 +29,7 @@ class Spending:
 
 class Account:
     """One key, and what was used of its limits: here, and by `elsewhere` on other routers. `on_use(key id, "requests" or "tokens", how
-    many)` hears of what is used here, also of what is given back. `monotonic` and `wall` are clocks in seconds."""
+    many)` hears of what is used here, also of what is given back. `monotonic` is a clock in seconds that is never set."""
 
     def __init__(
         self,
@@ -37,12 +37,11 @@ class Account:
         on_use: OnUse = lambda *_: None,
         *,
         monotonic: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
     ) -> None:
         self.key = key
         self.num_calls = 0
         self._on_use = on_use
-        self._monotonic, self._wall = monotonic, wall
+        self._monotonic = monotonic
         limits = key.limits
         self._requests = Bucket(limits.requests_per_minute) if limits.requests_per_minute else None
         self._tokens = Bucket(limits.tokens_per_minute) if limits.tokens_per_minute else None
@@ -95,19 +94,19 @@ class Account:
 
     def check_tokens(self, wanted: int, what: str) -> None:
         """Raises Refused, InvalidRequest."""
-        now, wall = self._monotonic(), self._wall()
+        now = self._monotonic()
         shortages = []
         if self._tokens is not None:
             shortages.append(Shortage("tokens_per_minute", self._tokens.amount, self._tokens.wait_s(wanted, now)))
         if self._day.amount:
-            shortages.append(Shortage("tokens_per_day", self._day.amount, self._day.wait_s(wanted, wall)))
+            shortages.append(Shortage("tokens_per_day", self._day.amount, self._day.wait_s(wanted, now)))
         _refuse(shortages, what)
 
     def take_tokens(self, num_tokens: int) -> None:
         """Whether there are so many or not."""
         if num_tokens:
             self.elsewhere_tokens(num_tokens)
-            self.elsewhere_day(num_tokens, int(self._wall() // HOUR_S))
+            self.elsewhere_day(num_tokens)
             self._on_use(self.key.id, "tokens", num_tokens)
 
     def elsewhere_requests(self, num_requests: int) -> None:
@@ -119,33 +118,32 @@ class Account:
         if self._tokens is not None:
             self._tokens.take(num_tokens, self._monotonic())
 
-    def elsewhere_day(self, num_tokens: int, hour: int) -> None:
-        """Of the day's limit, in that hour since 1970."""
-        self._day.take(num_tokens, hour)
+    def elsewhere_day(self, num_tokens: int, age_s: float = 0.0) -> None:
+        """Of the day's limit, so long ago."""
+        self._day.take(num_tokens, self._monotonic() - age_s)
 
     # ---- what is left ----------------------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, int]:
         """For operators. Of the last minute, what has not flown in again."""
-        now, hour = self._monotonic(), int(self._wall() // HOUR_S)
+        now = self._monotonic()
         return {
             "requests_under_way": self.num_calls,
             "requests_this_minute": 0 if self._requests is None else round(self._requests.amount - self._requests.left(now)),
             "tokens_this_minute": 0 if self._tokens is None else round(self._tokens.amount - self._tokens.left(now)),
-            "tokens_this_day": round(self._day.used(hour)),
+            "tokens_this_day": round(self._day.used(now)),
         }
 
     def headers(self) -> dict[str, str]:
         """OpenAI's x-ratelimit-* of those limits that there are, and the same for the day."""
-        now, wall = self._monotonic(), self._wall()
+        now = self._monotonic()
         told: dict[str, str] = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
                 told |= _told(name, bucket.amount, bucket.left(now), bucket.full_in_s(now))
         if self._day.amount:
             day = self._day
-            left = day.left(int(wall // HOUR_S))
-            told |= _told("tokens-day", day.amount, left, day.wait_s(day.amount, wall))
+            told |= _told("tokens-day", day.amount, day.left(now), day.wait_s(day.amount, now))
         return told
 
 

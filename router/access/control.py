@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterable, Sequence
 
 from redis.asyncio import Redis
@@ -14,6 +13,7 @@ from router.access.account import Account
 from router.access.identity import Identity
 from router.access.share import UsageShare, Use
 from router.access.sources import KeySource, unreachable, why
+from router.shared_clock import SharedClock
 from twostep.api_keys import Key, KeyTable, same_key, system_key
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.errors import NotFound, SetupError, TwostepError, Unauthenticated
@@ -29,10 +29,11 @@ _HOW = "send the header `authorization: Bearer KEY` (OpenAI's clients: api_key);
 class Access:
     """start(), then run() until cancelled."""
 
-    def __init__(self, source: KeySource | None, *, secret: bytes, redis: Redis, router_id: str) -> None:
+    def __init__(self, source: KeySource | None, *, secret: bytes, redis: Redis, router_id: str, clock: SharedClock | None = None) -> None:
         """What keys use is shared through `redis`, wherever they come from."""
         self._source = source
-        self._share = UsageShare(redis, router_id, on_minute=self._on_minute, on_day=self._on_day)
+        self._clock = clock or SharedClock()
+        self._share = UsageShare(redis, router_id, self._clock, on_minute=self._on_minute, on_day=self._on_day)
         self._system = system_key(secret)
         self._table = KeyTable()
         self._accounts: dict[str, Account] = {}
@@ -75,7 +76,7 @@ class Access:
     def _identity(self, key: Key, tenant: str | None) -> Identity:
         if key.disabled:
             raise Unauthenticated("this API key is disabled; ask whoever runs this to enable it, or for another")
-        if key.expires and time.time() >= key.expires:
+        if key.expires and self._clock.unix() >= key.expires:
             raise Unauthenticated("this API key has expired; ask whoever runs this for another")
         account = self._accounts[key.id]
         if key.speaks_for_tenants:
@@ -93,7 +94,7 @@ class Access:
     def _on_day(self, use: Use) -> None:
         account = self._accounts.get(use.entry[0])
         if account is not None:
-            account.elsewhere_day(use.amount, use.window)
+            account.elsewhere_day(use.amount, use.age_s)
 
     # ---- which keys there are ----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Limits of a minute are buckets that hold a minute's worth and fill evenly: GCRA, the generic cell rate algorithm (ITU-T I.371, annex A),
 whose whole state is one instant, the one at which the bucket will be full again. So in any time of T seconds a key gets at most
 limit * (1 + T / 60). Tokens of answers are known only afterwards and are taken in any case: the bucket goes into debt, and nothing is given
-until that is paid. Tokens of a day are counted by the hour, and add up to the limit at most in any 24 of them; debts aside.
+until that is paid. Tokens of a day add up to the limit at most in any 24 hours; debts aside.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 MINUTE_S = 60.0
 HOUR_S = 3600
 DAY_HOURS = 24
+DAY_S = 86_400.0
+STEP_S = 600.0
 
 
 class Bucket:
@@ -51,36 +53,48 @@ class Bucket:
 
 
 class Day:
-    """What was used in each hour, as hours since 1970."""
+    """What was used in the last 24 hours, in steps of ten minutes. Times are seconds of a clock that is never set."""
 
-    __slots__ = ("_hours", "amount")
+    __slots__ = ("_steps", "amount")
 
     def __init__(self, amount: int) -> None:
         self.amount = amount
-        self._hours: dict[int, float] = {}
+        self._steps: dict[int, float] = {}
 
-    def used(self, hour: int) -> float:
-        """In this hour and the 23 before it."""
-        return sum(used for when, used in self._hours.items() if hour - DAY_HOURS < when <= hour)
+    def used(self, now: float) -> float:
+        """In the 24 hours until now, and at most ten minutes before them."""
+        over = math.floor((now - DAY_S) / STEP_S)
+        if any(step < over for step in self._steps):
+            self._steps = {step: used for step, used in self._steps.items() if step >= over}
+        return sum(self._steps.values())
 
-    def take(self, taken: float, hour: int) -> None:
-        self._hours[hour] = self._hours.get(hour, 0.0) + taken
-        over = max(self._hours) - DAY_HOURS
-        for old in [when for when in self._hours if when <= over]:
-            del self._hours[old]
+    def take(self, taken: float, at: float) -> None:
+        """A negative amount goes back, and is taken off what was used last until then: nothing is owed to anybody for it later."""
+        step = math.floor(at / STEP_S)
+        if taken >= 0:
+            self._steps[step] = self._steps.get(step, 0.0) + taken
+            return
+        for each in sorted((each for each in self._steps if each <= step), reverse=True):
+            back = min(-taken, self._steps[each])
+            self._steps[each] -= back
+            taken += back
+            if taken >= 0:
+                return
 
-    def left(self, hour: int) -> float:
-        return self.amount - self.used(hour)
+    def left(self, now: float) -> float:
+        return self.amount - self.used(now)
 
     def wait_s(self, wanted: float, now: float) -> float:
-        """`now` in Unix seconds. Until enough hours are over, 0: now. Infinite for more than a day's worth."""
+        """Until enough of it is a day ago, 0: now. Infinite for more than a day's worth."""
         if wanted > self.amount:
             return math.inf
-        hour = int(now // HOUR_S)
-        for later in range(hour, hour + DAY_HOURS + 1):
-            if self.left(later) >= wanted:
-                return max(0.0, later * HOUR_S - now)
-        raise AssertionError("after a day nothing is counted any more")
+        left, then = self.left(now), now
+        for step in sorted(self._steps):
+            if left >= wanted:
+                break
+            left += self._steps[step]
+            then = (step + 1) * STEP_S + DAY_S
+        return max(0.0, then - now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,9 @@
 twostep:v1:api-usage:minute:{window}   hash: [router, key, "requests" | "tokens"] as JSON -> used on that router in those ten seconds
 twostep:v1:api-usage:day:{hour}        the same tokens by the hour, kept for a day
 
+Windows are named by the clock that all routers share (router/shared_clock.py). How long ago something was used, each router measures by its
+own: whatever becomes of any clock, nobody gets another day before the first is over.
+
 As router/quota_share.py has it: each writes its own fields as totals, so that an exchange that broke may be repeated, and what has grown in
 the others' since the last time is what they have given. Beside the requests, never on their way. What is given between two exchanges is
 not known to the others: n routers may give a key up to n times what is left for it, all within half a second, and take it off what they
@@ -25,6 +28,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from router.access.limits import DAY_HOURS, HOUR_S
+from router.shared_clock import SharedClock
 from twostep.cluster.cancellation import end_if_cancelled
 
 log = logging.getLogger(__name__)
@@ -42,9 +46,12 @@ Entry = tuple[str, str]
 
 
 class Use(NamedTuple):
+    """`age_s`: that it was so long ago at least."""
+
     window: int
     entry: Entry
     amount: int
+    age_s: float = 0.0
 
 
 class _Heard(NamedTuple):
@@ -58,9 +65,8 @@ class _Heard(NamedTuple):
 class Ledger:
     """Pure: this router's totals by window, and how much of the others' has been heard."""
 
-    def __init__(self, writer: str, *, num_windows: int) -> None:
+    def __init__(self, writer: str) -> None:
         self._writer = writer
-        self._num_windows = num_windows
         self._own: dict[int, Counter[Entry]] = {}
         self._untold: dict[int, set[Entry]] = {}
         self._heard: dict[int, dict[bytes, _Heard]] = {}
@@ -69,11 +75,10 @@ class Ledger:
         self._own.setdefault(window, Counter())[entry] += amount
         self._untold.setdefault(window, set()).add(entry)
 
-    def forget_before(self, window: int) -> None:
-        """Windows that nobody reads any more."""
+    def forget(self, window: int) -> None:
+        """Nobody reads it any more."""
         for book in (self._own, self._untold, self._heard):
-            for old in [known for known in book if known < window]:
-                del book[old]
+            book.pop(window, None)
 
     def field(self, entry: Entry) -> str:
         """What this router's totals of it are called."""
@@ -116,10 +121,6 @@ class Ledger:
         heard = ((window, each.entry, each.total) for window, fields in self._heard.items() for each in fields.values())
         return [Use(window, entry, total) for window, entry, total in chain(own, heard) if entry and entry[0] in key_ids and total]
 
-    def windows(self, now: int, *, all_of_them: bool) -> Sequence[int]:
-        """Those to read: others write into the last one for a little while after it is over."""
-        return range(now - (self._num_windows if all_of_them else 2) + 1, now + 1)
-
     def _entry(self, field: bytes) -> Entry | None:
         try:
             writer, key_id, kind = json.loads(field)
@@ -131,42 +132,95 @@ class Ledger:
 class _Exchange:
     """One ledger and its windows in Redis."""
 
-    def __init__(self, writer: str, prefix: str, *, window_s: int, num_windows: int) -> None:
-        self.ledger = Ledger(writer, num_windows=num_windows)
-        self._prefix, self._window_s, self._num_windows = prefix, window_s, num_windows
+    def __init__(self, writer: str, prefix: str, clock: SharedClock, *, window_s: int, num_windows: int) -> None:
+        self.ledger = Ledger(writer)
+        self._prefix, self._clock, self._window_s, self._num_windows = prefix, clock, window_s, num_windows
+        # When each was the one of its time, or was heard of, by this process's own clock: the shared one may be set to any time and back.
+        self._last_seen: dict[int, float] = {}
+        # Used while nobody knows what time it is for all routers.
+        self._undated: Counter[Entry] = Counter()
         self._read_all = True
 
-    def window(self) -> int:
-        """By the wall clock: routers' windows must be the same ones, to within seconds."""
-        return int(time.time() // self._window_s)
+    def count(self, entry: Entry, amount: int) -> None:
+        if not self._clock.known:
+            self._undated[entry] += amount
+            return
+        window = self._window()
+        self._last_seen[window] = self._clock.monotonic()
+        self.ledger.count(entry, amount, window)
+
+    def all_of(self, key_ids: Collection[str]) -> list[Use]:
+        undated = [Use(0, entry, amount) for entry, amount in self._undated.items() if entry[0] in key_ids]
+        return undated + self._aged(self.ledger.all_of(key_ids))
 
     async def run(self, redis: Redis) -> list[Use]:
         """Once. Raises RedisError, OSError, TimeoutError."""
-        now = self.window()
-        self.ledger.forget_before(now - self._num_windows + 1)
-        totals, windows = self.ledger.untold(), self.ledger.windows(now, all_of_them=self._read_all)
+        async with asyncio.timeout(_TIMEOUT_S):
+            if not self._clock.known:
+                await self._clock.ask(redis)
+            for entry, amount in self._undated.items():
+                self.count(entry, amount)
+            self._undated.clear()
+            try:
+                return await self._run(redis)
+            except BaseException:
+                # Who hears nothing for hours has hours to hear of.
+                self._read_all = True
+                raise
+
+    async def _run(self, redis: Redis) -> list[Use]:
+        totals, windows = self.ledger.untold(), self._to_read()
         pipeline = redis.pipeline(transaction=False)
+        pipeline.time()
         for window, fields in totals.items():
             pipeline.hset(f"{self._prefix}{window}", mapping={self.ledger.field(entry): str(total) for entry, total in fields.items()})
             pipeline.expire(f"{self._prefix}{window}", (self._num_windows + 1) * self._window_s)
         for window in windows:
             pipeline.hgetall(f"{self._prefix}{window}")
-        async with asyncio.timeout(_TIMEOUT_S):
-            replies = (await pipeline.execute())[2 * len(totals) :]
+        replies = await pipeline.execute()
+        self._clock.told(replies[0])
         self.ledger.told(totals)
         self._read_all = False
-        return [use for window, fields in zip(windows, replies, strict=True) for use in self.ledger.hear(window, fields)]
+        fields_of = zip(windows, replies[1 + 2 * len(totals) :], strict=True)
+        return self._aged([use for window, fields in fields_of for use in self.ledger.hear(window, fields)])
+
+    def _to_read(self) -> Sequence[int]:
+        """Others write into a window for a little while after it is over; and the shared clock may just have been set."""
+        window, now = self._window(), self._clock.monotonic()
+        self._last_seen[window] = now
+        for old in [each for each, seen in self._last_seen.items() if now - seen > self._num_windows * self._window_s]:
+            del self._last_seen[old]
+            self.ledger.forget(old)
+        if self._read_all:
+            # Also of a time to come, if the shared clock was set back.
+            return sorted({*range(window - self._num_windows + 1, window + self._num_windows), *self._last_seen})
+        recent = [each for each, seen in self._last_seen.items() if now - seen <= self._window_s]
+        return sorted({window - 1, window, *recent})
+
+    def _aged(self, uses: Sequence[Use]) -> list[Use]:
+        """What their windows say of when it was, but for those that were seen here later than that."""
+        unix, now = self._clock.unix(), self._clock.monotonic()
+        aged = []
+        for use in uses:
+            age_s = max(0.0, unix - (use.window + 1) * self._window_s)
+            aged.append(use._replace(age_s=min(age_s, now - self._last_seen.setdefault(use.window, now - age_s))))
+        return aged
+
+    def _window(self) -> int:
+        return int(self._clock.unix() // self._window_s)
 
 
 class UsageShare:
     """`on_minute` and `on_day` get what the others have used, each as soon as it is known."""
 
-    def __init__(self, redis: Redis, router_id: str, *, on_minute: Callable[[Use], None], on_day: Callable[[Use], None]) -> None:
+    def __init__(
+        self, redis: Redis, router_id: str, clock: SharedClock, *, on_minute: Callable[[Use], None], on_day: Callable[[Use], None]
+    ) -> None:
         # A router that restarts under its name is another writer: its old totals are not begun again.
         writer = f"{router_id}:{secrets.token_hex(4)}"
         self._redis = redis
-        self._minute = _Exchange(writer, "twostep:v1:api-usage:minute:", window_s=WINDOW_S, num_windows=2)
-        self._day = _Exchange(writer, "twostep:v1:api-usage:day:", window_s=HOUR_S, num_windows=DAY_HOURS + 1)
+        self._minute = _Exchange(writer, "twostep:v1:api-usage:minute:", clock, window_s=WINDOW_S, num_windows=2)
+        self._day = _Exchange(writer, "twostep:v1:api-usage:day:", clock, window_s=HOUR_S, num_windows=DAY_HOURS + 1)
         self._on_minute, self._on_day = on_minute, on_day
         self._connected = True
         self._day_due = 0.0
@@ -178,15 +232,15 @@ class UsageShare:
 
     def used(self, key_id: str, kind: str, amount: int) -> None:
         """On this router. Returns at once."""
-        self._minute.ledger.count((key_id, kind), amount, self._minute.window())
+        self._minute.count((key_id, kind), amount)
         if kind == "tokens":
-            self._day.ledger.count((key_id, kind), amount, self._day.window())
+            self._day.count((key_id, kind), amount)
 
     def recall(self, key_ids: Collection[str]) -> None:
         """Tells again all that is known of those keys' use, here too: of keys that this router hears of only now, or again."""
-        for use in self._minute.ledger.all_of(key_ids):
+        for use in self._minute.all_of(key_ids):
             self._on_minute(use)
-        for use in self._day.ledger.all_of(key_ids):
+        for use in self._day.all_of(key_ids):
             self._on_day(use)
 
     async def run(self) -> None:

@@ -21,6 +21,7 @@ from router.access.account import Account
 from router.access.control import Access
 from router.access.share import UsageShare, Use
 from router.access.sources import KEYS, FileKeys, RedisKeys
+from router.shared_clock import SharedClock
 from router.targets import Refused
 from twostep.api_key_file import put_in_file, read_file
 from twostep.api_keys import BadKey, Key, KeyTable, Limits, hash_of, make_key, system_key
@@ -351,7 +352,7 @@ async def test_a_key_that_was_away_for_a_moment_has_used_what_it_used(
     both = [make_key(limits=limits)[1] for _ in range(2)]
     put_in_file(tmp_path / "keys", both[0])
     await access.start()
-    other = UsageShare(redis_client, "other", on_minute=lambda _: None, on_day=lambda _: None)
+    other = UsageShare(redis_client, "other", SharedClock(), on_minute=lambda _: None, on_day=lambda _: None)
     for key in both:
         other.used(key.id, "tokens", 30)
         other.used(key.id, "requests", 3)
@@ -373,7 +374,7 @@ async def test_a_key_that_was_away_for_a_moment_has_used_what_it_used(
 
 async def test_without_redis_each_counts_for_itself(redis_server: RedisServer, redis_client: redis.asyncio.Redis) -> None:
     heard: list[Use] = []
-    one, two = (UsageShare(redis_client, name, on_minute=heard.append, on_day=heard.append) for name in ("one", "two"))
+    one, two = (UsageShare(redis_client, name, SharedClock(), on_minute=heard.append, on_day=heard.append) for name in ("one", "two"))
     redis_server.kill()
     one.used("k", "tokens", 5)
     await one.exchange(whole=True)

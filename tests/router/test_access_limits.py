@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.access.account import Account
 from router.access.identity import Identity
-from router.access.limits import DAY_HOURS, HOUR_S, MINUTE_S, Bucket, Day, duration
+from router.access.limits import DAY_S, MINUTE_S, STEP_S, Bucket, Day, duration
 from router.access.share import Ledger, Use
 from router.targets import Refused
 from twostep.api_keys import Key, Limits, make_key
@@ -93,21 +93,34 @@ def test_what_is_given_back_is_there_again_and_no_more() -> None:
     assert bucket.left(100.0) == 60
 
 
-@given(st.integers(1, 100), st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=50))
-def test_no_twenty_four_hours_get_more_than_a_day(amount: int, asked: list[tuple[int, int]]) -> None:
-    day, given = Day(amount), []
-    for hour, wanted in sorted(asked):
-        now = hour * HOUR_S + 1800.0
+@given(st.integers(1, 100), st.lists(st.tuples(st.floats(0, 30 * 3600), st.integers(1, 30), st.integers(0, 10)), max_size=50))
+def test_no_twenty_four_hours_get_more_than_a_day(amount: int, asked: list[tuple[float, int, int]]) -> None:
+    day, given, now = Day(amount), [], 123_456.0
+    for pause, wanted, back in asked:
+        now += pause
         wait = day.wait_s(wanted, now)
         if wait == 0:
-            day.take(wanted, hour)
-            given.append((hour, wanted))
+            day.take(wanted, now)
+            day.take(-min(back, wanted), now)
+            given.append((now, wanted - min(back, wanted)))
         elif not math.isinf(wait):
-            then = int((now + wait) // HOUR_S)
-            assert day.left(then) >= wanted
-            assert day.left(then - 1) < wanted
-    for hour, _ in given:
-        assert sum(n for when, n in given if hour <= when < hour + DAY_HOURS) <= amount
+            assert sum(n for when, n in given if now - DAY_S - STEP_S <= when) + wanted > amount, "only for what was used"
+            assert day.left(now + wait - 1.0) < wanted
+            assert day.left(now + wait) >= wanted
+            now += wait
+    for begin, _ in given:
+        assert sum(n for when, n in given if begin <= when < begin + DAY_S) <= amount
+
+
+def test_what_goes_back_is_nobodys_credit() -> None:
+    day = Day(100)
+    day.take(60, 0.0)
+    day.take(30, 5000.0)
+    day.take(-50, 6000.0)
+    assert day.used(6000.0) == 40
+    assert day.used(DAY_S + STEP_S) == 0, "what is left is of the first"
+    day.take(-50, DAY_S + 6000.0)
+    assert day.left(DAY_S + 6000.0) == 100
 
 
 @pytest.mark.parametrize(
@@ -132,7 +145,7 @@ class Clock:
 def account(**limits: int) -> tuple[Account, Clock]:
     clock = Clock()
     key = make_key(limits=Limits(**limits))[1]
-    return Account(key, monotonic=clock, wall=clock), clock
+    return Account(key, monotonic=clock), clock
 
 
 def test_prompts_are_taken_first_and_answers_at_the_end() -> None:
@@ -224,7 +237,7 @@ def test_keys_have_a_most_urgent_class() -> None:
 )
 def test_every_ledger_hears_what_the_others_counted_once(steps: list[tuple[int, str, str, int, bool]]) -> None:
     """Over a store that loses the answer to every exchange whose flag says so."""
-    ledgers = [Ledger(f"router{i}", num_windows=2) for i in range(3)]
+    ledgers = [Ledger(f"router{i}") for i in range(3)]
     store: dict[bytes, bytes] = {}
     heard: list[list[Use]] = [[], [], []]
     counted: list[tuple[int, str, str, int]] = []
@@ -254,14 +267,13 @@ def test_every_ledger_hears_what_the_others_counted_once(steps: list[tuple[int, 
 
 def test_a_damaged_store_is_passed_over() -> None:
     fields = {b"": b"1", b"[]": b"1", b'["x","k","tokens"]': b"many", b'["x","k","spoons"]': b"1", b'["y","k","tokens"]': b"9" * 40}
-    ledger = Ledger("me", num_windows=2)
+    ledger = Ledger("me")
     assert ledger.hear(1, {**fields, b'["z","k","tokens"]': b"3"}) == [Use(1, ("k", "tokens"), 3)]
     assert ledger.hear(1, {**fields, b'["x","k","tokens"]': b"2"}) == [Use(1, ("k", "tokens"), 2)], "what is mended counts"
 
 
-def test_old_windows_are_forgotten() -> None:
-    ledger = Ledger("me", num_windows=2)
+def test_what_is_forgotten_is_not_told() -> None:
+    ledger = Ledger("me")
     ledger.count(("k", "tokens"), 1, 5)
-    ledger.forget_before(6)
+    ledger.forget(5)
     assert not ledger.untold()
-    assert list(ledger.windows(9, all_of_them=True)) == [8, 9]

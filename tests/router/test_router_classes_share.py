@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import Cluster, RedisServer, until
 
-from router.quota_share import QuotaShare, Share, UsageBook, usage_key
+from router.quota_share import WINDOW_S, QuotaShare, Share, UsageBook, usage_key
 from router.server import Router
+from router.shared_clock import SharedClock
 from twostep.cluster.registration import connect
 from twostep.request_class import RequestClass
 
@@ -23,8 +24,19 @@ STANDARD, BATCH = RequestClass.STANDARD, RequestClass.BATCH
 Make = Callable[[str], tuple[QuotaShare, "Counter[Share]"]]
 
 
+class Windows(SharedClock):
+    """Shows the time of a window that tests choose, whatever Redis says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window: int | None = None
+
+    def unix(self) -> float:
+        return super().unix() if self.window is None else float(self.window * WINDOW_S)
+
+
 @pytest.fixture
-async def make(redis_server: RedisServer) -> AsyncIterator[Make]:
+async def make(redis_server: RedisServer, clock: Windows) -> AsyncIterator[Make]:
     """A router's share by name, and what it has heard."""
     clients: list[redis.asyncio.Redis] = []
 
@@ -36,7 +48,7 @@ async def make(redis_server: RedisServer) -> AsyncIterator[Make]:
             for share, count in tokens.items():
                 heard[share] += count
 
-        return QuotaShare(clients[-1], router_id, on_news), heard
+        return QuotaShare(clients[-1], router_id, on_news, clock), heard
 
     yield made
     for client in clients:
@@ -44,13 +56,17 @@ async def make(redis_server: RedisServer) -> AsyncIterator[Make]:
 
 
 @pytest.fixture
-def window(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    at = [1000]
-    monkeypatch.setattr("router.quota_share._window", lambda: at[0])
-    return at
+def clock() -> Windows:
+    return Windows()
 
 
-async def test_each_hears_what_the_others_gave_once(make: Make, window: list[int], redis_server: RedisServer) -> None:
+@pytest.fixture
+def window(clock: Windows) -> Windows:
+    clock.window = 1000
+    return clock
+
+
+async def test_each_hears_what_the_others_gave_once(make: Make, window: Windows, redis_server: RedisServer) -> None:
     (one, heard_one), (two, heard_two), (three, heard_three) = make("one"), make("two"), make("three")
     one.charge(STANDARD, "alice", 100)
     one.charge(BATCH, "alice", 7)
@@ -62,7 +78,7 @@ async def test_each_hears_what_the_others_gave_once(make: Make, window: list[int
     assert heard_two == {(STANDARD, "alice"): 100, (BATCH, "alice"): 7}
     assert heard_three == {(STANDARD, "alice"): 130, (BATCH, "alice"): 7}
     one.charge(STANDARD, "alice", -40)
-    window[0] += 1
+    window.window += 1
     one.charge(STANDARD, "bob", 5)
     for share in (one, two):
         await share.exchange()
@@ -73,7 +89,7 @@ async def test_each_hears_what_the_others_gave_once(make: Make, window: list[int
 
 
 async def test_without_redis_nothing_is_heard_and_nothing_breaks(
-    make: Make, window: list[int], redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+    make: Make, window: Windows, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     (one, _), (two, heard) = make("one"), make("two")
     one.charge(STANDARD, "alice", 100)
@@ -91,7 +107,7 @@ async def test_without_redis_nothing_is_heard_and_nothing_breaks(
     assert heard == {(STANDARD, "alice"): 111}, "what was given meanwhile is not lost"
 
 
-async def test_what_makes_no_sense_is_passed_over(make: Make, window: list[int], redis_server: RedisServer) -> None:
+async def test_what_makes_no_sense_is_passed_over(make: Make, window: Windows, redis_server: RedisServer) -> None:
     share, heard = make("one")
     client = connect(redis_server.url)
     fields: dict[Any, Any] = {"nonsense": "1", json.dumps(["x", 9, "a"]): "1", json.dumps(["x", 1, "a"]): "many", b"\xff": "1"}
