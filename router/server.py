@@ -319,8 +319,9 @@ class Router:
             max_line_bytes=config.max_body_bytes,
             max_owner_bytes=config.max_owner_bytes,
             lifetime_s=config.file_retention_days * DAY_S,
+            one_account=not self.access.enabled,
         )
-        return Batches(batch_config, redis=self._redis, router_id=self.router_id, metrics=metrics)
+        return Batches(batch_config, redis=self._redis, router_id=self.router_id, metrics=metrics, clock=self._clock)
 
     def _admin_server(self, secret: bytes) -> AdminServer:
         config = self.config

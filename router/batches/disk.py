@@ -10,6 +10,15 @@ from pathlib import Path
 class Disk:
     """Of one folder tree, which other routers may share: renames and exclusive creation are what they agree by."""
 
+    def now(self, folder: Path) -> float:
+        """What time the volume has: that of its files' times."""
+        probe = folder / f".now-{os.urandom(8).hex()}"
+        try:
+            self.create(probe, b"")
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
+
     def make_folder(self, path: Path) -> None:
         """With those above it that are missing, all of them this user's alone: mkdir's own `parents` would be anybody's to list."""
         if not path.parent.is_dir():

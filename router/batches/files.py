@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from router.batches.disk import Disk
+from router.batches.occupancy import Occupancy, size_of
 from router.batches.records import FILE_ID, FileRecord, from_json, new_id, output_id, to_json
 from twostep.errors import DataLoss, NotFound, ResourceExhausted
 
 _UPLOADS = "uploads"
 # What nobody finishes: uploads that broke off, contents whose records never came.
 _ABANDONED_S = 3600.0
+# Records of files and of batches are files too. Lists are read whole.
+MAX_OWNER_FILES = 100_000
+# A volume's smallest.
+_RECORD_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +47,31 @@ def page_of(ids: Iterable[str], *, after: str | None, limit: int, ascending: boo
 
 
 class FileStore:
-    def __init__(self, root: Path, disk: Disk, *, lifetime_s: float, max_owner_bytes: int) -> None:
-        """`lifetime_s`: of files that say nothing themselves. `max_owner_bytes`: of all files of an owner; 0: no bound."""
+    def __init__(
+        self,
+        root: Path,
+        disk: Disk,
+        *,
+        lifetime_s: float,
+        max_owner_bytes: int,
+        one_account: bool = False,
+        wall: Callable[[], float] = time.time,
+        occupancy: Occupancy | None = None,
+    ) -> None:
+        """`lifetime_s`: of files that say nothing themselves. `max_owner_bytes`: of all that an owner has on disk; 0: no bound. With
+        `one_account` that is the bound of all owners together: nobody knows who they are."""
         self._root = root
         self._disk = disk
         self._lifetime_s = lifetime_s
         self._max_owner_bytes = max_owner_bytes
+        self._one_account, self._wall = one_account, wall
+        self._occupancy = occupancy or Occupancy()
 
     # ---- coming in ---------------------------------------------------------------------------------------------------------
 
     def begin_upload(self, owner: str) -> Path:
         """Where to append to. Raises ResourceExhausted."""
-        self._check_room(self._owner_bytes(owner) + 1)
+        self.check_room(owner)
         folder = self._root / owner / _UPLOADS
         self._disk.make_folder(folder)
         self._disk.make_folder(self._folder(owner))
@@ -62,28 +79,31 @@ class FileStore:
 
     def append_upload(self, owner: str, upload: Path, data: bytes) -> None:
         """Raises ResourceExhausted: there may be many at once, each of which alone would have room."""
-        self._check_room(_num_bytes(self._root / owner / _UPLOADS) + len(data))
+        self.check_room(owner, len(data))
+        is_new = not upload.exists()
         self._disk.append(upload, data)
+        self._occupancy.changed(upload, int(is_new), len(data))
 
     def finish_upload(self, owner: str, upload: Path, record: FileRecord) -> FileRecord:
         """Raises ResourceExhausted: others may have come meanwhile."""
-        self._check_room(self._owner_bytes(owner))
+        self.check_room(owner)
         return self.keep(owner, upload, record)
 
     def keep(self, owner: str, path: Path, record: FileRecord) -> FileRecord:
         """What is at `path` becomes a file."""
         self._disk.rename(path, self._data(owner, record.id))
         self._disk.write(self._record(owner, record.id), to_json(record))
+        self._occupancy.changed(self._folder(owner), 1, _RECORD_BYTES)
         return record
 
     def drop_upload(self, upload: Path) -> None:
-        self._disk.delete(upload)
+        self._delete(upload)
 
     def new_record(
         self, *, filename: str, num_bytes: int, purpose: str, lives_s: int | None, made: tuple[str, int, str] | None = None
     ) -> FileRecord:
         """`made`: batch, run and kind of an output."""
-        now = time.time()
+        now = self._wall()
         return FileRecord(
             id=new_id("file-", now) if made is None else output_id(*made, now),
             filename=filename,
@@ -141,8 +161,8 @@ class FileStore:
 
     def remove(self, owner: str, file_id: str) -> None:
         """It may be gone already."""
-        self._disk.delete(self._record(owner, file_id))
-        self._disk.delete(self._data(owner, file_id))
+        self._delete(self._record(owner, file_id))
+        self._delete(self._data(owner, file_id))
 
     def sweep(self, owner: str, now: float) -> None:
         """Files whose time is over, and what is left of uploads that broke off."""
@@ -169,24 +189,33 @@ class FileStore:
         except FileNotFoundError:
             pass
 
-    def _check_room(self, num_bytes: int) -> None:
-        if self._max_owner_bytes and num_bytes > self._max_owner_bytes:
-            raise ResourceExhausted(
-                f"your files may have {self._max_owner_bytes} bytes in all, and there is no room for another; delete some (of those that a "
-                "batch is made of, wait for its end too), or ask whoever runs this for more (--max-owner-bytes)"
-            )
+    def _delete(self, path: Path) -> None:
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return
+        self._disk.delete(path)
+        # A batch that is made of it has it under another name.
+        self._occupancy.changed(path, -1, -size_of(found) if found.st_nlink == 1 else 0)
 
-    def _owner_bytes(self, owner: str) -> int:
-        """Of files, of what is still coming, and of files that were deleted and that a batch still needs (store.py)."""
-        total = _num_bytes(self._folder(owner)) + _num_bytes(self._root / owner / _UPLOADS)
-        for batch_id in _names(self._root / "open"):
-            try:
-                needed = (self._root / owner / "batches" / batch_id / "input.jsonl").stat()
-            except FileNotFoundError:
-                continue  # another's, or over
-            # With two names it is among the files.
-            total += needed.st_size if needed.st_nlink == 1 else 0
-        return total
+    # ---- room --------------------------------------------------------------------------------------------------------------
+
+    def has_room(self, owner: str, num_bytes: int = 1) -> bool:
+        """For so many bytes more, of files, of what is still coming, and of batches with what they are made of."""
+        if not self._max_owner_bytes:
+            return True
+        occupied = self._occupancy.of(self._root if self._one_account else self._root / owner)
+        return occupied.num_bytes + num_bytes <= self._max_owner_bytes and occupied.num_files < MAX_OWNER_FILES
+
+    def check_room(self, owner: str, num_bytes: int = 1) -> None:
+        """Raises ResourceExhausted."""
+        if not self.has_room(owner, num_bytes):
+            whose = "all files and batches here, as no API keys tell whose they are," if self._one_account else "your files and batches"
+            raise ResourceExhausted(
+                f"{whose} may take {self._max_owner_bytes} bytes on disk and be {MAX_OWNER_FILES} files in all, and there is no room for "
+                "more; delete some files (of those that a batch is made of, wait for its end too), or ask whoever runs this for more "
+                "(--max-owner-bytes)"
+            )
 
     def _folder(self, owner: str) -> Path:
         return self._root / owner / "files"
@@ -203,15 +232,3 @@ def _names(folder: Path) -> list[str]:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
-
-
-def _num_bytes(folder: Path) -> int:
-    total = 0
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    total += entry.stat().st_size
-    except FileNotFoundError:
-        pass
-    return total

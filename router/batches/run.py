@@ -113,10 +113,13 @@ class Run:
         limits: RunLimits,
         metrics: BatchMetrics,
         wall: Callable[[], float] = time.time,
+        late: Callable[[], float] = time.time,
     ) -> None:
+        """`wall`: what time it is; `late`: what time it is at least, for what cannot be undone."""
         self._store, self._threads = store, threads
         self._owner, self._batch_id = owner, batch_id
         self._endpoints, self._lease, self._gate, self._limits, self._wall = endpoints, lease, gate, limits, wall
+        self._late = late
         self._metrics = metrics
         self.status = BatchStatus.VALIDATING
         self._tally = Tally()
@@ -229,7 +232,7 @@ class Run:
             raise LeaseLost(self._batch_id)
         if await self._threads.short(self._store.is_cancelled, self._owner, self._batch_id):
             return BatchStatus.CANCELLED
-        return BatchStatus.EXPIRED if self._wall() >= self._asked.expires else None
+        return BatchStatus.EXPIRED if self._late() >= self._asked.expires else None
 
     async def _answer(self, line: InputLine) -> None:
         """However often it takes. The answer is on disk when it returns."""
@@ -244,7 +247,7 @@ class Run:
         asking = Asking(endpoint=self._asked.endpoint, body=body, request_id=request_id, asked=self._asked)
         num_failed = 0
         while True:
-            while not self._endpoints.ready():
+            while not (self._endpoints.ready() and await self._threads.short(self._store.files.has_room, self._owner)):
                 if self._leaving:
                     raise Left(self._batch_id)
                 await asyncio.sleep(self._limits.look_s)

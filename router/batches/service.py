@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from router.batches.records import COMPLETION_WINDOWS, Asked, new_id
 from router.batches.run import Endpoints, LeaseLost, Left, Run, RunLimits
 from router.batches.store import BatchStore, Stored
 from router.batches.threads import Threads
+from router.shared_clock import SharedClock
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.errors import DataLoss, NotFound, SetupError, TwostepError, Unavailable
 from twostep.metrics.batches import BatchMetrics, BatchState
@@ -45,7 +46,8 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    """`served`: the model's name. `lifetime_s`: how long files and ended batches are kept; `max_owner_bytes`: of files of one tenant."""
+    """`served`: the model's name. `lifetime_s`: how long files and ended batches are kept; `max_owner_bytes`: of what one tenant has on
+    disk, or all together with `one_account`."""
 
     root: Path
     served: str
@@ -53,6 +55,7 @@ class BatchConfig:
     max_file_bytes: int = 200 << 20
     max_line_bytes: int = 16 << 20
     max_owner_bytes: int = 10 << 30
+    one_account: bool = False
     lifetime_s: float = 30 * DAY_S
     look_s: float = _LOOK_S
     lease_s: float = LEASE_S
@@ -78,16 +81,25 @@ class Batches:
     """start(), then run() until cancelled, after drain()."""
 
     def __init__(
-        self, config: BatchConfig, *, redis: Redis, router_id: str, metrics: MetricsRegistry, wall: Callable[[], float] = time.time
+        self, config: BatchConfig, *, redis: Redis, router_id: str, metrics: MetricsRegistry, clock: SharedClock | None = None
     ) -> None:
+        """Instants are those of `clock`."""
+        clock = clock or SharedClock()
         self.config = config
         self._endpoints: Endpoints
         self._leases = Leases(redis, router_id, config.lease_s)
         self.threads = Threads()
-        disk = Disk()
-        self.files = FileStore(config.root, disk, lifetime_s=config.lifetime_s, max_owner_bytes=config.max_owner_bytes)
+        disk = self._disk = Disk()
+        self.files = FileStore(
+            config.root,
+            disk,
+            lifetime_s=config.lifetime_s,
+            max_owner_bytes=config.max_owner_bytes,
+            one_account=config.one_account,
+            wall=clock.unix,
+        )
         self.store = BatchStore(config.root, disk, self.files)
-        self._wall = wall
+        self._clock, self._wall = clock, clock.unix
         self._gate = asyncio.Semaphore(config.concurrency)
         self._runs: dict[str, tuple[Run, asyncio.Task[None]]] = {}
         self._owners: dict[str, str] = {}
@@ -179,19 +191,27 @@ class Batches:
         for batch_id in choose(waiting, self._owners):
             await self._try(batch_id, waiting[batch_id])
         if await self._leases.take_for("sweep", _SWEEP_S):
-            await self.threads.long(lambda: self.store.sweep(self._wall(), self.config.lifetime_s))
+            await self.threads.long(lambda: self.store.sweep(self._surely(), self.config.lifetime_s))
+
+    def _late(self) -> float:
+        """What nobody gets back ends when Redis's clock and this host's both say so: one of them may be set to anything."""
+        return min(self._clock.unix(), time.time())
+
+    def _surely(self) -> float:
+        """And the volume's, by which its files are dated. It blocks."""
+        return min(self._late(), self._disk.now(self.config.root / "open"))
 
     async def _try(self, batch_id: str, owner: str) -> None:
         try:
             stored = await self.threads.short(self.store.get, owner, batch_id)
         except NotFound:
-            await self.threads.short(self.store.forget_marker, batch_id, self._wall())
+            await self.threads.short(lambda: self.store.forget_marker(batch_id, self._surely()))
             return
         except DataLoss as error:
             log.warning("batch %s: %s", batch_id, error.message)
             self._not_before[batch_id] = time.monotonic() + _DAMAGED_S
             return
-        ends = stored.cancelled is not None or self._wall() >= stored.asked.expires
+        ends = stored.cancelled is not None or self._late() >= stored.asked.expires
         if stored.asked.served != self.config.served and not ends:
             return
         lease = await self._leases.take(batch_id)
@@ -212,6 +232,7 @@ class Batches:
             limits=RunLimits(concurrency=self.config.concurrency, max_line_bytes=self.config.max_line_bytes),
             metrics=self._metrics,
             wall=self._wall,
+            late=self._late,
         )
         self._owners[batch_id] = owner
         self._runs[batch_id] = run, asyncio.create_task(self._keep_running(batch_id, run, lease))

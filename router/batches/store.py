@@ -73,6 +73,7 @@ class BatchStore:
         source = self.files.content(owner, asked.input_file_id)
         if len([each for each in self.open_batches().values() if each == owner]) >= _MAX_OPEN:
             raise ResourceExhausted(f"you have {_MAX_OPEN} batches that are not over; wait for one, or cancel it")
+        self.files.check_room(owner)
         making = self._root / owner / "uploads" / asked.id
         self._disk.make_folder(making)
         self._disk.make_folder(self._root / owner / "batches")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -19,6 +20,8 @@ from hypothesis import strategies as st
 
 from router.batches.disk import Disk
 from router.batches.files import FileStore
+from router.batches.journal import NO_USAGE, Entry
+from router.batches.occupancy import Occupancy
 from router.batches.records import Asked, BatchStatus, owner_of
 from router.batches.run import Answered, Asking, Failure, Run, RunLimits
 from router.batches.store import BatchStore
@@ -298,38 +301,123 @@ def test_what_is_kept_is_its_users_alone(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_an_owners_bytes_are_bounded_however_they_come(tmp_path: Path) -> None:
+def bounded(root: Path, clock: list[float], **options: Any) -> BatchStore:
     disk = Disk()
-    files = FileStore(tmp_path, disk, lifetime_s=1e9, max_owner_bytes=101_000)
-    store = BatchStore(tmp_path, disk, files)
+    files = FileStore(root, disk, lifetime_s=1e9, occupancy=Occupancy(lambda: clock[0]), **options)
+    store = BatchStore(root, disk, files)
     store.prepare()
-    record = partial(files.new_record, filename="in", purpose="batch", lives_s=None)
+    return store
 
-    def send(num_bytes: int) -> str:
-        upload = files.begin_upload(OWNER)
-        files.append_upload(OWNER, upload, b"x" * num_bytes)
-        return files.finish_upload(OWNER, upload, record(num_bytes=num_bytes)).id
 
+def send(files: FileStore, num_bytes: int, owner: str = OWNER) -> str:
+    upload = files.begin_upload(owner)
+    files.append_upload(owner, upload, b"x" * num_bytes)
+    record = files.new_record(filename="in", purpose="batch", lives_s=None, num_bytes=num_bytes)
+    return files.finish_upload(owner, upload, record).id
+
+
+def test_an_owners_bytes_are_bounded_however_they_come(tmp_path: Path) -> None:
+    clock = [0.0]
+    # Records take some too.
+    store = bounded(tmp_path, clock, max_owner_bytes=10_300_000)
+    files = store.files
     one, other = files.begin_upload(OWNER), files.begin_upload(OWNER)
-    files.append_upload(OWNER, one, b"x" * 60_000)
+    files.append_upload(OWNER, one, b"x" * 6_000_000)
     with pytest.raises(ResourceExhausted, match="no room"):
-        files.append_upload(OWNER, other, b"x" * 60_000)  # both at once
-    files.append_upload(OWNER, other, b"x" * 40_000)
-    kept = files.finish_upload(OWNER, one, record(num_bytes=60_000)).id
-    files.append_upload(OWNER, other, b"x" * 20_000)
+        files.append_upload(OWNER, other, b"x" * 6_000_000)  # both at once
+    files.append_upload(OWNER, other, b"x" * 4_000_000)
+    record = partial(files.new_record, filename="in", purpose="batch", lives_s=None)
+    kept = files.finish_upload(OWNER, one, record(num_bytes=6_000_000)).id
     with pytest.raises(ResourceExhausted, match="no room"):
-        files.finish_upload(OWNER, other, record(num_bytes=60_000))  # one after the other, but begun before
+        files.append_upload(OWNER, other, b"x" * 2_000_000)  # one after the other, but begun before
     files.drop_upload(other)
     asked = store.create(asked_for(kept)).asked
     files.delete(OWNER, kept)
-    with pytest.raises(ResourceExhausted, match="no room"):
-        send(42_000)  # what a batch still needs is there, whatever it is called
-    for path in (tmp_path / OWNER / "uploads").iterdir():
-        files.drop_upload(path)
-    send(40_000)
-    disk.append(files.begin_upload(OWNER), b"x" * 1000)
+    for _ in range(2):
+        with pytest.raises(ResourceExhausted, match="no room"):
+            send(files, 5_000_000)  # what a batch still needs is there, whatever it is called
+        for path in (tmp_path / OWNER / "uploads").iterdir():
+            files.drop_upload(path)
+        clock[0] += 1000.0
+    send(files, 4_000_000)
+    # Another router's, and what a batch has answered: known soon, if not at once.
+    store.begin_run(OWNER, asked.id)
+    store.record(OWNER, asked.id, 1, [Entry("a", True, NO_USAGE, b"x" * 300_000)])
+    clock[0] += 1000.0
+    assert not files.has_room(OWNER)
     with pytest.raises(ResourceExhausted, match="no room"):
         files.begin_upload(OWNER)
+    with pytest.raises(ResourceExhausted, match="no room"):
+        store.create(asked_for(files.ids(OWNER)[0]))
     assert files.begin_upload(owner_of("another")), "it is each one's own bound"
     store.close(OWNER, asked.id)
+    clock[0] += 1000.0
     assert files.begin_upload(OWNER)
+
+
+def test_small_files_count_for_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def most(files: FileStore) -> int:
+        for num_sent in range(1000):
+            try:
+                send(files, 1)
+            except ResourceExhausted:
+                return num_sent
+            clock[0] += 1000.0
+        raise AssertionError("there is no bound")
+
+    assert 20 < most(bounded(tmp_path / "blocks", clock, max_owner_bytes=400_000).files) < 100, "each takes a block, and its record one"
+    monkeypatch.setattr("router.batches.files.MAX_OWNER_FILES", 20)
+    assert 5 < most(bounded(tmp_path / "files", clock, max_owner_bytes=1 << 40).files) <= 10
+
+
+async def test_a_batch_whose_answers_find_no_room_waits_for_some(tmp_path: Path) -> None:
+    looks: list[bool] = []
+
+    class Full(FileStore):
+        """Until it was asked often."""
+
+        def has_room(self, owner: str, num_bytes: int = 1) -> bool:
+            looks.append(len(looks) > 20)
+            assert looks[-1] or not answers.asked
+            return looks[-1]
+
+    disk, threads, answers = Disk(), Threads(), Answers()
+    store = store_of(tmp_path)
+    store.prepare()
+    batch_id = store.create(asked_for(make_input(store))).asked.id
+    full = BatchStore(tmp_path, disk, Full(tmp_path, disk, lifetime_s=1e9, max_owner_bytes=1))
+    assert await run_once(full, batch_id, answers, threads)
+    assert looks.count(False) > 20
+    check_answers(tmp_path, batch_id, answers, orphans=False)
+    threads.close()
+
+
+def test_a_file_more_costs_the_same_however_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = bounded(tmp_path, [0.0], max_owner_bytes=1 << 40).files
+    send(files, 1)
+    looked: list[str] = []
+    scandir = os.scandir
+
+    def counted(folder: str) -> Any:
+        looked.append(str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr("os.scandir", counted)
+    for _ in range(30):
+        send(files, 1)
+    assert not looked
+
+
+def test_without_keys_a_name_gives_no_room(tmp_path: Path) -> None:
+    files = bounded(tmp_path, [0.0], max_owner_bytes=1_000_000, one_account=True).files
+    send(files, 900_000, owner_of("a"))
+    with pytest.raises(ResourceExhausted, match="no room"):
+        send(files, 200_000, owner_of("b"))
+
+
+def test_what_a_volume_says_of_the_time_is_its_own(tmp_path: Path) -> None:
+    before = time.time()
+    assert before - 60.0 < Disk().now(tmp_path) < time.time() + 60.0
+    assert not list(tmp_path.iterdir())
