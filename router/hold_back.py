@@ -100,7 +100,7 @@ class HeldAnswer:
         self._request = request
         self._write = write
         self._waiting: deque[inference_pb2.Piece] = deque()
-        self._sent: dict[Kind, list[str]] = {"reasoning": [], "text": [sent]}
+        self._sent: dict[Kind, str] = {"reasoning": "", "text": sent}
         self._position = position
         self._replaced = False
 
@@ -113,7 +113,7 @@ class HeldAnswer:
             text = getattr(piece, kind)
             if not text and not (last and (kind == "text" or before[kind])):
                 continue
-            held = Held(request=self._request, kind=kind, sent="".join(self._sent[kind]), waiting=before[kind], piece=text, last=last)
+            held = Held(request=self._request, kind=kind, sent=self._sent[kind], waiting=before[kind], piece=text, last=last)
             verdict = await self._hold_back.verdict(held)
             if isinstance(verdict, Stop):
                 self._waiting.clear()
@@ -153,8 +153,7 @@ class HeldAnswer:
 
     async def _release(self, piece: inference_pb2.Piece) -> None:
         for kind in _KINDS:
-            if getattr(piece, kind):
-                self._sent[kind].append(getattr(piece, kind))
+            self._sent[kind] += getattr(piece, kind)
         if self._replaced:
             # Ids, and what came with them, would tell what was replaced; positions go on from the last that was told.
             piece = inference_pb2.Piece(text=piece.text, reasoning=piece.reasoning, position=self._position)

@@ -17,11 +17,11 @@ from router.http.choices import Events, Send, StreamedChoice, Wanted, WholeChoic
 from router.http.completion_body import CompletionBody
 from router.http.errors import blaming
 from router.http.front import Front
-from router.http.json_pieces import json_pieces
 from router.http.logprobs import TokenNames
 from router.http.sse import ANSWERS, EventStream
 from router.http.translate import choice_seed, flag_of, keep_alive_of, request_of, timeout_of
 from router.http.whole_answer import ENCODER, WholeAnswer, check_repeated, check_size
+from router.json_pieces import json_pieces
 from router.memory_budget import Holding
 from router.prompt import Prompt
 from twostep.rpc.v1 import inference_pb2 as pb

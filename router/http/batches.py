@@ -27,8 +27,8 @@ from router.http.described import described
 from router.http.errors import HttpError, body_of
 from router.http.fields import parse_body
 from router.http.front import FRONT, IDENTITY, Front
-from router.http.json_pieces import json_pieces, small
 from router.http.whole_answer import ENCODER, INLINE_BYTES, Encoder, WholeAnswer
+from router.json_pieces import json_pieces, small
 from router.targets import tenant_of
 from twostep.rpc.v1 import inference_pb2 as pb
 

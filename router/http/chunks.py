@@ -10,7 +10,7 @@ from collections.abc import Callable
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from router.http.json_pieces import compact
+from router.json_pieces import compact
 
 _quoted: Callable[[str], str] = encode_basestring_ascii
 

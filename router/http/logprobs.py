@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from router.http.json_pieces import small
+from router.json_pieces import small
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.token_bytes import TokenBytes
 
@@ -79,7 +79,7 @@ class PieceLogprobs(Protocol):
         ...
 
     def of_all(self, kept: KeptLogprobs) -> dict[str, Any]:
-        """Of a whole answer. Its lists are iterators (router/http/json_pieces.py)."""
+        """Of a whole answer. Its lists are iterators (router/json_pieces.py)."""
         ...
 
 

@@ -16,9 +16,9 @@ from router.http.described import described
 from router.http.errors import HttpError, blaming
 from router.http.fields import Body, TokenId, parse_body
 from router.http.front import FRONT, IDENTITY
-from router.http.json_pieces import json_pieces, small
 from router.http.replies import Detokenized, Tokenized
 from router.http.whole_answer import ENCODER, JSON_ID_BYTES, WholeAnswer
+from router.json_pieces import json_pieces, small
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from router.bounded_threads import BoundedThreads
 from router.http.errors import HttpError
-from router.http.json_pieces import in_chunks
+from router.json_pieces import in_chunks
 
 # Of JSON, about: up to here an answer is made at once, in a millisecond or two.
 INLINE_BYTES = 256 << 10

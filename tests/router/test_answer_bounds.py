@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from router_fakes import MAX_MODEL_LEN, Cluster, Script, until
 
 from router.http.errors import HttpError
-from router.http.json_pieces import Json, in_chunks, json_pieces, small
 from router.http.unread import Unread
 from router.http.whole_answer import check_size
+from router.json_pieces import Json, in_chunks, json_pieces, small
 from router.memory_budget import MemoryBudget
 from router.output import Output
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted

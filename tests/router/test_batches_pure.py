@@ -123,6 +123,16 @@ def asked(**changes: Any) -> Asked:
     return Asked(**{**given, "created": 1, "expires": 2, **changes})
 
 
+@pytest.mark.parametrize("item", [b"[[],[]]", b"1", b'""'])
+def test_a_line_of_countless_values_is_refused_before_it_is_read(item: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("json.loads", None)
+    body = b'{"prompt": [' + b",".join([item] * (3 << 20)) + b"]}"
+    raw = b'{"custom_id": "1", "method": "POST", "url": "' + ENDPOINT.encode() + b'", "body": ' + body + b"}"
+    refused = parse_line(raw, 1, endpoint=ENDPOINT, max_bytes=1 << 30)
+    assert isinstance(refused, LineError)
+    assert refused.code == "line_too_long"
+
+
 def test_records_survive_their_json() -> None:
     record = FileRecord(id="f", filename="ü\n", num_bytes=3, created=1, purpose="batch", expires=None)
     assert from_json(FileRecord, to_json(record)) == record
