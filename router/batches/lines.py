@@ -49,9 +49,9 @@ def parse_line(raw: bytes, number: int, *, endpoint: str, max_bytes: int) -> Req
     try:
         size = checked_size(raw)
     except InvalidRequest as error:
-        return wrong("line_too_long", error.message)
+        return wrong("too_many_values", error.message)
     if size.values > _MAX_VALUES:
-        return wrong("line_too_long", f"there are more than {_MAX_VALUES} values in the line; send less in one request")
+        return wrong("too_many_values", f"there are more than {_MAX_VALUES} values in the line; send less in one request")
     try:
         told = json.loads(raw)
     except (ValueError, RecursionError):

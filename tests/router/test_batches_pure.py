@@ -130,7 +130,7 @@ def test_a_line_of_countless_values_is_refused_before_it_is_read(item: bytes, mo
     raw = b'{"custom_id": "1", "method": "POST", "url": "' + ENDPOINT.encode() + b'", "body": ' + body + b"}"
     refused = parse_line(raw, 1, endpoint=ENDPOINT, max_bytes=1 << 30)
     assert isinstance(refused, LineError)
-    assert refused.code == "line_too_long"
+    assert refused.code == "too_many_values"
 
 
 def test_records_survive_their_json() -> None:
