@@ -19,6 +19,7 @@ from kv_transfer.transfer_metrics import worker_observers
 from kv_transfer.transports import Transports, make_transports
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
+from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.edge import EdgeParts
 
@@ -49,7 +50,7 @@ class DecodeEdge:
         self._ledger = TransferLedger()
         spans = None if parts.tracer is None else SequenceSpans(parts.tracer)
         observers = worker_observers(parts.metrics, self._ledger, None if spans is None else spans.transfers)
-        self._peers = Peers(parts.config.tls)
+        self._peers = Peers(parts.config.tls, CallSigner(parts.secret, parts.worker_id))
         self._paths = Paths(transports, self._peers, parts.secret, observers, floors=floors)
         self._discovery = Discovery(parts.config.redis_url, self._paths, secret=parts.secret)
         self._sequences = Sequences(

@@ -65,7 +65,7 @@ class Fetcher:
         verified and only the source's word is awaited. `metadata`, its trace context, goes along with what the source is asked."""
         source = Source(worker_id=ticket.worker_id, epoch=ticket.epoch, address=ticket.address)
         offered = await self._paths.offered(source, host_only=ticket.layout != self._layout)
-        async with self._peers.channel(ticket.address) as channel:
+        async with self._peers.channel(ticket) as channel:
             stub: kv_pb2_grpc.KvAsyncStub = kv_pb2_grpc.KvStub(channel)
             return await Fetching(self._parts, stub, ticket, source, target, offered, ahead=ahead, metadata=metadata).run()
 
@@ -74,7 +74,7 @@ class Fetcher:
         request = kv_pb2.AcknowledgeRequest(ticket=ticket.to_proto(), outcome=outcome, reason=reason[:200])
         for attempt in range(_MAX_TOLD):
             try:
-                async with self._peers.channel(ticket.address) as channel:
+                async with self._peers.channel(ticket) as channel:
                     stub: kv_pb2_grpc.KvAsyncStub = kv_pb2_grpc.KvStub(channel)
                     await stub.Acknowledge(request, timeout=ACKNOWLEDGE_S)
                 return

@@ -226,7 +226,7 @@ class Paths:
         """False: the source did not answer at all."""
         source = known.source
         try:
-            async with self._asking, self._peers.channel(source.address) as channel:
+            async with self._asking, self._peers.channel(source) as channel:
                 # A pass is good for a minute, so it is made when it is used.
                 request = ProbePass.issue(self._secret, worker_id=source.worker_id, epoch=source.epoch)
                 stub: kv_pb2_grpc.KvAsyncStub = kv_pb2_grpc.KvStub(channel)

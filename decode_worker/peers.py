@@ -6,9 +6,11 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc.aio
 
+from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import TlsFiles, open_channel
 
 _MAX_IDLE = 32
@@ -20,19 +22,35 @@ class _Peer:
     num_users: int = 0
 
 
-class Peers:
-    """One channel for each address, kept while used and, the latest few, afterwards."""
+class Life(Protocol):
+    """One life of a prefill worker, and where it is: what its tickets say."""
 
-    def __init__(self, tls: TlsFiles) -> None:
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def address(self) -> str: ...
+
+
+class Peers:
+    """One channel for each life of a worker, kept while used and, the latest few, afterwards."""
+
+    def __init__(self, tls: TlsFiles, signer: CallSigner) -> None:
         self._tls = tls
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._signer = signer
+        self._peers: OrderedDict[tuple[str, int, str], _Peer] = OrderedDict()
 
     @asynccontextmanager
-    async def channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        peer = self._peers.get(address)
+    async def channel(self, to: Life) -> AsyncIterator[grpc.aio.Channel]:
+        key = to.worker_id, to.epoch, to.address
+        peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[address] = _Peer(open_channel(address, tls=self._tls))
-        self._peers.move_to_end(address)
+            signature = self._signer.sign(to.worker_id, to.epoch)
+            peer = self._peers[key] = _Peer(open_channel(to.address, tls=self._tls, signature=signature))
+        self._peers.move_to_end(key)
         peer.num_users += 1
         try:
             yield peer.channel
@@ -44,8 +62,8 @@ class Peers:
         await self._close_idle(0)
 
     async def _close_idle(self, keep: int) -> None:
-        idle = [address for address, peer in self._peers.items() if peer.num_users == 0]
+        idle = [key for key, peer in self._peers.items() if peer.num_users == 0]
         # All out of the table before the first is awaited: nobody may begin to use one that is about to be closed.
-        unused = [self._peers.pop(address) for address in idle[: max(0, len(idle) - keep)]]
+        unused = [self._peers.pop(key) for key in idle[: max(0, len(idle) - keep)]]
         for peer in unused:
             await peer.channel.close()

@@ -67,7 +67,7 @@ class KvAgentActor:
 
     async def serve(self) -> int:
         """Opens the unix socket (0600) and returns this process's id."""
-        server = grpc.aio.server(interceptors=[Guard()], maximum_concurrent_rpcs=_MAX_RPCS)
+        server = grpc.aio.server(interceptors=[Guard(_MAX_RPCS)])
         kv_pb2_grpc.add_KvAgentServicer_to_server(_Service(self), server)
         server.add_insecure_port(f"unix:{self._socket_path}")
         await server.start()

@@ -37,8 +37,8 @@ from router.registry import Deployment, Registry
 from router.room import Room
 from router.scaling_watch import ScalingWatch
 from router.service import InferenceService
-from router.service_access import KeyGuard
 from router.shared_clock import SharedClock
+from router.service_access import KeyGate
 from router.status_board import RouterView, StatusBoard
 from router.status_service import StatusService
 from router.targets import Targets
@@ -52,6 +52,7 @@ from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.metrics.server import MetricsServer
 from twostep.prefix import secret_check
 from twostep.request_class import RequestClass
+from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import compression_of
 from twostep.rpc.collector import collect_in_quiet_moments
 from twostep.rpc.health import READINESS
@@ -91,6 +92,7 @@ class Router:
         compression = compression_of(config.grpc_compression)
         self.pool = WorkerPool(
             router_id=self.router_id,
+            signer=CallSigner(secret, self.router_id),
             cleanup=self.cleanup,
             tls=config.tls,
             stream_lease_s=config.stream_lease,
@@ -190,10 +192,11 @@ class Router:
                 tls=config.front_tls,
                 # Room for those that are refused to be told so, and for health checks.
                 max_concurrent_rpcs=config.max_inflight + config.max_waiting + 256,
+                max_connections=config.max_connections,
                 compression=compression,
             ),
             alive=self._alive,
-            interceptors=[KeyGuard(self.access)],
+            admit=[KeyGate(self.access).admit],
         )
         service = InferenceService(self._inference, self.access)
         self._server.add(service, inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")

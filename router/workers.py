@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Protocol
 
 import grpc
@@ -23,12 +23,15 @@ from router.prefix_index import NOT_CACHED, CachedPrefix, WorkerLife
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import TwostepError, Unavailable
 from twostep.request_class import RequestClass
+from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
 from twostep.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 _SILENT_S = 3.0
+
+OpenTo = Callable[[WorkerRecord], grpc.aio.Channel]
 
 
 class Tenant(Protocol):
@@ -40,10 +43,10 @@ class Tenant(Protocol):
 class WorkerLink:
     """One life of a worker: its channel, and what this router has there."""
 
-    def __init__(self, record: WorkerRecord, tls: TlsFiles, compression: grpc.Compression) -> None:
+    def __init__(self, record: WorkerRecord, open_to: OpenTo) -> None:
         self.record = record
         self.life = WorkerLife.of(record)
-        self.channel: grpc.aio.Channel = open_channel(record.address, tls=tls, compression=compression)
+        self.channel = open_to(record)
         self.tenants: set[Tenant] = set()
         self.meter = LoadMeter(time.monotonic())
         self.retired = False
@@ -77,8 +80,8 @@ class WorkerLink:
 
 
 class PrefillLink(WorkerLink):
-    def __init__(self, record: WorkerRecord, tls: TlsFiles, compression: grpc.Compression) -> None:
-        super().__init__(record, tls, compression)
+    def __init__(self, record: WorkerRecord, open_to: OpenTo) -> None:
+        super().__init__(record, open_to)
         self.stub = prefill_pb2_grpc.PrefillStub(self.channel)
 
 
@@ -86,14 +89,13 @@ class DecodeLink(WorkerLink):
     def __init__(
         self,
         record: WorkerRecord,
-        tls: TlsFiles,
-        compression: grpc.Compression,
+        open_to: OpenTo,
         *,
         router_id: str,
         cleanup: Cleanup,
         stream_lease_s: float,
     ) -> None:
-        super().__init__(record, tls, compression)
+        super().__init__(record, open_to)
         self.stub = decode_pb2_grpc.DecodeStub(self.channel)
         self.stream = DecodeStream(
             self.stub,
@@ -118,6 +120,7 @@ class WorkerPool:
         *,
         router_id: str,
         cleanup: Cleanup,
+        signer: CallSigner,
         tls: TlsFiles = PLAINTEXT,
         stream_lease_s: float = 5.0,
         compression: grpc.Compression = grpc.Compression.NoCompression,
@@ -126,6 +129,7 @@ class WorkerPool:
         self._router_id = router_id
         self._stream_lease_s = stream_lease_s
         self._cleanup = cleanup
+        self._signer = signer
         self._tls = tls
         self._compression = compression
         self._prefill: dict[WorkerLife, PrefillLink] = {}
@@ -162,12 +166,11 @@ class WorkerPool:
             if link is not None and (link.record.address, link.record.role) == (record.address, record.role):
                 link.record, link.retired = record, False
             elif link is None and record.role == "prefill":
-                self._prefill[life] = PrefillLink(record, self._tls, self._compression)
+                self._prefill[life] = PrefillLink(record, self._open_to)
             elif link is None:
                 self._decode[life] = DecodeLink(
                     record,
-                    self._tls,
-                    self._compression,
+                    self._open_to,
                     router_id=self._router_id,
                     cleanup=self._cleanup,
                     stream_lease_s=self._stream_lease_s,
@@ -189,6 +192,10 @@ class WorkerPool:
         if state != self._state:
             self._state = state
             self.changed.set()
+
+    def _open_to(self, record: WorkerRecord) -> grpc.aio.Channel:
+        signature = self._signer.sign(record.worker_id, record.epoch)
+        return open_channel(record.address, tls=self._tls, compression=self._compression, signature=signature)
 
     async def close(self) -> None:
         links: Sequence[WorkerLink] = (*self._prefill.values(), *self._decode.values())

@@ -4,7 +4,7 @@
     ├── InvalidRequest         the request can never succeed as it is
     │   └── ContextExceeded    prompt (+ max_tokens) is longer than the context
     ├── NotFound               no such model, request or lease
-    ├── Unauthenticated        a ticket or a key does not verify
+    ├── Unauthenticated        a ticket, a key or a signature does not verify
     ├── PermissionDenied       a key that verifies, but allows less
     ├── ResourceExhausted      no room now: another worker, or later
     ├── Unavailable            a worker, Ray or the whole service is away: safe to repeat
@@ -27,6 +27,8 @@ from dataclasses import dataclass
 
 # Trailing metadata of RESOURCE_EXHAUSTED: milliseconds after which it is worth trying again.
 RETRY_AFTER = "x-twostep-retry-after-ms"
+# Of UNAUTHENTICATED: what a signature must name (twostep.rpc.call_signing).
+CHALLENGE = "twostep-challenge-bin"
 _MAX_DIGITS = 12
 # Longer than any of ours, and what gRPC has room for.
 _MAX_MESSAGE_CHARS = 2000
@@ -58,7 +60,11 @@ class NotFound(TwostepError):
 
 
 class Unauthenticated(TwostepError):
-    """A ticket or a key does not verify."""
+    """A ticket, a key or a signature does not verify. `challenge`: what whoever may sign is told, so that it can."""
+
+    def __init__(self, message: str = "", *, challenge: bytes = b"") -> None:
+        super().__init__(message)
+        self.challenge = challenge
 
 
 class PermissionDenied(TwostepError):
@@ -156,8 +162,10 @@ def error_from_grpc(code: str, message: str, metadata: Iterable[tuple[str, str |
     return ResourceExhausted(message, retry_after_s=_retry_after_s(metadata)) if kind is ResourceExhausted else kind(message)
 
 
-def trailing_metadata(error: TwostepError) -> tuple[tuple[str, str], ...]:
+def trailing_metadata(error: TwostepError) -> tuple[tuple[str, str | bytes], ...]:
     """What goes behind the status of `error`."""
+    if isinstance(error, Unauthenticated) and error.challenge:
+        return ((CHALLENGE, error.challenge),)
     if not isinstance(error, ResourceExhausted) or error.retry_after_s is None:
         return ()
     return ((RETRY_AFTER, str(math.ceil(error.retry_after_s * 1000))),)

@@ -90,7 +90,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 @asynccontextmanager
 async def worker(version: str) -> AsyncIterator[str]:
     gate = VersionGate(version, ["twostep.v1.Prefill", "twostep.v1.Kv"], us="prefill-0")
-    server = GrpcServer(ServerConfig(health_port=-1), interceptors=[gate])
+    server = GrpcServer(ServerConfig(health_port=-1), admit=[gate.admit])
     server.add(Prefill(), prefill_pb2_grpc.add_PrefillServicer_to_server, "twostep.v1.Prefill")
     server.add(Kv(), kv_pb2_grpc.add_KvServicer_to_server, "twostep.v1.Kv")
     server.add(Worker(), worker_pb2_grpc.add_WorkerServicer_to_server, "twostep.v1.Worker")

@@ -196,7 +196,7 @@ def _role(command: FlagParser) -> None:
     command.add_argument("address", metavar="HOST:PORT", help="the worker's gRPC port")
     command.add_argument("role", nargs="?", choices=["prefill", "decode"], help="what it is to be")
     command.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="time for its running requests to end")
-    command.flag("--secret-file", type=Path, metavar="FILE", help="the deployment's secret, without which no worker changes its role")
+    command.flag("--secret-file", type=Path, metavar="FILE", help="the deployment's secret, without which no worker answers")
     _tls(command, "authority to check the worker by; switches TLS on")
     command.add_argument("--json", action="store_true", help="one JSON object")
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 
 from twostep.errors import InvalidRequest, Unavailable
+from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import TlsFiles, open_channel
 from twostep.rpc.v1 import worker_pb2
 from twostep.rpc.worker_role import switch_role, who_is
@@ -16,13 +17,13 @@ from twostep.secret import load_secret
 def run(args: argparse.Namespace) -> int:
     if not 0 <= args.drain_timeout < float("inf"):
         raise InvalidRequest(f"--drain-timeout {args.drain_timeout:g}: give seconds, 0 or more")
-    secret = load_secret(args.secret_file, of_running=True) if args.role else b""
-    return asyncio.run(_run(args, secret))
+    return asyncio.run(_run(args, load_secret(args.secret_file, of_running=True)))
 
 
 async def _run(args: argparse.Namespace, secret: bytes) -> int:
-    async with open_channel(args.address, tls=TlsFiles(cert=args.tls_cert, key=args.tls_key, ca=args.tls_ca)) as channel:
+    async with open_channel(args.address, tls=TlsFiles(cert=args.tls_cert, key=args.tls_key, ca=args.tls_ca)) as unsigned:
         try:
+            channel = await CallSigner(secret, "twostep role").introduced(unsigned)
             worker = await who_is(channel)
         except Unavailable as error:
             raise Unavailable(

@@ -10,6 +10,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
+from twostep.errors import TwostepError
+from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import channel_options
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
@@ -49,12 +51,14 @@ class Probes:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def worker(self, address: str) -> WorkerState | None:
+    async def worker(self, address: str, secret: bytes) -> WorkerState | None:
         """Asked of a worker's own port; None if it does not answer."""
-        stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(self._channel(address))
         try:
+            # Each time: it may have started again, or changed its role.
+            channel = await CallSigner(secret, "twostep up").introduced(self._channel(address))
+            stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
             stats = await stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=_TIMEOUT_S)
-        except grpc.RpcError:
+        except (grpc.RpcError, TwostepError):
             return None
         return WorkerState(transport_ready=any(transport.ready for transport in stats.transports), held=_held(stats))
 

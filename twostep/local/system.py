@@ -43,6 +43,7 @@ class LocalSystem:
         self._environ = environ
         self._probes = Probes()
         write_secret(plan.secret_file)
+        self._secret = load_secret(plan.secret_file)
         self._components = Components(options, plan, environ=environ, probes=self._probes)
         self.supervisor = Supervisor(self._components.all(), run_dir=plan.run_dir, observer=observer)
         self._observer = observer
@@ -123,7 +124,7 @@ class LocalSystem:
 
     async def held(self) -> dict[str, str]:
         """What each worker still holds; workers that hold nothing are left out."""
-        states = {worker.worker_id: await self._probes.worker(worker.address) for worker in self.plan.workers}
+        states = {worker.worker_id: await self._probes.worker(worker.address, self._secret) for worker in self.plan.workers}
         return {name: "does not answer" if state is None else state.held for name, state in states.items() if state is None or state.held}
 
     async def _autoscale(self, scale: Scale) -> None:
@@ -165,7 +166,7 @@ class LocalSystem:
         if found[0] < wanted[0] or found[1] < wanted[1]:
             return f"the router sees {found[0]} of {wanted[0]} prefill and {found[1]} of {wanted[1]} decode workers"
         for worker in self.plan.workers:
-            state = await self._probes.worker(worker.address)
+            state = await self._probes.worker(worker.address, self._secret)
             if state is None:
                 return f"{worker.worker_id} does not answer"
             if not state.transport_ready and not self._options.aggregated:
@@ -176,7 +177,7 @@ class LocalSystem:
         """What this process shows the router, if it wants a key of everybody: its own way to them may be another variable."""
         if self._options.api_keys_file is None and not self._environ.get("TWOSTEP_API_KEYS"):
             return None
-        return system_key(load_secret(self.plan.secret_file))
+        return system_key(self._secret)
 
 
 def _clear(run_dir: Path, *, keep_logs: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -13,6 +15,8 @@ from twostep.errors import SetupError, TwostepError, error_from_grpc
 from twostep.version_skew import user_agent
 
 MAX_MESSAGE_BYTES = 16 << 20
+
+Signature = tuple[tuple[str, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +100,64 @@ def open_channel(
     tls: TlsFiles = PLAINTEXT,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     compression: grpc.Compression = grpc.Compression.NoCompression,
+    signature: Signature = (),
 ) -> grpc.aio.Channel:
     """A channel to `host:port`; connects on first use and reconnects by itself. `compression` is that of what is sent on it. Each of its
-    calls says this process's version (twostep/rpc/version_gate.py)."""
+    calls says this process's version (twostep/rpc/version_gate.py), and carries `signature` (twostep/rpc/call_signing.py)."""
     credentials = client_credentials(tls)
     options = [*channel_options(max_message_bytes), ("grpc.primary_user_agent", user_agent(__version__))]
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options, compression=compression)
-    named = [("grpc.ssl_target_name_override", tls.peer_name)] if tls.peer_name else []
-    return grpc.aio.secure_channel(address, credentials, options=[*options, *named], compression=compression)
+        channel = grpc.aio.insecure_channel(address, options=options, compression=compression)
+    else:
+        named = [("grpc.ssl_target_name_override", tls.peer_name)] if tls.peer_name else []
+        channel = grpc.aio.secure_channel(address, credentials, options=[*options, *named], compression=compression)
+    return SignedChannel(channel, signature) if signature else channel
+
+
+class SignedChannel(grpc.aio.Channel):
+    """A channel whose every call carries `signature` in its metadata. Interceptors of gRPC could do that for the price of a task a call."""
+
+    def __init__(self, channel: grpc.aio.Channel, signature: Signature) -> None:
+        self._channel = channel
+        self._signature = signature
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *given: Any, **named: Any) -> Any:
+        return self._signed(self._channel.unary_unary(*given, **named))
+
+    def unary_stream(self, *given: Any, **named: Any) -> Any:
+        return self._signed(self._channel.unary_stream(*given, **named))
+
+    def stream_unary(self, *given: Any, **named: Any) -> Any:
+        return self._signed(self._channel.stream_unary(*given, **named))
+
+    def stream_stream(self, *given: Any, **named: Any) -> Any:
+        return self._signed(self._channel.stream_stream(*given, **named))
+
+    def _signed(self, call: Any) -> Any:
+        signature = self._signature
+
+        def signed(*given: Any, metadata: Iterable[tuple[str, str | bytes]] | None = None, **named: Any) -> Any:
+            return call(*given, metadata=(*(metadata or ()), *signature), **named)
+
+        return signed
 
 
 def error_from_rpc(error: grpc.RpcError) -> TwostepError:

@@ -1,7 +1,16 @@
 """The server interceptor between the wire and every async handler.
 
-A message that cannot be decoded (bad UTF-8, truncated, not this protobuf) becomes INVALID_ARGUMENT, a TwostepError its status by
-the table in twostep.errors, and anything else INTERNAL with a reference to the traceback in this process's log.
+The life of a call:
+
+ 1. admitted  by what its headers say alone: whoever has no key, no signature or the wrong version is refused here, and nothing of what it
+              sends is read. Health is open to everybody.
+ 2. place     one of the server's (twostep.rpc.slots), which a call without its message holds only while nobody else wants it.
+ 3. message   read when it is its caller's turn, within 30 s. One that cannot be decoded (bad UTF-8, truncated, not this protobuf) becomes
+              INVALID_ARGUMENT.
+ 4. handler   A TwostepError becomes its status by the table in twostep.errors, and anything else INTERNAL with a reference to the
+              traceback in this process's log.
+
+To gRPC every handler is one of streams, since it reads the message of any other before anybody is asked, and waits for it without end.
 """
 
 from __future__ import annotations
@@ -10,22 +19,36 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
-from twostep.errors import TwostepError, Unavailable, status_of, trailing_metadata
+from twostep.errors import DeadlineExceeded, InvalidRequest, TwostepError, Unavailable, status_of, trailing_metadata
+from twostep.rpc.slots import Place, Reading, Slots
+from twostep.rpc.unread import Unread
 
 log = logging.getLogger(__name__)
 
 # Status text travels in an HTTP/2 header, and clients refuse headers above 8 KiB.
 _MAX_MESSAGE_CHARS = 2000
+# For a whole message, however slow the line: 16 MiB at 5 Mbit/s.
+MESSAGE_S = 30.0
+# Probes show nothing: whether a process is well is said to anybody.
+_OPEN = ("/grpc.health.v1.Health/",)
+# Calls of these may stay for ever and cost little; there are so many at a time, apart from all others. What is read of them comes from
+# anybody, and is a few bytes.
+_ASIDE = (*_OPEN, "/grpc.reflection.")
+_MAX_ASIDE = 64
+_READING_ASIDE = Reading(of_caller=1, of_all=4, patience_s=0.1)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+Metadata = Sequence[tuple[str, str | bytes]]
+# Given the full name of the method and the call's metadata, says whose call it is, "" if that is not known. Refuses it with a TwostepError.
+Admit = Callable[[str, Metadata], str]
 
 
 class Undecodable(Exception):
@@ -33,108 +56,174 @@ class Undecodable(Exception):
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Guards unary-unary and unary-stream handlers; others (reflection) pass untouched."""
+    """Guards calls of one message, and streams of them (reflection) as well. It must be the innermost interceptor."""
 
-    def __init__(self) -> None:
-        self._calls = _Calls()
+    def __init__(self, max_calls: int, admit: Sequence[Admit] = ()) -> None:
+        """All of `admit` are asked; the last that knows whose call it is says so."""
+        self.slots = Slots(max_calls, Reading())
+        self._aside = Slots(_MAX_ASIDE, _READING_ASIDE, all_give_way=True)
+        self._unread = Unread()
+        self._admit = admit
+        self._calls: set[_Call] = set()
 
     def end_all(self) -> None:
         """The server goes: calls that are still running end with UNAVAILABLE, so that whoever made them asks elsewhere."""
-        self._calls.end_all()
+        for call in list(self._calls):
+            call.end(Unavailable("this server is stopping; repeat the request on another"))
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        method = str(handler_call_details.method)
+        caller = ""
+        if not method.startswith(_OPEN):
+            try:
+                for admit in self._admit:
+                    caller = admit(method, handler_call_details.invocation_metadata or ()) or caller
+            except TwostepError as error:
+                return grpc.stream_stream_rpc_method_handler(functools.partial(_refuse, error))
         handler = await continuation(handler_call_details)
         # None: an unknown method, which grpc answers with UNIMPLEMENTED.
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+        if handler is None:
             return handler
-        decode = functools.partial(_decode, handler.request_deserializer)
+        slots = self._aside if method.startswith(_ASIDE) else self.slots
+        call = _Call(handler, slots, caller, calls=self._calls, unread=self._unread)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream, self._calls),
-                request_deserializer=decode,
+            return grpc.stream_stream_rpc_method_handler(
+                call.stream,
+                request_deserializer=call.decode,
                 response_serializer=handler.response_serializer,
             )
-        return grpc.unary_unary_rpc_method_handler(
-            _guard_unary(handler.unary_unary, self._calls),
-            request_deserializer=decode,
+        return grpc.stream_unary_rpc_method_handler(
+            call.answer,
+            request_deserializer=call.decode,
             response_serializer=handler.response_serializer,
         )
 
 
-class _Calls:
-    """Those that run."""
+class _Call:
+    """See twostep.rpc.slots.Call."""
 
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._ended: set[asyncio.Task[Any]] = set()
+    __slots__ = ("_caller", "_calls", "_context", "_ended", "_handler", "_reading", "_slots", "_task", "_unread")
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Raises Unavailable if end_all() ended it."""
+    def __init__(self, handler: Any, slots: Slots, caller: str, *, calls: set[_Call], unread: Unread) -> None:
+        self._handler = handler
+        self._slots = slots
+        self._caller = caller
+        self._calls = calls
+        self._unread = unread
+        self._ended: TwostepError | None = None
+        self._reading = False
+        self._context: _Context
+        self._task: asyncio.Task[Any]
+
+    def decode(self, data: bytes) -> Any:
+        try:
+            return data if self._handler.request_deserializer is None else self._handler.request_deserializer(data)
+        except (DecodeError, UnicodeDecodeError, ValueError) as error:
+            return Undecodable(str(error))
+
+    def end(self, error: TwostepError) -> None:
+        if self._ended is not None:
+            return
+        self._ended = error
+        if self._reading:
+            # gRPC's core writes to what a cancelled task would have given back; once the call has a status, it stops reading by itself.
+            _keep(asyncio.create_task(self._abort_reading(error)))
+        else:
+            self._task.cancel()
+
+    # ---- handlers -----------------------------------------------------------------------------------------------------------
+
+    async def answer(self, _messages: Any, context: _Context) -> Any:
+        return await self._serve(context, self._answer)
+
+    async def stream(self, messages: Any, context: _Context) -> None:
+        await self._serve(context, functools.partial(self._stream, messages) if self._handler.request_streaming else self._stream_one)
+
+    async def _serve(self, context: _Context, work: Callable[[Place], Awaitable[Any]]) -> Any:
         task = asyncio.current_task()
         assert task is not None, "handlers run in tasks"
-        self._tasks.add(task)
+        self._task, self._context = task, context
         try:
-            yield
+            place = self._slots.take(self, self._caller or context.peer())
+            self._calls.add(self)
+            try:
+                return await work(place)
+            finally:
+                place.free()
+                self._calls.discard(self)
         except asyncio.CancelledError:
-            if task not in self._ended or task.uncancel() > 0:
+            if self._ended is None or task.uncancel() > 0:
                 raise  # the client is gone
-            raise Unavailable("this server is stopping; repeat the request on another") from None
+            error: Exception = self._ended
+        except Exception as raised:  # noqa: BLE001  # _abort logs whatever is not ours
+            error = raised
+        # Nothing is held here: whoever does not read is not told, and keeps nobody out.
+        await _abort(error, context)
+
+    async def _answer(self, place: Place) -> Any:
+        request = await self._request(place)
+        answer = await self._handler.unary_unary(request, self._context)
+        # gRPC sends it once this call has returned.
+        num_bytes = answer.ByteSize() if isinstance(answer, Message) else 0
+        self._unread.add(place.caller, num_bytes)
+        sent: Any = lambda _: self._unread.remove(place.caller, num_bytes)  # noqa: E731
+        self._context.add_done_callback(sent)
+        return answer
+
+    async def _stream_one(self, place: Place) -> None:
+        request = await self._request(place)
+        await self._write(self._handler.unary_stream(request, self._context))
+
+    async def _stream(self, messages: Any, _place: Place) -> None:
+        # It reads whenever it likes.
+        self._reading = True
+        await self._write(self._handler.stream_stream(messages, self._context))
+
+    async def _write(self, responses: AsyncGenerator[Any, None]) -> None:
+        # Writing here, instead of being a generator too, makes a cancelled write close the handler's generator at
+        # once: its `finally` frees what the call holds, and must not wait for the garbage collector.
+        async with aclosing(responses):
+            async for response in responses:
+                await self._context.write(response)
+
+    # ---- the message --------------------------------------------------------------------------------------------------------
+
+    async def _request(self, place: Place) -> Any:
+        late = DeadlineExceeded(f"the call's message had not come after {MESSAGE_S:g} s; send it at once")
+        timer = asyncio.get_running_loop().call_later(MESSAGE_S, self.end, late)
+        try:
+            await place.turn()
+            self._reading = True
+            try:
+                request = await self._context.read()
+            finally:
+                self._reading = False
         finally:
-            self._tasks.discard(task)
-            self._ended.discard(task)
+            timer.cancel()
+        if self._ended is not None:
+            raise self._ended
+        place.running()
+        if request is grpc.aio.EOF:
+            raise InvalidRequest("the call ended without its message; send one")
+        if isinstance(request, Undecodable):
+            raise InvalidRequest(f"the request is not a valid message ({request}); strings must be UTF-8, fields as in protos/")
+        return request
 
-    def end_all(self) -> None:
-        for task in self._tasks - self._ended:
-            self._ended.add(task)
-            task.cancel()
-
-
-def _decode(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
-    try:
-        return deserializer(data)
-    except (DecodeError, UnicodeDecodeError, ValueError) as error:
-        return Undecodable(str(error))
-
-
-def _guard_unary(handler: Any, calls: _Calls) -> Callable[[Any, _Context], Awaitable[Any]]:
-    async def guarded(request: Any, context: _Context) -> Any:
-        await _refuse_undecodable(request, context)
-        try:
-            with calls.running():
-                return await handler(request, context)
-        except Exception as error:  # noqa: BLE001  # _abort logs whatever is not ours
-            await _abort(error, context)
-
-    return guarded
+    async def _abort_reading(self, error: TwostepError) -> None:
+        # In one step with the call of grpc: the message may have come in the meantime.
+        if self._reading:
+            try:
+                await self._context.abort(grpc.StatusCode[status_of(error).grpc], error.message, trailing_metadata(error))
+            except grpc.aio.AbortError:
+                pass  # as it says
 
 
-def _guard_stream(handler: Any, calls: _Calls) -> Callable[[Any, _Context], Awaitable[None]]:
-    async def guarded(request: Any, context: _Context) -> None:
-        await _refuse_undecodable(request, context)
-        try:
-            # Writing here, instead of being a generator too, makes a cancelled write close the handler's generator at
-            # once: its `finally` frees what the call holds, and must not wait for the garbage collector.
-            responses: AsyncGenerator[Any, None] = handler(request, context)
-            with calls.running():
-                async with aclosing(responses):
-                    async for response in responses:
-                        await context.write(response)
-        except Exception as error:  # noqa: BLE001  # _abort logs whatever is not ours
-            await _abort(error, context)
-
-    return guarded
-
-
-async def _refuse_undecodable(request: Any, context: _Context) -> None:
-    if isinstance(request, Undecodable):
-        await context.abort(
-            grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a valid message ({request}); strings must be UTF-8, fields as in protos/"
-        )
+async def _refuse(error: TwostepError, _messages: Any, context: _Context) -> None:
+    await context.abort(grpc.StatusCode[status_of(error).grpc], error.message[:_MAX_MESSAGE_CHARS], trailing_metadata(error))
 
 
 async def _abort(error: Exception, context: _Context) -> None:
@@ -144,7 +233,7 @@ async def _abort(error: Exception, context: _Context) -> None:
         # Nobody is left to tell (a write to a client that went away ends up here).
         log.debug("call ended before its handler: %r", error)
         return
-    behind: tuple[tuple[str, str], ...] = ()
+    behind: tuple[tuple[str, str | bytes], ...] = ()
     if isinstance(error, TwostepError):
         message, behind = error.message, trailing_metadata(error)
     else:
@@ -152,3 +241,12 @@ async def _abort(error: Exception, context: _Context) -> None:
         log.error("unexpected error %s", reference, exc_info=error)
         message = f"internal error {reference}; look for this reference in the log of the process that answered"
     await context.abort(grpc.StatusCode[status_of(error).grpc], message[:_MAX_MESSAGE_CHARS], behind)
+
+
+_kept: set[asyncio.Task[None]] = set()
+
+
+def _keep(task: asyncio.Task[None]) -> None:
+    """An event loop alone does not."""
+    _kept.add(task)
+    task.add_done_callback(_kept.discard)

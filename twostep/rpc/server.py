@@ -15,19 +15,29 @@ from grpc_reflection.v1alpha import reflection
 
 from twostep.errors import SetupError
 from twostep.rpc.channel import MAX_MESSAGE_BYTES, PLAINTEXT, TlsFiles
-from twostep.rpc.guard import Guard
+from twostep.rpc.guard import Admit, Guard
 from twostep.rpc.health import READINESS, HealthBoard, HealthServicer
 
 log = logging.getLogger(__name__)
 
 # For calls that are told so to say it to their callers.
 _LAST_WORD_S = 1.0
+# Of the health port, which anybody may ask who reaches it.
+_HEALTH_CONNECTIONS = 256
+_HEALTH_CALLS = 64
+_HEALTH_MESSAGE_BYTES = 4 << 10
+# A connection on which nothing is under way for so long is closed, with a word to its client, which opens another with its next call.
+_IDLE_MS = 300_000
+# One that does not come about, with or without TLS.
+_HANDSHAKE_MS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """`port` 0: any free port. `health_port` None: port + 1 (any free one if `port` is 0); -1: none. `max_concurrent_rpcs`
-    counts open streams too; calls above it get RESOURCE_EXHAUSTED. `compression` is that of what is sent; whatever comes is understood."""
+    counts open streams too; calls above it get RESOURCE_EXHAUSTED, and those whose message has not come give way to others (see
+    twostep.rpc.slots). Connections above `max_connections` are closed at once. `compression` is that of what is sent; whatever comes is
+    understood."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -35,6 +45,7 @@ class ServerConfig:
     tls: TlsFiles = PLAINTEXT
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_concurrent_rpcs: int = 1024
+    max_connections: int = 4096
     compression: grpc.Compression = grpc.Compression.NoCompression
 
 
@@ -46,9 +57,9 @@ class GrpcServer:
         config: ServerConfig,
         *,
         alive: Callable[[], bool] = lambda: True,
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        admit: Sequence[Admit] = (),
     ) -> None:
-        """Needs a running event loop. `interceptors` stand outside of the guard: messages are still bytes there. Raises SetupError for
+        """Needs a running event loop. `admit` are asked about every call but those of health (twostep.rpc.guard). Raises SetupError for
         unreadable TLS files."""
         self.config = config
         self.health = HealthBoard(alive)
@@ -56,11 +67,12 @@ class GrpcServer:
         self.health_port = 0
         self._credentials = _credentials(config.tls)
         self._names: list[str] = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
-        self._guard = Guard()
+        self._guard = Guard(config.max_concurrent_rpcs, admit)
         self._server = grpc.aio.server(
-            interceptors=[*interceptors, self._guard],
-            options=server_options(config.max_message_bytes),
-            maximum_concurrent_rpcs=config.max_concurrent_rpcs,
+            interceptors=[self._guard],
+            options=server_options(
+                config.max_message_bytes, max_connections=config.max_connections, max_streams=config.max_concurrent_rpcs
+            ),
             compression=config.compression,
         )
         self._health_server: grpc.aio.Server | None = None
@@ -81,7 +93,10 @@ class GrpcServer:
             wanted = self.config.health_port
             if wanted is None:
                 wanted = self.config.port + 1 if self.config.port else 0
-            self._health_server = grpc.aio.server(options=server_options(64 << 10), maximum_concurrent_rpcs=64)
+            self._health_server = grpc.aio.server(
+                interceptors=[Guard(_HEALTH_CALLS)],
+                options=server_options(_HEALTH_MESSAGE_BYTES, max_connections=_HEALTH_CONNECTIONS, max_streams=_HEALTH_CALLS),
+            )
             health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(self.health), self._health_server)
             try:
                 self.health_port = _bind(self._health_server, self.config.host, wanted, None, "--health-port")
@@ -108,9 +123,17 @@ class GrpcServer:
         await self._server.wait_for_termination()
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Sequence[tuple[str, int]]:
-    """Options of every server. Its keepalive policy allows the pings of twostep.rpc.channel."""
+def server_options(
+    max_message_bytes: int = MAX_MESSAGE_BYTES, *, max_connections: int = 4096, max_streams: int = 1024
+) -> Sequence[tuple[str, int]]:
+    """Options of every server; `max_streams` are those of one connection. Its keepalive policy allows the pings of twostep.rpc.channel."""
     return [
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", max_streams),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        # What is not read yet is 64 KiB of each stream at most, whatever rate its connection has shown.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         # Two processes on one port would each get half of the calls; better to fail at start.

@@ -7,13 +7,9 @@ call carries anyway. Callers without one are older than that, or not ours.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
-from typing import Any
+from collections.abc import Collection, Iterable
 
-import grpc
-import grpc.aio
-
-from twostep.errors import Incompatible, status_of
+from twostep.errors import Incompatible
 from twostep.version_skew import UNSAID, version_in_agent, why_not
 
 log = logging.getLogger(__name__)
@@ -22,7 +18,7 @@ log = logging.getLogger(__name__)
 _MAX_SAID = 256
 
 
-class VersionGate(grpc.aio.ServerInterceptor):
+class VersionGate:
     """In front of `services`, by their full names. All others (health, reflection, administration) are for every version."""
 
     def __init__(self, version: str, services: Collection[str], *, us: str) -> None:
@@ -32,39 +28,20 @@ class VersionGate(grpc.aio.ServerInterceptor):
         self._us = us
         self._said: set[str] = set()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
-        method = str(handler_call_details.method)
-        if handler is None or not method.startswith(self._prefixes):
-            return handler
-        theirs = _version_of(handler_call_details)
-        reason = why_not(self._version, theirs, us=self._us, them="the caller")
-        if not reason:
-            return handler
-        if theirs not in self._said and len(self._said) < _MAX_SAID:
-            self._said.add(theirs)
-            log.warning("calls of %s are refused: %s", method, reason)
-        return _refusing(reason, handler)
+    def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> str:
+        """See twostep.rpc.guard.Admit. Raises Incompatible."""
+        if method.startswith(self._prefixes):
+            theirs = _version_in(metadata)
+            if reason := why_not(self._version, theirs, us=self._us, them="the caller"):
+                if theirs not in self._said and len(self._said) < _MAX_SAID:
+                    self._said.add(theirs)
+                    log.warning("calls of %s are refused: %s", method, reason)
+                raise Incompatible(reason)
+        return ""
 
 
-def _version_of(details: grpc.HandlerCallDetails) -> str:
-    for key, value in details.invocation_metadata or ():
+def _version_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    for key, value in metadata:
         if key == "user-agent":
             return version_in_agent(value if isinstance(value, str) else value.decode("latin-1"))
     return UNSAID
-
-
-def _refusing(reason: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same kind that refuses with `reason`. It reads nothing of what it was sent."""
-    code = grpc.StatusCode[status_of(Incompatible(reason)).grpc]
-
-    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(code, reason)
-
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse)
-    return grpc.unary_unary_rpc_method_handler(refuse)

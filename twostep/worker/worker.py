@@ -26,6 +26,7 @@ from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import InternalError, InvalidRequest, SetupError, Unavailable
 from twostep.prefix import secret_check
+from twostep.rpc.call_signing import CallGate
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
@@ -109,7 +110,10 @@ class Worker:
                 max_concurrent_rpcs=config.max_concurrent_rpcs,
             ),
             alive=lambda: self._loop.alive(config.stall_timeout),
-            interceptors=[VersionGate(__version__, SERVICE_NAMES, us=self.worker_id)],
+            admit=[
+                VersionGate(__version__, SERVICE_NAMES, us=self.worker_id).admit,
+                CallGate(secret, lambda: (self.worker_id, self.epoch)).admit,
+            ],
         )
         self._readiness = Readiness(self.worker_id, self.server.health)
         self._board = Switchboard()

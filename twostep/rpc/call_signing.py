@@ -1,0 +1,125 @@
+"""Calls to workers are signed with the deployment's secret: whoever does not hold it gets nothing from a worker but its health.
+
+A signature names who calls, and one life of one worker (its id and epoch, as its record in Redis and its tickets have them):
+
+    twostep-call-bin: caller, worker id, epoch, HMAC-SHA256 of the three under a key of its own
+
+It is made once for each channel, and no clock is asked. One that was overheard is of use at that worker only, and until it starts again or
+changes its role; against being overheard there is TLS. A worker that is meant for another life says so with UNAVAILABLE: look again.
+Whoever is refused for want of a signature is told which worker refused, so that who knows only an address can sign as well (`introduced`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from twostep.errors import CHALLENGE, Unauthenticated, Unavailable
+from twostep.rpc.channel import Signature, SignedChannel, error_from_rpc
+from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.secret import purpose_key
+
+HEADER = "twostep-call-bin"
+_PURPOSE = "twostep.call.v1"
+_MAC_BYTES = 32
+_ASK_S = 5.0
+# Signatures that verified, so that each is worked out once; those of a deployment are fewer.
+_MAX_KNOWN = 4096
+
+Life = tuple[str, int]
+
+
+class CallSigner:
+    """Signs calls of one process."""
+
+    def __init__(self, secret: bytes, caller: str) -> None:
+        """`caller`: the process's own id. Workers share their places out among callers."""
+        self._key = purpose_key(secret, _PURPOSE)
+        self._caller = caller
+
+    def sign(self, worker_id: str, epoch: int) -> Signature:
+        """Metadata of calls to that life of that worker."""
+        said = b"".join(map(_counted, (self._caller, worker_id))) + struct.pack("<Q", epoch)
+        return ((HEADER, said + hmac.digest(self._key, said, hashlib.sha256)),)
+
+    async def introduced(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
+        """The same channel, its calls signed for whatever life of a worker answers there now. Raises Unavailable, and what else its error
+        says."""
+        stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
+        try:
+            await stub.Stats(worker_pb2.WorkerStatsRequest(), timeout=_ASK_S)
+        except grpc.aio.AioRpcError as error:
+            life = challenge_in(error.trailing_metadata())
+            if life is None:
+                raise error_from_rpc(error) from None
+            return SignedChannel(channel, self.sign(*life))
+        return channel
+
+
+class CallGate:
+    """A worker's: which calls are for its present life, and signed."""
+
+    def __init__(self, secret: bytes, life: Callable[[], Life]) -> None:
+        """`life`: the worker's id, and its epoch now."""
+        self._key = purpose_key(secret, _PURPOSE)
+        self._life = life
+        self._known: dict[bytes, tuple[str, Life]] = {}
+
+    def admit(self, _method: str, metadata: Iterable[tuple[str, str | bytes]]) -> str:
+        """See twostep.rpc.guard.Admit."""
+        told = next((value for key, value in metadata if key == HEADER), b"")
+        life = self._life()
+        found = self._known.get(told) if isinstance(told, bytes) else None
+        if found is None:
+            found = self._verified(told, life)
+        caller, meant = found
+        if meant != life:
+            raise Unavailable(f"the call is for {meant[0]} of epoch {meant[1]}, this is {life[0]} of {life[1]}; look it up again")
+        return caller
+
+    def _verified(self, told: str | bytes, life: Life) -> tuple[str, Life]:
+        said, mac = told[:-_MAC_BYTES], told[-_MAC_BYTES:]
+        if not isinstance(said, bytes) or not isinstance(mac, bytes) or not hmac.compare_digest(mac, self._mac(said)):
+            wrong = "is not signed" if not told else "is signed with another secret"
+            raise Unauthenticated(
+                f"the call {wrong}: worker {life[0]} serves its own deployment only; give it and whoever calls the same --secret-file",
+                challenge=_counted(life[0]) + struct.pack("<Q", life[1]),
+            )
+        caller, rest = _split(said)
+        worker_id, rest = _split(rest)
+        found = caller, (worker_id, struct.unpack("<Q", rest)[0])
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[bytes(said + mac)] = found
+        return found
+
+    def _mac(self, said: bytes) -> bytes:
+        return hmac.digest(self._key, said, hashlib.sha256)
+
+
+def challenge_in(metadata: Iterable[tuple[str, Any]] | None) -> Life | None:
+    """Which worker refused an unsigned call, and in which life; None: it was not for that."""
+    for key, value in metadata or ():
+        if key == CHALLENGE and isinstance(value, bytes):
+            try:
+                worker_id, rest = _split(value)
+                return worker_id, struct.unpack("<Q", rest)[0]
+            except (struct.error, UnicodeDecodeError) as error:
+                raise Unavailable("what answers there is no worker that is known here; give a worker's address") from error
+    return None
+
+
+def _counted(text: str) -> bytes:
+    raw = text.encode("utf-8", "surrogatepass")
+    return struct.pack("<I", len(raw)) + raw
+
+
+def _split(data: bytes) -> tuple[str, bytes]:
+    (size,) = struct.unpack_from("<I", data)
+    return data[4 : 4 + size].decode("utf-8", "surrogatepass"), data[4 + size :]

@@ -1,0 +1,182 @@
+"""Who has the places of a server's calls, and whose messages are being read.
+
+    half-open    its message is not here: it waits for its turn to be read     64 KiB at most, the window of its stream
+                                       or it is being read                     the largest message at most
+    running      its message is here, and the handler has it
+
+A half-open call has its place for as long as nobody else wants it: a server that is full ends the oldest one of whoever has the most of
+them. So neither calls that never send a message nor messages that never end keep anybody out, and what they hold in memory is bounded,
+for each caller and altogether. A caller is a key, a process of the deployment, or, where nobody says who calls, a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from twostep.errors import ResourceExhausted, TwostepError
+
+_FULL = "this server has as many calls as it may; repeat later, or ask another one"
+_TOO_SLOW = "the call's message had not come when others needed its place; send it at once, or over fewer calls at a time"
+
+
+class Call(Protocol):
+    def end(self, error: TwostepError) -> None:
+        """Ends it with that error, soon. It gives its place back by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How many messages are read at a time. Those that are here take a millisecond; the bounds are for those that come slowly, of 16 MiB
+    perhaps. Whoever has waited `patience_s` for a place among all that are read takes that of the caller with the most."""
+
+    of_caller: int = 8
+    of_all: int = 64
+    patience_s: float = 1.0
+
+
+@dataclass(slots=True)
+class _Caller:
+    half_open: dict[Place, None] = field(default_factory=dict)
+    reading: dict[Place, None] = field(default_factory=dict)
+    num_running: int = 0
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+
+
+class Slots:
+    """The places of one server, or of some of its services. Not for more than one event loop."""
+
+    def __init__(self, limit: int, bounds: Reading, *, all_give_way: bool = False) -> None:
+        """`all_give_way`: so do calls that run, where nobody knows who calls."""
+        self._bounds = bounds
+        self._limit = limit
+        # What one caller's running calls leave to others.
+        self._of_caller = limit - limit // 8
+        self._all_give_way = all_give_way
+        self._callers: dict[str, _Caller] = {}
+        self._reading: dict[Place, None] = {}
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._num = 0
+
+    @property
+    def num_taken(self) -> int:
+        return self._num
+
+    @property
+    def num_reading(self) -> int:
+        return len(self._reading)
+
+    def take(self, call: Call, caller: str) -> Place:
+        """Raises ResourceExhausted: all places have calls that run."""
+        found = self._callers.get(caller)
+        if found is not None and found.num_running >= self._of_caller:
+            raise ResourceExhausted(_FULL)
+        if self._num >= self._limit:
+            most = max(self._callers.values(), key=lambda each: len(each.half_open), default=None)
+            if most is None or not most.half_open:
+                raise ResourceExhausted(_FULL)
+            next(iter(most.half_open)).give_way()
+        found = self._callers.setdefault(caller, _Caller())
+        place = Place(self, call, caller, found)
+        found.half_open[place] = None
+        self._num += 1
+        return place
+
+    # ---- for Place ----------------------------------------------------------------------------------------------------------
+
+    async def _turn(self, place: Place) -> None:
+        caller = place.of
+        while len(caller.reading) >= self._bounds.of_caller:
+            await _wait(caller.waiting)
+        # Its own turn first: from now on nobody else of this caller has it.
+        caller.reading[place] = None
+        while len(self._reading) >= self._bounds.of_all:
+            try:
+                async with asyncio.timeout(self._bounds.patience_s):
+                    await _wait(self._waiting)
+            except TimeoutError:
+                if len(self._reading) >= self._bounds.of_all:
+                    slow = max(self._reading, key=lambda each: len(each.of.reading))
+                    slow.give_way()
+        self._reading[place] = None
+
+    def _read(self, place: Place) -> None:
+        """Not read any more."""
+        if place in place.of.reading:
+            del place.of.reading[place]
+            _wake(place.of.waiting)
+        if place in self._reading:
+            del self._reading[place]
+            _wake(self._waiting)
+
+    def _run(self, place: Place) -> None:
+        self._read(place)
+        if not self._all_give_way:
+            del place.of.half_open[place]
+            place.of.num_running += 1
+
+    def _free(self, place: Place) -> None:
+        self._read(place)
+        if place in place.of.half_open:
+            del place.of.half_open[place]
+        else:
+            place.of.num_running -= 1
+        self._num -= 1
+        if not place.of.half_open and not place.of.num_running:
+            self._callers.pop(place.caller, None)
+
+
+class Place:
+    """Of one call. free() gives it back, once and at once."""
+
+    __slots__ = ("_call", "_freed", "_slots", "caller", "of")
+
+    def __init__(self, slots: Slots, call: Call, caller: str, of: _Caller) -> None:
+        self._slots = slots
+        self._call = call
+        self.caller = caller
+        self.of = of
+        self._freed = False
+
+    async def turn(self) -> None:
+        """Returns when its message may be read."""
+        await self._slots._turn(self)
+
+    def running(self) -> None:
+        """The message is here."""
+        if not self._freed:
+            self._slots._run(self)
+
+    def give_way(self) -> None:
+        """To another one's call."""
+        self.free()
+        self._call.end(ResourceExhausted(_TOO_SLOW))
+
+    def free(self) -> None:
+        if not self._freed:
+            self._freed = True
+            self._slots._free(self)
+
+
+async def _wait(waiting: deque[asyncio.Future[None]]) -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting.append(future)
+    try:
+        await future
+    except BaseException:
+        if future.done() and not future.cancelled():
+            # Woken and ended at once: the turn is the next one's.
+            _wake(waiting)
+        elif future in waiting:
+            waiting.remove(future)
+        raise
+
+
+def _wake(waiting: deque[asyncio.Future[None]]) -> None:
+    while waiting:
+        future = waiting.popleft()
+        if not future.done():
+            future.set_result(None)
+            return
