@@ -39,10 +39,12 @@ from kv_transfer.testing import LocalRay
 from twostep.bench.shapes import LLAMA_8B
 from twostep.local.redis_server import server_argv, server_binary, socket_path
 from twostep.rpc import event_loop
+from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from twostep.sampling_params import SamplingParams
+from twostep.secret import load_secret
 
 BLOCK_SIZE = 16
 START_S = 150.0
@@ -195,10 +197,11 @@ async def workers(ray: LocalRay, directory: Path, arguments: argparse.Namespace)
 
 
 async def measure(ray: LocalRay, directory: Path, arguments: argparse.Namespace, vocab_size: int) -> None:
+    secret = load_secret(directory / "secret")
     async with (
         workers(ray, directory, arguments) as (prefill, decode),
-        open_channel(prefill) as to_prefill,
-        open_channel(decode) as to_decode,
+        channel_to_worker(prefill, secret, caller="benchmark") as to_prefill,
+        channel_to_worker(decode, secret, caller="benchmark") as to_decode,
     ):
         router = Router(to_prefill, to_decode, vocab_size)
         for _ in range(3):

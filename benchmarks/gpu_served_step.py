@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from served_step_load import Clock, Load
+from served_step_load import SECRET, Clock, Load
 
 from decode_worker.edge import DecodeEdge
 from kv_transfer.cuda_ipc import CudaIpcTransport
@@ -56,7 +56,6 @@ from twostep.worker.model import ServedModel, layout_of
 from twostep.worker.worker import Worker
 
 _PLAYER = Path(__file__).with_name("served_step_load.py")
-SECRET = b"sixteen bytes or more"
 BLOCK_SIZE = 16
 TINY = LLAMA_8B | {
     "hidden_size": 64,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from twostep.rpc import event_loop
-from twostep.rpc.channel import open_channel
+from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 from twostep.sampling_params import SamplingParams
@@ -76,6 +76,10 @@ class Clock:
         }
 
 
+# Of the workers of gpu_served_step.
+SECRET = b"sixteen bytes or more"
+
+
 class Player:
     """The router's part: one stream from decode, `streams` requests at once."""
 
@@ -89,7 +93,8 @@ class Player:
         self._hand_overs = self._bytes = self._failed = 0
 
     async def play(self) -> dict[str, Any]:
-        async with open_channel(self._addresses[0]) as to_prefill, open_channel(self._addresses[1]) as to_decode:
+        prefill, decode = (channel_to_worker(address, SECRET, caller="player") for address in self._addresses)
+        async with prefill as to_prefill, decode as to_decode:
             self._prefill, self._decode = prefill_pb2_grpc.PrefillStub(to_prefill), decode_pb2_grpc.DecodeStub(to_decode)
             stream = self._decode.Stream(decode_pb2.StreamRequest(router_id="r"))
             await stream.initial_metadata()

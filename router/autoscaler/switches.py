@@ -15,8 +15,8 @@ from typing import Literal
 from router.autoscaler.model import Role, Switch
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import Incompatible, TwostepError, Unavailable
-from twostep.rpc.call_signing import CallSigner
-from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
+from twostep.rpc.call_signing import channel_to_worker
+from twostep.rpc.channel import PLAINTEXT, TlsFiles
 from twostep.rpc.worker_role import switch_role, who_is
 
 log = logging.getLogger(__name__)
@@ -95,8 +95,7 @@ class Switcher:
     async def _ask(self, record: WorkerRecord, to: Role) -> None:
         outcome: Outcome = "failed"
         try:
-            async with open_channel(record.address, tls=self._tls) as unsigned:
-                channel = await CallSigner(self._secret, "autoscaler").introduced(unsigned)
+            async with channel_to_worker(record.address, self._secret, caller="autoscaler", tls=self._tls) as channel:
                 worker = await who_is(channel)
                 if worker.worker_id != record.worker_id:
                     raise Unavailable(f"{worker.worker_id} answers at {record.address}, which was its address")

@@ -33,8 +33,8 @@ from router.status_board import StatusBoard
 from router.workers import WorkerPool
 from twostep.api_keys import Key, make_key, same_key
 from twostep.errors import Incompatible, InvalidRequest, NotFound, Unauthenticated
-from twostep.rpc.call_signing import CallSigner
-from twostep.rpc.channel import TlsFiles, open_channel
+from twostep.rpc.call_signing import channel_to_worker
+from twostep.rpc.channel import TlsFiles
 from twostep.rpc.worker_role import switch_role
 
 log = logging.getLogger(__name__)
@@ -163,8 +163,7 @@ async def set_role(request: web.Request) -> web.Response:
     if not wanted.get("force") and (ends := what_ends(administration.pool.records(), worker_id, role)):
         raise Incompatible(f'{ends}; start one first, or send "force": true')
     log.info("worker %s is asked to take the %s role", worker_id, role)
-    async with open_channel(address, tls=administration.tls) as unsigned:
-        channel = await CallSigner(administration.secret, "admin port").introduced(unsigned)
+    async with channel_to_worker(address, administration.secret, caller="admin port", tls=administration.tls) as channel:
         change = await switch_role(channel, administration.secret, role=role, drain_timeout_s=float(drain_s))
     told = {"worker_id": worker_id, "role": change.role, "epoch": change.epoch, "drain_s": change.drain_s, "switch_s": change.switch_s}
     return web.json_response(told)

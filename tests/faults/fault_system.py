@@ -33,8 +33,9 @@ from twostep import AsyncClient
 from twostep.cluster.records import worker_key
 from twostep.errors import TwostepError
 from twostep.local.redis_server import server_binary
-from twostep.rpc.channel import open_channel
+from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.secret import load_secret
 
 START_S = 120.0
 _ASK_S = 30.0
@@ -199,7 +200,7 @@ class FaultSystem:
     # ---- what it holds --------------------------------------------------------------------------------------------------
 
     async def stats(self, worker_id: str) -> worker_pb2.WorkerStats:
-        async with open_channel(self.worker_address(worker_id)) as channel:
+        async with channel_to_worker(self.worker_address(worker_id), load_secret(self._secret), caller="test") as channel:
             stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
             return await stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=3)
 
@@ -210,7 +211,7 @@ class FaultSystem:
         for worker_id in self.workers:
             try:
                 stats = await self.stats(worker_id)
-            except grpc.RpcError as error:
+            except (grpc.RpcError, TwostepError) as error:
                 unknown.append(f"{worker_id}: {error}")
                 continue
             blocks += stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks

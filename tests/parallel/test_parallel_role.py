@@ -23,7 +23,7 @@ from twostep.engine.generate import generate
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest
 from twostep.local.ports import free_ports
-from twostep.rpc.channel import open_channel
+from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.rpc.worker_role import switch_role
@@ -141,16 +141,17 @@ async def test_ranks_and_what_they_hold_outlive_a_switch_and_end_with_the_drain(
         assert len(ranks) == 1, "the other one is the worker itself"
         alone = Engine(ModelRunner(model_dir, dtype="float32", num_blocks=64, block_size=16, num_threads=1), EngineConfig())
         vocab_size = alone.runner.vocab_size
-        async with open_channel(address) as channel:
-            for turn in range(2):
-                prompt = [3 + (7 * i + turn) % (vocab_size - 3) for i in range(70)]
-                request = EngineRequest(
-                    seq_id=f"{turn}", token_ids=prompt, num_prompt_tokens=len(prompt), sampling=PARAMS, eos_token_ids=frozenset()
-                )
-                expected = [token.token_id for token in generate(alone, [request])[0]]
+        for turn in range(2):
+            prompt = [3 + (7 * i + turn) % (vocab_size - 3) for i in range(70)]
+            request = EngineRequest(
+                seq_id=f"{turn}", token_ids=prompt, num_prompt_tokens=len(prompt), sampling=PARAMS, eos_token_ids=frozenset()
+            )
+            expected = [token.token_id for token in generate(alone, [request])[0]]
+            async with channel_to_worker(address, SECRET, caller="test") as channel:
                 assert await answer_of_decode(channel, f"d{turn}", prompt) == expected
                 await switch(channel, "prefill")
-                # What both ranks computed before is still in their pools.
+            # Another life of it. What both ranks computed before is still in their pools.
+            async with channel_to_worker(address, SECRET, caller="test") as channel:
                 assert await first_token_of_prefill(channel, f"p{turn}", prompt) == (expected[0], 64)
                 await switch(channel, "decode")
         assert ranks[0].is_running()

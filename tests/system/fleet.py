@@ -24,8 +24,9 @@ from twostep.local import redis_server
 from twostep.local.ports import free_ports
 from twostep.local.probes import Probes
 from twostep.local.process import Process, tail
-from twostep.rpc.channel import open_channel
+from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.secret import load_secret
 
 START_S = 400.0
 STOP_S = 60.0
@@ -124,7 +125,7 @@ class Fleet:
 
     async def stats(self, name: str) -> worker_pb2.WorkerStats:
         """Of a worker."""
-        async with open_channel(self.members[name].address) as channel:
+        async with channel_to_worker(self.members[name].address, load_secret(self._secret), caller="test") as channel:
             stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
             return await stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=30)
 
@@ -141,7 +142,7 @@ class Fleet:
         """No worker holds a block, a sequence, a lease or an object, and Ray's store holds nothing."""
 
         async def held() -> str:
-            states = {m.name: await self._probes.worker(m.address) for m in self.members.values() if m.role != "router"}
+            states = {m.name: await self._probes.worker(m.address, load_secret(self._secret)) for m in self.members.values() if m.role != "router"}
             found = {name: "no answer" if state is None else state.held for name, state in states.items()}
             return "; ".join(f"{name} holds {what}" for name, what in found.items() if what)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import psutil
+import pytest
 import redis
 
 from kv_transfer.ray_head import ray_env
@@ -24,7 +25,10 @@ from twostep import Client
 from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
 from twostep.errors import TwostepError
 from twostep.local.ports import free_ports
+from twostep.rpc.call_signing import CallSigner, challenge_in
+from twostep.rpc.channel import Signature
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.secret import load_secret
 
 START_TIMEOUT_S = 300.0
 _ASK_S = 30.0
@@ -49,11 +53,22 @@ class Worker:
     module: str
     pid: int
     address: str
+    secret_file: Path
+
+    def signature(self, channel: grpc.Channel) -> Signature:
+        """For calls to the life of it that is there now."""
+        with pytest.raises(grpc.RpcError) as refused:
+            worker_pb2_grpc.WorkerStub(channel).Stats(worker_pb2.WorkerStatsRequest(), timeout=_ASK_S)
+        life = challenge_in(refused.value.trailing_metadata())
+        if life is None:
+            raise refused.value
+        return CallSigner(load_secret(self.secret_file), "test").sign(*life)
 
     def stats(self, *, check_integrity: bool = False) -> worker_pb2.WorkerStats:
         with grpc.insecure_channel(self.address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            return stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=check_integrity), timeout=_ASK_S)
+            request = worker_pb2.WorkerStatsRequest(check_integrity=check_integrity)
+            return stub.Stats(request, timeout=_ASK_S, metadata=self.signature(channel))
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -105,7 +120,10 @@ class System:
 
     def workers(self, module: str) -> list[Worker]:
         """Live workers of one role ("prefill_worker" or "decode_worker"), by their --port."""
-        return [Worker(module, child.pid, f"127.0.0.1:{words[words.index('--port') + 1]}") for child, words in self._children(module)]
+        return [
+            Worker(module, child.pid, f"127.0.0.1:{words[words.index('--port') + 1]}", Path(words[words.index("--secret-file") + 1]))
+            for child, words in self._children(module)
+        ]
 
     def all_workers(self) -> list[Worker]:
         return self.workers("prefill_worker") + self.workers("decode_worker")

@@ -25,7 +25,7 @@ from router.server import Router
 from twostep import AsyncClient
 from twostep.engine.batch import Runner
 from twostep.fingerprint import model_fingerprint
-from twostep.rpc.channel import open_channel
+from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.rpc.worker_role import switch_role
 from twostep.text.model_card import ModelCard
@@ -73,11 +73,11 @@ class RoleSystem:
     ) -> worker_pb2.SwitchRoleResponse:
         # Asked here, where it may take as long as it likes.
         worker = await self.stats(name)
-        async with open_channel(self.workers[name].address) as channel:
+        async with channel_to_worker(self.workers[name].address, SECRET, caller="test") as channel:
             return await switch_role(channel, secret, role=role, drain_timeout_s=drain_timeout_s, worker=worker)
 
     async def stats(self, name: str) -> worker_pb2.WorkerStats:
-        async with open_channel(self.workers[name].address) as channel:
+        async with channel_to_worker(self.workers[name].address, SECRET, caller="test") as channel:
             request = worker_pb2.WorkerStatsRequest(check_integrity=True)
             stats: worker_pb2.WorkerStats = await worker_pb2_grpc.WorkerStub(channel).Stats(request, timeout=WAIT_S)
             return stats

@@ -22,6 +22,7 @@ from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transport import Probe
 from kv_transfer.transports import Transports
 from twostep.errors import ResourceExhausted
+from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import TlsFiles
 from twostep.rpc.server import server_options
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
@@ -83,7 +84,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def made() -> AsyncIterator[World]:
-    transports, peers = Transports([Transport()]), Peers(TlsFiles())
+    transports, peers = Transports([Transport()]), Peers(TlsFiles(), CallSigner(b"secret of a deployment", "d"))
     kv = Kv()  # type: ignore[abstract]  # what it lacks is not asked for
     await transports.start()
     server = grpc.aio.server(options=server_options())

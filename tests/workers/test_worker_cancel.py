@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 from worker_harness import (
     BLOCK,
+    SECRET,
     WAIT_S,
     Answer,
     HeldRunner,
@@ -33,6 +34,7 @@ from prefill_worker.hand_over import HandOvers
 from prefill_worker.job import Job
 from prefill_worker.service import KvService
 from twostep.errors import DataLoss
+from twostep.rpc.call_signing import CallSigner, introduced
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
 
 PROMPT = prompt_of(60)
@@ -361,8 +363,9 @@ async def test_a_router_that_does_not_read_is_cut_loses_nothing_and_others_go_on
     async with (
         started(redis_url, limits=limits, decode_runner=runner) as pair,
         routed(pair, "good") as good,
-        grpc.aio.insecure_channel(pair.decode_worker.address, options=[("grpc.http2.bdp_probe", 0)]) as channel,
+        grpc.aio.insecure_channel(pair.decode_worker.address, options=[("grpc.http2.bdp_probe", 0)]) as unsigned,
     ):
+        channel = await introduced(unsigned, CallSigner(SECRET, "slow"))
         # Its stream is open and never read: once gRPC's own window of 64 KiB is full, events pile up. logprobs make them large.
         slow = RouterDouble(pair, "slow")
         stream = decode_pb2_grpc.DecodeStub(channel).Stream(decode_pb2.StreamRequest(router_id="slow"))

@@ -27,7 +27,9 @@ from worker_harness import BLOCK, SECRET, WAIT_S, RouterDouble, expected, prompt
 
 from kv_transfer.testing import LocalRay
 from twostep.cluster.records import WorkerRecord, worker_key
+from twostep.errors import TwostepError
 from twostep.local.ports import free_ports
+from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import decode_pb2_grpc, kv_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -60,6 +62,17 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+
+    async def answers(self) -> None:
+        async def answering() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                async with channel_to_worker(self.address, SECRET, caller="test"):
+                    return True
+            except TwostepError:
+                return False
+
+        await until(answering, self.log.read_text, START_S)
 
     async def ready(self) -> None:
         async with open_channel(self.address) as channel:
@@ -135,7 +148,12 @@ async def until_store_empty(ray: LocalRay) -> None:
 
 @asynccontextmanager
 async def stubs_of(prefill: Process, decode: Process) -> AsyncIterator[Stubs]:
-    async with open_channel(prefill.address) as to_prefill, open_channel(decode.address) as to_decode:
+    for process in (prefill, decode):
+        await process.answers()
+    async with (
+        channel_to_worker(prefill.address, SECRET, caller="test") as to_prefill,
+        channel_to_worker(decode.address, SECRET, caller="test") as to_decode,
+    ):
         yield Stubs(to_prefill, to_decode)
 
 

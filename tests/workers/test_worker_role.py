@@ -28,6 +28,7 @@ from twostep.engine.fake import FakeRunner
 from twostep.engine.types import PrefixDelta
 from twostep.errors import Unauthenticated, Unavailable
 from twostep.role_pass import RolePass
+from twostep.rpc.call_signing import CallSigner, channel_to_worker, introduced
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -225,11 +226,9 @@ async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_c
         role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False) as system,
         open_channel(system.workers["w0"].address) as channel,
     ):
-        prefill, decode, health = (
-            prefill_pb2_grpc.PrefillStub(channel),
-            decode_pb2_grpc.DecodeStub(channel),
-            health_pb2_grpc.HealthStub(channel),
-        )
+        health = health_pb2_grpc.HealthStub(channel)
+        first = await introduced(channel, CallSigner(SECRET, "test"))
+        prefill, decode = prefill_pb2_grpc.PrefillStub(first), decode_pb2_grpc.DecodeStub(first)
 
         async def serving(service: str) -> bool:
             answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
@@ -259,6 +258,9 @@ async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_c
         assert (await switching).role == "decode"
         assert await serving("liveness")
         assert await serving("readiness")
+        assert "look it up again" in await refusal(prefill.Run(run, timeout=WAIT_S).read()), "signed for the life before"
+        second = await introduced(channel, CallSigner(SECRET, "test"))
+        prefill, decode = prefill_pb2_grpc.PrefillStub(second), decode_pb2_grpc.DecodeStub(second)
         assert "w0 is a decode worker now" in await refusal(prefill.Run(run, timeout=WAIT_S).read())
         assert not (await decode.Cancel(cancel, timeout=WAIT_S)).found
         stats = await system.stats("w0")
@@ -281,7 +283,7 @@ async def test_scheduler_and_swap_space_are_those_of_the_role(model_dir: Path, r
 async def test_only_holders_of_the_secret_may(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
     async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False) as system:
         worker = system.workers["w0"]
-        async with open_channel(worker.address) as channel:
+        async with channel_to_worker(worker.address, SECRET, caller="test") as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
 
             async def code(request: worker_pb2.SwitchRoleRequest) -> grpc.StatusCode:
@@ -311,7 +313,7 @@ async def test_only_holders_of_the_secret_may(model_dir: Path, redis_url: str, t
 async def test_a_second_switch_is_refused_and_the_first_goes_on_without_its_caller(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
     async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False) as system:
         worker = system.workers["w0"]
-        async with open_channel(worker.address) as channel:
+        async with channel_to_worker(worker.address, SECRET, caller="test") as channel:
             run = prompt_to_hand_over()
             call = prefill_pb2_grpc.PrefillStub(channel).Run(run, timeout=WAIT_S)
             assert (await call.read()).HasField("accepted")

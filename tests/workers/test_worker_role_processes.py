@@ -134,7 +134,7 @@ def test_an_operator_moves_workers_between_the_roles_while_clients_ask(system: S
     assert system.pids("kv_transfer.agent") == agents
     system.check_empty(timeout_s=WAIT_S)
     system.check_store_empty(timeout_s=WAIT_S)
-    done = subprocess.run([*COMMAND, first.address], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = subprocess.run(role_command(system, first), capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert re.fullmatch(r"decode-[01] is a decode worker, ready, with 0 requests\.\n", done.stdout)
     wrong = tmp_path / "wrong"
     wrong.write_text("x" * 32)
@@ -150,14 +150,15 @@ def held(worker: Worker) -> Iterator[None]:
     request: dict[str, Any] = {"request_id": "held", "attempt": 1, "token_ids": [5] * 40, "num_prompt_tokens": 40}
     request["sampling"] = sampling_to_proto(SamplingParams(max_tokens=4, temperature=0.0))
     with grpc.insecure_channel(worker.address) as channel:
+        signature = worker.signature(channel)
         if worker.module == "prefill_worker":
-            call = prefill_pb2_grpc.PrefillStub(channel).Run(prefill_pb2.PrefillRequest(**request), timeout=WAIT_S)
+            call = prefill_pb2_grpc.PrefillStub(channel).Run(prefill_pb2.PrefillRequest(**request), timeout=WAIT_S, metadata=signature)
             assert next(call).HasField("accepted")
         else:
             stub = decode_pb2_grpc.DecodeStub(channel)
-            call = stub.Stream(decode_pb2.StreamRequest(router_id="held"), timeout=WAIT_S)
+            call = stub.Stream(decode_pb2.StreamRequest(router_id="held"), timeout=WAIT_S, metadata=signature)
             call.initial_metadata()
-            stub.Reserve(decode_pb2.ReserveRequest(router_id="held", **request), timeout=WAIT_S)
+            stub.Reserve(decode_pb2.ReserveRequest(router_id="held", **request), timeout=WAIT_S, metadata=signature)
         yield
 
 

@@ -25,7 +25,7 @@ from prefill_worker.edge import PrefillEdge
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.local.ports import free_ports
-from twostep.rpc.channel import open_channel
+from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.sampling_params import SamplingParams
@@ -395,7 +395,10 @@ async def started(
     try:
         await prefill.start()
         await decode.start()
-        async with open_channel(prefill.address) as to_prefill, open_channel(decode.address) as to_decode:
+        async with (
+            channel_to_worker(prefill.address, secrets[0], caller="test") as to_prefill,
+            channel_to_worker(decode.address, secrets[1], caller="test") as to_decode,
+        ):
             yield Pair(
                 prefill_worker=prefill,
                 decode_worker=decode,

@@ -7,7 +7,7 @@ import asyncio
 import json
 
 from twostep.errors import InvalidRequest, Unavailable
-from twostep.rpc.call_signing import CallSigner
+from twostep.rpc.call_signing import CallSigner, introduced
 from twostep.rpc.channel import TlsFiles, open_channel
 from twostep.rpc.v1 import worker_pb2
 from twostep.rpc.worker_role import switch_role, who_is
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace, secret: bytes) -> int:
     async with open_channel(args.address, tls=TlsFiles(cert=args.tls_cert, key=args.tls_key, ca=args.tls_ca)) as unsigned:
         try:
-            channel = await CallSigner(secret, "twostep role").introduced(unsigned)
+            channel = await introduced(unsigned, CallSigner(secret, "twostep role"))
             worker = await who_is(channel)
         except Unavailable as error:
             raise Unavailable(

@@ -11,7 +11,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from twostep.errors import TwostepError
-from twostep.rpc.call_signing import CallSigner
+from twostep.rpc.call_signing import CallSigner, introduced
 from twostep.rpc.channel import channel_options
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
@@ -55,7 +55,7 @@ class Probes:
         """Asked of a worker's own port; None if it does not answer."""
         try:
             # Each time: it may have started again, or changed its role.
-            channel = await CallSigner(secret, "twostep up").introduced(self._channel(address))
+            channel = await introduced(self._channel(address), CallSigner(secret, "twostep up"))
             stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
             stats = await stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=_TIMEOUT_S)
         except (grpc.RpcError, TwostepError):

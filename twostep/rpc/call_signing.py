@@ -6,7 +6,7 @@ A signature names who calls, and one life of one worker (its id and epoch, as it
 
 It is made once for each channel, and no clock is asked. One that was overheard is of use at that worker only, and until it starts again or
 changes its role; against being overheard there is TLS. A worker that is meant for another life says so with UNAVAILABLE: look again.
-Whoever is refused for want of a signature is told which worker refused, so that who knows only an address can sign as well (`introduced`).
+Whoever is refused for want of a signature is told which worker refused, so that who knows only an address can sign as well (`channel_to_worker`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from twostep.errors import CHALLENGE, Unauthenticated, Unavailable
-from twostep.rpc.channel import Signature, SignedChannel, error_from_rpc
+from twostep.rpc.channel import PLAINTEXT, Signature, SignedChannel, TlsFiles, error_from_rpc, open_channel
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.secret import purpose_key
 
@@ -48,18 +49,26 @@ class CallSigner:
         said = b"".join(map(_counted, (self._caller, worker_id))) + struct.pack("<Q", epoch)
         return ((HEADER, said + hmac.digest(self._key, said, hashlib.sha256)),)
 
-    async def introduced(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
-        """The same channel, its calls signed for whatever life of a worker answers there now. Raises Unavailable, and what else its error
-        says."""
-        stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
-        try:
-            await stub.Stats(worker_pb2.WorkerStatsRequest(), timeout=_ASK_S)
-        except grpc.aio.AioRpcError as error:
-            life = challenge_in(error.trailing_metadata())
-            if life is None:
-                raise error_from_rpc(error) from None
-            return SignedChannel(channel, self.sign(*life))
-        return channel
+
+@asynccontextmanager
+async def channel_to_worker(address: str, secret: bytes, *, caller: str, tls: TlsFiles = PLAINTEXT) -> AsyncIterator[grpc.aio.Channel]:
+    """For who knows an address alone: a channel whose calls are signed for whatever life of a worker answers there now. Raises Unavailable,
+    and what else its error says."""
+    async with open_channel(address, tls=tls) as channel:
+        yield await introduced(channel, CallSigner(secret, caller))
+
+
+async def introduced(channel: grpc.aio.Channel, signer: CallSigner) -> grpc.aio.Channel:
+    """The same, of a channel that is there already."""
+    stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
+    try:
+        await stub.Stats(worker_pb2.WorkerStatsRequest(), timeout=_ASK_S)
+    except grpc.aio.AioRpcError as error:
+        life = challenge_in(error.trailing_metadata())
+        if life is None:
+            raise error_from_rpc(error) from None
+        return SignedChannel(channel, signer.sign(*life))
+    return channel
 
 
 class CallGate:
