@@ -44,10 +44,11 @@ def gone(link: WorkerLink) -> TwostepError:
 
 
 def refusal(link: WorkerLink, error: grpc.aio.AioRpcError) -> Exception:
-    """A worker's answer to Reserve or Run that is no acceptance. What is wrong with the request itself goes to the client."""
+    """A worker's answer to Reserve or Run that is no acceptance. What is wrong with the request itself goes to the client. A worker that
+    does not take this router's signature is none of this deployment's, whatever its record says: others are."""
     message = f"{link.record.role} worker {link.record.worker_id}: {error_from_rpc(error).message}"
     code = error.code().name
-    if retryable(code):
+    if retryable(code) or code == "UNAUTHENTICATED":
         full = code == "RESOURCE_EXHAUSTED"
         return WorkerRefused(link.life, Unavailable(message), full=full, declined=full or code == "FAILED_PRECONDITION")
     return client_error(code, message)

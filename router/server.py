@@ -50,6 +50,7 @@ from twostep.metrics.process import package_version, register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.metrics.server import MetricsServer
+from twostep.open_files import make_room
 from twostep.prefix import secret_check
 from twostep.request_class import RequestClass
 from twostep.rpc.call_signing import CallSigner
@@ -262,8 +263,11 @@ class Router:
         return 0 if self._metrics_server is None else self._metrics_server.port
 
     async def start(self) -> None:
-        """Returns once it listens. Raises SetupError: no Redis, port taken."""
+        """Returns once it listens. Raises SetupError: no Redis, port taken, too few files may be open."""
         try:
+            # So many on either front.
+            num_fronts = 1 if self._http is None else 2
+            make_room(num_fronts * self.config.max_connections, f"--max-connections {self.config.max_connections}")
             if self._metrics_server is not None:
                 self._metrics_server.start()
             await wait_for_redis(self._redis, self.config.redis_start_timeout)

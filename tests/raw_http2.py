@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import ssl
 import struct
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ class RawHttp2:
         await asyncio.wait([self._task])
         self._writer.transport.abort()
 
-    def call(self, method: str, metadata: Sequence[tuple[str, str]] = ()) -> int:
+    def call(self, method: str, metadata: Sequence[tuple[str, str | bytes]] = ()) -> int:
         """Begins a gRPC call and sends nothing of its message. Returns the stream."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         fields: Mapping[str, str] = {
@@ -54,7 +55,7 @@ class RawHttp2:
             ":authority": "localhost",
             "te": "trailers",
             "content-type": "application/grpc",
-            **dict(metadata),
+            **{name: value if isinstance(value, str) else base64.b64encode(value).decode() for name, value in metadata},
         }
         block = b"".join(b"\x00" + _string(name) + _string(value) for name, value in fields.items())
         self._writer.write(_frame(HEADERS, END_HEADERS, stream, block))

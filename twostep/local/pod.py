@@ -23,14 +23,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 
 from twostep.errors import SetupError
 from twostep.local.pod_config import PodConfig, PodWorker, parse_pod, pod_workers
 from twostep.local.probes import Probes
 from twostep.local.supervisor import Component, Supervisor
 from twostep.log import setup_logging
-from twostep.rpc.health import READINESS, HealthBoard, HealthServicer
+from twostep.rpc.health import READINESS, HealthBoard
+from twostep.rpc.server import health_server
 
 log = logging.getLogger("twostep.local.pod")
 
@@ -139,8 +139,7 @@ class Pod:
 
 
 async def _serve_health(config: PodConfig, board: HealthBoard) -> grpc.aio.Server:
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(board), server)
+    server = health_server(board)
     where = f"{config.host}:{config.pod_health_port}"
     try:
         server.add_insecure_port(where)

@@ -21,9 +21,11 @@ from twostep.metrics.registry import MetricsRegistry
 
 log = logging.getLogger(__name__)
 
-# Scrapers ask one at a time. Connections beyond so many are closed, and so is one that says nothing for so long, or is not over after so
-# long: a byte now and then keeps no place.
+# Scrapers ask one at a time. One connection more than so many takes the place of the oldest, since a scrape is over in milliseconds. One
+# that says nothing for so long is closed, and so is one that is not over after so long: a byte now and then keeps no place.
 _MAX_CONNECTIONS = 8
+# Of those that were closed, some may be about to end.
+_MAX_THREADS = 4 * _MAX_CONNECTIONS
 _TIMEOUT_S = 5.0
 _CONNECTION_S = 15.0
 # How long close() takes at most.
@@ -82,7 +84,9 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
         self.address_family = family
-        self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._open: dict[Any, None] = {}
+        self._num_threads = 0
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -92,14 +96,23 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._room.acquire(blocking=False):
+        with self._lock:
+            full = self._num_threads >= _MAX_THREADS
+            if not full:
+                if len(self._open) >= _MAX_CONNECTIONS:
+                    oldest = next(iter(self._open))
+                    del self._open[oldest]
+                    _shut(oldest)
+                self._open[request] = None
+                self._num_threads += 1
+        if full:
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
         except BaseException:
             # The thread did not start, and will not give the place back.
-            self._room.release()
+            self._over(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -110,7 +123,12 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             super().process_request_thread(request, client_address)
         finally:
             deadline.cancel()
-            self._room.release()
+            self._over(request)
+
+    def _over(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+            self._num_threads -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a scrape from %s failed", client_address, exc_info=True)

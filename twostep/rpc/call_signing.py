@@ -5,8 +5,9 @@ A signature names who calls, and one life of one worker (its id and epoch, as it
     twostep-call-bin: caller, worker id, epoch, HMAC-SHA256 of the three under a key of its own
 
 It is made once for each channel, and no clock is asked. One that was overheard is of use at that worker only, and until it starts again or
-changes its role; against being overheard there is TLS. A worker that is meant for another life says so with UNAVAILABLE: look again.
-Whoever is refused for want of a signature is told which worker refused, so that who knows only an address can sign as well (`channel_to_worker`).
+changes its role; against being overheard there is TLS. A call that is meant for another life is refused with UNAVAILABLE: look again.
+Whoever is refused for want of a signature is told which worker refused, so that who knows only an address can sign as well
+(`channel_to_worker`).
 """
 
 from __future__ import annotations

@@ -93,11 +93,7 @@ class GrpcServer:
             wanted = self.config.health_port
             if wanted is None:
                 wanted = self.config.port + 1 if self.config.port else 0
-            self._health_server = grpc.aio.server(
-                interceptors=[Guard(_HEALTH_CALLS)],
-                options=server_options(_HEALTH_MESSAGE_BYTES, max_connections=_HEALTH_CONNECTIONS, max_streams=_HEALTH_CALLS),
-            )
-            health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(self.health), self._health_server)
+            self._health_server = health_server(self.health)
             try:
                 self.health_port = _bind(self._health_server, self.config.host, wanted, None, "--health-port")
             except SetupError:
@@ -121,6 +117,14 @@ class GrpcServer:
     async def wait(self) -> None:
         """Until the server has stopped."""
         await self._server.wait_for_termination()
+
+
+def health_server(board: HealthBoard) -> grpc.aio.Server:
+    """For a port that says how a process is, and nothing else."""
+    options = server_options(_HEALTH_MESSAGE_BYTES, max_connections=_HEALTH_CONNECTIONS, max_streams=_HEALTH_CALLS)
+    server = grpc.aio.server(interceptors=[Guard(_HEALTH_CALLS)], options=options)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(board), server)
+    return server
 
 
 def server_options(
