@@ -35,7 +35,7 @@ def access_flags(parser: FlagParser) -> None:
         "--max-connections",
         type=_at_least_one,
         default=4096,
-        help="HTTP connections at once; idle ones make room for new ones, and where none is idle new ones are refused",
+        help="connections at once, on either port; new ones are refused where, over HTTP, no idle one makes room for them",
     )
     parser.flag(
         "--hold-back",
