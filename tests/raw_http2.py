@@ -24,6 +24,7 @@ class RawHttp2:
         self._changed = asyncio.Condition()
         self.ended: set[int] = set()
         self.received: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
         self._initial_window = 65_535
         self._windows: dict[int, int] = {0: 65_535}
         self.closed = False
@@ -66,11 +67,12 @@ class RawHttp2:
         """A few bytes, which fit the windows."""
         self._windows[0] -= len(data)
         self._windows[stream] -= len(data)
+        self._sent[stream] = self._sent.get(stream, 0) + len(data)
         self._writer.write(_frame(DATA, END_STREAM if end else 0, stream, data))
 
     def fill(self, stream: int) -> int:
         """Sends zeros for as far as the windows reach, one frame at most. Returns how many."""
-        size = min(self._windows[0], self._windows[stream], 16_384)
+        size = min(self.room(stream), 16_384)
         if size > 0 and stream not in self.ended and not self.closed:
             self.send(stream, bytes(size))
             return size
@@ -79,6 +81,23 @@ class RawHttp2:
     def message(self, stream: int, message: bytes) -> None:
         """A whole one."""
         self.send(stream, struct.pack(">BI", 0, len(message)) + message, end=True)
+
+    def room(self, stream: int) -> int:
+        """Bytes that the windows allow now."""
+        return min(self._windows[0], self._windows[stream])
+
+    def sent(self, stream: int) -> int:
+        return self._sent.get(stream, 0)
+
+    async def send_all(self, stream: int, data: bytes) -> None:
+        """Whatever it takes of the windows. It ends the stream."""
+        while data and not self.closed and stream not in self.ended:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.room(stream) > 0 or self.closed or stream in self.ended)
+            size = min(self.room(stream), 16_384, len(data))
+            self.send(stream, data[:size], end=size == len(data))
+            data = data[size:]
+            await self._writer.drain()
 
     async def drain(self) -> None:
         await self._writer.drain()
@@ -97,6 +116,8 @@ class RawHttp2:
                 payload = await self._reader.readexactly(length)
                 if kind == WINDOW_UPDATE and (stream == 0 or stream in self._windows):
                     self._windows[stream] += int.from_bytes(payload, "big")
+                    async with self._changed:
+                        self._changed.notify_all()
                 elif kind == SETTINGS and not flags & ACK:
                     self._apply(payload)
                     self._writer.write(_frame(SETTINGS, ACK, 0, b""))

@@ -18,6 +18,8 @@ from typing import Protocol
 
 from twostep.errors import ResourceExhausted, TwostepError
 
+# Of the event loop, until what gRPC's core has for it has reached its tasks.
+_TURNS = 3
 _FULL = "this server has as many calls as it may; repeat later, or ask another one"
 _TOO_SLOW = "the call's message had not come when others needed its place; send it at once, or over fewer calls at a time"
 
@@ -30,11 +32,12 @@ class Call(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """How many messages are read at a time. Those that are here take a millisecond; the bounds are for those that come slowly, of 16 MiB
-    perhaps. Whoever has waited `patience_s` for a place among all that are read takes that of the caller with the most."""
+    perhaps. Whoever has waited `patience_s` for a place among all that are read takes one that has been read for as long, of the caller
+    with the most."""
 
     of_caller: int = 8
     of_all: int = 64
-    patience_s: float = 1.0
+    patience_s: float = 0.25
 
 
 @dataclass(slots=True)
@@ -56,7 +59,7 @@ class Slots:
         self._of_caller = limit - limit // 8
         self._all_give_way = all_give_way
         self._callers: dict[str, _Caller] = {}
-        self._reading: dict[Place, None] = {}
+        self._reading: dict[Place, float] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._num = 0
 
@@ -97,10 +100,17 @@ class Slots:
                 async with asyncio.timeout(self._bounds.patience_s):
                     await _wait(self._waiting)
             except TimeoutError:
-                if len(self._reading) >= self._bounds.of_all:
-                    slow = max(self._reading, key=lambda each: len(each.of.reading))
-                    slow.give_way()
-        self._reading[place] = None
+                await self._cut_slow()
+        self._reading[place] = asyncio.get_running_loop().time()
+
+    async def _cut_slow(self) -> None:
+        # An event loop that stood still has messages that came meanwhile: they are no slow ones.
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        before = asyncio.get_running_loop().time() - self._bounds.patience_s
+        slow = [place for place, since in self._reading.items() if since <= before]
+        if slow and len(self._reading) >= self._bounds.of_all:
+            max(slow, key=lambda each: len(each.of.reading)).give_way()
 
     def _read(self, place: Place) -> None:
         """Not read any more."""
