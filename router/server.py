@@ -37,8 +37,8 @@ from router.registry import Deployment, Registry
 from router.room import Room
 from router.scaling_watch import ScalingWatch
 from router.service import InferenceService
-from router.shared_clock import SharedClock
 from router.service_access import KeyGate
+from router.shared_clock import SharedClock
 from router.status_board import RouterView, StatusBoard
 from router.status_service import StatusService
 from router.targets import Targets
