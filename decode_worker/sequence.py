@@ -13,7 +13,7 @@ from decode_worker.target import Target
 from decode_worker.tracing import SequenceSpan
 from kv_transfer.ticket import Ticket
 from twostep.engine.types import PrefillProgress, TokenOutput
-from twostep.errors import InvalidRequest, Unauthenticated
+from twostep.errors import InvalidRequest, TwostepError, Unauthenticated
 from twostep.rpc.v1 import decode_pb2
 from twostep.tracing import Metadata
 
@@ -99,6 +99,8 @@ class DecodeSequence:
     source: HandedOver | ComputedHere
     # Tokens decoded while it is still FETCHING, from KV that is verified, but not yet confirmed by its source.
     withheld: list[TokenOutput] = field(default_factory=list)
+    # What it is over with once that KV has turned out to be the right one.
+    withheld_error: TwostepError | None = None
     # None: it is not traced. `metadata`: of calls made for it, its trace context.
     span: SequenceSpan | None = None
     metadata: Metadata = ()

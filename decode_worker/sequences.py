@@ -25,11 +25,12 @@ from decode_worker.sequence import ComputedHere, DecodeSequence, HandedOver, Seq
 from decode_worker.tracing import CANCELLED, SequenceSpan
 from kv_transfer.ticket import Ticket
 from twostep.engine.engine import Engine
-from twostep.engine.types import EngineRequest, Reservation, StepOutput, TokenOutput
+from twostep.engine.types import EngineRequest, FailureKind, Reservation, StepOutput, TokenOutput
 from twostep.errors import (
     Incompatible,
     InternalError,
     InvalidRequest,
+    NonFiniteLogits,
     NotFound,
     ResourceExhausted,
     TwostepError,
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.2
 # Repeating the prompt from the start cannot help against these.
-_FINAL_ERRORS = (Incompatible, InvalidRequest, Unauthenticated)
+_FINAL_ERRORS = (Incompatible, InvalidRequest, NonFiniteLogits, Unauthenticated)
 
 
 class Sequences:
@@ -257,6 +258,8 @@ class Sequences:
         self._committed(sequence, target, fetched)
         self._tell(sequence.withheld)
         sequence.withheld = []
+        if sequence.withheld_error is not None:
+            self._fail(sequence, sequence.withheld_error)
         if not fetched.acknowledged:
             self._spawn(self._fetcher.acknowledge(ticket, kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED), sequence)
 
@@ -281,12 +284,17 @@ class Sequences:
         self._tell(output.tokens)
         for failure in output.failures:
             sequence = self._sequences.get(failure.seq_id)
-            if sequence is not None and failure.invalid:
-                self._fail(sequence, InvalidRequest(failure.message))
-            elif sequence is not None:
+            if sequence is None:
+                continue
+            error = failure.as_error()
+            if sequence.state is not State.FETCHING:
+                self._fail(sequence, error)
+            elif failure.kind is FailureKind.NO_TOKEN:
+                # If the source says that this was the right KV.
+                sequence.withheld_error = error
+            else:
                 # Ahead of the commit, routers take Unavailable for the source's fault, and this is ours.
-                kind = InternalError if sequence.state is State.FETCHING else Unavailable
-                self._fail(sequence, kind(f"{failure.message}; another worker may do better"))
+                self._fail(sequence, InternalError(error.message) if isinstance(error, Unavailable) else error)
 
     def _tell(self, tokens: Iterable[TokenOutput]) -> None:
         messages: dict[str, decode_pb2.StepEvents] = {}

@@ -254,8 +254,7 @@ class HandOvers:
         for failure in output.failures:
             job = self._by_seq.get(failure.seq_id)
             if job is not None:
-                invalid = InvalidRequest(failure.message) if failure.invalid else None
-                self.abort(job, failure.message, invalid or Unavailable(f"{failure.message}; another worker may do better"))
+                self.abort(job, failure.message, failure.as_error())
 
     def on_layers(self, progress: Sequence[LayerProgress]) -> None:
         """While a step runs: what of it is done already."""

@@ -11,6 +11,7 @@
     │   └── StreamBroken       an answer broke off half-way; carries what had arrived
     ├── DeadlineExceeded       the caller's time is up
     ├── Cancelled              the caller went away
+    ├── NonFiniteLogits        the model gives no token for this request: repeating it does not help
     ├── Incompatible           two sides disagree on model, layout or epoch
     ├── DataLoss               bytes arrived that do not match their checksum
     ├── SetupError             a process cannot start: bad model directory, port in use, no Redis
@@ -102,6 +103,11 @@ class Cancelled(TwostepError):
     """The caller went away or cancelled; everything the request held is free."""
 
 
+class NonFiniteLogits(TwostepError):
+    """The model's logits for this request are not finite, so that there is no next token; the model is well otherwise. Repeating the
+    request gives the same."""
+
+
 class Incompatible(TwostepError):
     """Two sides disagree on model, KV layout or epoch."""
 
@@ -135,6 +141,7 @@ STATUS: dict[type[TwostepError], Status] = {
     Unavailable: Status("UNAVAILABLE", 503),
     DeadlineExceeded: Status("DEADLINE_EXCEEDED", 504),
     Cancelled: Status("CANCELLED", 499),
+    NonFiniteLogits: Status("OUT_OF_RANGE", 422),
     Incompatible: Status("FAILED_PRECONDITION", 409),
     DataLoss: Status("DATA_LOSS", 500),
     SetupError: Status("FAILED_PRECONDITION", 500),
@@ -143,7 +150,6 @@ STATUS: dict[type[TwostepError], Status] = {
 
 _BY_GRPC: dict[str, type[TwostepError]] = {s.grpc: e for e, s in reversed(STATUS.items())} | {
     "UNIMPLEMENTED": InvalidRequest,
-    "OUT_OF_RANGE": InvalidRequest,
     "UNKNOWN": InternalError,
 }
 

@@ -20,7 +20,7 @@ from twostep.engine.batch import Batch
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler, Step
-from twostep.engine.types import EngineRequest, FinishReason, StepOutput
+from twostep.engine.types import EngineRequest, FailureKind, FinishReason, StepOutput
 from twostep.errors import InvalidRequest, SetupError
 from twostep.request_class import RequestClass
 from twostep.sampling_params import Grammar, GrammarKind
@@ -317,7 +317,7 @@ def test_a_grammar_that_fails_ends_its_sequence_alone(
         engine.submit(request)
     tokens, outputs = run(engine, {"free", "bad", "good"})
     (failure,) = [failure for output in outputs for failure in output.failures]
-    assert (failure.seq_id, failure.invalid) == ("bad", True)
+    assert (failure.seq_id, failure.kind) == ("bad", FailureKind.REQUEST)
     assert "too many states" in failure.message
     assert tokens["bad"] == tokens_of_bad[:3]
     assert tokens["good"] == want(reference, good)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from twostep.engine.batch import SamplingRow
+from twostep.engine.batch import NO_TOKEN, SamplingRow
 from twostep.engine.noise import uniform
 from twostep.engine.penalties import adjust
 from twostep.engine.sampler import sample, sampling_margin
-from twostep.errors import InternalError
 from twostep.sampling_params import SamplingParams
 
 VOCAB = 97
@@ -229,9 +229,17 @@ def test_tiny_temperature_is_the_maximum() -> None:
     assert {sample(logits, [row_of(i, temperature=1e-300)]).token_ids[0] for i in range(50)} == {1}
 
 
-def test_broken_logits_are_refused() -> None:
-    with pytest.raises(InternalError, match="not finite"):
-        sample(torch.tensor([[0.0, float("nan")]]), [row_of(temperature=0.0)])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1}])
+@pytest.mark.parametrize("broken", [[math.nan] * 4, [0.0, math.nan, 1.0, 2.0], [-math.inf] * 4, [0.0, math.inf, 1.0, 2.0]])
+def test_broken_logits_give_no_token_and_leave_the_neighbours_theirs(broken: list[float], sampling: dict[str, Any]) -> None:
+    good = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
+    rows = [row_of(i, logprobs=2, repetition_penalty=1.5, history=(1, 2), **sampling) for i in range(3)]
+    mixed = sample(torch.stack((good[0], torch.tensor(broken), good[1])), rows)
+    alone = sample(good, [rows[0], rows[2]])
+    assert mixed.token_ids[1] == NO_TOKEN
+    assert [mixed.token_ids[0], mixed.token_ids[2]] == alone.token_ids
+    assert [mixed.logprobs[0], mixed.logprobs[2]] == alone.logprobs
+    assert [mixed.top_logprobs[0], mixed.top_logprobs[2]] == alone.top_logprobs
 
 
 def test_no_rows() -> None:

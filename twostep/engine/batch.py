@@ -13,6 +13,9 @@ from twostep.engine.token_masks import TokenMasks
 from twostep.engine.types import TopLogprob
 from twostep.sampling_params import SamplingParams
 
+# Sampled where a row's logits give no token: their largest is not finite, or any is NaN. The other rows are as they would be without it.
+NO_TOKEN = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
@@ -60,12 +63,13 @@ class Batch:
     mark_layers: Sequence[int] = ()
 
     def with_carried(self, token_ids: Sequence[int]) -> Batch:
-        """The same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the host."""
+        """The same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the host.
+        Who carries NO_TOKEN is over, and goes on with token 0 in this last step."""
         if self.carried is None:
             return self
         known = self.token_ids.copy()
         here = np.flatnonzero(self.carried >= 0)
-        known[here] = np.asarray(token_ids, np.int64)[self.carried[here]]
+        known[here] = np.maximum(np.asarray(token_ids, np.int64)[self.carried[here]], 0)
         rows = list(self.sampling)
         for i, row in enumerate(self.sample_rows.tolist()):
             if self.carried[row] >= 0:
@@ -75,8 +79,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """R sampled tokens, aligned with Batch.sample_rows. Logprobs are the model's own, before penalties, grammars and temperature;
-    None where the row did not ask."""
+    """R sampled tokens, aligned with Batch.sample_rows, NO_TOKEN where there is none. Logprobs are the model's own, before penalties,
+    grammars and temperature; None where the row did not ask, anything where it has no token."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float | None]

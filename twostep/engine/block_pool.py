@@ -213,6 +213,17 @@ class BlockPool:
             self._change.add(digest)
         return block
 
+    def withdraw(self, hashes: Iterable[bytes]) -> None:
+        """What is findable as one of these is so no more: its content is not to be trusted. Who owns such a block keeps it. What follows
+        on it cannot be found either, until the same prefix is computed again."""
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                continue
+            self.share((block,))
+            self._forget(block)
+            self.free((block,))
+
     def _forget(self, block: int) -> None:
         digest = self._hash_of[block]
         assert digest is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from twostep.engine.constraint import Advanced
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_work import StepWork
-from twostep.engine.types import SequenceFailure
+from twostep.engine.types import FailureKind, SequenceFailure
 
 
 class ConstrainedSequences:
@@ -69,7 +69,7 @@ class ConstrainedSequences:
             if sequence.state is SequenceState.ENDED or sequence.constraint is None:
                 continue
             if result.mask is None:
-                self._failures.append(SequenceFailure(seq_id=sequence.seq_id, message=result.failure, invalid=True))
+                self._failures.append(SequenceFailure(seq_id=sequence.seq_id, message=result.failure, kind=FailureKind.REQUEST))
                 end(sequence)
             else:
                 sequence.constraint.mask = result.mask

@@ -121,8 +121,6 @@ class DeviceStep:
             self._done.synchronize()
         ready_at = time.monotonic()
         token_ids: list[int] = self._tokens.tolist()
-        if token_ids and min(token_ids) < 0:
-            raise InternalError("the model gave logits that are not finite; its weights are damaged, or too large for this dtype")
         chosen: list[float | None] = [None] * len(token_ids)
         top: list[tuple[TopLogprob, ...]] = [()] * len(token_ids)
         for r, values in zip(self._asking, [] if self._values is None else self._values.tolist(), strict=True):

@@ -39,6 +39,7 @@ from twostep.engine.host_tier import HostLoad
 from twostep.engine.layer_progress import MarkedStep
 from twostep.engine.ledger import SequenceLedger
 from twostep.engine.pacing import UNSEEN_S, Pacing
+from twostep.engine.self_test import SICK, SelfTest
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.stats import stats_of
 from twostep.engine.step_launcher import LaunchedStep, StepLauncher
@@ -71,6 +72,7 @@ class Engine:
         self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._launched: deque[LaunchedStep] = deque()
         self._masks = MaskMaker()
+        self._self_test = SelfTest(runner.vocab_size)
         self._pacing = Pacing()
         self._ended_at = 0.0
         self._end_seen = True
@@ -190,14 +192,18 @@ class Engine:
         """Blocks the engine's thread until something can be stepped; False: the time is up."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._ledger.has_work or self._copies_here or self.host_copies.failure is not None, timeout_s
+                lambda: self._ledger.has_work or self._copies_here or self.host_copies.failure is not None or self._self_test.sick,
+                timeout_s,
             )
 
     def step(self) -> StepOutput:
         """Launches what can be and settles the oldest launched step. Without work, returns an empty output. If the runner raises, the
-        step's sequences end as `failures` and the engine goes on; the error is logged. Raises InternalError where it can go on no more."""
+        step's sequences end as `failures` and the engine goes on; the error is logged. A sequence whose row has no token fails alone, a
+        step or two later: once it is known that others have one (self_test.py). Raises InternalError where it can go on no more."""
         if self.host_copies.failure is not None:
             raise InternalError(f"the thread that copies prefixes ended: {self.host_copies.failure!r}; restart the worker")
+        if self._self_test.sick:
+            raise InternalError(f"{SICK}; restart the worker, and look at its GPU if it happens again")
         # After a launch that failed nothing is carried from it: it is settled first.
         while len(self._launched) < self._depth and not (self._launched and self._launched[-1].failed):
             # A runner that computes when it is asked for the result is not running meanwhile: each wait would be measured as a longer step.
@@ -249,6 +255,11 @@ class Engine:
         self._launched.popleft()
         with self._changed:
             result = self._ledger.fail(work, collected.message) if sampled is None else self._ledger.settle(work, sampled)
+            result, probes = self._self_test.settle(result)
+            for probe in probes:
+                # However many wait: they hold a few blocks for a step, and somebody waits for what they say.
+                sequence = self._make(probe, hold=False, state=SequenceState.WAITING)
+                self._ledger.submit(sequence, time.monotonic(), bounded=False)
             failures = self._ledger.constrained.take_failures()
             self._busy_since = None
             self._note_work()

@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import Batch, InFlight, KvShape, LayerMark, LayerRange, Sampled, SamplingRow
+from twostep.engine.batch import NO_TOKEN, Batch, InFlight, KvShape, LayerMark, LayerRange, Sampled, SamplingRow
 from twostep.engine.types import TopLogprob
 from twostep.errors import InvalidRequest
 
@@ -56,9 +56,12 @@ class FakeRunner:
         head_dim: int = 4,
         dtype: str = "float32",
         marks_layers: bool = False,
+        broken_token: int | None = None,
     ) -> None:
         """A step takes at least `step_s + per_token_s * tokens` seconds (both may be changed at any time). Layers, heads and head_dim only
-        make blocks larger. With `marks_layers` a step's time is spread over its layers, whose KV is written as late as any device may.
+        make blocks larger. After `broken_token` there is no next token (NO_TOKEN); while `broken` is set there is none for anybody, as on
+        a device whose memory is damaged. With `marks_layers` a step's time is spread over its layers, whose KV is written as late as any
+        device may.
         Raises InvalidRequest if one head's slot is no multiple of 8 bytes."""
         self._shape = KvShape(
             num_blocks=num_blocks,
@@ -74,6 +77,8 @@ class FakeRunner:
         self._max_model_len = max_model_len
         self.step_s = step_s
         self.per_token_s = per_token_s
+        self.broken = False
+        self._broken_token = broken_token
         self._marks_layers = marks_layers
         self._marks: Sequence[FakeMark] = ()  # of the step that runs
         self._last_token_ids: Sequence[int] = ()
@@ -136,7 +141,9 @@ class FakeRunner:
         for i, row in enumerate(batch.sampling):
             if row.position < row.params.min_tokens and i not in masked:
                 candidates = ((token_ids[i] + k) % self._vocab_size for k in range(self._vocab_size))
-                token_ids[i] = next((token for token in candidates if token not in row.stop_ids), token_ids[i])
+                token_ids[i] = next((token for token in candidates if token not in row.stop_ids), NO_TOKEN)
+        for i in self._broken_rows(batch):
+            token_ids[i] = NO_TOKEN
         sampled = Sampled(
             token_ids=token_ids,
             logprobs=[None if row.params.logprobs is None else 0.0 for row in batch.sampling],
@@ -194,17 +201,30 @@ class FakeRunner:
         if not len(batch.sample_rows):
             return []
         size = self._shape.block_size
-        seqs = np.searchsorted(batch.query_start, batch.sample_rows, side="right") - 1
-        lens = batch.seq_lens[seqs].astype(np.int64)
-        num_blocks = -(-lens // size)
-        used = np.arange(batch.block_tables.shape[1]) < num_blocks[:, None]
-        blocks = batch.block_tables[seqs][used]
+        blocks, num_blocks, lens = self._read_by_row(batch)
         values = self._tokens[blocks].astype(np.int64) * self._places[blocks]
         first = np.cumsum(num_blocks) - num_blocks
         # What lies behind a sequence's end in its last block is not its own.
         values[first + num_blocks - 1] *= np.arange(size) < (lens - (num_blocks - 1) * size)[:, None]
         sums = np.add.reduceat(values.sum(axis=1), first)
         return [int(token) for token in (sums + lens) % self._vocab_size]
+
+    def _read_by_row(self, batch: Batch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The blocks of all rows to sample, one row's after the other's; how many each has, and how many tokens."""
+        seqs = np.searchsorted(batch.query_start, batch.sample_rows, side="right") - 1
+        lens = batch.seq_lens[seqs].astype(np.int64)
+        num_blocks = -(-lens // self._shape.block_size)
+        used = np.arange(batch.block_tables.shape[1]) < num_blocks[:, None]
+        return batch.block_tables[seqs][used], num_blocks, lens
+
+    def _broken_rows(self, batch: Batch) -> Sequence[int]:
+        if self.broken:
+            return range(len(batch.sample_rows))
+        if self._broken_token is None or not len(batch.sample_rows):
+            return ()
+        blocks, num_blocks, lens = self._read_by_row(batch)
+        of_row = np.split(self._tokens[blocks], np.cumsum(num_blocks)[:-1])
+        return [i for i, tokens in enumerate(of_row) if (tokens.reshape(-1)[: lens[i]] == self._broken_token).any()]
 
     def _top(self, token: int, row: SamplingRow) -> tuple[TopLogprob, ...]:
         return tuple(TopLogprob((token + k) % self._vocab_size, -float(k)) for k in range(row.params.logprobs or 0))

@@ -174,7 +174,8 @@ class HostTier:
         """It is copied, or that failed."""
         for block, generation, row, digest, reused in zip(save.blocks, save.generations, save.rows, save.hashes, save.reused, strict=True):
             del self._saving[digest]
-            if not ok or self._pool.generation(block) != generation:
+            # A block that was withdrawn meanwhile has no hash any more.
+            if not ok or self._pool.generation(block) != generation or self._pool.hash_of(block) != digest:
                 self._rows.give((row,))
                 continue
             announced = self._pool.announces(block)
@@ -186,6 +187,12 @@ class HostTier:
             # After a failure too: the next time it is cached it is tried again.
             if block in self._front and self._pool.hash_of(block) == digest:
                 self._front[block] = True
+
+    def withdraw(self, hashes: Iterable[bytes]) -> None:
+        """As BlockPool.withdraw, which comes first."""
+        for digest in hashes:
+            if digest in self._entries:
+                self._drop(digest)
 
     def _room_for(self, *, reused: bool) -> int | None:
         taken = self._rows.take(1)

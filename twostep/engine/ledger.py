@@ -38,9 +38,17 @@ from twostep.engine.preemptor import Preemptor
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_planner import StepPlanner
 from twostep.engine.step_work import BlockSave, StepResult, StepWork
-from twostep.engine.types import PrefillProgress, Reservation, SequenceFailure, TokenOutput
+from twostep.engine.types import FailureKind, PrefillProgress, Reservation, SequenceFailure, TokenOutput
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.request_class import RequestClass
+
+
+def no_token_message(position: int) -> str:
+    """Of a row without a token; `position` counts the answer's tokens."""
+    return (
+        f"the model's logits for token {position} of the answer are not finite, so that there is no next token; repeating the request does "
+        "not help. Some token of it has broken weights, or values too large for this dtype (another --dtype may help)"
+    )
 
 
 class SequenceLedger:
@@ -133,13 +141,13 @@ class SequenceLedger:
 
     # ---- in and out -------------------------------------------------------------------------------------------------
 
-    def submit(self, sequence: EngineSequence, now: float) -> None:
-        """A new WAITING sequence. Raises ResourceExhausted, InvalidRequest."""
+    def submit(self, sequence: EngineSequence, now: float, *, bounded: bool = True) -> None:
+        """A new WAITING sequence. Raises InvalidRequest and, where the queue is `bounded`, ResourceExhausted."""
         self._refuse(sequence)
         # An urgent prompt is not refused for batch ones that wait.
         urgent = sequence.request.request_class < RequestClass.BATCH
         others = (s for s in self._admission.waiting.values() if not urgent or s.request.request_class < RequestClass.BATCH)
-        if (num_waiting := sum(1 for _ in others)) >= self._max_waiting:
+        if bounded and (num_waiting := sum(1 for _ in others)) >= self._max_waiting:
             raise ResourceExhausted(f"{num_waiting} prompts are waiting here already; try another worker, or later")
         self._arrive(sequence)
         hashes = sequence.block_hashes()
@@ -255,6 +263,7 @@ class SequenceLedger:
         self._take_off(work)
         tokens: list[TokenOutput] = []
         progress: list[PrefillProgress] = []
+        failures: list[SequenceFailure] = []
         row = -1
         for sequence, count, complete in zip(work.sequences, work.num_tokens, work.sampled, strict=True):
             row += complete
@@ -263,6 +272,9 @@ class SequenceLedger:
             if sequence.state is SequenceState.ENDED:
                 if not sequence.num_steps:
                     self._forget(sequence)
+                continue
+            if complete and sampled.token_ids[row] < 0:
+                failures.append(self._fail_row(sequence))
                 continue
             sequence.num_computed += count
             self._register(sequence)
@@ -283,7 +295,15 @@ class SequenceLedger:
                 self.preemptor.preempt(sequence)
         if work.masks:
             self.constrained.follow(work)
-        return StepResult(tokens=tokens, progress=progress)
+        return StepResult(tokens=tokens, progress=progress, failures=failures)
+
+    def _fail_row(self, sequence: EngineSequence) -> SequenceFailure:
+        """Its row has no token, so that its KV is likely not finite either: nobody else is to find that."""
+        hashes = sequence.block_hashes()
+        self._pool.withdraw(hashes)
+        self.tier.withdraw(hashes)
+        self._leave(sequence)
+        return SequenceFailure(seq_id=sequence.seq_id, message=no_token_message(sequence.position), kind=FailureKind.NO_TOKEN)
 
     def fail(self, work: StepWork, message: str) -> StepResult:
         """The step planned first did not run to its end: all its sequences are over."""

@@ -33,7 +33,7 @@ from twostep.engine.parallel_channel import DONE, BlockMemory, Command, Hello, K
 from twostep.engine.parallel_meeting import Meeting
 from twostep.engine.parallel_member import Member
 from twostep.engine.parallel_processes import RankProcesses
-from twostep.errors import InternalError, SetupError, Unavailable
+from twostep.errors import SetupError, Unavailable
 from twostep.models.config import parse_config
 from twostep.models.sharding import shard_of
 from twostep.startup import Progress
@@ -153,10 +153,6 @@ class ParallelRunner:
             # Without a device of its own a step is done by now, and the next one may carry its tokens.
             return step if self.overlaps else FinishedStep(step.result())
         except Exception as error:
-            if isinstance(error, InternalError) and not self.overlaps:
-                # Of sampling, after everything was exchanged: the others are done with the step.
-                self._settle(number, ())
-                raise
             # Nobody knows what the others wait for inside the step.
             self._fail(Unavailable(f"a step failed on rank 0 of {self._size}: {type(error).__name__}: {error}"))
             raise

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 
 import torch
 
-from twostep.engine.batch import Sampled, SamplingRow
+from twostep.engine.batch import NO_TOKEN, Sampled, SamplingRow
 from twostep.engine.noise import uniform
 from twostep.engine.penalties import adjust
 from twostep.engine.token_masks import TokenMasks
 from twostep.engine.types import TopLogprob
-from twostep.errors import InternalError
 
 # Below it a temperature changes nothing but overflows.
 MIN_TEMPERATURE = 1e-6
@@ -30,8 +29,8 @@ _MAX_DRAW_ENTRIES = 1 << 22
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> Sampled:
-    """Samples one token per row. logits [R, V] in any float dtype, aligned with rows; left as they are.
-    Raises InternalError if a row has no finite maximum (broken weights)."""
+    """Samples one token per row, NO_TOKEN where it has no finite maximum. logits [R, V] in any float dtype, aligned with rows; left as
+    they are."""
     if not rows:
         return Sampled(token_ids=(), logprobs=(), top_logprobs=())
     adjusted = adjust(logits, rows, masks)
@@ -45,9 +44,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], masks: TokenMasks 
         tokens.index_copy_(0, index, _draw(adjusted.index_select(0, index), picked))
     # Both in one transfer, since each waits for the device; float64 holds any token id.
     finite, chosen = torch.stack((best.isfinite().double(), tokens.double())).tolist()
-    if not all(finite):
-        raise InternalError("the model gave logits that are not finite; its weights are damaged, or too large for this dtype")
-    token_ids = [int(token) for token in chosen]
+    token_ids = [int(token) if well else NO_TOKEN for well, token in zip(finite, chosen, strict=True)]
     logprobs, top_logprobs = _logprobs(logits, rows, token_ids)
     return Sampled(token_ids=token_ids, logprobs=logprobs, top_logprobs=top_logprobs)
 
@@ -163,7 +160,7 @@ def _logprobs(
     index = torch.tensor([r for r, _ in asked], device=logits.device)
     raw = logits.index_select(0, index).float()
     norm = raw.logsumexp(-1, keepdim=True)
-    picked = (raw.gather(1, torch.tensor([[token_ids[r]] for r, _ in asked], device=logits.device)) - norm)[:, 0].tolist()
+    picked = (raw.gather(1, torch.tensor([[max(token_ids[r], 0)] for r, _ in asked], device=logits.device)) - norm)[:, 0].tolist()
     most = raw.topk(min(max(n for _, n in asked), raw.shape[-1]))
     ids, values = most.indices.tolist(), (most.values - norm).tolist()
     for i, (r, n) in enumerate(asked):

@@ -165,13 +165,20 @@ def make_sequence(
         assert len(request.grammar.tokens) == request.num_prior_tokens, "the grammar is where the request is"
         constraint = Constraint(request.grammar, params, request.eos_token_ids)
     ignores_eos = params.ignore_eos and constraint is None
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else request.eos_token_ids)
+    held_back = constraint is None and request.num_prior_tokens < params.min_tokens
+    if held_back and len(stop_ids) >= vocab_size and stop_ids.issuperset(range(vocab_size)):
+        raise InvalidRequest(
+            f"min_tokens is {params.min_tokens}, and each of the model's {vocab_size} tokens ends the answer; give fewer stop_token_ids, "
+            "or no min_tokens"
+        )
     return EngineSequence(
         request=request,
         hold=hold,
         state=state,
         tokens=tokens,
         given=given,
-        stop_ids=frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else request.eos_token_ids),
+        stop_ids=stop_ids,
         max_len=min(request.num_prompt_tokens + params.max_tokens, max_model_len),
         hasher=hasher,
         patience=Patience(request.request_class, request.request_class),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from twostep.errors import InvalidRequest, NonFiniteLogits, TwostepError, Unavailable
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepWorkload
@@ -88,14 +89,32 @@ class LayerProgress:
     num_layers: int
 
 
+class FailureKind(Enum):
+    """Whose fault it is: STEP the device's or ours, for the whole step; REQUEST: it cannot be answered, here or anywhere; NO_TOKEN: the
+    model has no next token for it, and has one for others."""
+
+    STEP = "step"
+    REQUEST = "request"
+    NO_TOKEN = "no_token"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFailure:
-    """The sequence is over, its blocks are free, no more of it is reported: the runner failed in a step of it, or (`invalid`) its request
-    cannot be answered, here or anywhere."""
+    """The sequence is over, its blocks are free, no more of it is reported."""
 
     seq_id: str
     message: str
-    invalid: bool = False
+    kind: FailureKind = FailureKind.STEP
+
+    def as_error(self) -> TwostepError:
+        """As whoever asked is told."""
+        match self.kind:
+            case FailureKind.REQUEST:
+                return InvalidRequest(self.message)
+            case FailureKind.NO_TOKEN:
+                return NonFiniteLogits(self.message)
+            case FailureKind.STEP:
+                return Unavailable(f"{self.message}; another worker may do better")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ _CARRY_BLOCK = 256
 # More than any step samples: the buffer keeps its address, which graphs have captured.
 MAX_SAMPLED_ROWS = 1 << 16
 
-# What pick_greedy and the sampler give for a row whose largest logit is not finite.
+# What pick_greedy and the sampler give for a row whose largest logit is not finite; the engine's NO_TOKEN.
 NO_TOKEN = -1
 
 

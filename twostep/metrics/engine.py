@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from twostep.engine.types import EngineStats, StepOutput
+from twostep.engine.types import EngineStats, FailureKind, StepOutput
 from twostep.metrics.family import STEP_SECONDS, Family, counter, gauge, histogram
 from twostep.metrics.registry import MetricsRegistry, Reading
 from twostep.metrics.requests import RUNNING, WAITING
@@ -27,11 +27,16 @@ HOST_BLOCKS = gauge("twostep_prefix_cache_host_blocks", "KV blocks of prefixes k
 HOST_HITS = counter("twostep_prefix_cache_host_hits_total", "Of the prompt tokens found, those copied back from host memory.", _ROLE)
 STEP_TOKENS = counter("twostep_engine_tokens_total", "Tokens computed, by kind: prefill, decode.", ["role", "kind"])
 FAILED = counter("twostep_engine_failed_sequences_total", "Sequences given up because a step of theirs failed.", _ROLE)
+NO_TOKEN = counter(
+    "twostep_engine_non_finite_sequences_total",
+    "Sequences ended with an error because the model's logits for their next token were not finite. Their neighbours went on.",
+    _ROLE,
+)
 STEP_DURATION = histogram("twostep_engine_step_duration_seconds", "A step by kind: prefill, decode, mixed.", STEP_SECONDS, ["role", "kind"])
 
 _GAUGES = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, HOST_BLOCKS)
 _READ = (*_GAUGES, PREEMPTIONS, SWAPPED, STEPS, PREFIX_QUERIES, PREFIX_HITS, HOST_HITS)
-FAMILIES = (*_READ[2:], STEP_TOKENS, FAILED, STEP_DURATION)
+FAMILIES = (*_READ[2:], STEP_TOKENS, FAILED, NO_TOKEN, STEP_DURATION)
 
 
 class EngineMetrics:
@@ -39,11 +44,8 @@ class EngineMetrics:
 
     def __init__(self, registry: MetricsRegistry, *, role: str, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats
-        self._tokens, self._duration, self._failures = (
-            registry.counter(STEP_TOKENS),
-            registry.histogram(STEP_DURATION),
-            registry.counter(FAILED),
-        )
+        self._tokens, self._duration = registry.counter(STEP_TOKENS), registry.histogram(STEP_DURATION)
+        self._failures, self._no_tokens = registry.counter(FAILED), registry.counter(NO_TOKEN)
         # What the engine had counted in all when each role but the present one ended, less what was counted in others.
         self._counted: dict[str, dict[Family, int]] = {}
         self._serve(role)
@@ -59,7 +61,7 @@ class EngineMetrics:
     def _serve(self, role: str) -> None:
         self._prefill_tokens, self._decode_tokens = self._tokens.labels(role, "prefill"), self._tokens.labels(role, "decode")
         self._durations = {kind: self._duration.labels(role, kind) for kind in ("prefill", "decode", "mixed")}
-        self._failed = self._failures.labels(role)
+        self._failed, self._without_token = self._failures.labels(role), self._no_tokens.labels(role)
         self._role = role
 
     def on_step(self, output: StepOutput) -> None:
@@ -71,7 +73,9 @@ class EngineMetrics:
         if prefill or decode:
             self._durations["decode" if not prefill else "mixed" if decode else "prefill"].observe(output.duration_s)
         if output.failures:
-            self._failed.inc(len(output.failures))
+            without_token = sum(1 for failure in output.failures if failure.kind is FailureKind.NO_TOKEN)
+            self._without_token.inc(without_token)
+            self._failed.inc(len(output.failures) - without_token)
 
     def _read(self) -> Iterable[Reading]:
         stats, role = self._stats(), (self._role,)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from twostep.engine.engine import Engine
 from twostep.engine.layer_progress import MarkedStep
-from twostep.engine.types import LayerProgress, StepOutput
+from twostep.engine.types import FailureKind, LayerProgress, StepOutput
 from twostep.errors import InternalError
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class EngineLoop:
                 if not self._engine.wait_for_work(_POLL_S):
                     continue
                 output = self._engine.step()
-                num_failed = num_failed + 1 if any(not failure.invalid for failure in output.failures) else 0
+                num_failed = num_failed + 1 if any(f.kind is FailureKind.STEP for f in output.failures) else 0
                 self._hand_over(output)
                 if num_failed >= _MAX_FAILED_STEPS:
                     raise InternalError(f"{num_failed} steps in a row failed; see the log above, and restart the worker")

@@ -12,6 +12,7 @@ from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import KvShape, Runner
 from twostep.engine.fake import FakeRunner
 from twostep.engine.grammar import GrammarCompiler
+from twostep.engine.self_test import gives_tokens
 from twostep.errors import InvalidRequest, SetupError
 from twostep.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.models.store import resolve
@@ -79,6 +80,13 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
             runner = ranks = _parallel_runner(config, model_dir, progress or NoProgress())
         else:
             runner = _model_runner(config, model_dir, progress or NoProgress())
+    if not gives_tokens(runner):
+        if ranks is not None:
+            ranks.close()
+        raise SetupError(
+            f"{config.served_model_name} gives no token for any prompt in {runner.kv_shape.dtype}: its logits are not finite. Another "
+            "--dtype (bfloat16, float32) may hold its values; else its files are damaged, or the device is"
+        )
     fingerprint = _fingerprint(config, model_dir)
     eos = frozenset[int]() if model_dir is None else ModelCard.load(model_dir).eos_token_ids
     shape = runner.kv_shape
