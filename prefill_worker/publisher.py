@@ -15,7 +15,7 @@ from kv_transfer.wire_encoding import RAW
 from prefill_worker.encoder import Encoder
 from prefill_worker.job import Job
 from twostep.engine.engine import Engine
-from twostep.errors import InternalError, TwostepError
+from twostep.errors import InternalError, NotFound, TwostepError
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,12 @@ class Publisher:
             async with asyncio.TaskGroup() as chunks:
                 while True:
                     # Asked for again each time: the engine may exchange a block until it is final.
-                    blocks = self._engine.block_ids(job.seq_id)
+                    try:
+                        blocks = self._engine.block_ids(job.seq_id)
+                    except NotFound:
+                        # It failed, and the engine is about to tell why: that ends the lease, and cancels this.
+                        await job.wait_change()
+                        continue
                     for chunk in job.plan.take(job.final_blocks, step_blocks=job.step_blocks, step_layers=job.step_layers):
                         chunks.create_task(self._publish(job, chunk, blocks, room))
                     if job.plan.done and job.first_token is not None:

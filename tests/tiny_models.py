@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
@@ -121,4 +122,15 @@ def save_tiny_model(
     (model_dir / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [IM_END, ENDOFTEXT], "pad_token_id": ENDOFTEXT, "do_sample": True, "temperature": 0.7, "top_p": 0.9})
     )
+    return model_dir
+
+
+def save_poisoned_model(model_dir: Path, token_id: int, *, value: float = 7e4, **options: Any) -> Path:
+    """`save_tiny_model`, in bfloat16 unless told otherwise, with one number too large for float16 in the embedding of `token_id`: loaded as
+    float16, all logits after that token are NaN. With infinity as the `value` they are in any type."""
+    save_tiny_model(model_dir, **({"dtype": torch.bfloat16} | options))
+    (file,) = model_dir.glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][token_id, 0] = value
+    save_file(weights, file, metadata={"format": "pt"})
     return model_dir

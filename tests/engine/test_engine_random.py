@@ -1,6 +1,6 @@
 """Two engines, everything at once, at random: prompts of all classes that share prefixes, chunks, splits, hand-overs as bytes, resumes,
-cancels at any moment, failing steps, with look-ahead and steps bounded in time, and without. Every token equals the one worked out by hand,
-and nothing is left behind."""
+cancels at any moment, failing steps, a token after which the model has no next one, with look-ahead and steps bounded in time, and without.
+Every token equals the one worked out by hand, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class Attempt:
     reservation: Reservation | None = None
     got: list[int] = field(default_factory=list)
     over: str = ""  # "finished", "cancelled", "failed"
+    # The model has no token after the last of the answer.
+    breaks: bool = False
 
 
 class World:
@@ -40,6 +42,7 @@ class World:
         self.block_size = rng.choice([1, 2, 4, 5, 16])
         self.vocab = rng.choice([37, 1000])
         self.context = rng.choice([60, 150])
+        self.broken_token = rng.choice([None, 7]) if self.vocab > 37 else None
         self.unit = self.block_size * rng.choice([1, 3])
         self.runners: list[HookedRunner] = []
         self.prefill, self.decode = self.make_engine(), self.make_engine()
@@ -49,7 +52,7 @@ class World:
         self.host_mirrors: dict[Engine, set[bytes]] = {self.prefill: set(), self.decode: set()}
         self.fail_next = self.refuse_next = False
         self.count = 0
-        self.num_failed = self.num_cancelled = self.num_moved = self.num_reused = self.num_carried = 0
+        self.num_failed = self.num_cancelled = self.num_moved = self.num_reused = self.num_carried = self.num_broken = 0
 
     def make_engine(self) -> Engine:
         rng = self.rng
@@ -60,6 +63,7 @@ class World:
             vocab_size=self.vocab,
             max_model_len=self.context,
             num_layers=2,
+            broken_token=self.broken_token,
         )
         runner.during = self.during
         runner.launching = self.launching
@@ -127,6 +131,10 @@ class World:
         request = self.new_request()
         answer, reason = expected_answer(request, vocab_size=self.vocab, max_model_len=self.context)
         attempt = Attempt(request, answer, reason, (self.prefill, self.decode))
+        whole = [*request.token_ids, *answer]
+        if self.broken_token in whole[:-1]:
+            attempt.breaks = True
+            attempt.answer = answer[: max(0, whole.index(self.broken_token) + 1 - len(request.token_ids))]
         try:
             if self.rng.random() < 0.5:
                 engine = self.rng.choice([self.prefill, self.decode])
@@ -215,8 +223,14 @@ class World:
 
     def take_failures(self, output: StepOutput) -> None:
         for failure in output.failures:
-            assert "as it was told to" in failure.message, failure
             attempt = self.attempts[failure.seq_id]
+            if "as it was told to" not in failure.message:
+                assert attempt.breaks
+                assert attempt.got == attempt.answer
+                self.num_broken += 1
+            if attempt.over == "cancelled":
+                # While the engine looked whether it was its own fault.
+                continue
             assert not attempt.over
             attempt.over = "failed"
             self.num_failed += 1
@@ -263,19 +277,21 @@ def test_every_token_is_right_and_nothing_is_left(seed: int) -> None:
     for attempt in world.attempts.values():
         if attempt.over == "finished":
             assert attempt.got == attempt.answer
+            assert not attempt.breaks
     assert_idle(world.prefill)
     assert_idle(world.decode)
 
 
 def test_the_random_worlds_visit_what_they_should() -> None:
     """Over a few worlds: enough finishes, cancels, failures, moved and reused blocks, copies, preemptions."""
-    finished = cancelled = failed = moved = reused = copies = carried = preempted = from_host = 0
+    finished = cancelled = failed = broken = moved = reused = copies = carried = preempted = from_host = 0
     for seed in range(100, 112):
         world = World(seed)
         world.run(250)
         finished += sum(a.over == "finished" for a in world.attempts.values())
         cancelled += world.num_cancelled
         failed += world.num_failed
+        broken += world.num_broken
         moved += world.num_moved
         reused += world.num_reused
         copies += sum(runner.copies for runner in world.runners)
@@ -283,7 +299,7 @@ def test_the_random_worlds_visit_what_they_should() -> None:
         stats = [engine.stats() for engine in (world.prefill, world.decode)]
         preempted += sum(stat.num_preemptions for stat in stats)
         from_host += sum(stat.num_host_hit_tokens for stat in stats)
-    counts = (finished, cancelled, failed, moved, reused, copies, carried)
+    counts = (finished, cancelled, failed, broken, moved, reused, copies, carried)
     assert min(counts) >= 10, counts
     assert preempted
     assert from_host

@@ -88,6 +88,13 @@ class SelfTest:
             failures += self._judged()
         return replace(others, failures=failures), probes
 
+    def forget(self, seq_id: str) -> bool:
+        """Nobody wants to know of it any more. False: it is not kept back."""
+        kept = [failure for failure in self._suspects if failure.seq_id != seq_id]
+        found = len(kept) < len(self._suspects)
+        self._suspects = kept
+        return found
+
     def _take(self, result: StepResult) -> None:
         """The probes that have ended in this step."""
         tokens = {token.seq_id for token in result.tokens} & self._running

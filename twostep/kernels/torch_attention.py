@@ -14,6 +14,7 @@ share a KV head are laid beside each other as rows, so K and V are never repeate
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ class _Group:
     valid  int64 or None           which of the N * Q results are no padding; None: all
     index  int64 [2 * N * H * B]   rows of a layer's `blocks` view
     mask   [N, 1, Q * G or 1, C] or None: additive, in the model's dtype; None: everything is visible
+    behind bool [N, 1, C, 1] or None, with `mask`: keys behind the end of their tile's sequence
     """
 
     num_tiles: int
@@ -49,6 +51,7 @@ class _Group:
     valid: torch.Tensor | None
     index: torch.Tensor
     mask: torch.Tensor | None
+    behind: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,11 @@ class TorchAttentionPlan:
         # A query and its G heads become Q * G rows of one KV head, and back.
         rows = query.view(n, q, heads, share, d).transpose(1, 2).reshape(n, heads, q * share, d)
         out = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=group.mask)
+        if group.behind is not None and not math.isfinite(out.sum(dtype=torch.float32).item()):
+            # A slot behind a sequence's end holds what its block's owner before left there, and 0 * NaN is NaN. Looked at afterwards, since
+            # clearing all of them beforehand would cost every step a pass over its keys.
+            kv = kv.masked_fill(group.behind, 0.0)
+            out = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=group.mask)
         return out.view(n, heads, q, share, d).transpose(1, 2).reshape(n * q, self._num_heads * d)
 
 
@@ -182,6 +190,7 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
         valid=valid,
         index=torch.from_numpy(index.reshape(-1)),
         mask=None if visible else _mask(places, c, share, dtype, window),
+        behind=None if visible else torch.from_numpy(np.arange(c) >= num_keys[:, None])[:, None, :, None],
     )
 
 

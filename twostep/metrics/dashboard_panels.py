@@ -390,8 +390,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             lines(
                 "Failed sequences, lost spans",
                 "none",
-                "Sequences given up because a step failed, or because the model had no finite logits for them; spans that the collector did "
-                "not take.",
+                "Sequences given up because a step failed, or for logits that are not finite; spans that the collector did not take.",
                 (f"sum by (role) (increase(twostep_engine_failed_sequences_total{{{R}}}[{W}]))", "sequences, {{role}}"),
                 (f"sum by (role) (increase(twostep_engine_non_finite_sequences_total{{{R}}}[{W}]))", "not finite, {{role}}"),
                 (f'sum(increase(twostep_trace_spans_total{{{S}, status="lost"}}[{W}]))', "spans"),
