@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,11 +45,14 @@ from prefill_worker.publisher import Publisher
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
-from twostep.errors import InvalidRequest, NotFound, TwostepError, Unavailable
+from twostep.errors import InvalidRequest, NonFiniteLogits, NotFound, TwostepError, Unavailable
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.2
+# Of ended leases whose request cannot be answered anywhere: readers that come late are told so, and not to have it repeated.
+_MAX_REFUSALS = 1024
+_FINAL_ERRORS = (InvalidRequest, NonFiniteLogits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,7 @@ class HandOvers:
         self._table = LeaseTable(epoch=config.epoch, max_leases=config.max_leases)
         self._jobs: dict[str, Job] = {}  # by lease id
         self._by_seq: dict[str, Job] = {}
+        self._refusals: OrderedDict[str, TwostepError] = OrderedDict()  # by lease id
         self._encoder = Encoder(engine.runner, config.layout, config.wire)
         self._publisher = Publisher(engine, self._encoder, self._on_chunk, observer or TransferLedger(), lease_ttl_s=config.lease_ttl_s)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -158,17 +163,28 @@ class HandOvers:
             num_blocks=count,
         )
         self._jobs[job.lease_id] = self._by_seq[job.seq_id] = job
+        self._refusals.pop(job.lease_id, None)
         return job
+
+    def ended_error(self, job: Job) -> TwostepError:
+        """What a reader of a lease that has ended is told."""
+        if (refusal := self._refusals.get(job.lease_id)) is not None:
+            return refusal
+        why = f": {job.error.message}" if job.error is not None else ""
+        return Unavailable(f"the lease ended ({job.lease.state.name} {job.lease.reason}{why}); prefill again")
 
     @property
     def _block_bytes(self) -> int:
         return self._engine.runner.kv_shape.block_bytes
 
     def find(self, ticket: Ticket) -> Job:
-        """The job of a ticket that verifies. Raises what Ticket.verify raises, and Unavailable if its lease has ended."""
+        """The job of a ticket that verifies. Raises what Ticket.verify raises, and if its lease has ended Unavailable, or what is wrong
+        with the request."""
         self._verify(ticket)
         job = self._job_of(ticket)
         if job is None:
+            if (refusal := self._refusals.get(ticket.lease_id)) is not None:
+                raise refusal
             raise Unavailable("the lease of this ticket has ended and what it held is free; prefill again")
         return job
 
@@ -231,6 +247,10 @@ class HandOvers:
         """Ends the lease if it has not ended, and frees all of it, in the background. `error` is what Run shall raise."""
         if not job.lease.state.ended:
             job.error = job.error or error
+            if isinstance(job.error, _FINAL_ERRORS):
+                self._refusals[job.lease_id] = job.error
+                if len(self._refusals) > _MAX_REFUSALS:
+                    self._refusals.popitem(last=False)
             self._apply(job, Abort(reason))
 
     def abort_all(self, error: TwostepError) -> None:

@@ -30,7 +30,7 @@ from kv_transfer.ticket import Ticket
 from prefill_worker.hand_over import HandOvers
 from prefill_worker.job import Job
 from prefill_worker.tracing import JobSpans
-from twostep.errors import InvalidRequest, NonFiniteLogits, Unavailable
+from twostep.errors import InvalidRequest, Unavailable
 from twostep.log import concerning
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from twostep.tracing import metadata_of, trace_id_of
@@ -138,11 +138,7 @@ class KvService(kv_pb2_grpc.KvServicer):
                 )
                 num_sent += 1
             if job.lease.state.ended:
-                if isinstance(job.error, InvalidRequest | NonFiniteLogits):
-                    # The router must not take it for a loss, whichever side it hears first.
-                    raise job.error
-                why = f": {job.error.message}" if job.error is not None else ""
-                raise Unavailable(f"the lease ended ({job.lease.state.name} {job.lease.reason}{why}); prefill again")
+                raise self._hand_overs.ended_error(job)
             if job.first_token is not None and job.lease.num_chunks == num_sent:
                 yield kv_pb2.WatchEvent(complete=kv_pb2.Complete(num_chunks=num_sent, output_ids=[job.first_token.token_id]))
                 return

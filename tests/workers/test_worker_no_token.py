@@ -1,0 +1,115 @@
+"""A request for which the model has no token, on both workers: it ends with an error that no router repeats, and its neighbours are
+answered. A worker that has no token for anybody tells routers to take everything elsewhere, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from scraping import scrape
+from worker_harness import WAIT_S, Answer, Pair, RouterDouble, expected, make_runner, prompt_of, read_to_end, routed, started
+
+from twostep.errors import SetupError
+from twostep.rpc.channel import open_channel
+from twostep.worker import model as worker_model
+from twostep.worker.config import WorkerConfig
+
+BROKEN = 999
+POISON = [5, BROKEN, 7]
+
+
+def answered(answer: Answer, prompt: Sequence[int], count: int) -> None:
+    assert answer.failed is None, answer.failed
+    assert answer.tokens == expected(prompt, count)
+
+
+async def refused(router: RouterDouble, request_id: str) -> None:
+    """Both workers say the same of a poisoned prompt, whichever a router hears first."""
+    await router.reserve(request_id, POISON, 4)
+    call = router.run(request_id, POISON, 4)
+    await router.attach(request_id, (await call.read()).accepted.ticket)
+    answer = Answer()
+    await router.collect(request_id, answer)
+    assert answer.failed is not None
+    assert (answer.failed.code, answer.failed.retryable) == ("OUT_OF_RANGE", False)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_to_end(call)
+    assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
+def counted(pair: Pair) -> list[tuple[float | None, float | None]]:
+    """Of each worker: sequences without a token, and others that failed."""
+    told = [(worker.config.role, scrape(worker.telemetry.port)) for worker in (pair.prefill_worker, pair.decode_worker)]
+    names = ("twostep_engine_non_finite_sequences_total", "twostep_engine_failed_sequences_total")
+    return [(scraped(names[0], role=role), scraped(names[1], role=role)) for role, scraped in told]
+
+
+async def test_poisoned_prompts_end_alone_however_many_in_a_row(redis_url: str) -> None:
+    async with (
+        started(redis_url, prefill_runner=make_runner(broken_token=BROKEN), decode_runner=make_runner(broken_token=BROKEN)) as pair,
+        routed(pair) as router,
+    ):
+        prompts = [prompt_of(20 + i, seed=i) for i in range(4)]
+        neighbours = [asyncio.create_task(router.generate(f"n{i}", prompt, 30)) for i, prompt in enumerate(prompts)]
+        for turn in range(5):
+            await asyncio.gather(*(refused(router, f"p{turn}-{i}") for i in range(2)))
+        for neighbour, prompt in zip(neighbours, prompts, strict=True):
+            answered(await neighbour, prompt, 30)
+        await pair.settled()
+        assert counted(pair)[0] == (10, 0)
+
+
+@pytest.mark.parametrize("here", [False, True])
+async def test_an_answer_that_breaks_off_keeps_what_it_has(redis_url: str, here: bool) -> None:
+    prompt, other = [5, 3], prompt_of(31)
+    whole = expected(prompt, 12)
+    broken_token = whole[5]
+    assert broken_token not in [*prompt, *whole[:5], *other, *expected(other, 40)]
+    runners = [make_runner(broken_token=broken_token) for _ in range(2)]
+    async with started(redis_url, prefill_runner=runners[0], decode_runner=runners[1]) as pair, routed(pair) as router:
+        generate = router.generate_here if here else router.generate
+        broken, neighbour = await asyncio.gather(generate("b", prompt, 12), generate("n", other, 40))
+        assert broken.failed is not None
+        assert (broken.failed.code, broken.failed.retryable) == ("OUT_OF_RANGE", False)
+        assert broken.tokens == whole[:6]
+        answered(neighbour, other, 40)
+        await pair.settled()
+        assert counted(pair)[1] == (1, 0)
+
+
+async def test_a_worker_without_a_token_for_anybody_sends_all_of_them_elsewhere(redis_url: str) -> None:
+    runner = make_runner(step_s=0.002)
+    async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
+        answers = {f"r{i}": Answer() for i in range(4)}
+        for i, name in enumerate(answers):
+            await router.reserve(name, prompt_of(9, seed=i), 400, prefill_here=True)
+        for name in answers:
+            event = await asyncio.wait_for(router.inbox(name).get(), WAIT_S)
+            assert event.WhichOneof("event") == "first_token"
+        runner.broken = True
+        for name, answer in answers.items():
+            await router.collect(name, answer)
+            assert answer.failed is not None
+            assert (answer.failed.code, answer.failed.retryable) == ("UNAVAILABLE", True)
+        await asyncio.wait_for(pair.decode_worker.engine_failed.wait(), WAIT_S)
+        async with open_channel(f"127.0.0.1:{pair.decode_worker.server.health_port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            for service in ("liveness", "readiness"):
+                reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
+                assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert not pair.decode_worker.record().ready
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.reserve("late", prompt_of(5), 3)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_such_a_worker_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner()
+    runner.broken = True
+    monkeypatch.setattr(worker_model, "FakeRunner", lambda **_: runner)
+    with pytest.raises(SetupError, match="not finite"):
+        worker_model.load_model(WorkerConfig(role="decode", runner="fake"))
