@@ -12,7 +12,15 @@ from typing import Any
 
 from aiohttp import web
 
-from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted, TwostepError, Unauthenticated, status_of
+from twostep.errors import (
+    ContextExceeded,
+    InvalidRequest,
+    NonFiniteLogits,
+    ResourceExhausted,
+    TwostepError,
+    Unauthenticated,
+    status_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +80,8 @@ def body_of(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
         message = error.message
         if isinstance(error, ContextExceeded):
             code = "context_length_exceeded"
+        if isinstance(error, NonFiniteLogits):
+            code = "non_finite_logits"
         if isinstance(error, Unauthenticated):
             code = "invalid_api_key"
             headers["WWW-Authenticate"] = "Bearer"

@@ -128,6 +128,30 @@ async def test_a_failure_in_mid_stream_is_the_last_event(cluster: Cluster) -> No
         await cluster.all_free()
 
 
+@pytest.mark.parametrize("where", ["prompt", "answer"])
+async def test_a_request_without_a_next_token_is_repeated_by_nobody(cluster: Cluster, where: str) -> None:
+    """Neither by the router on other workers nor by the SDK, whole or streamed; what came before it has been sent."""
+    prefills, decodes = [await cluster.prefill(f"p{i}") for i in range(2)], [await cluster.decode(f"d{i}") for i in range(2)]
+    for prefill, decode in zip(prefills, decodes, strict=True):
+        if where == "prompt":
+            prefill.before_first.extend([refuse(grpc.StatusCode.OUT_OF_RANGE, "not finite")] * 3)
+        decode.script.fail_at, decode.script.fail_retryable, decode.script.fail_code, decode.script.once = 6, False, "OUT_OF_RANGE", False
+    async with cluster.serving(), open_http(cluster) as http, open_client(cluster) as client:
+        with pytest.raises(openai.UnprocessableEntityError) as caught:
+            await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=30)
+        assert caught.value.code == "non_finite_logits"
+        async with http.post(CHAT, json=chat(stream=True, max_tokens=30)) as answer:
+            assert answer.status == (422 if where == "prompt" else 200)
+            events = [await answer.json()] if where == "prompt" else events_of(await answer.read())
+        assert events[-1]["error"]["code"] == "non_finite_logits"
+        assert (len(events) > 2) == (where == "answer")
+        with pytest.raises(grpc.aio.AioRpcError) as status:
+            await cluster.ask(max_tokens=30)
+        assert status.value.code() is grpc.StatusCode.OUT_OF_RANGE
+        assert sum(len(prefill.requests) for prefill in prefills) == 3, "once for each"
+        await cluster.all_free()
+
+
 async def test_one_choice_that_fails_ends_all(cluster: Cluster) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode()
     decode.script.step_s = 0.01
