@@ -89,8 +89,8 @@ class SamplingParams:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP_STRINGS or any(not 0 < len(s) <= MAX_STOP_STRING_CHARS for s in self.stop):
             raise InvalidRequest(f"stop takes up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_STRING_CHARS} characters")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS or any(t < 0 for t in self.stop_token_ids):
-            raise InvalidRequest(f"stop_token_ids takes up to {MAX_STOP_TOKEN_IDS} ids, none negative")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS or any(not 0 <= t < 1 << 32 for t in self.stop_token_ids):
+            raise InvalidRequest(f"stop_token_ids takes up to {MAX_STOP_TOKEN_IDS} ids, from 0 to 2^32 - 1")
 
     @property
     def greedy(self) -> bool:

@@ -193,7 +193,7 @@ class _Asked:
             [
                 (
                     0.0 if p.greedy else max(p.temperature, MIN_TEMPERATURE),
-                    -np.inf if p.min_p == 0.0 else np.log(np.float32(p.min_p)),
+                    -np.inf if np.float32(p.min_p) == 0.0 else np.log(np.float32(p.min_p)),
                     p.top_p,
                     p.repetition_penalty,
                     p.frequency_penalty,
