@@ -127,10 +127,11 @@ def save_tiny_model(
 
 def save_poisoned_model(model_dir: Path, token_id: int, *, value: float = 7e4, **options: Any) -> Path:
     """`save_tiny_model`, in bfloat16 unless told otherwise, with one number too large for float16 in the embedding of `token_id`: loaded as
-    float16, all logits after that token are NaN. With infinity as the `value` they are in any type."""
+    float16, all logits after that token are NaN. With infinity as the `value` they are in any type. No answer comes upon it by itself."""
     save_tiny_model(model_dir, **({"dtype": torch.bfloat16} | options))
     (file,) = model_dir.glob("*.safetensors")
     weights = load_file(file)
     weights["model.embed_tokens.weight"][token_id, 0] = value
+    weights["lm_head.weight"][token_id] = 0.0
     save_file(weights, file, metadata={"format": "pt"})
     return model_dir

@@ -325,15 +325,32 @@ def test_a_grammar_that_fails_ends_its_sequence_alone(
     assert_idle(engine)
 
 
-def test_whatever_the_thread_meets_nobody_waits_for_ever(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(work: object) -> Sequence[Step]:
+@pytest.mark.parametrize("halfway", [False, True])
+def test_whatever_the_thread_meets_it_is_one_sequence_s_and_nobody_waits_for_ever(
+    compiler: GrammarCompiler, reference: Reference, monkeypatch: pytest.MonkeyPatch, halfway: bool
+) -> None:
+    """Those made side by side with it are then made by themselves, whether or not they had been given their tokens."""
+    bad, good = ask(compiler, object_case(), "bad"), ask(compiler, regex_case("[0-9]{9}"), "good")
+    side_by_side, by_itself = constraint.advance_all, constraint.LiveGrammar.again
+
+    def broken(work: Sequence[tuple[constraint.LiveGrammar, Sequence[int]]]) -> Sequence[Step]:
+        if halfway:
+            side_by_side(work)
         raise RuntimeError("a bug")
 
+    def again(live: constraint.LiveGrammar) -> Step:
+        if live.matcher.is_error() or live._grammar == bad.sampling.grammar:
+            raise RuntimeError("the bug")
+        return by_itself(live)
+
     monkeypatch.setattr(constraint, "advance_all", broken)
+    monkeypatch.setattr(constraint.LiveGrammar, "again", again)
     engine = make_engine()
-    engine.submit(ask(compiler, object_case()))
-    _, outputs = run(engine, {"a"})
-    assert [failure.message for output in outputs for failure in output.failures] == ["the answer's grammar failed: RuntimeError"]
+    for request in (bad, good):
+        engine.submit(request)
+    tokens, outputs = run(engine, {"bad", "good"})
+    assert [(failure.seq_id, failure.kind) for output in outputs for failure in output.failures] == [("bad", FailureKind.REQUEST)]
+    assert tokens["good"] == want(reference, good)[0]
     assert_idle(engine)
 
 

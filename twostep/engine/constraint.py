@@ -74,6 +74,11 @@ class Constraint:
             self._live = LiveGrammar(self._state)
         return self._live
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the answer, as far as it has been followed."""
+        return len(self._state.tokens if self._live is None else self._live.tokens)
+
     def take(self) -> npt.NDArray[np.int32]:
         """For the step that samples the next token."""
         mask, self.mask = self.mask, None
@@ -110,14 +115,26 @@ class MaskMaker:
 
 
 def _advance(work: Sequence[tuple[Constraint, Sequence[int]]], on_ready: Callable[[Sequence[Advanced]], None]) -> None:
+    counts = [constraint.num_tokens for constraint, _ in work]
     try:
         steps = advance_all([(constraint.live, tokens) for constraint, tokens in work])
         results = [_result(constraint, step) for (constraint, _), step in zip(work, steps, strict=True)]
-    except Exception as error:
-        # Whatever it was, these sequences cannot go on, and nobody else may be kept waiting.
-        log.exception("the masks of %d sequences could not be made", len(work))
-        results = [Advanced(None, f"the answer's grammar failed: {type(error).__name__}")] * len(work)
+    except Exception:
+        log.exception("the masks of %d sequences could not be made side by side; each is made by itself", len(work))
+        results = [_advance_alone(constraint, count, tokens) for (constraint, tokens), count in zip(work, counts, strict=True)]
     on_ready(results)
+
+
+def _advance_alone(constraint: Constraint, count: int, tokens: Sequence[int]) -> Advanced:
+    """After the first `count` tokens and these, whatever became of an attempt to advance it with others."""
+    try:
+        live = constraint.live
+        live.tokens[count:] = tokens
+        return _result(constraint, live.again())
+    except Exception as error:
+        # Whatever it was, this sequence cannot go on, and nobody may be kept waiting.
+        log.exception("a mask could not be made")
+        return Advanced(None, f"the answer's grammar failed: {type(error).__name__}")
 
 
 def _result(constraint: Constraint, step: Step) -> Advanced:
