@@ -21,6 +21,7 @@ import pytest
 import torch
 from forward_helpers import VOCAB, make_batch, save_model, scattered_sequences
 from grammar_cases import save_tokenizer
+from safetensors.torch import load_file, save_file
 
 from twostep.engine.batch import LayerRange, Runner
 from twostep.engine.engine import Engine, EngineConfig
@@ -29,7 +30,7 @@ from twostep.engine.grammar import GrammarCompiler
 from twostep.engine.model_runner import ModelRunner
 from twostep.engine.parallel_runner import ParallelRunner
 from twostep.engine.types import EngineRequest
-from twostep.errors import SetupError, Unavailable
+from twostep.errors import NonFiniteLogits, SetupError, Unavailable
 from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 
 BLOCK = 4
@@ -186,6 +187,30 @@ def test_an_error_of_loading_is_raised_and_leaves_no_process(tmp_path: Path) -> 
     with pytest.raises(SetupError, match="max_model_len"):
         ParallelRunner(tmp_path, size=2, max_model_len=1 << 20, **OPTIONS)
     assert not [thread for thread in threading.enumerate() if thread.name == "ranks"]
+
+
+def test_a_row_of_nan_ends_its_own_request_and_no_rank(tmp_path: Path) -> None:
+    broken = 7
+    save_model("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][broken] = torch.nan
+    weights["lm_head.weight"][broken] = 0.0  # no answer comes upon it by itself
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    sampling = SamplingParams(max_tokens=8, temperature=0.0)
+    good, poison = (
+        EngineRequest(seq_id=str(prompt), token_ids=prompt, num_prompt_tokens=len(prompt), sampling=sampling)
+        for prompt in ([1, 2, 3], [4, broken, 5])
+    )
+    config = EngineConfig(max_num_batched_tokens=16, max_num_seqs=8, hash_unit=16, look_ahead=True)
+    (want,) = generate(Engine(ModelRunner(tmp_path, **OPTIONS), config), [good])
+    with several(tmp_path) as runner:
+        engine = Engine(runner, config)
+        for _ in range(4):
+            with pytest.raises(NonFiniteLogits):
+                generate(engine, [poison, good])
+        assert runner.failure is None
+        (got,) = generate(engine, [good])
+    assert [token.token_id for token in got] == [token.token_id for token in want]
 
 
 def test_a_rank_that_dies_is_told_at_once_and_nothing_is_served_any_more(tmp_path: Path) -> None:
