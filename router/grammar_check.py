@@ -13,11 +13,10 @@ import asyncio
 import hashlib
 import json
 import logging
-import signal
-import sys
 from collections import OrderedDict
 from pathlib import Path
 
+from router.helper_process import HelperProcess, Lost
 from twostep.errors import InvalidRequest, ResourceExhausted, SetupError
 from twostep.sampling_params import Grammar
 
@@ -31,8 +30,6 @@ _CHECK_S = 4.0
 _START_S = 60.0
 _WAIT_S = 30.0
 _MAX_VERDICTS = 4096
-# Of a probe's answer.
-_MAX_LINE = 1 << 16
 _MEMORY_BYTES = 512 << 20
 
 
@@ -46,7 +43,7 @@ class GrammarChecker:
         self._memory_bytes = memory_bytes
         # By hash: what is wrong, or nothing.
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
-        self._idle: list[_Probe] = []
+        self._idle: list[HelperProcess] = []
         # Those that were ended, until they are gone.
         self._ending: set[asyncio.Task[None]] = set()
         self._places = asyncio.Semaphore(_MAX_PROBES)
@@ -80,11 +77,11 @@ class GrammarChecker:
         probe = self._idle.pop() if self._idle else await self._start()
         sound = False
         try:
-            verdict = await probe.ask(grammar)
+            verdict = await self._answer(probe, {"kind": grammar.kind.value, "text": grammar.text}, self._check_s, _WAIT_S)
             sound = True
         except TimeoutError as error:
             raise ResourceExhausted("the machine is too busy to look at grammars; repeat later", retry_after_s=1.0) from error
-        except _Lost as lost:
+        except Lost as lost:
             log.warning("a grammar of %d characters ended its probe: %s", len(grammar.text), lost)
             return f"grammar: the {grammar.kind.value} takes too much {lost} to compile; make it simpler"
         finally:
@@ -95,12 +92,13 @@ class GrammarChecker:
                 self._end(probe)
         return verdict
 
-    async def _start(self) -> _Probe:
+    async def _start(self) -> HelperProcess:
         """Raises SetupError."""
-        probe, trouble = await _Probe.start(self._file, self._memory_bytes, self._check_s), "its start was given up"
+        probe, trouble = await HelperProcess.start("twostep.text.grammar_probe"), "its start was given up"
         try:
-            trouble = await probe.answer(_START_S) or ""
-        except _Lost:
+            told = {"tokenizer": str(self._file), "memory_bytes": self._memory_bytes}
+            trouble = await self._answer(probe, told, 0.0, _START_S) or ""
+        except Lost:
             trouble = "the process that looks at them ended"
         except TimeoutError:
             trouble = f"the process that looks at them was not there after {_START_S:g} s"
@@ -111,7 +109,12 @@ class GrammarChecker:
             raise SetupError(f"grammars cannot be used here: {trouble}")
         return probe
 
-    def _end(self, probe: _Probe) -> None:
+    async def _answer(self, probe: HelperProcess, question: dict[str, object], cpu_s: float, timeout_s: float) -> str | None:
+        """What is wrong. Raises Lost, TimeoutError."""
+        trouble: str | None = json.loads(await probe.ask(json.dumps(question).encode(), cpu_s=cpu_s, timeout_s=timeout_s))["error"]
+        return trouble
+
+    def _end(self, probe: HelperProcess) -> None:
         task = asyncio.create_task(probe.end())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -122,61 +125,3 @@ class GrammarChecker:
             self._end(self._idle.pop())
         if self._ending:
             await asyncio.wait(self._ending)
-
-
-class _Lost(Exception):
-    """The probe is of no use any more. Says what there was too little of."""
-
-
-class _Probe:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @classmethod
-    async def start(cls, tokenizer_file: Path, memory_bytes: int, check_s: float) -> _Probe:
-        """Its first answer says whether it can be asked."""
-        return cls(
-            await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "twostep.text.grammar_probe",
-                str(tokenizer_file),
-                str(memory_bytes),
-                str(check_s),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                limit=_MAX_LINE,
-            )
-        )
-
-    async def ask(self, grammar: Grammar) -> str | None:
-        """What is wrong with it. Raises _Lost, TimeoutError."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode() + b"\n")
-            return await self.answer(_WAIT_S)
-        except ConnectionError as error:
-            raise _Lost("memory") from error
-
-    async def answer(self, timeout_s: float) -> str | None:
-        """What is wrong. Raises _Lost, TimeoutError."""
-        assert self._process.stdout is not None
-        async with asyncio.timeout(timeout_s):
-            line = await self._process.stdout.readline()
-            if not line:
-                raise _Lost("time" if await self._process.wait() == -signal.SIGPROF else "memory")
-        trouble: str | None = json.loads(line)["error"]
-        return trouble
-
-    async def end(self) -> None:
-        """Returns when it is gone."""
-        if self._process.returncode is None:
-            try:
-                self._process.kill()
-            except ProcessLookupError:
-                pass
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        await self._process.wait()

@@ -1,0 +1,45 @@
+"""The inside of a helper process: it does for strangers what might take all memory or all time, so that whoever asks it survives.
+
+    on standard input    | u32 bytes N | f32 seconds | N bytes: what is asked |      ... again and again, until it ends
+    on standard output   | u32 bytes N | N bytes: the answer |                       ... one for each
+
+The kernel holds the bounds, as nothing of Python runs while a library does: SIGPROF ends the process when a question has taken its seconds
+of the processor, and a library that gets no memory raises MemoryError or ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ASK = struct.Struct("<If")
+ANSWER = struct.Struct("<I")
+_NICENESS = 5
+
+
+def serve(answer: Callable[[bytes], bytes]) -> None:
+    """Answers one question after the other, and returns when there are no more."""
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    while len(head := questions.read(ASK.size)) == ASK.size:
+        num_bytes, seconds = ASK.unpack(head)
+        if len(asked := questions.read(num_bytes)) < num_bytes:
+            return
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        said = answer(asked)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        answers.write(ANSWER.pack(len(said)) + said)
+        answers.flush()
+
+
+def limit_memory(num_bytes: int) -> None:
+    """So many more than this process has now."""
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
