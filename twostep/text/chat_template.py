@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+import jinja2.nodes
 
 from twostep.errors import InvalidRequest, SetupError
+from twostep.text.added_tokens import AddedTokens
+from twostep.text.client_words import ClientWords, drawn_mark, strings_in
 from twostep.text.model_card import ModelCard
 from twostep.text.template_sandbox import MAX_CHARS, MAX_STEPS, Sandbox, TooMuch
 
@@ -23,8 +27,31 @@ class TooMuchWork(InvalidRequest):
     """The bounds of a render do not suffice for these messages."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt's text. `clients`: where control tokens begin in it that the client wrote, and that are to be encoded as text."""
+
+    text: str
+    clients: tuple[int, ...] = ()
+
+
+def check_syntax(card: ModelCard) -> None:
+    """Raises SetupError for a template that is none. Takes no more than reading it does: compiling may compute whatever it says."""
+    for source in (card.chat_template, card.tool_use_template):
+        if source is not None:
+            _parsed(Sandbox(), source)
+
+
+def _parsed(sandbox: Sandbox, source: str) -> jinja2.nodes.Template:
+    try:
+        return sandbox.parse(source)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise SetupError(f"the model's chat template does not compile ({error}); correct or remove it") from error
+
+
 class ChatTemplate:
-    """A compiled template in a sandbox, with the names that transformers gives to templates. May be used from any thread."""
+    """A compiled template in a sandbox, with the names that transformers gives to templates. May be used from any thread, but for
+    `render_telling`, which has the sandbox to itself."""
 
     def __init__(
         self,
@@ -33,16 +60,27 @@ class ChatTemplate:
         *,
         tool_use: str | None = None,
         max_chars: int = MAX_CHARS,
+        tokens: AddedTokens | None = None,
+        model_markers: Collection[str] = (),
     ) -> None:
         """`source` None: a model without a template, every render is refused. `tool_use` renders chats with tools; None: `source` does too.
-        `max_chars` bounds what a render comes to. Raises SetupError for a broken template."""
+        `max_chars` bounds what a render comes to. `tokens` are the tokenizer's, for `render_telling`; `model_markers` those that the model
+        itself writes, and that stay tokens in what the assistant said. Raises SetupError for a broken template."""
         self._special_tokens = dict(special_tokens or {})
         self._sandbox = Sandbox(max_chars=max_chars)
         try:
             self._template = None if source is None else self._sandbox.from_string(source)
             self._tool_use = self._template if tool_use is None else self._sandbox.from_string(tool_use)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             raise SetupError(f"the model's chat template does not compile ({error}); correct or remove it") from error
+        constants = [
+            node.value
+            for each in (source, tool_use)
+            if each is not None and tokens is not None
+            for node in self._sandbox.parse(each).find_all(jinja2.nodes.Const)
+            if isinstance(node.value, str)
+        ]
+        self._words = None if tokens is None else ClientWords(tokens, constants, model_markers)
         self._reserved = _RESERVED | self._special_tokens.keys() | self._sandbox.globals.keys()
 
     @classmethod
@@ -92,11 +130,61 @@ class ChatTemplate:
             text = self._sandbox.render_bounded(template, everything, max_steps)
         except TooMuch as error:
             raise TooMuchWork(f"the model's chat template refused the messages: {error}") from error
+        except MemoryError:
+            raise TooMuchWork(
+                "the model's chat template takes too much memory; send fewer or shorter messages, tools or variables"
+            ) from None
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {error}; change their roles, order or content"
             ) from error
         return text if continued is None else _continued(text, continued)
+
+    def render_telling(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        max_steps: int = MAX_STEPS,
+    ) -> Rendered:
+        """Renders, and tells which control tokens in the text are the client's own words. Without any of their signs in what the client
+        sent there are none. Else it is rendered once more, with marks; and where the template looked at these, the text is the one
+        without them unless the client had made a control token in it. Raises as `render` does."""
+
+        def render(mark: str) -> str:
+            given = variables or {}
+            if mark and words is not None:
+                return self.render(
+                    words.marked_messages(messages, mark),
+                    tools=None if tools is None else words.marked(list(tools), mark),
+                    variables={name: words.marked(value, mark) for name, value in given.items()},
+                    continue_final_message=continue_final_message,
+                    max_steps=max_steps,
+                )
+            return self.render(messages, tools=tools, variables=given, continue_final_message=continue_final_message, max_steps=max_steps)
+
+        words = self._words
+        text = render("")
+        strings = [] if words is None else list(strings_in([list(map(dict, messages)), list(tools or ()), dict(variables or {})]))
+        if words is None or not words.need_marks(strings):
+            return Rendered(text)
+        self._sandbox.mark = mark = drawn_mark(strings)
+        try:
+            seen = render(mark)
+        except TooMuchWork:
+            raise
+        except InvalidRequest:
+            if words.hold_control_tokens(strings):
+                raise
+            return Rendered(text)
+        finally:
+            self._sandbox.mark = ""
+        clean, own, clients = words.own_and_clients(seen, mark)
+        if clean != text and own == words.control_in(text):
+            return Rendered(text)
+        return Rendered(clean, tuple(clients))
 
     def _checked(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         if len(variables) > _MAX_VARIABLES:

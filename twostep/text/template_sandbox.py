@@ -1,19 +1,23 @@
 """Where chat templates run. They come with models, their input comes from anybody: both are bounded.
 
 Jinja's sandbox keeps a template from Python's insides and from changing what it is given. This one counts as well: every attribute, item,
-call and piece of output, and what `range` and `*` make, so that a render ends in time whatever it is given. It counts work rather than
-seconds, so that the same chat is always refused or always rendered.
+call, turn of a loop and piece of output, and what `range` and `*` make. It counts work rather than seconds, so that the same chat is always
+refused or always rendered.
+
+No count sees what one call of a filter or a method of Python's takes (`'a'.ljust(3000000000)`): strangers' chats are rendered in a process
+whose time and memory the kernel bounds (router/render_process.py).
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -23,22 +27,36 @@ import jinja2.sandbox
 # About two seconds; a chat of 4096 messages takes a tenth of it.
 MAX_STEPS = 2_000_000
 MAX_CHARS = 1 << 25
+_TURNS = "turns of a loop"
 
 
 class TooMuch(jinja2.TemplateError):
     """A render has used up what it may."""
 
 
+class _CountsTurns(jinja2.compiler.CodeGenerator):
+    """Compiles every loop to one that counts its turns."""
+
+    def visit_Template(self, node: jinja2.nodes.Template, frame: jinja2.compiler.Frame | None = None) -> None:
+        for loop in list(node.find_all(jinja2.nodes.For)):
+            loop.iter = jinja2.nodes.Filter(loop.iter, _TURNS, [], [], None, None, lineno=loop.lineno)
+        super().visit_Template(node, frame)
+
+
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """With the names that transformers gives to templates. A render is one thread's; several may run at once."""
 
+    code_generator_class = _CountsTurns
     intercepted_binops = frozenset({"*", "**", "+"})
 
     def __init__(self, *, max_chars: int = MAX_CHARS) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
         self._max_chars = max_chars
         self._left = threading.local()
-        self.filters["tojson"] = _tojson
+        # A character whose escape in JSON is undone: what is written as ASCII has it as well.
+        self.mark = ""
+        self.filters["tojson"] = self._tojson
+        self.filters[_TURNS] = self._turns
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["range"] = self._range
@@ -95,6 +113,18 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(base, int) and isinstance(exponent, int):
             self._check_size(base.bit_length() * max(0, exponent))
 
+    def _turns(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            self._spend(1)
+            yield value
+
+    def _tojson(
+        self, value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        """Jinja's own escapes HTML; a prompt is not HTML."""
+        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return text.replace(escaped(self.mark), self.mark) if self.mark and ensure_ascii else text
+
     def _range(self, *args: int) -> range:
         made = jinja2.sandbox.safe_range(*args)
         self._spend(len(made))
@@ -111,9 +141,9 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Jinja's own escapes HTML; a prompt is not HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def escaped(char: str) -> str:
+    """As JSON writes it in ASCII."""
+    return json.dumps(char)[1:-1]
 
 
 def _raise_exception(message: str) -> NoReturn:

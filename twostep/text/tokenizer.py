@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import itertools
+import secrets
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
@@ -11,27 +13,41 @@ import tokenizers
 import tokenizers.decoders
 
 from twostep.errors import InvalidRequest, SetupError
+from twostep.text.added_tokens import AddedToken, AddedTokens
 
 _REPLACEMENT = "\ufffd"
 # Of more than so many the library is asked in the way that releases the GIL, which costs threads of its own.
 _MAX_HELD_IDS = 2048
+# Longer texts are encoded without the interpreter's lock, in which nothing else could run: a million characters take half a second.
+MAX_INLINE_CHARS = 4096
+# A text is only encoded whole if it may have so many tokens for each that fits, and else looked at piece by piece.
+_MAX_CHARS_PER_TOKEN = 16
+_LEAST_PIECE = 1 << 16
 
 
 class Tokenizer:
-    """Immutable after loading; every method may be called from any thread, and releases the GIL while it encodes."""
+    """Immutable after loading; every method may be called from any thread. Long texts are encoded without the GIL."""
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, control_ids: AbstractSet[int] = frozenset()) -> None:
+        """`control_ids`: what chats are made of besides the tokens that the file calls special: those that end answers."""
         # A file may ask for cutting and padding; a server must do neither to a prompt.
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
         self._size: int = inner.get_vocab_size(with_added_tokens=True)
-        # Without a normalizer nothing of a text is lost before it is cut into tokens.
-        self._longest = max((len(token) for token in inner.get_vocab()), default=1) if inner.normalizer is None else None
+        vocab = inner.get_vocab(with_added_tokens=False)
         added = inner.get_added_tokens_decoder()
+        # Without a normalizer nothing of a text is lost before it is cut into tokens.
+        longest = max((*map(len, vocab), *(len(token.content) for token in added.values())), default=1)
+        self._longest = longest if inner.normalizer is None else None
         self._added = frozenset(added)
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
+        control = self._special | (control_ids & self._added)
+        self._added_tokens = AddedTokens(
+            {token.content: AddedToken(token.content, i in control, token.single_word) for i, token in added.items()}
+        )
+        self._guarded = _Guarded(inner, added, self._added_tokens, frozenset(vocab.values()))
         # Special ids that decode writes out all the same; they are not among `_special`.
         self._shown: frozenset[int] = frozenset()
         # Such a decoder joins the tokens' bytes, so that whole characters read the same wherever they stand. Others look at neighbours.
@@ -39,8 +55,8 @@ class Tokenizer:
         self._whole: dict[int, str | None] = {}
 
     @classmethod
-    def load(cls, model_dir: Path) -> Tokenizer:
-        """Raises SetupError, naming the file, if tokenizer.json is missing or broken."""
+    def load(cls, model_dir: Path, control_ids: AbstractSet[int] = frozenset()) -> Tokenizer:
+        """`control_ids` as of the constructor. Raises SetupError, naming the file, if tokenizer.json is missing or broken."""
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise SetupError(f"{path} does not exist; give a Hugging Face model directory with a tokenizer.json, or download it")
@@ -48,7 +64,7 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every broken file
             raise SetupError(f"{path} cannot be read as a tokenizer ({error}); download it again") from error
-        return cls(inner)
+        return cls(inner, control_ids)
 
     @property
     def vocab_size(self) -> int:
@@ -86,16 +102,38 @@ class Tokenizer:
         """A text of so many characters has at least so many tokens: tells what can never fit without tokenizing megabytes."""
         return 0 if self._longest is None else num_chars // self._longest
 
+    @property
+    def added_tokens(self) -> AddedTokens:
+        """What `encode` cuts out of a text."""
+        return self._added_tokens
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Special tokens written out in the text become their ids. `add_special_tokens=False` leaves out
         those that the tokenizer would put around it (a chat template writes them itself). Raises InvalidRequest for text that is
-        not valid Unicode (lone surrogates)."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the text is not valid Unicode: a lone surrogate at character {error.start}; send valid UTF-8") from error
-        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        not valid Unicode (lone surrogates), or that the tokenizer cannot read."""
+        ids: list[int] = _encoded(self._inner, text, add_special_tokens).ids
         return ids
+
+    def encode_chat(self, text: str, clients: Collection[int] = ()) -> list[int]:
+        """Of what a chat template makes, special tokens and all. Those that begin at `clients` are encoded as if there were no such token.
+        Raises InvalidRequest as `encode` does, and where the vocabulary has no other way to write them."""
+        if not clients:
+            return self.encode(text, add_special_tokens=False)
+        return self._guarded.encode(text, frozenset(clients))
+
+    def is_beyond(self, text: str, num_tokens: int) -> bool:
+        """Whether a text certainly has more tokens, found out without encoding all of it: megabytes would take gigabytes, and seconds. False
+        says nothing. Takes time in proportion to `num_tokens` at most, but for texts of very long tokens."""
+        piece = max(_LEAST_PIECE, _MAX_CHARS_PER_TOKEN * num_tokens)
+        if len(text) <= piece:
+            return False
+        found = 0
+        for start in range(0, len(text), piece):
+            found += len(_encoded(self._inner, text[start : start + piece], False))
+            # Where it was cut tokens may be others, but not half of them.
+            if found > 2 * num_tokens:
+                return True
+        return False
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids outside the vocabulary decode to nothing; incomplete UTF-8 to U+FFFD."""
@@ -132,3 +170,69 @@ class Tokenizer:
         """The id of a token as the vocabulary writes it."""
         found: int | None = self._inner.token_to_id(token)
         return found
+
+
+class _Guarded:
+    """A tokenizer that knows control tokens by names that nobody can write: whatever a text says, none is made of it but by such a name.
+    All else is the same: what is cut out of a text first, and how what remains is read."""
+
+    def __init__(
+        self, inner: tokenizers.Tokenizer, added: dict[int, tokenizers.AddedToken], tokens: AddedTokens, model_ids: frozenset[int]
+    ) -> None:
+        """`model_ids`: of the vocabulary without what was added."""
+        secret = secrets.token_hex(16)
+        self._tokens = tokens
+        self._names = {content: f"\U000f0000{secret}.{i}\U000f0000" for i, content in enumerate(tokens.control)}
+        # The model is shared: it has the vocabulary.
+        self._inner = tokenizers.Tokenizer(inner.model)
+        if inner.normalizer is not None:
+            self._inner.normalizer = inner.normalizer
+        if inner.pre_tokenizer is not None:
+            self._inner.pre_tokenizer = inner.pre_tokenizer
+        for special, group in itertools.groupby((added[i] for i in sorted(added)), key=lambda token: token.special):
+            (self._inner.add_special_tokens if special else self._inner.add_tokens)([self._renamed(token) for token in group])
+        # Ids differ where the vocabulary has no such name.
+        self._ids = {self._inner.token_to_id(self._names.get(token.content, token.content)): i for i, token in added.items()}
+        self._control_ids = frozenset(i for i, token in added.items() if token.content in self._names)
+        unknown = getattr(inner.model, "unk_token", None)
+        self._unknown_id = getattr(inner.model, "unk_id", None) if unknown is None else inner.token_to_id(unknown)
+        self._sound = all(i == own or i not in model_ids for i, own in self._ids.items())
+
+    def _renamed(self, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
+        name = self._names.get(token.content)
+        return tokenizers.AddedToken(
+            token.content if name is None else name,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            single_word=token.single_word and name is None,
+            normalized=token.normalized and name is None,
+            special=token.special,
+        )
+
+    def encode(self, text: str, clients: frozenset[int]) -> list[int]:
+        parts: list[str] = []
+        end = 0
+        for match in self._tokens.control_in(text):
+            if match.start() not in clients:
+                parts += (text[end : match.start()], self._names[match.group()])
+                end = match.end()
+        ids = _encoded(self._inner, "".join((*parts, text[end:])), False).ids
+        if not self._sound or any(i in self._control_ids and i not in self._ids and i != self._unknown_id for i in ids):
+            raise InvalidRequest("the messages hold what only control tokens of this model can write; leave them out")
+        return [self._ids.get(i, i) for i in ids]
+
+
+def _encoded(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the text is not valid Unicode: a lone surrogate at character {error.start}; send valid UTF-8") from error
+    try:
+        if len(text) <= MAX_INLINE_CHARS:
+            return inner.encode(text, add_special_tokens=add_special_tokens)
+        return inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except BaseException as error:
+        # The library's own failures are no Exception: a regular expression that gives up, for one.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InvalidRequest("the model's tokenizer cannot read this text; change it") from None
