@@ -21,6 +21,7 @@ async def _serve(config: RouterConfig) -> None:
     stop = stop_event(config.drain_timeout)
     router = Router(config)
     await router.start()
+    await router.warm()
     asked = [asyncio.create_task(event.wait()) for event in (stop, router.drain_asked)]
     await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
     if not stop.is_set():

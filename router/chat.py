@@ -27,12 +27,6 @@ class Conversation:
     variables: dict[str, Any]
     continue_final_message: bool
 
-    @property
-    def continued(self) -> str | None:
-        """What the answer has so far."""
-        content = self.messages[-1]["content"] if self.continue_final_message else None
-        return content if isinstance(content, str) else None
-
 
 def check_chat(chat: inference_pb2.Chat) -> None:
     """What is quickly seen. Which roles there are is the template's business; a message without any is refused. Raises InvalidRequest."""
@@ -47,6 +41,11 @@ def check_chat(chat: inference_pb2.Chat) -> None:
             raise InvalidRequest(f'chat.messages[{i}].role is empty; say "system", "user", "assistant" or "tool"')
         if len(message.tool_calls) > _MAX_TOOL_CALLS:
             raise InvalidRequest(f"chat.messages[{i}].tool_calls has {len(message.tool_calls)} entries; send at most {_MAX_TOOL_CALLS}")
+
+
+def continued_content(chat: inference_pb2.Chat) -> str | None:
+    """What the answer has so far; None: it begins anew."""
+    return chat.messages[-1].content if chat.continue_final_message else None
 
 
 def num_content_chars(chat: inference_pb2.Chat) -> int:

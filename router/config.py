@@ -58,6 +58,7 @@ class RouterConfig:
     default_max_tokens: int = 0
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
+    special_tokens_in_messages: str = "text"
     max_inflight: int = 512
     max_waiting: int = 512
     max_inflight_prompt_tokens: int = 4 << 20
@@ -148,6 +149,12 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         default=default.tool_call_parser,
         choices=TOOL_CALL_PARSERS,
         help="how the model writes tool calls; auto: by its chat template",
+    )
+    parser.flag(
+        "--special-tokens-in-messages",
+        default=default.special_tokens_in_messages,
+        choices=["text", "tokens"],
+        help="what becomes of <|im_end|> and the like in what clients say in chats; tokens: whoever writes them can forge turns",
     )
     parser.flag("--max-inflight", type=whole(1, 1 << 20), default=default.max_inflight, help="requests served at once")
     parser.flag(

@@ -12,6 +12,9 @@ from twostep.helper_service import ANSWER, ASK
 _READ_BYTES = 1 << 18
 
 
+TIME, MEMORY = "time", "memory"
+
+
 class Lost(Exception):
     """The process is of no use any more. Says what there was too little of: time or memory."""
 
@@ -52,7 +55,7 @@ class HelperProcess:
                 (num_bytes,) = ANSWER.unpack(await self._process.stdout.readexactly(ANSWER.size))
                 return await self._process.stdout.readexactly(num_bytes)
             except (ConnectionError, asyncio.IncompleteReadError) as error:
-                raise Lost("time" if await self._process.wait() == -signal.SIGPROF else "memory") from error
+                raise Lost(TIME if await self._process.wait() == -signal.SIGPROF else MEMORY) from error
 
     async def end(self) -> None:
         """Returns when it is gone."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from router.answer import Answer
-from router.chat import check_chat, conversation_of, num_chars, num_content_chars
+from router.chat import check_chat, continued_content, num_content_chars
 from router.grammar_check import GrammarChecker
+from router.renderer import Renderer
 from router.resume import resumed_tokens
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted
 from twostep.rpc.convert import grammar_from_proto
@@ -19,16 +20,10 @@ from twostep.rpc.v1 import inference_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.text.answer_grammar import after_reasoning
 from twostep.text.chat_format import ChatFormat
-from twostep.text.chat_template import ChatTemplate, TooMuchWork
 from twostep.text.model_card import ModelCard
 from twostep.text.reasoning import Begun, ReasoningFormat, ReasoningSplitter
-from twostep.text.template_sandbox import MAX_STEPS
-from twostep.text.tokenizer import Tokenizer
+from twostep.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
 
-# Up to here tokenizing takes well under a millisecond and is done in the event loop.
-_MAX_INLINE_CHARS = 4096
-# Nor does rendering such a chat take more than a few of these: who makes the template work hard is read beside the event loop.
-_MAX_INLINE_STEPS = 20_000
 # Detokenizing goes token by token.
 _CHARS_FOR_TOKEN = 32
 _MAX_THREADED = 64
@@ -82,7 +77,7 @@ class PromptReader:
         self,
         tokenizer: Tokenizer,
         card: ModelCard,
-        template: ChatTemplate,
+        renderer: Renderer,
         *,
         default_max_tokens: int,
         chat_format: ChatFormat | None = None,
@@ -97,7 +92,7 @@ class PromptReader:
         self._tools_tokenizer = tokenizer.showing(self._format.special_ids(tokenizer, with_tools=True))
         self._open_tokenizer = tokenizer.showing(tokenizer.special_ids)
         self._card = card
-        self._template = template
+        self._renderer = renderer
         self._default_max_tokens = default_max_tokens
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._num_threaded = 0
@@ -110,7 +105,12 @@ class PromptReader:
         if not text:
             raise InvalidRequest("text is empty; send at least one character")
         self._check_length(len(text))
-        return await self._in_thread_if_long(lambda: self._tokenizer.encode(text, add_special_tokens), len(text))
+
+        def encoded() -> Sequence[int]:
+            self._check_tokens(text)
+            return self._tokenizer.encode(text, add_special_tokens)
+
+        return await self._in_thread_if_long(encoded, len(text))
 
     async def chat_ids(self, chat: inference_pb2.Chat) -> Sequence[int]:
         """Raises InvalidRequest, ResourceExhausted if too many long ones are being tokenized."""
@@ -121,26 +121,16 @@ class PromptReader:
         self._check_length(num_content_chars(chat))
         tokenizer = self._tools_tokenizer if chat.tools else self._chat_tokenizer
         reasoning = self._format.reasoning
+        rendered = await self._renderer.render(chat)
+        text = rendered.text
+        self._check_length(len(text))
+        begun = Begun.OVER if reasoning is None else reasoning.begun_in(text, continued_content(chat))
 
-        def read(max_steps: int = MAX_STEPS) -> Prompt:
-            conversation = conversation_of(chat)
-            text = self._template.render(
-                conversation.messages,
-                tools=conversation.tools,
-                variables=conversation.variables,
-                continue_final_message=conversation.continue_final_message,
-                max_steps=max_steps,
-            )
-            self._check_length(len(text))
-            begun = Begun.OVER if reasoning is None else reasoning.begun_in(text, conversation.continued)
-            return Prompt(self._tokenizer.encode(text, add_special_tokens=False), tokenizer, reasoning, begun)
+        def encoded() -> Sequence[int]:
+            self._check_tokens(text)
+            return self._tokenizer.encode_chat(text, rendered.clients)
 
-        if (num := num_chars(chat)) <= _MAX_INLINE_CHARS:
-            try:
-                return read(_MAX_INLINE_STEPS)
-            except TooMuchWork:
-                pass
-        return await self._in_thread_if_long(read, max(num, _MAX_INLINE_CHARS + 1))
+        return Prompt(await self._in_thread_if_long(encoded, len(text)), tokenizer, reasoning, begun)
 
     async def prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
         """Of a Generate request: at least one token, all within the vocabulary. Raises InvalidRequest (ContextExceeded),
@@ -236,8 +226,14 @@ class PromptReader:
                 f"the prompt has {num_chars} characters, at least {least} tokens, and the context {self._card.max_model_len}; shorten it"
             )
 
+    def _check_tokens(self, text: str) -> None:
+        if self._tokenizer.is_beyond(text, self._card.max_model_len):
+            raise ContextExceeded(
+                f"the prompt has {len(text)} characters and more tokens than the context, which has {self._card.max_model_len}; shorten it"
+            )
+
     async def _in_thread_if_long(self, work: Callable[[], T], num_chars: int) -> T:
-        if num_chars <= _MAX_INLINE_CHARS:
+        if num_chars <= MAX_INLINE_CHARS:
             return work()
         if self._num_threaded >= _MAX_THREADED:
             raise ResourceExhausted(f"{self._num_threaded} long prompts are being tokenized; repeat later")

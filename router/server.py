@@ -34,6 +34,8 @@ from router.quota import Quota
 from router.quota_share import QuotaShare
 from router.redis_start import wait_for_redis
 from router.registry import Deployment, Registry
+from router.render_process import Setup
+from router.renderer import Renderer
 from router.room import Room
 from router.scaling_watch import ScalingWatch
 from router.service import InferenceService
@@ -61,7 +63,7 @@ from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import inference_pb2_grpc, status_pb2_grpc
 from twostep.secret import load_secret
 from twostep.text.chat_format import ChatFormat
-from twostep.text.chat_template import ChatTemplate
+from twostep.text.chat_template import check_syntax
 from twostep.text.model_card import ModelCard
 from twostep.text.token_bytes import TokenBytes
 from twostep.text.tokenizer import Tokenizer
@@ -82,7 +84,8 @@ class Router:
         self.config = config
         secret = load_secret(config.secret_file)
         card = ModelCard.load(config.model)
-        tokenizer = Tokenizer.load(config.model)
+        check_syntax(card)
+        tokenizer = Tokenizer.load(config.model, card.eos_token_ids)
         fingerprint = (dummy_fingerprint if config.load_format == "dummy" else model_fingerprint)(config.model)
         self.router_id = config.router_id or f"router-{uuid.uuid4().hex[:12]}"
         self._redis = connect(config.redis_url)
@@ -115,13 +118,13 @@ class Router:
             ageing_s=config.ageing,
             on_charge=self._quota_share.charge,
         )
-        template = ChatTemplate.of(card)
         chat_format = ChatFormat.of(card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
         self._grammars = GrammarChecker(config.model / "tokenizer.json")
+        self._renderer = Renderer(Setup.of(card, chat_format, None if config.special_tokens_in_messages == "tokens" else tokenizer))
         self._prompts = PromptReader(
             tokenizer,
             card,
-            template,
+            self._renderer,
             default_max_tokens=config.default_max_tokens,
             chat_format=chat_format,
             grammars=self._grammars,
@@ -211,7 +214,6 @@ class Router:
                 tokenizer=tokenizer,
                 token_bytes=TokenBytes(tokenizer),
                 card=card,
-                template=template,
                 chat_format=chat_format,
                 metrics=registry,
                 board=self.board,
@@ -261,6 +263,10 @@ class Router:
     def metrics_port(self) -> int:
         """0: no metrics are served."""
         return 0 if self._metrics_server is None else self._metrics_server.port
+
+    async def warm(self) -> None:
+        """What else the first chat would wait for. Raises SetupError for a chat template that cannot be compiled within bounds."""
+        await self._renderer.start()
 
     async def start(self) -> None:
         """Returns once it listens. Raises SetupError: no Redis, port taken, too few files may be open."""
@@ -357,6 +363,7 @@ class Router:
         if self._hold_back is not None:
             self._hold_back.close()
         await self._grammars.close()
+        await self._renderer.close()
         await self._redis.aclose()
         await self._index_redis.aclose()
         if self._metrics_server is not None:

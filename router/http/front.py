@@ -16,7 +16,6 @@ from router.job import Metadata
 from router.status_board import StatusBoard
 from twostep.metrics.registry import MetricsRegistry
 from twostep.text.chat_format import ChatFormat
-from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
 from twostep.text.token_bytes import TokenBytes
 from twostep.text.tokenizer import Tokenizer
@@ -37,7 +36,6 @@ class Front:
     tokenizer: Tokenizer
     token_bytes: TokenBytes
     card: ModelCard
-    template: ChatTemplate
     chat_format: ChatFormat
     metrics: MetricsRegistry
     board: StatusBoard

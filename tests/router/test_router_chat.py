@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from router.chat import check_chat, conversation_of, num_chars
-from router.prompt import PromptReader
 from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.chat_template import ChatTemplate
-from twostep.text.model_card import ModelCard
 from twostep.text.template_sandbox import MAX_STEPS
-from twostep.text.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -244,30 +240,3 @@ def test_long_conversations_are_well_within_the_bounds() -> None:
     assert num_chars(chat) > 2048 * 120
     text = rendered(ChatTemplate(QWEN3), chat, max_steps=200_000)
     assert text.count("<|im_start|>user") == 2048
-
-
-async def test_a_template_that_works_hard_does_so_beside_the_event_loop(bare_model_dir: Path) -> None:
-    """However short the chat is."""
-    told: list[str] = []
-
-    class Telling(ChatTemplate):
-        def render(self, *args: Any, **options: Any) -> str:
-            try:
-                return super().render(*args, **options)
-            finally:
-                told.append(threading.current_thread().name)
-
-    prompts = PromptReader(
-        Tokenizer.load(bare_model_dir),
-        ModelCard.load(bare_model_dir),
-        Telling("{% for i in range(n) %}{% endfor %}{{ messages[0].content }}"),
-        default_max_tokens=1,
-    )
-    try:
-        for n, in_threads in ((10, [False]), (40_000, [False, True])):
-            told.clear()
-            chat = chat_of([{"role": "user", "content": "hi"}], template_kwargs=json.dumps({"n": n}))
-            assert list(await prompts.chat_ids(chat)) == Tokenizer.load(bare_model_dir).encode("hi")
-            assert [name.startswith("tokenize") for name in told] == in_threads
-    finally:
-        prompts.close()

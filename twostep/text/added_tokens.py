@@ -23,6 +23,9 @@ class AddedTokens:
         self._tokens = tokens
         self._pattern = re.compile(_longest_of([token for token in tokens if token])) if any(tokens) else None
 
+    def __iter__(self) -> Iterator[AddedToken]:
+        return iter(self._tokens.values())
+
     @property
     def control(self) -> list[str]:
         return [content for content, token in self._tokens.items() if token.control]

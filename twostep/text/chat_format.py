@@ -23,6 +23,12 @@ class ChatFormat:
         for_tools = card.tool_use_template or card.chat_template
         return cls(reasoning_format(reasoning_parser, card.chat_template), tool_call_format(tool_call_parser, for_tools))
 
+    @property
+    def markers(self) -> list[str]:
+        """What the model itself writes around reasoning and calls."""
+        reasoning = [] if self.reasoning is None else [self.reasoning.opening, self.reasoning.closing]
+        return reasoning + ([] if self.tool_calls is None else list(self.tool_calls.markers))
+
     def special_ids(self, tokenizer: Tokenizer, *, with_tools: bool) -> frozenset[int]:
         """Special tokens that the answer's text has to show, so that its parts can be told apart."""
         markers: list[str] = []

@@ -131,7 +131,8 @@ class ChatTemplate:
         except TooMuch as error:
             raise TooMuchWork(f"the model's chat template refused the messages: {error}") from error
         except MemoryError:
-            raise TooMuchWork(
+            # Of which there is no more with more steps.
+            raise InvalidRequest(
                 "the model's chat template takes too much memory; send fewer or shorter messages, tools or variables"
             ) from None
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -5,8 +5,8 @@
     rendered              <|im_start|>user\\na<^|^im_end|^>^b<|im_end|>
     without marks         <|im_start|>user\\na<|im_end|>b<|im_end|>        the second is the client's: marks stood in it
 
-Marks stand behind each character of a client's that control tokens have beside letters and digits, so that none is made of a client's pieces
-either, whatever a template cuts out, joins or writes as JSON. A role that a template writes between `<|` and `|>` makes that one token.
+Marks stand behind each character of a client's that control tokens have beside letters and digits, so that none is made of a client's
+pieces either, whatever a template cuts out, joins or writes as JSON. A role that a template writes between `<|` and `|>` makes that one token.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _MAX_DRAWS = 64
 
 
 class ClientWords:
-    """Of one model. `constants`: strings of the template's, which it may look for in what it is given (`</think>`): they are left whole where
-    no control token can be made of them. `model_markers`: what the model itself writes, in the assistant's messages, and the
-    template may look for: they are tokens there, as they were when the model wrote them."""
+    """Of one model. `constants`: strings of the template's, which it may look for in what it is given (`</think>`): they are left whole
+    where no control token can be made of them. `model_markers`: what the model itself writes, and the template may look for, in the
+    assistant's messages: they are tokens there, as they were when the model wrote them."""
 
     def __init__(self, tokens: AddedTokens, constants: Iterable[str] = (), model_markers: Collection[str] = ()) -> None:
         self._tokens = tokens

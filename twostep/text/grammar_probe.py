@@ -3,8 +3,8 @@
 Most of what a grammar may cost is bounded by llguidance's own limits, but not all: conjunctions of a dozen regular expressions take more
 memory than there is, and a library that gets none ends its process.
 
-It is asked in JSON: first `tokenizer`, the path of a tokenizer.json, and `memory_bytes`, how much a grammar may take beside it; then grammars:
-`kind`, `text`. It answers with `error`: what is wrong, or null.
+It is asked in JSON: first `tokenizer`, the path of a tokenizer.json, and `memory_bytes`, how much a grammar may take beside it; then
+grammars: `kind`, `text`. It answers with `error`: what is wrong, or null.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ class Tokenizer:
         return self._guarded.encode(text, frozenset(clients))
 
     def is_beyond(self, text: str, num_tokens: int) -> bool:
-        """Whether a text certainly has more tokens, found out without encoding all of it: megabytes would take gigabytes, and seconds. False
-        says nothing. Takes time in proportion to `num_tokens` at most, but for texts of very long tokens."""
+        """Whether a text certainly has more tokens, found out without encoding all of it: megabytes would take gigabytes, and seconds.
+        False says nothing. Takes time in proportion to `num_tokens` at most, but for texts of very long tokens."""
         piece = max(_LEAST_PIECE, _MAX_CHARS_PER_TOKEN * num_tokens)
         if len(text) <= piece:
             return False
