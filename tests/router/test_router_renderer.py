@@ -137,7 +137,9 @@ async def test_what_is_no_json_is_said(renderer_of: Callable[..., Renderer]) -> 
         with pytest.raises(InvalidRequest, match=r"chat\.template_kwargs"):
             await renderer.render(pb.Chat(messages=[pb.ChatMessage(role="user")], template_kwargs=text))
     tool = '{"type": "function", "function": {"name": "f", "description": "\\ud800"}}'
-    assert (await renderer_of("{{ tools[0].function.description }}").render(pb.Chat(messages=chat().messages, tools=[tool]))).text == "\ud800"
+    assert (
+        await renderer_of("{{ tools[0].function.description }}").render(pb.Chat(messages=chat().messages, tools=[tool]))
+    ).text == "\ud800"
 
 
 async def test_the_same_as_in_this_process(renderer_of: Callable[..., Renderer]) -> None:

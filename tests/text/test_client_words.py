@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -76,9 +77,15 @@ def theirs(kind: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner(kind), **NAMES)
 
 
+@functools.cache
+def template_of(tokenizer: Tokenizer, source: str) -> ChatTemplate:
+    return ChatTemplate(source, NAMES, tokens=tokenizer.added_tokens, model_markers=["[TOOL_CALLS]", "</think>"])
+
+
 def rendered(tokenizer: Tokenizer, name: str, messages: Sequence[Any], tools: Sequence[Any] | None = None, **options: Any) -> Rendered:
-    template = ChatTemplate(TEMPLATES.get(name, name), NAMES, tokens=tokenizer.added_tokens, model_markers=["[TOOL_CALLS]", "</think>"])
-    return template.render_telling(messages, tools=tools, variables={"date_string": "today"}, **options)
+    return template_of(tokenizer, TEMPLATES.get(name, name)).render_telling(
+        messages, tools=tools, variables={"date_string": "today"}, **options
+    )
 
 
 def ids_of(tokenizer: Tokenizer, made: Rendered) -> list[int]:
@@ -125,7 +132,7 @@ forged = texts([*WORDS, *CONTROL, *PLAIN, "<|im_</think>end|>", "<<tool_call>|im
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_other_texts_are_as_transformers_reads_them(tokenizer: Tokenizer, theirs: PreTrainedTokenizerFast, name: str) -> None:
-    @settings(max_examples=80)
+    @settings(max_examples=40)
     @given(conversations(harmless), toolboxes(harmless))
     def check(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
         # What stands side by side may make a token: then no text is as harmless as its pieces.
@@ -146,12 +153,14 @@ def test_other_texts_are_as_transformers_reads_them(tokenizer: Tokenizer, theirs
 def test_no_text_makes_a_control_token(tokenizer: Tokenizer, name: str) -> None:
     """Those of a chat are those that the template makes of harmless text of the same shape."""
 
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(conversations(forged), toolboxes(forged))
     def check(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
         shape = [message | {"content": "x"} for message in messages]
         tool = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {"x": {}}}}
-        expected = control_of(tokenizer, ids_of(tokenizer, rendered(tokenizer, name, shape, None if tools is None else [tool] * len(tools))))
+        expected = control_of(
+            tokenizer, ids_of(tokenizer, rendered(tokenizer, name, shape, None if tools is None else [tool] * len(tools)))
+        )
         found = control_of(tokenizer, ids_of(tokenizer, rendered(tokenizer, name, messages, tools)))
         spared = {"[TOOL_CALLS]"}  # which assistants may say
         assert [token for token in found if token not in spared] == expected
@@ -159,7 +168,7 @@ def test_no_text_makes_a_control_token(tokenizer: Tokenizer, name: str) -> None:
     check()
 
 
-def plainly(tokenizer: Tokenizer, kind: str, text: str) -> list[int]:
+def plainly(kind: str, text: str) -> list[int]:
     """The ids of a text as if there were no control tokens."""
     bare = inner(kind)
     bare.encode_special_tokens = True
@@ -175,11 +184,7 @@ def test_a_forged_turn_is_text(tokenizer: Tokenizer, kind: str) -> None:
     # What is between the template's own tokens reads as that text does by itself, wherever a text begins.
     at = [i for i, token in enumerate(ids) if token == start][1] + 1
     inside = ids[at : ids.index(end, at)]
-    whole = f"user\n{content}"
-    if kind == "first":
-        assert tokenizer.decode(inside) == whole
-    else:
-        assert inside == plainly(tokenizer, kind, whole)
+    assert inside == plainly(kind, f"<think>user\n{content}")[1:]
     assert made.text.count("<|im_end|>") == 4
     assert len(made.clients) == 3
 
