@@ -21,8 +21,16 @@ _EXPECTED = "config.json, safetensors, tokenizer.json"
 
 _FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
-# The format's own bound on a header; more than that is not a safetensors file.
-_MAX_HEADER_BYTES = 100_000_000
+# What a model directory may say at most. All of it is far beyond every model there is; what is read into Python's memory takes ten
+# times as much there and more.
+MAX_MODEL_LEN = 1 << 24
+MAX_VOCAB_SIZE = 1 << 22
+MAX_TOKENIZER_BYTES = 256 << 20
+_MAX_JSON_BYTES = 16 << 20
+_MAX_INDEX_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 16 << 20
+_MAX_SHARDS = 4096
+_SHOWN_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +44,14 @@ class SafetensorsHeader:
     num_bytes: int  # of the whole file
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a model directory. Raises SetupError, naming the file, if it is missing, unreadable or no object."""
+def read_json(path: Path, *, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
+    """A JSON object of a model directory. Raises SetupError, naming the file, if it is missing, unreadable, too large or no object."""
     if not path.parent.is_dir():
         raise SetupError(
             f"{path.parent} is not a directory; give a Hugging Face model directory (config.json, safetensors, tokenizer.json)"
         )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise SetupError(f"{path} does not exist; give a Hugging Face model directory ({_EXPECTED}), or download it again") from error
-    except OSError as error:
-        raise SetupError(f"{path} cannot be read: {error.strerror or error}; check the file and its permissions") from error
+        raw = json.loads(read_text(path, max_bytes=max_bytes))
     except (ValueError, RecursionError) as error:
         raise SetupError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(raw, dict):
@@ -55,9 +59,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def read_optional_json(path: Path) -> dict[str, Any]:
+def read_optional_json(path: Path, *, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """Like read_json, but {} for a file that does not exist."""
-    return read_json(path) if path.exists() else {}
+    return read_json(path, max_bytes=max_bytes) if path.exists() else {}
+
+
+def read_text(path: Path, *, max_bytes: int) -> str:
+    """A file of a model directory. Raises SetupError, naming it, if it is missing, unreadable, no text or longer."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(max_bytes + 1)
+    except FileNotFoundError as error:
+        raise SetupError(f"{path} does not exist; give a Hugging Face model directory ({_EXPECTED}), or download it again") from error
+    except OSError as error:
+        raise SetupError(f"{path} cannot be read: {error.strerror or error}; check the file and its permissions") from error
+    if len(raw) > max_bytes:
+        raise SetupError(f"{path} is larger than {max_bytes} bytes, which no model's is; download it again")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SetupError(f"{path} cannot be read as text in UTF-8 ({error}); download it again") from error
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -73,15 +94,18 @@ def weight_files(model_dir: Path) -> list[Path]:
             "download them, or convert other formats with transformers' save_pretrained"
         )
     shards = [model_dir / name for name in sorted(set(read_weight_map(index).values()))]
+    if len(shards) > _MAX_SHARDS:
+        raise SetupError(f"{index} names {len(shards)} shards, more than {_MAX_SHARDS}; download it again")
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
-        raise SetupError(f"{index} names {', '.join(missing)}, not there; download the missing shards")
+        more = f" and {len(missing) - _SHOWN_NAMES} more" if len(missing) > _SHOWN_NAMES else ""
+        raise SetupError(f"{index} names {', '.join(missing[:_SHOWN_NAMES])}{more}, not there; download the missing shards")
     return shards
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> shard file name, of a model.safetensors.index.json. Raises SetupError if it is not one."""
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SetupError(f"{index} has no weight_map; download it again")
     for name, shard in weight_map.items():
@@ -101,7 +125,8 @@ def read_header(path: Path) -> SafetensorsHeader:
             size = struct.unpack("<Q", front)[0] if len(front) == 8 else 0
             if not 0 < size <= min(_MAX_HEADER_BYTES, num_bytes - 8):
                 raise SetupError(
-                    f"{path} is truncated or no safetensors file (header of {size} bytes, file of {num_bytes}); download it again"
+                    f"{path} is truncated or no safetensors file (header of {size} bytes, file of {num_bytes}, "
+                    f"at most {_MAX_HEADER_BYTES} for the header); download it again"
                 )
             raw = file.read(size)
     except OSError as error:

@@ -14,6 +14,10 @@ from twostep.model_dir import INDEX, SINGLE, SafetensorsHeader, read_header, rea
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
+_MAX_DIMENSIONS = 8
+_MAX_COUNT = 1 << 62
+_SHOWN_CHARS = 200
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
@@ -57,7 +61,7 @@ def _tensors(header: SafetensorsHeader) -> list[StoredTensor]:
     for name, raw in header.tensors.items():
         shape, offsets, dtype = raw.get("shape"), raw["data_offsets"], _DTYPES.get(str(raw.get("dtype")))
         if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-            raise SetupError(f"{header.path} has a corrupt header ({name}: {raw}); download it again")
+            raise SetupError(f"{header.path} has a corrupt header ({name}: {str(raw)[:_SHOWN_CHARS]}); download it again")
         start, stop = offsets
         if dtype is not None and math.prod(shape) * dtype.itemsize != stop - start:
             raise SetupError(f"{header.path} has a corrupt header ({name} of shape {shape} in {stop - start} bytes); download it again")
@@ -78,4 +82,9 @@ def _tensors(header: SafetensorsHeader) -> list[StoredTensor]:
 
 
 def _are_counts(numbers: object) -> TypeGuard[list[int]]:
-    return isinstance(numbers, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
+    """Few and not too large, so that multiplying them takes no time."""
+    return (
+        isinstance(numbers, list)
+        and len(numbers) <= _MAX_DIMENSIONS
+        and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < _MAX_COUNT for n in numbers)
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from twostep.model_dir import read_json, stored_dtype
+from twostep.model_dir import MAX_MODEL_LEN, MAX_VOCAB_SIZE, read_json, stored_dtype
 from twostep.models.config_fields import Fields
 from twostep.models.config_rope import parse_rope
 from twostep.models.config_windows import parse_windows
@@ -45,6 +45,10 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+_MAX_LAYERS = 1024
+_MAX_HEADS = 4096
+_MAX_HEAD_DIM = 4096
+_MAX_WIDTH = 1 << 20
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -69,18 +73,18 @@ def parse_config(model_dir: Path) -> ModelConfig:
 def _llama(fields: Fields, architecture: str, dtype: str) -> ModelConfig:
     """Llama and its relatives."""
     fields.expect("hidden_act", "silu", default="silu")
-    hidden_size = fields.positive_int("hidden_size")
-    num_heads = fields.positive_int("num_attention_heads")
-    num_layers = fields.positive_int("num_hidden_layers")
-    max_position_embeddings = fields.positive_int("max_position_embeddings")
+    hidden_size = fields.positive_int("hidden_size", _MAX_WIDTH)
+    num_heads = fields.positive_int("num_attention_heads", _MAX_HEADS)
+    num_layers = fields.positive_int("num_hidden_layers", _MAX_LAYERS)
+    max_position_embeddings = fields.positive_int("max_position_embeddings", MAX_MODEL_LEN)
     rope = parse_rope(fields, max_position_embeddings)
-    max_model_len = _max_model_len(rope, max_position_embeddings)
+    max_model_len = _max_model_len(fields, rope, max_position_embeddings)
     attention_bias = fields.boolean("attention_bias", False) if architecture in ("llama", "qwen3") else False
     return ModelConfig(
         architecture=architecture,
-        vocab_size=fields.positive_int("vocab_size"),
+        vocab_size=fields.positive_int("vocab_size", MAX_VOCAB_SIZE),
         hidden_size=hidden_size,
-        intermediate_size=fields.positive_int("intermediate_size"),
+        intermediate_size=fields.positive_int("intermediate_size", _MAX_WIDTH),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, architecture, num_heads),
@@ -104,20 +108,20 @@ def _opt(fields: Fields, dtype: str) -> ModelConfig:
     fields.expect("do_layer_norm_before", True, default=True)
     fields.expect("layer_norm_elementwise_affine", True, default=True)
     fields.expect("_remove_final_layer_norm", False, default=False)
-    hidden_size = fields.positive_int("hidden_size")
+    hidden_size = fields.positive_int("hidden_size", _MAX_WIDTH)
     if (projected := fields.take("word_embed_proj_dim", None)) not in (None, hidden_size):
         fields.refuse("word_embed_proj_dim", projected, f"only that of hidden_size ({hidden_size}) is supported")
-    num_heads = fields.positive_int("num_attention_heads")
+    num_heads = fields.positive_int("num_attention_heads", _MAX_HEADS)
     if hidden_size % num_heads:
         fields.refuse("hidden_size", hidden_size, f"it must be a multiple of num_attention_heads ({num_heads})")
-    num_layers = fields.positive_int("num_hidden_layers")
-    num_positions = fields.positive_int("max_position_embeddings")
+    num_layers = fields.positive_int("num_hidden_layers", _MAX_LAYERS)
+    num_positions = fields.positive_int("max_position_embeddings", MAX_MODEL_LEN)
     bias = fields.boolean("enable_bias", True)
     return ModelConfig(
         architecture="opt",
-        vocab_size=fields.positive_int("vocab_size"),
+        vocab_size=fields.positive_int("vocab_size", MAX_VOCAB_SIZE),
         hidden_size=hidden_size,
-        intermediate_size=fields.positive_int("ffn_dim"),
+        intermediate_size=fields.positive_int("ffn_dim", _MAX_WIDTH),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
@@ -136,11 +140,14 @@ def _opt(fields: Fields, dtype: str) -> ModelConfig:
     )
 
 
-def _max_model_len(rope: Rope, max_position_embeddings: int) -> int:
+def _max_model_len(fields: Fields, rope: Rope, max_position_embeddings: int) -> int:
     """yarn's parameters say how long the context becomes; makers often leave max_position_embeddings at the original one."""
     if not isinstance(rope.scaling, YarnScaling):
         return max_position_embeddings
-    return max(max_position_embeddings, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
+    stretched = rope.scaling.factor * rope.scaling.original_max_position_embeddings
+    if stretched > MAX_MODEL_LEN:
+        fields.refuse("rope_parameters", rope.scaling.factor, f"such a factor makes a context of more than {MAX_MODEL_LEN} tokens")
+    return max(max_position_embeddings, int(stretched))
 
 
 def _architecture(fields: Fields) -> str:
@@ -161,7 +168,7 @@ def _num_kv_heads(fields: Fields, architecture: str, num_heads: int) -> int:
     if architecture == "llama" and fields.peek("num_key_value_heads") is None:
         fields.take("num_key_value_heads", None)
         return num_heads
-    num_kv_heads = fields.positive_int("num_key_value_heads")
+    num_kv_heads = fields.positive_int("num_key_value_heads", _MAX_HEADS)
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads ({num_heads})")
     return num_kv_heads
@@ -171,7 +178,7 @@ def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: in
     if architecture == "qwen3" and not fields.has("head_dim"):
         return 128
     if fields.peek("head_dim") is not None:
-        head_dim = fields.positive_int("head_dim")
+        head_dim = fields.positive_int("head_dim", _MAX_HEAD_DIM)
     else:
         fields.take("head_dim", None)
         if hidden_size % num_heads:

@@ -49,10 +49,11 @@ class Fields:
         if given != value:
             self.refuse(key, given, f"only {value!r} is supported")
 
-    def positive_int(self, key: str) -> int:
+    def positive_int(self, key: str, at_most: int) -> int:
+        """`at_most`: beyond every model there is, and far below what would take all memory."""
         value = self._required(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
-            self.refuse(key, value, "it must be a positive whole number")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= at_most:
+            self.refuse(key, value, f"it must be a positive whole number, {at_most} at most")
         return value
 
     def positive_float(self, key: str, default: float | None = None) -> float:

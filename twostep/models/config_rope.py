@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from twostep.model_dir import MAX_MODEL_LEN
 from twostep.models.config_fields import Fields
 from twostep.models.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
@@ -56,7 +57,7 @@ def _llama3(rope: Fields) -> Llama3Scaling:
         factor=rope.positive_float("factor"),
         low_freq_factor=rope.positive_float("low_freq_factor"),
         high_freq_factor=rope.positive_float("high_freq_factor"),
-        original_max_position_embeddings=rope.positive_int("original_max_position_embeddings"),
+        original_max_position_embeddings=rope.positive_int("original_max_position_embeddings", MAX_MODEL_LEN),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         rope.refuse("high_freq_factor", scaling.high_freq_factor, "it must be above low_freq_factor")
@@ -67,7 +68,7 @@ def _yarn(rope: Fields, theta: float, max_position_embeddings: int) -> YarnScali
     """Null is absent, as it is in transformers."""
     original = max_position_embeddings
     if rope.peek("original_max_position_embeddings") is not None:
-        original = rope.positive_int("original_max_position_embeddings")
+        original = rope.positive_int("original_max_position_embeddings", MAX_MODEL_LEN)
     rope.take("original_max_position_embeddings", None)
     factor = rope.optional_float("factor") if rope.has("factor") else rope.positive_float("factor")
     if factor is None:

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from twostep.errors import InvalidRequest, SetupError
-from twostep.model_dir import read_json, read_optional_json
+from twostep.model_dir import MAX_MODEL_LEN, MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE, read_json, read_optional_json, read_text
 from twostep.sampling_params import SamplingParams
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# The longest there are have 30,000 characters.
+_MAX_TEMPLATE_BYTES = 1 << 20
+_MAX_EOS_IDS = 1024
+_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +52,8 @@ class ModelCard:
         templates = _chat_templates(model_dir, tokenizer_config)
         eos = _ids(config, config_path) | _ids(generation, model_dir / "generation_config.json")
         return cls(
-            max_model_len=_positive(config, "max_position_embeddings", config_path),
-            vocab_size=_positive(config, "vocab_size", config_path),
+            max_model_len=_positive(config, "max_position_embeddings", MAX_MODEL_LEN, config_path),
+            vocab_size=_positive(config, "vocab_size", MAX_VOCAB_SIZE, config_path),
             eos_token_ids=eos or _ids_of_token(model_dir, special_tokens.get("eos_token")),
             generation=_defaults(generation, model_dir / "generation_config.json"),
             chat_template=templates.get("default"),
@@ -66,10 +70,10 @@ class ModelCard:
         return self.special_tokens.get("eos_token", "")
 
 
-def _positive(raw: dict[str, Any], key: str, path: Path) -> int:
+def _positive(raw: dict[str, Any], key: str, at_most: int, path: Path) -> int:
     value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise SetupError(f"{path}: {key} is {value!r}; it must be a positive whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= at_most:
+        raise SetupError(f"{path}: {key} is {repr(value)[:_SHOWN_CHARS]}; it must be a positive whole number, {at_most} at most")
     return value
 
 
@@ -77,8 +81,8 @@ def _ids(raw: dict[str, Any], path: Path) -> frozenset[int]:
     """`eos_token_id`: one id, several or none."""
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
-        raise SetupError(f"{path}: eos_token_id is {value!r}; it must be a token id, a list of them, or null")
+    if len(ids) > _MAX_EOS_IDS or any(not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < MAX_VOCAB_SIZE for i in ids):
+        raise SetupError(f"{path}: eos_token_id is {repr(value)[:_SHOWN_CHARS]}; it must be a token id, a list of them, or null")
     return frozenset(ids)
 
 
@@ -86,15 +90,17 @@ def _ids_of_token(model_dir: Path, token: str | None) -> frozenset[int]:
     """The id of the tokenizer's own end token: where neither JSON names one."""
     if token is None:
         return frozenset()
-    added = read_optional_json(model_dir / "tokenizer.json").get("added_tokens", [])
-    return frozenset(entry["id"] for entry in added if isinstance(entry, dict) and entry.get("content") == token)
+    path = model_dir / "tokenizer.json"
+    added = read_optional_json(path, max_bytes=MAX_TOKENIZER_BYTES).get("added_tokens", [])
+    found = [entry.get("id") for entry in added if isinstance(entry, dict) and entry.get("content") == token]
+    return _ids({"eos_token_id": found}, path)
 
 
 def _defaults(raw: dict[str, Any], path: Path) -> GenerationDefaults:
     known = {key: raw[key] for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if raw.get(key) is not None}
     for key, value in known.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or (key == "top_k" and not isinstance(value, int)):
-            raise SetupError(f"{path}: {key} is {value!r}; it must be a number")
+            raise SetupError(f"{path}: {key} is {repr(value)[:_SHOWN_CHARS]}; it must be a number")
     if raw.get("do_sample") is False:
         known = {"temperature": 0.0} | {key: value for key, value in known.items() if key == "repetition_penalty"}
     if known.get("top_k") == -1:  # some models write "off" so
@@ -120,7 +126,8 @@ def _chat_templates(model_dir: Path, tokenizer_config: dict[str, Any]) -> dict[s
     jinja = model_dir / "chat_template.jinja"
     if jinja.is_file():
         others = sorted((model_dir / "additional_chat_templates").glob("*.jinja"))
-        return {path.stem: _text(path) for path in others} | {"default": _text(jinja)}
+        read = {path.stem: read_text(path, max_bytes=_MAX_TEMPLATE_BYTES) for path in others if path.stem == "tool_use"}
+        return read | {"default": read_text(jinja, max_bytes=_MAX_TEMPLATE_BYTES)}
     for path, raw in (
         (model_dir / "tokenizer_config.json", tokenizer_config),
         (model_dir / "chat_template.json", read_optional_json(model_dir / "chat_template.json")),
@@ -133,18 +140,13 @@ def _chat_templates(model_dir: Path, tokenizer_config: dict[str, Any]) -> dict[s
         else:
             named = {"default": value}
         for template in named.values():
+            if isinstance(template, str) and len(template) > _MAX_TEMPLATE_BYTES:
+                raise SetupError(f"{path}: a chat template has {len(template)} characters, more than {_MAX_TEMPLATE_BYTES}; shorten it")
             if template is not None and not isinstance(template, str):
                 raise SetupError(f"{path}: chat_template is a {type(template).__name__}; it must be a string or a list of named templates")
         if value is not None:
             return {name: template for name, template in named.items() if template is not None}
     return {}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SetupError(f"{path} cannot be read ({error}); download it again") from error
 
 
 def _special_tokens(tokenizer_config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str]:

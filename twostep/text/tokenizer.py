@@ -13,6 +13,7 @@ import tokenizers
 import tokenizers.decoders
 
 from twostep.errors import InvalidRequest, SetupError
+from twostep.model_dir import MAX_TOKENIZER_BYTES
 from twostep.text.added_tokens import AddedToken, AddedTokens
 
 _REPLACEMENT = "\ufffd"
@@ -60,6 +61,8 @@ class Tokenizer:
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise SetupError(f"{path} does not exist; give a Hugging Face model directory with a tokenizer.json, or download it")
+        if (num_bytes := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+            raise SetupError(f"{path} has {num_bytes} bytes, more than any tokenizer ({MAX_TOKENIZER_BYTES}); download it again")
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every broken file
