@@ -68,7 +68,8 @@ def read_text(path: Path, *, max_bytes: int) -> str:
     """A file of a model directory. Raises SetupError, naming it, if it is missing, unreadable, no text or longer."""
     try:
         with path.open("rb") as file:
-            raw = file.read(max_bytes + 1)
+            # No more than there is: a buffer is taken for all that is asked for.
+            raw = file.read(min(path.stat().st_size, max_bytes) + 1)
     except FileNotFoundError as error:
         raise SetupError(f"{path} does not exist; give a Hugging Face model directory ({_EXPECTED}), or download it again") from error
     except OSError as error:

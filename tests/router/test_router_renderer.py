@@ -92,7 +92,7 @@ async def test_work_that_steps_count_ends_by_steps(renderer_of: Callable[..., Re
     """And so always at the same place, whatever the time."""
     renderer = renderer_of(EVIL_TEMPLATE, short_s=600.0, long_s=600.0)
     for name in STEPS:
-        with pytest.raises(InvalidRequest, match="too much work|recursion"):
+        with pytest.raises(InvalidRequest, match=r"too much work|recursion"):
             await renderer.render(chat(which=name, n=90_000))
 
 

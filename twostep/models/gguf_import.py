@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from twostep.errors import SetupError
+from twostep.models.gguf_check import check_gguf
 from twostep.models.gguf_tokenizer import build_tokenizer, eos_token_ids, tokenizer_config
 
 _LAYER_TENSORS = {
@@ -48,10 +49,11 @@ def convert(gguf: Path, out_dir: Path, *, progress: Callable[[str], None]) -> No
     """Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json and model.safetensors (bf16, dequantized)
     into the existing `out_dir`. Holds the bf16 weights in memory once. Raises SetupError for a file that is not a GGUF, for
     whatever it holds that has no place in such a directory, by name, and if something cannot be written."""
+    check_gguf(gguf)
     try:
         reader = GGUFReader(gguf)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except (OSError, ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
+    except (OSError, ValueError, IndexError, KeyError, OverflowError, RecursionError, struct.error) as error:
         raise SetupError(f"{gguf} cannot be read as GGUF ({error}); download it again") from error
     try:
         tensors = _tensors(reader, metadata, progress)

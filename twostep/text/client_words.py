@@ -6,7 +6,8 @@
     without marks         <|im_start|>user\\na<|im_end|>b<|im_end|>        the second is the client's: marks stood in it
 
 Marks stand behind each character of a client's that control tokens have beside letters and digits, so that none is made of a client's
-pieces either, whatever a template cuts out, joins or writes as JSON. A role that a template writes between `<|` and `|>` makes that one token.
+pieces either, whatever a template cuts out, joins or writes as JSON. A role that a template writes between `<|` and `|>` makes that one
+token.
 """
 
 from __future__ import annotations

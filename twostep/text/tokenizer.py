@@ -15,6 +15,7 @@ import tokenizers.decoders
 from twostep.errors import InvalidRequest, SetupError
 from twostep.model_dir import MAX_TOKENIZER_BYTES
 from twostep.text.added_tokens import AddedToken, AddedTokens
+from twostep.text.slow_patterns import slow_pattern
 
 _REPLACEMENT = "\ufffd"
 # Of more than so many the library is asked in the way that releases the GIL, which costs threads of its own.
@@ -67,6 +68,8 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every broken file
             raise SetupError(f"{path} cannot be read as a tokenizer ({error}); download it again") from error
+        if (pattern := slow_pattern(inner)) is not None:
+            raise SetupError(f"{path} cuts texts with {pattern[:80]!r}, which repeats what repeats and may never end; write it without")
         return cls(inner, control_ids)
 
     @property
