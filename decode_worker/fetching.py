@@ -32,7 +32,7 @@ from kv_transfer.transport import BlockStore, ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
 from kv_transfer.wire_encoding import RAW
 from twostep.cluster.records import LayoutRecord
-from twostep.errors import Cancelled, Incompatible, InternalError, TwostepError, Unavailable
+from twostep.errors import Cancelled, Incompatible, InternalError, ResourceExhausted, TwostepError, Unavailable
 from twostep.rpc.channel import error_from_rpc
 from twostep.rpc.v1 import decode_pb2, kv_pb2, kv_pb2_grpc
 from twostep.tracing import Metadata
@@ -241,7 +241,7 @@ class Fetching:
                 f"KV is published by {manifest.transport!r}, but this worker asked for {', '.join(self._offered)}; align --kv-transfer"
             )
         if not transport.ready:
-            raise Unavailable(f"the {manifest.transport} KV transport is not ready on the decode worker; it comes back by itself")
+            raise _own_side_away(transport)
         if manifest.checksum != transport.checksum_name:
             raise Incompatible(
                 f"{manifest.transport} chunks carry {manifest.checksum!r} checksums, this worker verifies {transport.checksum_name!r}; "
@@ -289,8 +289,11 @@ class Fetching:
                     block_ids = self._target.block_ids[chunk.first_block : chunk.first_block + chunk.num_blocks]
                     await transport.fetch(self._endpoint, self._ticket.lease_id, chunk, block_ids, deadline=deadline)
         except TwostepError as error:
-            if isinstance(error, Unavailable):
-                self._parts.paths.failed(self._source, transport.name, error)
+            if not isinstance(error, Unavailable):
+                return error
+            if not transport.ready:
+                return _own_side_away(transport)
+            self._parts.paths.failed(self._source, transport.name, error)
             return error
         except Exception as error:
             log.exception("fetching a chunk of %s failed unexpectedly", self._ticket.lease_id)
@@ -358,6 +361,11 @@ class Fetching:
                 peer=self._ticket.worker_id,
             )
         )
+
+
+def _own_side_away(transport: KvTransport) -> ResourceExhausted:
+    """Routers take Unavailable for the source's fault, and would try another source with this same worker."""
+    return ResourceExhausted(f"no KV comes in by {transport.name} here ({transport.why_not_ready}); another decode worker may do")
 
 
 def _info(chunk: kv_pb2.Chunk, num_layers: int) -> ChunkInfo:

@@ -122,7 +122,8 @@ class Paths:
                 await self._forget(key)
 
     async def offered(self, source: Source, *, host_only: bool = False) -> tuple[str, ...]:
-        """What may be used from there now, best first. Waits a little where nothing is known to work. Raises Unavailable.
+        """What may be used from there now, best first. Waits a little where nothing is known to work. Raises Unavailable, and
+        ResourceExhausted where no transport is ready on this side.
 
         `host_only`: only what passes through this worker's host memory.
         """
@@ -135,7 +136,9 @@ class Paths:
                     while not (names := self._usable(known, host_only)):
                         await known.tried.wait()
             except TimeoutError:
-                raise Unavailable(f"no KV transport works from {source.worker_id}: {self._why(known)}; another pair may do") from None
+                # Routers take Unavailable for the source's fault.
+                kind = Unavailable if self._transports.ready else ResourceExhausted
+                raise kind(f"no KV transport works from {source.worker_id}: {self._why(known)}; another pair may do") from None
         return names
 
     def failed(self, source: Source, transport: str, error: TwostepError) -> None:

@@ -41,6 +41,8 @@ _NUM_THREADS = 16
 # Of other agents by their names, at once.
 _NUM_LOOKUPS = 4
 _SWEEP_S = 0.2
+# Less is kept by Ray in the process itself, and never gets to the object store.
+_TRIAL_BYTES = 256 << 10
 _COLLECT_EVERY = 25
 _SWITCH_S = 0.0005
 _MAX_PEERS = 256
@@ -61,6 +63,8 @@ class KvAgentActor:
         self._book: ObjectBook[Any] = ObjectBook(budget_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-agent")
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUPS, thread_name_prefix="kv-agent-lookup")
+        # Of its own: the others may all be waiting for sources.
+        self._store_trial = ThreadPoolExecutor(1, thread_name_prefix="kv-agent-store")
         self._peers: OrderedDict[str, Any] = OrderedDict()
         # Probes take memory that no budget counts: one at a time.
         self._probing = asyncio.Semaphore(1)
@@ -147,7 +151,10 @@ class KvAgentActor:
     def drop(self, lease_id: str) -> int:
         return self._book.drop(lease_id)
 
-    def status(self) -> kv_pb2.AgentStatusResponse:
+    async def status(self, *, try_store: bool) -> kv_pb2.AgentStatusResponse:
+        """With `try_store` it hangs for as long as this node's object store does."""
+        if try_store:
+            await asyncio.get_running_loop().run_in_executor(self._store_trial, ray.put, np.zeros(_TRIAL_BYTES, np.uint8))
         stats = self._book.stats
         return kv_pb2.AgentStatusResponse(
             endpoint=self._endpoint,
@@ -206,7 +213,7 @@ class _Service(kv_pb2_grpc.KvAgentServicer):
         return kv_pb2.AgentDropResponse(objects=self._actor.drop(request.lease_id))
 
     async def Status(self, request: kv_pb2.AgentStatusRequest, context: Any) -> kv_pb2.AgentStatusResponse:
-        return self._actor.status()
+        return await self._actor.status(try_store=request.try_store)
 
 
 def _source_lost(endpoint: str, error: Exception) -> Unavailable:

@@ -1,5 +1,11 @@
 """One life of a KV agent, as its worker sees it: helper process, ring, unix socket, and what it holds. Ends once, and is replaced.
 
+    answers   it is asked twice a second; once a call waits, also whether its object store takes anything
+    silent    an answer is overdue (1.5 s; longer where answers are slow), or its network is gone: who waits for it gets Unavailable, and
+              nobody asks anything of it. It keeps all it holds, and is back with its next answer: a false alarm costs those who waited a
+              new attempt, and nothing else
+    lost      it has ended, or owed an answer for 10 s: another one is started
+
 The worker never imports ray: everything Ray does happens in the helper and in the actor that it owns.
 """
 
@@ -10,7 +16,7 @@ import json
 import logging
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,9 +29,12 @@ import numpy.typing as npt
 
 from kv_transfer.child import Child
 from kv_transfer.object_book import ObjectBook
+from kv_transfer.patience import Patience
+from kv_transfer.probing import PROBE_LEASE
 from kv_transfer.ring import Pin, RingAllocator, SharedMemory
 from kv_transfer.waiting import FifoGate
 from twostep.errors import InvalidRequest, TwostepError, Unavailable, error_from_grpc
+from twostep.process_end import how_it_ended, oom_kills
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -33,8 +42,18 @@ log = logging.getLogger(__name__)
 # A call to the agent is given up so long after the agent itself should have: then the agent hangs, and is replaced.
 _GRACE_S = 5.0
 _PUT_S = 10.0
-_POLL_S = 1.0
+_POLL_S = 0.5
 _POLL_TIMEOUT_S = 10.0
+# Time is counted in pieces of this event loop's own life: if it was itself held up, nobody else was slow.
+_PIECE_S = 0.25
+_SILENT_S = 1.5
+_MOST_SILENT_S = 8.0
+# So long nothing at all may come from another agent while something is waited for.
+_STALLED_S = 2.0
+_MOST_STALLED_S = 10.0
+_CONNECT_S = 1.0
+# Where a source is silent already, Ray's head is asked beside it.
+_CONNECT_AGAIN_S = 0.5
 _STOP_S = 3.0
 _STDERR_LINES = 20
 
@@ -65,7 +84,7 @@ class Slot:
 class AgentSession:
     """Made by `launch`, ended by `close`; every call of an ended session raises Unavailable. Belongs to one event loop."""
 
-    def __init__(self, endpoint: str, ring: SharedMemory, socket_path: Path, process: Child) -> None:
+    def __init__(self, endpoint: str, ring: SharedMemory, socket_path: Path, process: Child, ray_address: str = "") -> None:
         self.endpoint = endpoint
         self.process = process
         self.actor_pid = 0
@@ -81,6 +100,13 @@ class AgentSession:
         self._stub: Any = kv_pb2_grpc.KvAgentStub(self._channel)
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._suspicion = asyncio.Event()
+        self._ray_address = ray_address
+        self._oom_kills = oom_kills()
+        self._silence: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._cut_off = False
+        self._waiting: OrderedDict[object, float] = OrderedDict()  # calls under way, by when they began
+        self._own = Patience(least_s=_SILENT_S, most_s=_MOST_SILENT_S)
+        self._sources = Patience(least_s=_STALLED_S, most_s=_MOST_STALLED_S)
         self._unused = asyncio.Event()  # no slot is taken
         self._unused.set()
         self._unpin: Callable[[], None] | None = None
@@ -101,7 +127,7 @@ class AgentSession:
                     *("--budget-bytes", str(config.budget_bytes), "--start-timeout", str(config.start_timeout_s)),
                 ]
             )
-            session = cls(endpoint, ring, socket_path, process)
+            session = cls(endpoint, ring, socket_path, process, config.ray_address)
             if config.pin is not None:
                 await session.pin_ring(config.pin)
             await session._wait_ready(config.start_timeout_s)
@@ -125,22 +151,77 @@ class AgentSession:
             exited.cancel()
 
     async def _look(self, exited: asyncio.Future[Any]) -> str:
-        """Waits for a sign or for the next poll; empty if all is well."""
+        """Asks once and pauses, at most until a sign that something is wrong. Says why the agent is lost; empty if it is not."""
+        began = time.monotonic()
+        asking = asyncio.ensure_future(self.status(try_store=self._waits_long(began)))
+        try:
+            waited_s = 0.0
+            while not asking.done():
+                await asyncio.wait({exited, self._lost, asking}, timeout=_PIECE_S, return_when=asyncio.FIRST_COMPLETED)
+                if why := self._why_lost(exited):
+                    return why
+                waited_s += _PIECE_S
+                if not asking.done() and waited_s >= self._own.of(self.endpoint):
+                    self._fall_silent("it does not answer, or its object store does not")
+            try:
+                asking.result()
+            except TwostepError as error:
+                return f"its actor does not answer: {error.message}"
+        finally:
+            asking.cancel()
+        self._own.answered(self.endpoint, time.monotonic() - began)
+        if not self._cut_off or await self._reaches_ray(_CONNECT_S):
+            self._answer_again()
         suspected: asyncio.Future[Any] = asyncio.ensure_future(self._suspicion.wait())
         try:
             await asyncio.wait({exited, suspected, self._lost}, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             suspected.cancel()
+        self._suspicion.clear()
+        return self._why_lost(exited)
+
+    def _why_lost(self, exited: asyncio.Future[Any]) -> str:
         if self._lost.done():
             return self._lost.result()
         if exited.done():
-            return f"its helper process ended with status {self.process.returncode}{self._last_words()}"
-        self._suspicion.clear()
-        try:
-            await self.status()
-        except TwostepError as error:
-            return f"its actor does not answer: {error.message}"
+            return f"its helper process {how_it_ended(self.process.returncode, oom_kills_before=self._oom_kills)}{self._last_words()}"
         return ""
+
+    def _waits_long(self, now: float) -> bool:
+        """A call has been under way for so long that the object store may be what holds it up."""
+        return bool(self._waiting) and now - next(iter(self._waiting.values())) >= _POLL_S
+
+    @property
+    def silence(self) -> str:
+        """Why nothing should be asked of it now; empty if it answers."""
+        return self._silence.result() if self._silence.done() else ""
+
+    def _fall_silent(self, why: str) -> None:
+        if not self._silence.done():
+            log.warning("KV agent %s: %s; hand-overs take another way until it is back", self.endpoint, why)
+            self._silence.set_result(why)
+
+    def _answer_again(self) -> None:
+        self._cut_off = False
+        if self._silence.done():
+            log.info("KV agent %s answers again", self.endpoint)
+            self._silence = asyncio.get_running_loop().create_future()
+
+    async def unless_silent(self, call: asyncio.Task[T]) -> T:
+        """What the call returns or raises; Unavailable once the agent is silent. The call goes on then, as it does if this is cancelled."""
+        silence = self._silence
+        waited: set[asyncio.Future[Any]] = {call, silence}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if call.done():
+            return call.result()
+        raise Unavailable(f"Ray's KV agent is away: {silence.result()}; prefill again")
+
+    async def _reaches_ray(self, within_s: float) -> bool:
+        try:
+            await reach(self._ray_address, within_s)
+        except Unavailable:
+            return False
+        return True
 
     async def close(self) -> None:
         """Ends the helper, and with it the actor and its objects; what waits for them gets Unavailable. Idempotent."""
@@ -196,8 +277,35 @@ class AgentSession:
         await self._call(lambda: self._stub.Put(request, timeout=_PUT_S))
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: int, slot: Slot, *, deadline: float) -> None:
-        """The slot holds the chunk, or is garbage; no other process writes it any more when this ends."""
-        timeout_s = max(0.001, deadline - time.monotonic())
+        """The slot holds the chunk, or is garbage; no other process writes it any more when this ends. It ends before the deadline if
+        nothing at all has come from that source for a while."""
+        while True:
+            began, before = time.monotonic(), self._sources.num_answers(endpoint)
+            patience_s = self._sources.of(endpoint)
+            try:
+                await self._fetch(endpoint, lease_id, chunk, slot, timeout_s=min(deadline - began, patience_s))
+            except Unavailable:
+                now = time.monotonic()
+                if now - began < patience_s or now >= deadline:
+                    raise
+                if self._sources.num_answers(endpoint) != before:
+                    # Slow, but not dead: others came.
+                    continue
+                if not await self._reaches_ray(_CONNECT_AGAIN_S):
+                    self._cut_off = True
+                    self._fall_silent(f"neither {endpoint} nor Ray's head can be reached from here")
+                raise Unavailable(f"nothing came from Ray's KV agent {endpoint} for {patience_s:.1f} s; prefill again") from None
+            self._sources.answered(endpoint, time.monotonic() - began)
+            return
+
+    async def probe(self, endpoint: str, slot: Slot, *, deadline: float) -> None:
+        """Fills the slot with the source's pattern. Takes all the time there is, so that patience with a slow source is learned."""
+        began = time.monotonic()
+        await self._fetch(endpoint, PROBE_LEASE, 0, slot, timeout_s=deadline - began)
+        self._sources.answered(endpoint, time.monotonic() - began)
+
+    async def _fetch(self, endpoint: str, lease_id: str, chunk: int, slot: Slot, *, timeout_s: float) -> None:
+        timeout_s = max(0.001, timeout_s)
         request = kv_pb2.AgentFetchRequest(
             endpoint=endpoint, lease_id=lease_id, chunk=chunk, offset=slot.offset, num_bytes=slot.bytes.size, timeout_s=timeout_s
         )
@@ -206,17 +314,21 @@ class AgentSession:
     async def drop(self, lease_id: str) -> None:
         await self._call(lambda: self._stub.Drop(kv_pb2.AgentDropRequest(lease_id=lease_id), timeout=_GRACE_S))
 
-    async def status(self) -> kv_pb2.AgentStatusResponse:
-        return await self._call(lambda: self._stub.Status(kv_pb2.AgentStatusRequest(), timeout=_POLL_TIMEOUT_S))
+    async def status(self, *, try_store: bool = False) -> kv_pb2.AgentStatusResponse:
+        request = kv_pb2.AgentStatusRequest(try_store=try_store)
+        return await self._call(lambda: self._stub.Status(request, timeout=_POLL_TIMEOUT_S), counts=False)
 
     def check_alive(self) -> None:
         """Raises Unavailable."""
         if self._lost.done():
             raise Unavailable(f"Ray's KV agent is gone: {self._lost.result()}; prefill again")
 
-    async def _call(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """One RPC. Raises TwostepErrors only; a call that outlives its own deadline ends the session."""
+    async def _call(self, begin: Callable[[], Awaitable[T]], *, counts: bool = True) -> T:
+        """One RPC. Raises TwostepErrors only; a call that outlives its own deadline ends the session. `counts`: somebody waits for it."""
         self.check_alive()
+        call = object()
+        if counts:
+            self._waiting[call] = time.monotonic()
         try:
             return await begin()
         except grpc.aio.AioRpcError as error:
@@ -236,6 +348,8 @@ class AgentSession:
             if self._lost.done() and (task is None or not task.cancelling()):
                 self.check_alive()
             raise
+        finally:
+            self._waiting.pop(call, None)
 
     async def pin_ring(self, pin: Pin) -> None:
         """While the agent starts, which takes longer."""
@@ -277,3 +391,16 @@ class AgentSession:
 
     def _last_words(self) -> str:
         return f" (its last words: {self._stderr[-1][:300]})" if self._stderr else ""
+
+
+async def reach(ray_address: str, within_s: float = _CONNECT_S) -> None:
+    """A connection to Ray's head and nothing more. Raises Unavailable."""
+    host, _, port = ray_address.rpartition(":")
+    try:
+        async with asyncio.timeout(within_s):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError):
+        raise Unavailable(f"Ray does not answer at {ray_address}") from None
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()

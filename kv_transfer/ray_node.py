@@ -27,6 +27,7 @@ from kv_transfer.ray_ports import RayPorts
 from twostep.errors import SetupError
 from twostep.flags import FlagParser
 from twostep.log import setup_logging
+from twostep.process_end import how_it_ended, oom_kills
 
 log = logging.getLogger(__name__)
 
@@ -178,13 +179,13 @@ class RayNode:
         while not self._stopped():
             if not self._config.head and not self._wait_for_head():
                 break
-            begin = time.monotonic()
+            begin, kills = time.monotonic(), oom_kills()
             status = self._live()
             if self._stopped():
                 break
             if time.monotonic() - begin >= _SETTLED_S:
                 backoff_s = _FIRST_BACKOFF_S
-            log.warning("Ray ended with status %d; it is started again in %g s", status, backoff_s)
+            log.warning("Ray %s; it is started again in %g s", how_it_ended(status, oom_kills_before=kills), backoff_s)
             self._pause(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 

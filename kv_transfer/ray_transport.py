@@ -3,7 +3,8 @@
     publish   1 room in the budget   2 slot of the ring   3 pool -> slot, checksum (thread)   4 agent: slot -> object store
     fetch     1 slot of the ring     2 agent: object store of the source -> slot              3 checksum, slot -> pool (thread)
 
-Ray may be away at any time: `ready` turns False, calls raise Unavailable, and a new agent is started once Ray answers again.
+Ray may be away at any time: `ready` turns False, calls raise Unavailable, and a new agent is started once Ray answers again. An agent that
+does not answer in time is waited for no longer either, but kept for a while: it may only be slow (kv_transfer.agent_session).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from kv_transfer.agent_session import AgentConfig, AgentSession, Slot
+from kv_transfer.agent_session import AgentConfig, AgentSession, Slot, reach
 from kv_transfer.checksum import checksum
 from kv_transfer.local import check_blocks, check_sum, part_bytes, write_verified
 from kv_transfer.object_book import Entry
-from kv_transfer.probing import PROBE_BYTES, PROBE_LEASE, probe_pattern
+from kv_transfer.probing import PROBE_BYTES, probe_pattern
 from kv_transfer.ring import Pin, default_ring_bytes, default_ring_dir
 from kv_transfer.scattering import scattering
 from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, Probe, TransportStats
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 
 _NUM_THREADS = 8
 _MAX_SOCKET_PATH = 107
-_CONNECT_S = 1.0
 _FIRST_BACKOFF_S = 0.25
 _MAX_BACKOFF_S = 4.0
 _RETRY_PUT_S = 0.02
@@ -101,7 +101,7 @@ class RayTransport:
         self._life = 0
         self._why_not_ready = "the KV agent is starting"
         self._tasks: list[asyncio.Task[None]] = []
-        self._late_fetches: set[asyncio.Task[None]] = set()
+        self._late_calls: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-ray")
 
     @property
@@ -122,11 +122,11 @@ class RayTransport:
 
     @property
     def ready(self) -> bool:
-        return self._session is not None
+        return self._session is not None and not self._session.silence
 
     @property
     def why_not_ready(self) -> str:
-        return self._why_not_ready
+        return self._why_not_ready if self._session is None else self._session.silence
 
     @property
     def max_lease_bytes(self) -> int:
@@ -155,8 +155,8 @@ class RayTransport:
         for task in self._tasks:
             with suppress(asyncio.CancelledError):
                 await task
-        if self._late_fetches:
-            await asyncio.wait(self._late_fetches)
+        if self._late_calls:
+            await asyncio.wait(self._late_calls)
         await asyncio.to_thread(self._threads.shutdown)
 
     async def publish(
@@ -203,11 +203,13 @@ class RayTransport:
         entry = await session.room.take(attempt, deadline=deadline)
         try:
             slot = await session.take_slot(num_bytes, deadline=deadline)
+            put: asyncio.Task[None] | None = None
             try:
                 digest = await finish(self._in_thread(fill, slot))
-                await self._put(session, lease_id, index, slot, ttl_s=ttl_s, deadline=deadline)
+                put = asyncio.create_task(self._put(session, lease_id, index, slot, ttl_s=ttl_s, deadline=deadline))
+                await finish(session.unless_silent(put))
             finally:
-                session.give_back(slot)
+                self._give_back(put, session, slot)
             session.book.fill(entry, True, now=time.monotonic())
         except BaseException:
             session.book.cancel(entry)
@@ -221,7 +223,7 @@ class RayTransport:
         slot = await self._slot_in_time(session, chunk.num_bytes, deadline=deadline)
         pull = asyncio.create_task(session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
         try:
-            await asyncio.shield(pull)
+            await session.unless_silent(pull)
             with scattering():
                 await finish(self._in_thread(write_verified, self._store, chunk, tuple(block_ids), slot.bytes))
         finally:
@@ -232,7 +234,7 @@ class RayTransport:
         slot = await self._slot_in_time(session, chunk.num_bytes, deadline=deadline)
         pull = asyncio.create_task(session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
         try:
-            await asyncio.shield(pull)
+            await session.unless_silent(pull)
             await finish(self._in_thread(check_sum, chunk, slot.bytes))
             return await finish(self._in_thread(slot.bytes.copy))
         finally:
@@ -245,9 +247,9 @@ class RayTransport:
         num_bytes = max(1, min(PROBE_BYTES, self._config.ring_bytes // 4))
         slot = await self._slot_in_time(session, num_bytes, deadline=deadline)
         start = time.monotonic()
-        pull = asyncio.create_task(session.fetch(endpoint, PROBE_LEASE, 0, slot, deadline=deadline))
+        pull = asyncio.create_task(session.probe(endpoint, slot, deadline=deadline))
         try:
-            await asyncio.shield(pull)
+            await session.unless_silent(pull)
             seconds = max(time.monotonic() - start, 1e-6)
             if not await finish(self._in_thread(np.array_equal, slot.bytes, probe_pattern(num_bytes))):
                 raise Unavailable(f"a probe of {num_bytes} bytes from {endpoint} arrived altered; look at the machines' memory")
@@ -287,7 +289,7 @@ class RayTransport:
         """The agent's own book may free a lease a moment later than ours: a full agent is asked again until the deadline."""
         while True:
             try:
-                return await finish(session.put(lease_id, index, slot, ttl_s=ttl_s))
+                return await session.put(lease_id, index, slot, ttl_s=ttl_s)
             except ResourceExhausted:
                 if time.monotonic() + _RETRY_PUT_S >= deadline:
                     raise
@@ -306,27 +308,27 @@ class RayTransport:
             "--kv-ring-bytes larger"
         )
 
-    def _give_back(self, pull: asyncio.Task[None], session: AgentSession, slot: Slot) -> None:
-        """Cancelled while the agent may still write the slot: it stays taken until the agent has answered."""
-        if pull.done():
+    def _give_back(self, call: asyncio.Task[None] | None, session: AgentSession, slot: Slot) -> None:
+        """Given up while the agent may still use the slot: it stays taken until the agent has answered. None: it was not asked."""
+        if call is None or call.done():
             session.give_back(slot)
             return
 
         def ended(task: asyncio.Task[None]) -> None:
-            self._late_fetches.discard(task)
+            self._late_calls.discard(task)
             if not task.cancelled():
                 task.exception()
             session.give_back(slot)
 
-        self._late_fetches.add(pull)
-        pull.add_done_callback(ended)
+        self._late_calls.add(call)
+        call.add_done_callback(ended)
 
     async def _in_thread(self, function: Callable[..., R], *args: object) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
 
     def _running_session(self) -> AgentSession:
-        if self._session is None:
-            raise Unavailable(f"KV transfer over Ray is not ready: {self._why_not_ready}; try another worker, or later")
+        if self._session is None or not self.ready:
+            raise Unavailable(f"KV transfer over Ray is not ready: {self.why_not_ready}; try another worker, or later")
         return self._session
 
     # ---- the agent's lives ----------------------------------------------------------------------------------------------
@@ -362,15 +364,7 @@ class RayTransport:
 
     async def _reach_ray(self) -> None:
         """A helper costs a second of CPU to find out that Ray is away; a connection costs nothing. Raises Unavailable."""
-        host, _, port = self._config.ray_address.rpartition(":")
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                _, writer = await asyncio.open_connection(host, int(port))
-        except (OSError, TimeoutError):
-            raise Unavailable(f"Ray does not answer at {self._config.ray_address}") from None
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
+        await reach(self._config.ray_address)
 
     def _say_not_ready(self, why: str) -> None:
         """Once for each change, not for each try."""

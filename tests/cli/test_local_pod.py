@@ -119,7 +119,7 @@ async def test_it_is_not_ready_from_a_death_on(tmp_path: Path) -> None:
     pod = Pod(PodConfig(prefill_workers=1, decode_workers=1, gpus_per_worker=0, pod_name="p"), {}, tmp_path)
     pod.board.set(READINESS, True)
     pod.ready("p-prefill-0", 1.0)
-    pod.died("p-prefill-0", 137, 0.5)
+    pod.died("p-prefill-0", "exited with status 1", 0.5)
     assert not pod.board.serving(READINESS), "though it may be back before the next look"
     await pod.stop()
 
@@ -129,7 +129,7 @@ async def test_one_that_dies_while_another_comes_up_is_waited_for(tmp_path: Path
 
     async def start() -> None:
         pod.ready("p-prefill-0", 1.0)
-        pod.died("p-prefill-0", 137, 0.5)
+        pod.died("p-prefill-0", "exited with status 1", 0.5)
         pod.ready("p-decode-0", 2.0)
 
     monkeypatch.setattr(pod.supervisor, "start", start)

@@ -23,6 +23,7 @@ from twostep.local.ports import check_free, free_ports
 from twostep.local.process import Process
 from twostep.local.report import LogFollower, Report
 from twostep.local.supervisor import Component, ComponentFailed, Supervisor
+from twostep.process_end import how_it_ended, oom_kills
 
 
 class Journal:
@@ -37,8 +38,8 @@ class Journal:
     def ready(self, name: str, seconds: float) -> None:
         self.events.append(f"ready {name}")
 
-    def died(self, name: str, status: int, pause_s: float) -> None:
-        self.events.append(f"died {name} {status} {pause_s:g}")
+    def died(self, name: str, how: str, pause_s: float) -> None:
+        self.events.append(f"died {name} {how} {pause_s:g}")
 
     def stopping(self, names: Sequence[str]) -> None:
         self.events.append(f"stopping {' '.join(sorted(names))}")
@@ -113,7 +114,10 @@ async def test_a_crash_is_reported_and_mended_with_growing_pauses(tmp_path: Path
         assert second != first
         os.kill(second, signal.SIGSEGV)
         await until(lambda: journal.events.count("ready worker") == 3)
-        assert [e for e in journal.events if e.startswith("died")] == ["died worker 137 0.5", "died worker 139 1"]
+        assert [e for e in journal.events if e.startswith("died")] == [
+            f"died worker {how_it_ended(137, oom_kills_before=oom_kills())} 0.5",
+            f"died worker {how_it_ended(139)} 1",
+        ]
         assert supervisor.num_restarts == 2
     finally:
         await supervisor.stop()
@@ -125,7 +129,9 @@ async def test_the_first_failure_ends_the_start_with_the_end_of_the_log(tmp_path
         component(tmp_path, "bad", "print('weights are truncated: copy them again'); sys.exit(3)", hint="Try another model."),
     ]
     supervisor = Supervisor(parts, run_dir=tmp_path, observer=Journal())
-    with pytest.raises(ComponentFailed, match=r"(?s)bad ended at its start.*weights are truncated: copy them again.*Try another model"):
+    with pytest.raises(
+        ComponentFailed, match=r"(?s)bad exited with status 3, at its start.*weights are truncated.*Try another model"
+    ):
         await supervisor.start()
     pid = supervisor.pid_of("good")
     await supervisor.stop()
@@ -141,10 +147,10 @@ async def test_a_start_that_may_be_tried_again_is(tmp_path: Path, recovers: bool
     if recovers:
         await supervisor.start()
     else:
-        with pytest.raises(ComponentFailed, match="slow ended at its start"):
+        with pytest.raises(ComponentFailed, match="slow exited with status 5"):
             await supervisor.start()
     await supervisor.stop()
-    begun = ["starting slow", "died slow 5 0.5", "starting slow"]
+    begun = ["starting slow", "died slow exited with status 5 0.5", "starting slow"]
     assert journal.events[:4] == ([*begun, "ready slow"] if recovers else begun)
 
 
@@ -344,10 +350,10 @@ def test_report_and_followed_logs(tmp_path: Path) -> None:
     report = Report(lines.append)
     report.starting("ray")
     report.ready("ray", 4.25)
-    report.died("ray", 137, 0.5)
+    report.died("ray", "exited with status 3", 0.5)
     report.starting("ray")
     texts = [line.split(" s  ", 1)[1] for line in lines]
-    assert texts == ["ray: starting", "ray: ready, took 4.2 s", "ray: was ended by signal 9; next start in 0.5 s", "ray: starting again"]
+    assert texts == ["ray: starting", "ray: ready, took 4.2 s", "ray: exited with status 3; next start in 0.5 s", "ray: starting again"]
 
     lines.clear()
     follower = LogFollower(tmp_path, lines.append)

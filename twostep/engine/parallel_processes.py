@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from twostep.engine.parallel_channel import Hello, socket_pair
 from twostep.errors import SetupError
+from twostep.process_end import how_it_ended
 
 _WATCH_S = 0.1
 _START_S = 60.0
@@ -103,5 +104,4 @@ def _end_of(rank: int, process: subprocess.Popen[bytes]) -> str:
     code = process.poll()
     if code is None:
         return ""
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return f"tensor-parallel rank {rank} {how}; its log says why: restart the worker"
+    return f"tensor-parallel rank {rank} {how_it_ended(code)}; its log may say more: restart the worker"

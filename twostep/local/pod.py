@@ -123,10 +123,10 @@ class Pod:
         self._last_live[name] = time.monotonic()
         log.info("%s: ready after %.1f s", name, seconds)
 
-    def died(self, name: str, status: int, pause_s: float) -> None:
+    def died(self, name: str, how: str, pause_s: float) -> None:
         self._last_live.pop(name, None)
         self.board.set(READINESS, False)
-        log.warning("%s: ended with status %d; next start in %g s", name, status, pause_s)
+        log.warning("%s: %s; next start in %g s", name, how, pause_s)
 
     def stopping(self, names: Sequence[str]) -> None:
         log.info("draining %s", ", ".join(names))

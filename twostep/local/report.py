@@ -33,8 +33,7 @@ class Report:
     def ready(self, name: str, seconds: float) -> None:
         self.line(f"{name}: ready, took {seconds:.1f} s")
 
-    def died(self, name: str, status: int, pause_s: float) -> None:
-        how = f"was ended by signal {status - 128}" if status > 128 else f"exited with status {status}"
+    def died(self, name: str, how: str, pause_s: float) -> None:
         self.line(f"{name}: {how}; next start in {pause_s:g} s")
 
     def stopping(self, names: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from twostep.errors import SetupError
 from twostep.local.process import Process, tail
+from twostep.process_end import how_it_ended, oom_kills
 
 PROBE_EVERY_S = 0.05
 _FIRST_PAUSE_S = 0.5
@@ -61,7 +62,8 @@ class Observer(Protocol):
 
     def ready(self, name: str, seconds: float) -> None: ...
 
-    def died(self, name: str, status: int, pause_s: float) -> None: ...
+    def died(self, name: str, how: str, pause_s: float) -> None:
+        """`how` it ended, as a sentence without its subject."""
 
     def stopping(self, names: Sequence[str]) -> None: ...
 
@@ -219,6 +221,7 @@ class Supervisor:
         while not self._over(component.name):
             started = time.monotonic()
             attempts += 1
+            kills = oom_kills()
             process = await self._launch(component)
             if await self._until_ready(component, process):
                 self._ready[component.name].set()
@@ -226,14 +229,14 @@ class Supervisor:
             elif self._over(component.name):
                 return
             elif not self._ready[component.name].is_set() and attempts >= component.start_attempts:
-                raise self._failure(component, process)
+                raise await self._failure(component, process, kills)
             else:
                 process.kill()
             status = await process.wait()
             if self._over(component.name):
                 return
             pause = _FIRST_PAUSE_S if time.monotonic() - started > _LONG_LIFE_S else pause
-            self._observer.died(component.name, status, pause)
+            self._observer.died(component.name, how_it_ended(status, oom_kills_before=kills), pause)
             try:
                 async with asyncio.timeout(pause):
                     await self._stopping.wait()
@@ -267,11 +270,11 @@ class Supervisor:
             await asyncio.sleep(PROBE_EVERY_S)
         return False
 
-    def _failure(self, component: Component, process: Process) -> ComponentFailed:
+    async def _failure(self, component: Component, process: Process, kills: int | None) -> ComponentFailed:
         if process.running:
             why = f"{component.name} was not ready after {component.ready_timeout_s:g} s"
         else:
-            why = f"{component.name} ended at its start"
+            why = f"{component.name} {how_it_ended(await process.wait(), oom_kills_before=kills)}, at its start"
         if not self._log_files:
             return ComponentFailed(f"{why}; its last lines say what to do")
         log = self.log_of(component.name)

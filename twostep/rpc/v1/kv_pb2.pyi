@@ -618,12 +618,17 @@ Global___AgentDropResponse: _TypeAlias = AgentDropResponse  # noqa: Y015
 class AgentStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    TRY_STORE_FIELD_NUMBER: _builtins.int
+    try_store: _builtins.bool
+    """Answer only once the node's object store has taken something small."""
     def __init__(
         self,
+        *,
+        try_store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["try_store", b"try_store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

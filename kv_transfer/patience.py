@@ -1,0 +1,48 @@
+"""How long an answer is waited for before whoever owes it is taken for lost: short where answers come fast, longer where they do not.
+
+A fixed time would be either long enough for a busy machine, and so for a dead peer too, or so short that a busy machine loses every
+hand-over. So it follows what was seen: the least is for a peer that answers at once; one that was slow lately gets twice what it took.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+# Names are never used twice, so that old ones pile up.
+_MAX_PEERS = 1024
+_TIMES = 2.0
+# What was slow once is forgotten by a fifth with every answer.
+_KEEP = 0.8
+
+
+@dataclass(slots=True)
+class _Peer:
+    num_answers: int = 0
+    slowest_s: float = 0.0
+
+
+class Patience:
+    """Of one kind of answer; seconds. Pure: whoever waits measures."""
+
+    def __init__(self, *, least_s: float, most_s: float) -> None:
+        self._least_s, self._most_s = least_s, most_s
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+
+    def of(self, peer: str) -> float:
+        """How long its next answer may take."""
+        known = self._peers.get(peer)
+        return self._least_s if known is None else min(self._most_s, max(self._least_s, _TIMES * known.slowest_s))
+
+    def num_answers(self, peer: str) -> int:
+        """Ever growing while it answers: the same twice means that nothing came in between."""
+        known = self._peers.get(peer)
+        return 0 if known is None else known.num_answers
+
+    def answered(self, peer: str, seconds: float) -> None:
+        known = self._peers.setdefault(peer, _Peer())
+        self._peers.move_to_end(peer)
+        known.num_answers += 1
+        known.slowest_s = max(seconds, _KEEP * known.slowest_s)
+        if len(self._peers) > _MAX_PEERS:
+            self._peers.popitem(last=False)
