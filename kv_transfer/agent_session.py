@@ -51,9 +51,8 @@ _MOST_SILENT_S = 8.0
 # So long nothing at all may come from another agent while something is waited for.
 _STALLED_S = 2.0
 _MOST_STALLED_S = 10.0
-_CONNECT_S = 1.0
-# Where a source is silent already, Ray's head is asked beside it.
-_CONNECT_AGAIN_S = 0.5
+# To Ray's head, where a source is silent already.
+_CONNECT_S = 0.5
 _STOP_S = 3.0
 _STDERR_LINES = 20
 
@@ -170,7 +169,7 @@ class AgentSession:
         finally:
             asking.cancel()
         self._own.answered(self.endpoint, time.monotonic() - began)
-        if not self._cut_off or await self._reaches_ray(_CONNECT_S):
+        if not self._cut_off or await self._reaches_ray():
             self._answer_again()
         suspected: asyncio.Future[Any] = asyncio.ensure_future(self._suspicion.wait())
         try:
@@ -216,9 +215,9 @@ class AgentSession:
             return call.result()
         raise Unavailable(f"Ray's KV agent is away: {silence.result()}; prefill again")
 
-    async def _reaches_ray(self, within_s: float) -> bool:
+    async def _reaches_ray(self) -> bool:
         try:
-            await reach(self._ray_address, within_s)
+            await reach(self._ray_address, _CONNECT_S)
         except Unavailable:
             return False
         return True
@@ -291,7 +290,7 @@ class AgentSession:
                 if self._sources.num_answers(endpoint) != before:
                     # Slow, but not dead: others came.
                     continue
-                if not await self._reaches_ray(_CONNECT_AGAIN_S):
+                if not await self._reaches_ray():
                     self._cut_off = True
                     self._fall_silent(f"neither {endpoint} nor Ray's head can be reached from here")
                 raise Unavailable(f"nothing came from Ray's KV agent {endpoint} for {patience_s:.1f} s; prefill again") from None
@@ -393,7 +392,7 @@ class AgentSession:
         return f" (its last words: {self._stderr[-1][:300]})" if self._stderr else ""
 
 
-async def reach(ray_address: str, within_s: float = _CONNECT_S) -> None:
+async def reach(ray_address: str, within_s: float) -> None:
     """A connection to Ray's head and nothing more. Raises Unavailable."""
     host, _, port = ray_address.rpartition(":")
     try:

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _NUM_THREADS = 8
 _MAX_SOCKET_PATH = 107
+_CONNECT_S = 1.0
 _FIRST_BACKOFF_S = 0.25
 _MAX_BACKOFF_S = 4.0
 _RETRY_PUT_S = 0.02
@@ -364,7 +365,7 @@ class RayTransport:
 
     async def _reach_ray(self) -> None:
         """A helper costs a second of CPU to find out that Ray is away; a connection costs nothing. Raises Unavailable."""
-        await reach(self._config.ray_address)
+        await reach(self._config.ray_address, _CONNECT_S)
 
     def _say_not_ready(self, why: str) -> None:
         """Once for each change, not for each try."""

@@ -129,9 +129,7 @@ async def test_the_first_failure_ends_the_start_with_the_end_of_the_log(tmp_path
         component(tmp_path, "bad", "print('weights are truncated: copy them again'); sys.exit(3)", hint="Try another model."),
     ]
     supervisor = Supervisor(parts, run_dir=tmp_path, observer=Journal())
-    with pytest.raises(
-        ComponentFailed, match=r"(?s)bad exited with status 3, at its start.*weights are truncated.*Try another model"
-    ):
+    with pytest.raises(ComponentFailed, match=r"(?s)bad exited with status 3, at its start.*weights are truncated.*Try another model"):
         await supervisor.start()
     pid = supervisor.pid_of("good")
     await supervisor.stop()

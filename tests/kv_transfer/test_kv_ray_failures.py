@@ -20,6 +20,7 @@ from kv_pairs import SOON_S, TTL_S, Side, check_store_empty, in_s, make_store, r
 
 from kv_transfer import agent_session, ray_transport
 from kv_transfer.agent_session import AgentSession
+from kv_transfer.patience import Patience
 from kv_transfer.ray_transport import RayTransport
 from kv_transfer.testing import LocalRay
 from kv_transfer.transport import ChunkInfo
@@ -60,6 +61,7 @@ def stopped_agents_are_kept(patch: pytest.MonkeyPatch) -> None:
     """However long a test stops an agent, its worker does not take it for one that hangs."""
     patch.setattr(agent_session, "_POLL_TIMEOUT_S", 1000.0)
     patch.setattr(agent_session, "_GRACE_S", 1000.0)
+    patch.setattr(Patience, "of", lambda *_: 1000.0)
 
 
 async def publish(side: Side, lease: str, blocks: list[int]) -> ChunkInfo:
@@ -156,6 +158,7 @@ _WORKER = """
 import asyncio, sys, time
 import numpy as np
 from pathlib import Path
+from kv_transfer.patience import Patience
 from kv_transfer.ray_transport import RayTransport
 from kv_transfer.testing import ArrayStore
 
