@@ -160,7 +160,7 @@ class AgentSession:
                 if why := self._why_lost(exited):
                     return why
                 waited_s += _PIECE_S
-                if not asking.done() and waited_s >= self._own.of(self.endpoint):
+                if not asking.done() and waited_s >= self._own.of(self.endpoint, began):
                     self._fall_silent("it does not answer, or its object store does not")
             try:
                 asking.result()
@@ -168,7 +168,8 @@ class AgentSession:
                 return f"its actor does not answer: {error.message}"
         finally:
             asking.cancel()
-        self._own.answered(self.endpoint, time.monotonic() - began)
+        now = time.monotonic()
+        self._own.answered(self.endpoint, now - began, now)
         if not self._cut_off or await self._reaches_ray():
             self._answer_again()
         suspected: asyncio.Future[Any] = asyncio.ensure_future(self._suspicion.wait())
@@ -280,7 +281,7 @@ class AgentSession:
         nothing at all has come from that source for a while."""
         while True:
             began, before = time.monotonic(), self._sources.num_answers(endpoint)
-            patience_s = self._sources.of(endpoint)
+            patience_s = self._sources.of(endpoint, began)
             try:
                 await self._fetch(endpoint, lease_id, chunk, slot, timeout_s=min(deadline - began, patience_s))
             except Unavailable:
@@ -294,14 +295,18 @@ class AgentSession:
                     self._cut_off = True
                     self._fall_silent(f"neither {endpoint} nor Ray's head can be reached from here")
                 raise Unavailable(f"nothing came from Ray's KV agent {endpoint} for {patience_s:.1f} s; prefill again") from None
-            self._sources.answered(endpoint, time.monotonic() - began)
+            self._came(endpoint, began)
             return
 
     async def probe(self, endpoint: str, slot: Slot, *, deadline: float) -> None:
         """Fills the slot with the source's pattern. Takes all the time there is, so that patience with a slow source is learned."""
         began = time.monotonic()
         await self._fetch(endpoint, PROBE_LEASE, 0, slot, timeout_s=deadline - began)
-        self._sources.answered(endpoint, time.monotonic() - began)
+        self._came(endpoint, began)
+
+    def _came(self, endpoint: str, began: float) -> None:
+        now = time.monotonic()
+        self._sources.answered(endpoint, now - began, now)
 
     async def _fetch(self, endpoint: str, lease_id: str, chunk: int, slot: Slot, *, timeout_s: float) -> None:
         timeout_s = max(0.001, timeout_s)

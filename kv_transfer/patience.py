@@ -12,37 +12,41 @@ from dataclasses import dataclass
 # Names are never used twice, so that old ones pile up.
 _MAX_PEERS = 1024
 _TIMES = 2.0
-# What was slow once is forgotten by a fifth with every answer.
-_KEEP = 0.8
+# Of what was slow once, half is forgotten in so long: after a real fault nobody is waited for much longer than before it.
+_HALF_LIFE_S = 5.0
 
 
 @dataclass(slots=True)
 class _Peer:
     num_answers: int = 0
     slowest_s: float = 0.0
+    at: float = 0.0
+
+    def slowest_at(self, now: float) -> float:
+        return self.slowest_s * 0.5 ** ((now - self.at) / _HALF_LIFE_S)
 
 
 class Patience:
-    """Of one kind of answer; seconds. Pure: whoever waits measures."""
+    """Of one kind of answer; seconds of a monotonic clock, which whoever waits reads."""
 
     def __init__(self, *, least_s: float, most_s: float) -> None:
         self._least_s, self._most_s = least_s, most_s
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
 
-    def of(self, peer: str) -> float:
+    def of(self, peer: str, now: float) -> float:
         """How long its next answer may take."""
         known = self._peers.get(peer)
-        return self._least_s if known is None else min(self._most_s, max(self._least_s, _TIMES * known.slowest_s))
+        return self._least_s if known is None else min(self._most_s, max(self._least_s, _TIMES * known.slowest_at(now)))
 
     def num_answers(self, peer: str) -> int:
         """Ever growing while it answers: the same twice means that nothing came in between."""
         known = self._peers.get(peer)
         return 0 if known is None else known.num_answers
 
-    def answered(self, peer: str, seconds: float) -> None:
+    def answered(self, peer: str, seconds: float, now: float) -> None:
         known = self._peers.setdefault(peer, _Peer())
         self._peers.move_to_end(peer)
         known.num_answers += 1
-        known.slowest_s = max(seconds, _KEEP * known.slowest_s)
+        known.slowest_s, known.at = max(seconds, known.slowest_at(now)), now
         if len(self._peers) > _MAX_PEERS:
             self._peers.popitem(last=False)

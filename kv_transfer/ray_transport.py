@@ -312,6 +312,8 @@ class RayTransport:
     def _give_back(self, call: asyncio.Task[None] | None, session: AgentSession, slot: Slot) -> None:
         """Given up while the agent may still use the slot: it stays taken until the agent has answered. None: it was not asked."""
         if call is None or call.done():
+            if call is not None and not call.cancelled():
+                call.exception()  # whoever was cancelled at this moment does not look
             session.give_back(slot)
             return
 

@@ -199,22 +199,23 @@ async def test_where_neither_source_nor_head_is_reached_it_is_this_side_that_is_
 
 def test_patience_follows_what_was_seen() -> None:
     patience = Patience(least_s=2.0, most_s=10.0)
-    assert patience.of("p") == 2.0
-    patience.answered("p", 0.1)
-    assert (patience.of("p"), patience.num_answers("p"), patience.num_answers("q")) == (2.0, 1, 0)
-    patience.answered("p", 3.0)
-    assert patience.of("p") == pytest.approx(6.0)
-    patience.answered("p", 100.0)
-    assert patience.of("p") == 10.0
-    for _ in range(40):
-        patience.answered("p", 0.1)
-    assert patience.of("p") == 2.0, "what was slow once is forgotten"
-    assert patience.of("q") == 2.0
+    assert patience.of("p", 0.0) == 2.0
+    patience.answered("p", 0.1, 0.0)
+    assert (patience.of("p", 0.0), patience.num_answers("p"), patience.num_answers("q")) == (2.0, 1, 0)
+    patience.answered("p", 3.0, 3.0)
+    assert patience.of("p", 3.0) == pytest.approx(6.0)
+    assert 2.0 < patience.of("p", 6.0) < 6.0, "what was slow once is forgotten"
+    patience.answered("p", 2.0, 6.0)
+    assert patience.of("p", 6.0) == pytest.approx(4.0, abs=0.1)
+    patience.answered("p", 100.0, 7.0)
+    assert patience.of("p", 7.0) == 10.0
+    assert patience.of("p", 60.0) == 2.0
+    assert patience.of("q", 7.0) == 2.0
 
 
 def test_patience_remembers_a_bounded_number_of_peers() -> None:
     patience = Patience(least_s=2.0, most_s=10.0)
     for number in range(5000):
-        patience.answered(f"p{number}", 9.0)
+        patience.answered(f"p{number}", 9.0, 0.0)
     assert patience.num_answers("p0") == 0
     assert patience.num_answers("p4999") == 1
