@@ -163,14 +163,16 @@ class AgentSession:
                 if not asking.done() and waited_s >= self._own.of(self.endpoint, began):
                     self._fall_silent("it does not answer, or its object store does not")
             try:
-                asking.result()
+                answer = asking.result()
             except TwostepError as error:
                 return f"its actor does not answer: {error.message}"
         finally:
             asking.cancel()
+        if answer.store_overdue:
+            self._fall_silent("its object store does not answer")
         now = time.monotonic()
         self._own.answered(self.endpoint, now - began, now)
-        if not self._cut_off or await self._reaches_ray():
+        if not answer.store_overdue and (not self._cut_off or await self._reaches_ray()):
             self._answer_again()
         suspected: asyncio.Future[Any] = asyncio.ensure_future(self._suspicion.wait())
         try:

@@ -6,6 +6,7 @@ hand-over. So it follows what was seen: the least is for a peer that answers at 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class _Peer:
     at: float = 0.0
 
     def slowest_at(self, now: float) -> float:
-        return self.slowest_s * 0.5 ** ((now - self.at) / _HALF_LIFE_S)
+        return self.slowest_s * math.exp2((self.at - now) / _HALF_LIFE_S)
 
 
 class Patience:
