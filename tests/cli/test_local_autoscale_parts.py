@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from twostep.cli._flags import parser
 from twostep.cli._up import admin_url, options_of, to_come
 from twostep.errors import SetupError
+from twostep.free_memory import Free
 from twostep.local.capacity import Machine, Need, need_of, room_for, this_machine
 from twostep.local.components import Components
 from twostep.local.options import LocalOptions
@@ -164,8 +165,7 @@ def flag(argv: tuple[str, ...], name: str) -> str | None:
 
 def test_the_autoscaler_is_started_with_the_bounds_of_the_machine(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostep.local.capacity.num_cores", lambda: 8)
-    monkeypatch.setattr("twostep.local.capacity._free_bytes", lambda _: 100 * GIB)
-    monkeypatch.setattr("twostep.local.capacity._free_in_cgroup", lambda _: 100 * GIB)
+    monkeypatch.setattr("twostep.local.capacity.free_memory", lambda **_: Free(100 * GIB, "this machine"))
     common = ("--autoscale", "--model", str(tiny_llama_dir), "--device", "cpu", "--port", "0", "--min-decode", "2", "--decode", "2")
     plan, commands, said = planned(told(*common, "--max-prefill", "3"))
     assert plan.scale == Scale(prefill=Bounds(least=1, most=3), decode=Bounds(least=2, most=7), total=8)

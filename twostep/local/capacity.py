@@ -10,11 +10,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from twostep.free_memory import free_memory
+
 # What a worker has in memory beside weights and KV: interpreter, PyTorch, its KV agent. Of a fake one there is little more.
 _PROCESS_BYTES = 1 << 30
 _FAKE_BYTES = 256 << 20
 # A KV cache on a CPU, unless told otherwise (--kv-cache-memory-bytes of the workers).
-_CPU_KV_BYTES = 512 << 20
+CPU_KV_BYTES = 512 << 20
 # What weights pass through on their way to a GPU, and what is pinned there.
 _GPU_HOST_BYTES = 3 << 30
 # A fake worker sleeps most of its time.
@@ -65,7 +67,7 @@ def need_of(model_dir: Path, *, fake: bool, num_gpus: int, kv_cache_bytes: int |
     if num_gpus:
         return Need(memory_bytes=_GPU_HOST_BYTES, num_gpus=num_gpus)
     weights = sum(path.stat().st_size for pattern in ("*.safetensors", "*.gguf") for path in model_dir.glob(pattern))
-    return Need(memory_bytes=_PROCESS_BYTES + weights + (kv_cache_bytes or _CPU_KV_BYTES))
+    return Need(memory_bytes=_PROCESS_BYTES + weights + (kv_cache_bytes or CPU_KV_BYTES))
 
 
 def num_cores() -> int:
@@ -75,24 +77,4 @@ def num_cores() -> int:
 
 def this_machine(num_gpus: int, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Machine:
     """A container's bound on memory counts where it is less than what is free."""
-    return Machine(cores=num_cores(), memory_bytes=min(_free_bytes(proc), _free_in_cgroup(cgroup)), num_gpus=num_gpus)
-
-
-def _free_bytes(proc: Path) -> int:
-    try:
-        lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
-        (kib,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return kib << 10
-
-
-def _free_in_cgroup(cgroup: Path) -> int:
-    """Of version 2. Files that the kernel keeps in memory only as long as there is room count as free."""
-    try:
-        bound = int((cgroup / "memory.max").read_text(encoding="ascii"))
-        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
-        return max(0, bound - used + int(stat.get("inactive_file", 0)))
-    except (OSError, ValueError):  # there is no bound ("max"), or no such file
-        return 1 << 62
+    return Machine(cores=num_cores(), memory_bytes=free_memory(proc=proc, cgroup=cgroup).num_bytes, num_gpus=num_gpus)

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.errors import SetupError
+from twostep.free_memory import check_memory
 from twostep.local import redis_server
-from twostep.local.capacity import need_of, room_for, this_machine
+from twostep.local.capacity import CPU_KV_BYTES, need_of, room_for, this_machine
 from twostep.local.gpus import GpuShare, check_device, count_gpus, describe, share_gpus
 from twostep.local.options import LocalOptions
 from twostep.local.ports import check_free, free_ports
 from twostep.local.scaling import Bounds, Scale
 from twostep.models.store import default_cache_dir, resolve
+from twostep.plan.model_shape import weight_bytes
 
 LOOPBACK = "127.0.0.1"
 # Ray would replace 127.0.0.1 by an address of this machine's own.
@@ -110,6 +112,8 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
     if not options.redis_url:
         redis_server.server_binary()
     num_gpus = _num_gpus(options, environ)
+    if options.runner == "model" and not num_gpus and options.device in ("", "auto", "cpu"):
+        _check_memory(options, model_dir)
     scale = _scale(options, model_dir, num_gpus, progress) if options.autoscale else None
     ports = iter(free_ports(8))
     port = options.port or next(ports)
@@ -138,6 +142,22 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
         scale=scale,
         scaler_port=next(ports),
         scaler_metrics_port=next(ports),
+    )
+
+
+def _check_memory(options: LocalOptions, model_dir: Path) -> None:
+    """All workers take theirs at the same time, so each would find that there is enough. Raises SetupError."""
+    num = options.num_workers
+    own_ray = options.uses_ray and not options.ray_address
+    check_memory(
+        {
+            f"weights of {num} workers": num * weight_bytes(model_dir, options.dtype or "auto"),
+            "their KV caches": num * (options.kv_cache_memory_bytes or CPU_KV_BYTES),
+            "Ray's object store": options.store_bytes if own_ray else 0,
+        },
+        "lower --kv-cache-memory-bytes, --prefill or --decode"
+        + (", or --object-store-bytes" if own_ray else "")
+        + ", take a smaller model, or end other processes",
     )
 
 

@@ -46,6 +46,15 @@ def read_model(model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "a
     return model_of(read_json(model_dir / "config.json"), model_dir, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
 
 
+def weight_bytes(model_dir: Path, dtype: str) -> int:
+    """Of the weights once they are loaded; 0 where that cannot be told before."""
+    try:
+        return read_model(model_dir, dtype=dtype).weight_bytes
+    except SetupError:
+        # Whoever loads it says what is wrong with it.
+        return 0
+
+
 def model_of(config: dict[str, Any], model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto") -> PlannedModel:
     """`config` is that of `model_dir`, whose weight files are looked at if they are there, and else counted from the shape."""
     path = model_dir / "config.json"

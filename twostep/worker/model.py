@@ -15,7 +15,9 @@ from twostep.engine.grammar import GrammarCompiler
 from twostep.engine.self_test import gives_tokens
 from twostep.errors import InvalidRequest, SetupError
 from twostep.fingerprint import dummy_fingerprint, model_fingerprint
+from twostep.free_memory import check_memory
 from twostep.models.store import resolve
+from twostep.plan.model_shape import weight_bytes
 from twostep.startup import NoProgress, Progress
 from twostep.step_curve import StepCurve, knee_of
 from twostep.text.model_card import ModelCard
@@ -76,6 +78,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
     if config.runner == "fake" or model_dir is None:
         runner = _fake_runner(config, model_dir)
     else:
+        _check_memory(config, model_dir)
         if config.tensor_parallel_size > 1:
             runner = ranks = _parallel_runner(config, model_dir, progress or NoProgress())
         else:
@@ -199,6 +202,26 @@ def _parallel_runner(config: WorkerConfig, model_dir: Path, progress: Progress) 
         progress=progress,
         **_runner_options(config, model_dir),
     )
+
+
+def _check_memory(config: WorkerConfig, model_dir: Path) -> None:
+    """On CPUs, before any of it is taken: the kernel would kill this process, or another one, without a word. Raises SetupError."""
+    from twostep.engine.model_runner import kv_shape  # noqa: PLC0415
+    from twostep.models.config import parse_config  # noqa: PLC0415
+
+    if config.device != "cpu":
+        return
+    model = parse_config(model_dir)
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    num_blocks = _pool(config, model_dir)
+    assert isinstance(num_blocks, int), "only a GPU's pool is measured"
+    what = {
+        "weights": weight_bytes(model_dir, dtype),
+        "KV cache": num_blocks * kv_shape(model, dtype, 1, config.block_size, config.kv_cache_dtype).block_bytes,
+        "--prefix-cache-space": int(config.prefix_cache_space * (1 << 30)),
+    }
+    flag = "--num-blocks" if config.num_blocks else "--kv-cache-memory-bytes"
+    check_memory(what, f"lower {flag}, take a smaller model or another --dtype, or end other processes")
 
 
 def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
