@@ -41,9 +41,6 @@ _NUM_THREADS = 16
 # Of other agents by their names, at once.
 _NUM_LOOKUPS = 4
 _SWEEP_S = 0.2
-# A get ends at its time limit, unless this node's own object store does not answer.
-_OVERDUE_S = 0.25
-_TRIAL_LOOK_S = 0.05
 # Less is kept by Ray in the process itself, and never gets to the object store.
 _TRIAL_BYTES = 256 << 10
 _COLLECT_EVERY = 25
@@ -66,8 +63,6 @@ class KvAgentActor:
         self._book: ObjectBook[Any] = ObjectBook(budget_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-agent")
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUPS, thread_name_prefix="kv-agent-lookup")
-        # When each get that is under way will have to be over.
-        self._gets: dict[object, float] = {}
         # Of its own: the others may all be waiting for sources.
         self._store_trial = ThreadPoolExecutor(1, thread_name_prefix="kv-agent-store")
         self._peers: OrderedDict[str, Any] = OrderedDict()
@@ -145,20 +140,25 @@ class KvAgentActor:
                 f"chunk {request.chunk} of lease {request.lease_id} is not at {request.endpoint}; the lease ended: prefill again"
             )
         try:
-            await self._in_thread(self._copy_in, refs, request.offset, request.num_bytes, max(0.0, deadline - time.monotonic()))
+            # Not ray.get: one that waits keeps all else of this process from the object store, for a second each time.
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                view = await refs.pop()
+            await self._in_thread(self._copy_in, view, request.offset, request.num_bytes)
         except DataLoss:
             raise
         except Exception as error:
             raise _source_lost(request.endpoint, error) from error
         finally:
             refs.clear()
+            view = None
 
     def drop(self, lease_id: str) -> int:
         return self._book.drop(lease_id)
 
     async def status(self, *, try_store: bool) -> kv_pb2.AgentStatusResponse:
-        """With `try_store` it hangs for as long as this node's object store does, or says that it does."""
-        store_overdue = try_store and not await self._store_answers()
+        """With `try_store` it hangs for as long as this node's object store does."""
+        if try_store:
+            await asyncio.get_running_loop().run_in_executor(self._store_trial, ray.put, np.zeros(_TRIAL_BYTES, np.uint8))
         stats = self._book.stats
         return kv_pb2.AgentStatusResponse(
             endpoint=self._endpoint,
@@ -166,31 +166,10 @@ class KvAgentActor:
             num_objects=stats.num_objects,
             stored_bytes=stats.stored_bytes,
             budget_bytes=self._book.budget_bytes,
-            store_overdue=store_overdue,
         )
 
-    async def _store_answers(self) -> bool:
-        """Puts something small. But a get that waits for its source keeps all else of this process from the store: beside one nothing is
-        put, and the store answers as long as such gets end in time."""
-        if not self._gets:
-            trial = asyncio.get_running_loop().run_in_executor(self._store_trial, ray.put, np.zeros(_TRIAL_BYTES, np.uint8))
-            trial.add_done_callback(lambda done: done.cancelled() or done.exception())
-            pending: set[asyncio.Future[Any]] = {trial}
-            while pending and not self._gets:
-                _, pending = await asyncio.wait(pending, timeout=_TRIAL_LOOK_S)
-        return not self._overdue()
-
-    def _overdue(self) -> bool:
-        return time.monotonic() > min(list(self._gets.values()), default=float("inf")) + _OVERDUE_S
-
-    def _copy_in(self, refs: list[Any], offset: int, num_bytes: int, timeout_s: float) -> None:
-        """Runs in a thread. The view pins the object's memory, so neither it nor the ref outlives this call."""
-        get = object()
-        self._gets[get] = time.monotonic() + timeout_s
-        try:
-            view = ray.get(refs.pop(), timeout=timeout_s)
-        finally:
-            del self._gets[get]
+    def _copy_in(self, view: Any, offset: int, num_bytes: int) -> None:
+        """Runs in a thread. The view pins the object's memory, so it does not outlive the call of this."""
         if not isinstance(view, np.ndarray) or view.dtype != np.uint8 or view.shape != (num_bytes,):
             raise DataLoss("the object is not the chunk that was announced; prefill again")
         self._ring.bytes[offset : offset + num_bytes] = view

@@ -51,7 +51,7 @@ _MOST_SILENT_S = 8.0
 # So long nothing at all may come from another agent while something is waited for.
 _STALLED_S = 2.0
 _MOST_STALLED_S = 10.0
-# To Ray's head, where a source is silent already.
+# To Ray's head, and for an answer of this node's object store, where a source is silent already.
 _CONNECT_S = 0.5
 _STOP_S = 3.0
 _STDERR_LINES = 20
@@ -163,16 +163,14 @@ class AgentSession:
                 if not asking.done() and waited_s >= self._own.of(self.endpoint, began):
                     self._fall_silent("it does not answer, or its object store does not")
             try:
-                answer = asking.result()
+                asking.result()
             except TwostepError as error:
                 return f"its actor does not answer: {error.message}"
         finally:
             asking.cancel()
-        if answer.store_overdue:
-            self._fall_silent("its object store does not answer")
         now = time.monotonic()
         self._own.answered(self.endpoint, now - began, now)
-        if not answer.store_overdue and (not self._cut_off or await self._reaches_ray()):
+        if not self._cut_off or await self._reaches_ray():
             self._answer_again()
         suspected: asyncio.Future[Any] = asyncio.ensure_future(self._suspicion.wait())
         try:
@@ -217,6 +215,23 @@ class AgentSession:
         if call.done():
             return call.result()
         raise Unavailable(f"Ray's KV agent is away: {silence.result()}; prefill again")
+
+    async def _look_at_own_side(self, endpoint: str) -> None:
+        """Nothing came from there. Falls silent if that is for want of an object store, or of a network, on this side."""
+        reaches, answers = await asyncio.gather(self._reaches_ray(), self._store_answers())
+        if not reaches:
+            self._cut_off = True
+            self._fall_silent(f"neither {endpoint} nor Ray's head can be reached from here")
+        elif not answers:
+            self._fall_silent("its object store does not answer")
+
+    async def _store_answers(self) -> bool:
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                await self.status(try_store=True)
+        except (TimeoutError, TwostepError):
+            return False
+        return True
 
     async def _reaches_ray(self) -> bool:
         try:
@@ -293,9 +308,7 @@ class AgentSession:
                 if self._sources.num_answers(endpoint) != before:
                     # Slow, but not dead: others came.
                     continue
-                if not await self._reaches_ray():
-                    self._cut_off = True
-                    self._fall_silent(f"neither {endpoint} nor Ray's head can be reached from here")
+                await self._look_at_own_side(endpoint)
                 raise Unavailable(f"nothing came from Ray's KV agent {endpoint} for {patience_s:.1f} s; prefill again") from None
             self._came(endpoint, began)
             return

@@ -620,7 +620,7 @@ class AgentStatusRequest(_message.Message):
 
     TRY_STORE_FIELD_NUMBER: _builtins.int
     try_store: _builtins.bool
-    """Answer only once the node's object store has taken something small, or was found not to answer."""
+    """Answer only once the node's object store has taken something small."""
     def __init__(
         self,
         *,
@@ -643,14 +643,11 @@ class AgentStatusResponse(_message.Message):
     NUM_OBJECTS_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     BUDGET_BYTES_FIELD_NUMBER: _builtins.int
-    STORE_OVERDUE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     num_leases: _builtins.int
     num_objects: _builtins.int
     stored_bytes: _builtins.int
     budget_bytes: _builtins.int
-    store_overdue: _builtins.bool
-    """To try_store: it owes an answer to somebody already."""
     def __init__(
         self,
         *,
@@ -659,11 +656,10 @@ class AgentStatusResponse(_message.Message):
         num_objects: _builtins.int = ...,
         stored_bytes: _builtins.int = ...,
         budget_bytes: _builtins.int = ...,
-        store_overdue: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "endpoint", b"endpoint", "num_leases", b"num_leases", "num_objects", b"num_objects", "store_overdue", b"store_overdue", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "endpoint", b"endpoint", "num_leases", b"num_leases", "num_objects", b"num_objects", "stored_bytes", b"stored_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
