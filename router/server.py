@@ -47,6 +47,7 @@ from router.targets import Targets
 from router.workers import WorkerPool
 from twostep.cluster.registration import connect
 from twostep.errors import SetupError
+from twostep.exposure import open_door
 from twostep.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.metrics.process import package_version, register_process
 from twostep.metrics.registry import MetricsRegistry
@@ -305,6 +306,14 @@ class Router:
             self.port,
             self.http_port,
         )
+        config = self.config
+        if warning := open_door(
+            config.host,
+            {"gRPC": self.port, "HTTP": self.http_port},
+            asks_for_keys=bool(config.api_keys_file or config.api_keys),
+            asks_for_certificates=config.front_tls.ca is not None,
+        ):
+            log.warning(warning)
 
     async def drain(self, grace_s: float) -> None:
         """Takes nothing new, lets what runs end for `grace_s`, then frees all of it everywhere."""

@@ -229,7 +229,7 @@ def test_notes_say_what_to_type_next_and_what_is_open(case: str, tmp_path: Path)
     assert "helm test demo -n serving" in notes
     assert f"port-forward svc/{full}-router 8000:8000" in notes
     assert ("No TLS" in notes) is (not values.get("tls", {}).get("enabled", False))
-    assert ("No API keys" in notes) is (case != "everything")
+    assert ("OPEN TO EVERYBODY" in notes) is (case != "everything")
     assert ("stay as they are given" in notes) is (case != "everything")
     assert ("get scaledobjects" in notes) is (case == "everything")
     assert ("kubernetes.io/metadata.name" in notes) is (case == "everything")
@@ -243,6 +243,17 @@ def test_notes_say_what_to_type_next_and_what_is_open(case: str, tmp_path: Path)
     services = {service["metadata"]["name"] for service in render(values, name).of("Service")}
     for named in re.findall(rf"({full}[\w-]*)\.serving\.svc\.cluster\.local:", notes):
         assert named in services
+
+
+def test_notes_say_loudly_that_everybody_may_ask(tmp_path: Path) -> None:
+    notes = notes_of("defaults", tmp_path / "a")
+    assert "Every pod of this cluster may use the model" in notes
+    assert "networkPolicy.routerFrom" in notes
+    notes = notes_of("defaults", tmp_path / "b", {"router": {"service": {"type": "LoadBalancer"}}})
+    assert "everybody who reaches the address" in notes
+    notes = notes_of("defaults", tmp_path / "c", {"networkPolicy": {"enabled": True, "routerFrom": [{"podSelector": {}}]}})
+    assert "Whoever networkPolicy.routerFrom lets through may use" in notes
+    assert "OPEN TO EVERYBODY" not in notes_of("keys-in-redis", tmp_path / "d")
 
 
 def test_notes_say_how_keys_are_made(tmp_path: Path) -> None:

@@ -122,6 +122,9 @@ def run(args: argparse.Namespace) -> int:
             say(f"  {command} keys list --admin {admin} --secret-file {system.plan.secret_file}")
         say(f"Metrics: {', '.join(f'{name} {url}' for name, url in system.metrics_urls.items())}")
         say(f"Logs: {system.plan.run_dir / 'logs'}. Ctrl-C drains and stops.")
+        if warning := system.open_door:
+            say("")
+            say(warning)
         say("")
         await system.wait()
         return 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from twostep.api_keys import system_key
 from twostep.client import AsyncClient
 from twostep.errors import SetupError, TwostepError
+from twostep.exposure import open_door
 from twostep.local import redis_server
 from twostep.local.autoscale import LocalAutoscale
 from twostep.local.components import Components, write_secret
@@ -64,6 +65,16 @@ class LocalSystem:
     def http_url(self) -> str:
         """Where OpenAI's clients find the router."""
         return f"http://{self.target.rpartition(':')[0]}:{self.plan.http_port}"
+
+    @property
+    def open_door(self) -> str:
+        """What to say of a router that lets everybody in; empty if it does not."""
+        return open_door(
+            self._options.host,
+            {"gRPC": self.plan.port, "HTTP": self.plan.http_port},
+            asks_for_keys=self._asks_for_keys,
+            asks_for_certificates=bool(self._environ.get("TWOSTEP_TLS_CA")) and self._environ.get("TWOSTEP_TLS_CLIENT_AUTH") != "none",
+        )
 
     @property
     def metrics_urls(self) -> dict[str, str]:
@@ -173,9 +184,13 @@ class LocalSystem:
                 return f"{worker.worker_id} has no KV transport that is ready"
         return ""
 
+    @property
+    def _asks_for_keys(self) -> bool:
+        return self._options.api_keys_file is not None or bool(self._environ.get("TWOSTEP_API_KEYS"))
+
     def _key(self) -> str | None:
         """What this process shows the router, if it wants a key of everybody: its own way to them may be another variable."""
-        if self._options.api_keys_file is None and not self._environ.get("TWOSTEP_API_KEYS"):
+        if not self._asks_for_keys:
             return None
         return system_key(self._secret)
 

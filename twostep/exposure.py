@@ -1,0 +1,34 @@
+"""Says who may do what where a router asks nobody for a key: an open door should be somebody's choice, not a default nobody saw."""
+
+from __future__ import annotations
+
+import ipaddress
+
+_LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "localhost.localdomain"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody outside this machine reaches what listens there. A name that may stand for any address counts as reached."""
+    if host.lower() in _LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def open_door(host: str, ports: dict[str, int], *, asks_for_keys: bool, asks_for_certificates: bool) -> str:
+    """What to tell whoever starts a router; empty if nobody else gets in. `ports`: by what speaks there, 0 or less: nothing does."""
+    if asks_for_keys or asks_for_certificates or is_loopback(host):
+        return ""
+    where = ", ".join(f"{name} {_shown(host)}:{port}" for name, port in ports.items() if port > 0)
+    return (
+        f"OPEN TO EVERYBODY: {where} asks for no API key. Whoever reaches this address may use the model without a limit of their own, "
+        "read, add and delete the files and batches of all who have no key either, and see the status page. Give --api-keys-file FILE "
+        "(`twostep keys create --api-keys-file FILE` makes the first one), listen on --host 127.0.0.1, or let a firewall or NetworkPolicy "
+        "say who gets here"
+    )
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host or "0.0.0.0"
