@@ -142,9 +142,8 @@ class Fleet:
         """No worker holds a block, a sequence, a lease or an object, and Ray's store holds nothing."""
 
         async def held() -> str:
-            states = {
-                m.name: await self._probes.worker(m.address, load_secret(self._secret)) for m in self.members.values() if m.role != "router"
-            }
+            workers = [m for m in self.members.values() if m.role != "router"]
+            states = {m.name: await self._probes.worker(m.address, load_secret(self._secret)) for m in workers}
             found = {name: "no answer" if state is None else state.held for name, state in states.items()}
             return "; ".join(f"{name} holds {what}" for name, what in found.items() if what)
 
