@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -112,3 +113,39 @@ def test_the_real_vocabulary(smollm2_dir: Path, tmp_path: Path) -> None:
     assert tokenizer.encode("   1") == [333, 33]
     for text in ("What is 2+2?", "größer 🙂 日本語\n\tx = 1234567890", "  leading and trailing  "):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_long_texts_are_encoded_while_others_run(tiny_llama_dir: Path) -> None:
+    """In a thread beside: counts what this one did meanwhile."""
+    tokenizer = Tokenizer.load(tiny_llama_dir)
+    begun, over = threading.Event(), threading.Event()
+    turns = 0
+
+    def encode() -> None:
+        begun.set()
+        tokenizer.encode("hello world " * 250_000)
+        over.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    while not over.is_set():
+        turns += 1
+    thread.join()
+    # With the interpreter's lock it is a few milliseconds' worth: those before the encoding began.
+    assert turns > 1_000_000
+
+
+def test_long_and_short_texts_are_read_alike(tiny_llama_dir: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_llama_dir)
+    for text in ("größer 🙂 <|im_end|> x" * 300, "a" * 9000, " " * 9000, "<|im_start|>" * 600):
+        assert tokenizer.encode(text) == tokenizer._inner.encode(text).ids
+        assert not tokenizer.is_beyond(text, 100_000)
+
+
+def test_what_is_certainly_too_long(tiny_llama_dir: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_llama_dir)
+    for text in ("a" * 300_000, "a word " * 100_000, " " * 3_000_000):
+        num_tokens = len(tokenizer.encode(text))
+        assert not tokenizer.is_beyond(text, num_tokens)
+        assert tokenizer.is_beyond(text, num_tokens // 100)
