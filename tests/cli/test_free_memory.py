@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,14 @@ def test_a_whole_system_is_refused_where_its_workers_together_are_too_large(tiny
     alone = LocalOptions(model=str(tiny_llama_dir), device="cpu", num_prefill=1, num_decode=1, port=0, kv_cache_memory_bytes=5 * GIB)
     with pytest.raises(SetupError, match="--kv-cache-memory-bytes"):
         make_plan(alone, environ={}, progress=lambda _: None)
+
+
+def test_a_system_whose_rings_do_not_fit_shared_memory_is_refused(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type(shutil.disk_usage("/"))
+    monkeypatch.setattr("twostep.local.plan.shutil.disk_usage", lambda _: usage(64 << 20, 0, 64 << 20))
+    options = LocalOptions(model=str(tiny_llama_dir), device="cpu", num_prefill=1, num_decode=1, port=0)
+    with pytest.raises(SetupError, match=r"--shm-size"):
+        make_plan(options, environ={}, progress=lambda _: None)
+    shutil.rmtree(make_plan(options, environ={"TWOSTEP_KV_RING_BYTES": str(8 << 20)}, progress=lambda _: None).run_dir)
+    alone = LocalOptions(model=str(tiny_llama_dir), device="cpu", num_prefill=0, num_decode=1, aggregated=True, port=0)
+    shutil.rmtree(make_plan(alone, environ={}, progress=lambda _: None).run_dir)

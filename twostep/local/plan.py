@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.errors import SetupError
-from twostep.free_memory import check_memory
+from twostep.free_memory import check_memory, gib
 from twostep.local import redis_server
 from twostep.local.capacity import CPU_KV_BYTES, need_of, room_for, this_machine
 from twostep.local.gpus import GpuShare, check_device, count_gpus, describe, share_gpus
@@ -24,6 +25,8 @@ from twostep.plan.model_shape import weight_bytes
 LOOPBACK = "127.0.0.1"
 # Ray would replace 127.0.0.1 by an address of this machine's own.
 RAY_HOST = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
+# Of each worker, the least (kv_transfer/ring.py).
+_RING_BYTES = 64 << 20
 # Ray's unix sockets lie deep below its directory, and a socket's name has 107 bytes.
 _MAX_RUN_DIR_BYTES = 36
 
@@ -114,6 +117,8 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
     num_gpus = _num_gpus(options, environ)
     if options.runner == "model" and not num_gpus and options.device in ("", "auto", "cpu"):
         _check_memory(options, model_dir)
+    if options.uses_ray:
+        _check_shared_memory(options, environ)
     scale = _scale(options, model_dir, num_gpus, progress) if options.autoscale else None
     ports = iter(free_ports(8))
     port = options.port or next(ports)
@@ -159,6 +164,22 @@ def _check_memory(options: LocalOptions, model_dir: Path) -> None:
         + (", or --object-store-bytes" if own_ray else "")
         + ", take a smaller model, or end other processes",
     )
+
+
+def _check_shared_memory(options: LocalOptions, environ: Mapping[str, str], directory: Path = Path("/dev/shm")) -> None:
+    """Each worker takes its ring at its start, and would have no transport without it. Raises SetupError."""
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError:  # then rings lie in the run directory
+        return
+    ring = environ.get("TWOSTEP_KV_RING_BYTES", "")
+    rings = options.num_workers * (int(ring) if ring.isdecimal() and int(ring) else _RING_BYTES)
+    if rings > free:
+        raise SetupError(
+            f"{options.num_workers} workers share {gib(rings)} of memory with their KV agents, and {directory} has {gib(free)} left: make "
+            f"it larger (mount -o remount,size=2G {directory}; docker run --shm-size 2g), remove what fills it, start fewer workers, or "
+            "give --aggregated, which hands nothing over"
+        )
 
 
 def _num_gpus(options: LocalOptions, environ: Mapping[str, str]) -> int:
