@@ -199,7 +199,7 @@ def test_up_with_a_model_that_is_none_shows_the_log_and_leaves_nothing(model_dir
         finally:
             process.kill()
     text = "".join(said)
-    assert "ended at its start. The end of" in text
+    assert "at its start. The end of" in text
     assert "generation_config.json" in text
     assert "Traceback" not in text
     found = re.search(r"The end of (\S+)/logs/", text)

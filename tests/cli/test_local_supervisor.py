@@ -213,7 +213,7 @@ async def test_components_come_and_go_while_the_others_run(tmp_path: Path) -> No
     waiting = asyncio.create_task(supervisor.wait())
     supervisor.add(component(tmp_path, "c"))
     supervisor.add(component(tmp_path, "broken", "sys.exit(3)"))
-    await until(lambda: supervisor.is_ready("c") and "failed broken: broken ended at its start" in journal.events)
+    await until(lambda: supervisor.is_ready("c") and "failed broken: broken exited with status 3, at its start" in journal.events)
     assert supervisor.names == ("a", "b", "c")
     gone = supervisor.pid_of("a")
     assert gone is not None
