@@ -2,7 +2,8 @@
 
 1. ask which workers hold how much of the prompt (at most 2 ms)
 2. refuse it if it cannot be served within its targets; else place it on a pair, or on a decode worker alone; reserve on decode, run on
-   prefill; a refusal: the next placement. All full: wait in the queue for room. Nobody there: wait a moment for somebody to come back
+   prefill; a refusal: the next placement. All full: wait in the queue for room. Nobody there, or no transport between them: wait a
+   moment for it to come back
 3. tokens flow into the output until the last one
 4. a worker lost on the way: begin again, with the tokens already received behind the prompt, on other workers if there are any
 """
@@ -63,8 +64,6 @@ class _NotNow:
             raise ContextExceeded(self.reason)
         if self.shortage is Shortage.INCOMPATIBLE and not self.full:
             raise Incompatible(self.reason)
-        if self.shortage is Shortage.NO_TRANSPORT and not self.full:
-            raise Unavailable(self.reason)
 
 
 @dataclass(slots=True)

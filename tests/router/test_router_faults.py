@@ -295,18 +295,22 @@ async def test_the_grace_begins_when_the_workers_go_not_when_the_request_was_que
         await cluster.all_free()
 
 
-async def test_without_a_transport_requests_are_refused_at_once_and_served_again_when_it_is_back(cluster: Cluster) -> None:
+async def test_a_transport_that_is_away_is_waited_for_as_missing_workers_are(cluster: Cluster) -> None:
+    """A KV agent that stands still for a moment is back soon."""
     prefill, decode = await cluster.prefill(), await cluster.decode()
     prefill.record = dataclasses.replace(prefill.record, transports=())
     decode.record = dataclasses.replace(decode.record, transports=("ray",))
     await cluster.beat()
-    async with cluster.serving(no_worker_grace=1000.0):
+    async with cluster.serving(no_worker_grace=0.1):
         code, message = await failure(cluster)
         assert code == "UNAVAILABLE"
         assert "KV transport ray is not ready on p0" in message
+    async with cluster.serving(no_worker_grace=1000.0):
+        waiting = asyncio.create_task(cluster.ask(max_tokens=3))
+        await until(lambda: cluster.router._room.num_queued == 1, "it waits for a transport")
         prefill.record = dataclasses.replace(prefill.record, transports=("ray",))
         await cluster.seen()
-        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
+        assert (await waiting).token_ids == cluster.expected(3)
 
 
 async def test_workers_whose_layouts_differ_are_refused_at_once_with_every_difference(cluster: Cluster) -> None:
