@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_http2 import RawHttp2
 
 from twostep.errors import ResourceExhausted, TwostepError, Unauthenticated
-from twostep.rpc.channel import open_channel
+from twostep.rpc.channel import TlsFiles, open_channel
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.slots import Reading, Slots
@@ -89,6 +91,26 @@ async def test_a_call_without_a_key_is_refused_before_its_message() -> None:
         assert stats.num_calls == 1
 
 
+async def test_so_it_is_behind_tls(self_signed: tuple[Path, Path]) -> None:
+    cert, private = self_signed
+    client = ssl.create_default_context(cafile=str(cert))
+    client.set_alpn_protocols(["h2"])
+    async with (
+        serving(tls=TlsFiles(cert=cert, key=private)) as (server, stats),
+        await RawHttp2.open("127.0.0.1", server.port, tls=client) as raw,
+        open_channel(f"127.0.0.1:{server.port}", tls=TlsFiles(ca=cert)) as channel,
+    ):
+        streams = [raw.call(STATS) for _ in range(2 * NUM_CALLS)]
+        await asyncio.wait_for(raw.until_ended(streams), SOON_S)
+        assert not raw.closed
+        for _ in range(NUM_CALLS):
+            raw.call(STATS, key("greedy"))
+        await raw.drain()
+        stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
+        assert (await stub.Stats(worker_pb2.WorkerStatsRequest(), metadata=key("honest"), timeout=SOON_S)).worker_id == "w"
+        assert stats.num_calls == 1
+
+
 async def test_nothing_of_what_is_sent_without_a_key_is_read() -> None:
     async with serving() as (server, _), await RawHttp2.open("127.0.0.1", server.port) as raw:
         stream = raw.call(STATS)
@@ -137,12 +159,17 @@ async def test_half_open_calls_of_one_key_take_no_place_from_others() -> None:
         await until(lambda: sum(len(raw.ended) for raw in raws) == len(streams) - NUM_CALLS)
         answers = await asyncio.gather(*(ask(server.port, name=f"honest {n}") for n in range(8)))
         assert [answer.worker_id for answer in answers] == ["w"] * 8
-        # They are of use as soon as their messages come.
-        raw, stream = streams[-1]
-        raw.message(stream, b"")
-        await until(lambda: raw.received.get(stream, 0) > 0 or stream in raw.ended)
         for each in raws:
             await each.__aexit__(None, None, None)
+
+
+async def test_a_call_whose_message_comes_late_is_answered() -> None:
+    async with serving() as (server, _), await RawHttp2.open("127.0.0.1", server.port) as raw:
+        stream = raw.call(STATS, key("slow"))
+        assert (await ask(server.port)).worker_id == "w"
+        raw.message(stream, b"")
+        await asyncio.wait_for(raw.until_ended([stream]), SOON_S)
+        assert raw.received[stream]
 
 
 async def test_a_call_whose_message_does_not_come_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,3 +285,12 @@ async def test_slow_messages_of_the_greediest_give_way_to_whoever_waits() -> Non
     await slots.take(other, "other").turn()
     await asyncio.wait_for(slots.take(Call(), "new").turn(), SOON_S)
     assert [call.error is not None for call in (*greedy, other)] == [True, False, False]
+
+
+async def test_and_those_of_the_caller_itself() -> None:
+    slots = Slots(100, Reading(of_caller=2, of_all=3, own_patience_s=0.01))
+    slow = [Call(), Call()]
+    for call in slow:
+        await slots.take(call, "one").turn()
+    await asyncio.wait_for(slots.take(Call(), "one").turn(), SOON_S)
+    assert [call.error is not None for call in slow] == [True, False]

@@ -43,7 +43,7 @@ _OPEN = ("/grpc.health.v1.Health/",)
 # anybody, and is a few bytes.
 _ASIDE = (*_OPEN, "/grpc.reflection.")
 _MAX_ASIDE = 64
-_READING_ASIDE = Reading(of_caller=1, of_all=4, patience_s=0.03)
+_READING_ASIDE = Reading(of_caller=1, of_all=4, patience_s=0.03, own_patience_s=0.25)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Sequence[tuple[str, str | bytes]]

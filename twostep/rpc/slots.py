@@ -33,17 +33,18 @@ class Call(Protocol):
 class Reading:
     """How many messages are read at a time. Those that are here take a millisecond; the bounds are for those that come slowly, of 16 MiB
     perhaps. Whoever has waited `patience_s` for a place among all that are read takes one that has been read for as long, of the caller
-    with the most."""
+    with the most; and among its own caller's, after `own_patience_s`."""
 
     of_caller: int = 8
     of_all: int = 64
     patience_s: float = 0.25
+    own_patience_s: float = 5.0
 
 
 @dataclass(slots=True)
 class _Caller:
     half_open: dict[Place, None] = field(default_factory=dict)
-    reading: dict[Place, None] = field(default_factory=dict)
+    reading: dict[Place, float] = field(default_factory=dict)
     num_running: int = 0
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
@@ -90,27 +91,10 @@ class Slots:
     # ---- for Place ----------------------------------------------------------------------------------------------------------
 
     async def _turn(self, place: Place) -> None:
-        caller = place.of
-        while len(caller.reading) >= self._bounds.of_caller:
-            await _wait(caller.waiting)
-        # Its own turn first: from now on nobody else of this caller has it.
-        caller.reading[place] = None
-        while len(self._reading) >= self._bounds.of_all:
-            try:
-                async with asyncio.timeout(self._bounds.patience_s):
-                    await _wait(self._waiting)
-            except TimeoutError:
-                await self._cut_slow()
-        self._reading[place] = asyncio.get_running_loop().time()
-
-    async def _cut_slow(self) -> None:
-        # An event loop that stood still has messages that came meanwhile: they are no slow ones.
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
-        before = asyncio.get_running_loop().time() - self._bounds.patience_s
-        slow = [place for place, since in self._reading.items() if since <= before]
-        if slow and len(self._reading) >= self._bounds.of_all:
-            max(slow, key=lambda each: len(each.of.reading)).give_way()
+        bounds, caller = self._bounds, place.of
+        # First among its caller's: of these so many at most wait with everybody else's.
+        await _enter(place, caller.reading, bounds.of_caller, caller.waiting, bounds.own_patience_s)
+        await _enter(place, self._reading, bounds.of_all, self._waiting, bounds.patience_s)
 
     def _read(self, place: Place) -> None:
         """Not read any more."""
@@ -168,6 +152,23 @@ class Place:
         if not self._freed:
             self._freed = True
             self._slots._free(self)
+
+
+async def _enter(place: Place, reading: dict[Place, float], limit: int, waiting: deque[asyncio.Future[None]], patience_s: float) -> None:
+    """Returns when `place` is one of `limit` in `reading`."""
+    loop = asyncio.get_running_loop()
+    while len(reading) >= limit:
+        try:
+            async with asyncio.timeout(patience_s):
+                await _wait(waiting)
+        except TimeoutError:
+            # An event loop that stood still has messages that came meanwhile: they are no slow ones.
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+            slow = [each for each, since in reading.items() if since <= loop.time() - patience_s]
+            if slow and len(reading) >= limit:
+                max(slow, key=lambda each: len(each.of.reading)).give_way()
+    reading[place] = loop.time()
 
 
 async def _wait(waiting: deque[asyncio.Future[None]]) -> None:
