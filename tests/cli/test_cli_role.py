@@ -73,9 +73,12 @@ def run(*words: str, **env: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_which_role_a_worker_has_is_no_secret(worker: tuple[ScriptedWorker, str]) -> None:
-    assert run(worker[1]) == (0, "d-1 is a decode worker, ready, with 3 requests.\n", "")
-    code, out, _ = run(worker[1], "--json")
+def test_which_role_a_worker_has_is_told_to_holders_of_the_secret(worker: tuple[ScriptedWorker, str], secret: str) -> None:
+    assert run(worker[1], "--secret-file", secret) == (0, "d-1 is a decode worker, ready, with 3 requests.\n", "")
+    code, out, err = run(worker[1])
+    assert (code, out) == (1, "")
+    assert "--secret-file" in err
+    code, out, _ = run(worker[1], "--json", "--secret-file", secret)
     assert (code, json.loads(out)) == (0, {"worker_id": "d-1", "role": "decode", "epoch": 7, "state": "ready"})
 
 

@@ -47,7 +47,7 @@ class CallSigner:
 
     def sign(self, worker_id: str, epoch: int) -> Signature:
         """Metadata of calls to that life of that worker."""
-        said = b"".join(map(_counted, (self._caller, worker_id))) + struct.pack("<Q", epoch)
+        said = b"".join(map(_counted, (self._caller, worker_id, str(epoch))))
         return ((HEADER, said + hmac.digest(self._key, said, hashlib.sha256)),)
 
 
@@ -99,11 +99,10 @@ class CallGate:
             wrong = "is not signed" if not told else "is signed with another secret"
             raise Unauthenticated(
                 f"the call {wrong}: worker {life[0]} serves its own deployment only; give it and whoever calls the same --secret-file",
-                challenge=_counted(life[0]) + struct.pack("<Q", life[1]),
+                challenge=_counted(life[0]) + _counted(str(life[1])),
             )
         caller, rest = _split(said)
-        worker_id, rest = _split(rest)
-        found = caller, (worker_id, struct.unpack("<Q", rest)[0])
+        found = caller, _life_in(rest)
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
         self._known[bytes(said + mac)] = found
@@ -118,11 +117,15 @@ def challenge_in(metadata: Iterable[tuple[str, Any]] | None) -> Life | None:
     for key, value in metadata or ():
         if key == CHALLENGE and isinstance(value, bytes):
             try:
-                worker_id, rest = _split(value)
-                return worker_id, struct.unpack("<Q", rest)[0]
-            except (struct.error, UnicodeDecodeError) as error:
+                return _life_in(value)
+            except (struct.error, ValueError) as error:
                 raise Unavailable("what answers there is no worker that is known here; give a worker's address") from error
     return None
+
+
+def _life_in(data: bytes) -> Life:
+    worker_id, rest = _split(data)
+    return worker_id, int(_split(rest)[0])
 
 
 def _counted(text: str) -> bytes:
