@@ -22,6 +22,7 @@ from router.workers import WorkerPool
 from twostep.cluster.records import WORKERS_KEY, WorkerLoad, WorkerRecord, host_prefix_key, prefix_key, worker_key
 from twostep.cluster.registration import connect
 from twostep.prefix import derive_key, prefix_hashes
+from twostep.rpc.call_signing import CallSigner
 from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepCurve
 
@@ -341,7 +342,7 @@ async def test_a_dead_redis_is_not_asked_by_every_request(redis_server: RedisSer
 async def test_a_prompt_is_looked_up_under_the_workers_own_keys(cluster: Cluster) -> None:
     worker = await cluster.prefill()
     ids = list(range(10, 10 + 3 * HASH_UNIT))
-    pool = WorkerPool(router_id="r", cleanup=Cleanup())
+    pool = WorkerPool(router_id="r", cleanup=Cleanup(), signer=CallSigner(SECRET, "r"))
     pool.sync([worker.record])
     index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=60.0)
     lookup = PrefixLookup(index, SECRET, HASH_UNIT)

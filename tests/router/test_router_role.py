@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from router_fakes import Cluster, until
+from router_fakes import SECRET, Cluster, until
 
 from router.cleanup import Cleanup
 from router.prefix_index import WorkerLife
@@ -15,6 +15,7 @@ from router.registry import Deployment, Registry
 from router.workers import WorkerPool
 from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
 from twostep.errors import TwostepError
+from twostep.rpc.call_signing import CallSigner
 
 
 class Tenant:
@@ -27,7 +28,7 @@ class Tenant:
 
 @pytest.fixture
 async def pool() -> AsyncIterator[WorkerPool]:
-    made = WorkerPool(router_id="r", cleanup=Cleanup())
+    made = WorkerPool(router_id="r", cleanup=Cleanup(), signer=CallSigner(SECRET, "r"))
     yield made
     await made.close()
 
