@@ -1,7 +1,7 @@
 """Requests that fail inside a step, or ask for everything at its extreme, beside others that must not notice.
 
-The model may have a token whose embedding is broken, BROKEN (tests/tiny_models.py, `save_poisoned_model`); where it has none, the first attack
-sends ordinary prompts.
+The model may have a token whose embedding is broken, BROKEN (tests/tiny_models.py, `save_poisoned_model`); where it has none, the first
+attack sends ordinary prompts.
 """
 
 from __future__ import annotations
