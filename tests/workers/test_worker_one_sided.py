@@ -287,6 +287,42 @@ async def test_decoding_begins_while_the_source_is_asked_and_nobody_hears_of_it(
             assert await cached_on_decode(w) == 0
 
 
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_row_without_a_token_before_the_source_has_answered_is_the_requests_fault_only_if_the_kv_was_right(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+    real = KvService.Acknowledge
+
+    async def hold(self: KvService, request: Any, context: Any) -> Any:
+        if request.outcome == kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED and not go_on.is_set():
+            asked.set()
+            await go_on.wait()
+            if refused:
+                return kv_pb2.AcknowledgeResponse(refusal="a block was reused")
+        return await real(self, request, context)
+
+    monkeypatch.setattr(KvService, "Acknowledge", hold)
+    answer = expected(PROMPT, 3)
+    async with world(redis_url, decode_runner=make_runner(broken_token=answer[1])) as w:
+        call = await w.begin(max_tokens=9)
+        await asyncio.wait_for(asked.wait(), WAIT_S)
+        (sequence,) = w.pair.decode_worker.edge._sequences._sequences.values()  # type: ignore[attr-defined]
+        await until(lambda: sequence.withheld_error is not None)
+        assert w.router.inbox("r").empty()
+        go_on.set()
+        if refused:
+            failed = await w.failed()
+            assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
+        else:
+            events = [await asyncio.wait_for(w.router.inbox("r").get(), WAIT_S) for _ in range(3)]
+            assert events[0].HasField("committed")
+            assert events[1].token.token_id == answer[1]
+            assert (events[2].failed.code, events[2].failed.retryable) == ("OUT_OF_RANGE", False)
+        call.cancel()
+        await w.pair.settled()
+
+
 async def test_what_is_confirmed_while_it_decodes_is_a_cached_prefix(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, go_on = asyncio.Event(), asyncio.Event()
     real = KvService.Acknowledge
