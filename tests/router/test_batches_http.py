@@ -121,7 +121,7 @@ async def test_what_is_no_batch_fails_and_says_where(cluster: Cluster, tmp_path:
             (7, "invalid_body"),
             (8, "invalid_custom_id"),
             (9, "invalid_json_line"),
-            (10, "invalid_json_line"),
+            (10, "too_many_values"),
         ]
         empty = await ended(client, (await submit(client, b"\n\n")).id)
         assert empty.errors is not None
