@@ -221,7 +221,10 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         help="longest life of a request; a client's shorter deadline counts",
     )
     parser.flag(
-        "--client-write-timeout", type=_seconds, default=default.client_write_timeout, help="a client that takes hardly anything for so long, of whatever waits for it, is cut"
+        "--client-write-timeout",
+        type=_seconds,
+        default=default.client_write_timeout,
+        help="a client that takes hardly anything for so long, of whatever waits for it, is cut",
     )
     parser.flag(
         "--no-worker-grace",
