@@ -155,18 +155,19 @@ class _Exchange:
 
     async def run(self, redis: Redis) -> list[Use]:
         """Once. Raises RedisError, OSError, TimeoutError."""
-        async with asyncio.timeout(_TIMEOUT_S):
-            if not self._clock.known:
+        if not self._clock.known:
+            async with asyncio.timeout(_TIMEOUT_S):
                 await self._clock.ask(redis)
-            for entry, amount in self._undated.items():
-                self.count(entry, amount)
-            self._undated.clear()
-            try:
+        for entry, amount in self._undated.items():
+            self.count(entry, amount)
+        self._undated.clear()
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
                 return await self._run(redis)
-            except BaseException:
-                # Who hears nothing for hours has hours to hear of.
-                self._read_all = True
-                raise
+        except BaseException:
+            # Who hears nothing for hours has hours to hear of.
+            self._read_all = True
+            raise
 
     async def _run(self, redis: Redis) -> list[Use]:
         totals, windows = self.ledger.untold(), self._to_read()
