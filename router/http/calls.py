@@ -110,6 +110,8 @@ async def ask_all(
         async with asyncio.TaskGroup() as group:
             for _ in range(min(len(readers), MAX_AT_ONCE)):
                 group.create_task(ask_in_turn())
+                # All begun in one turn of the event loop would hold up everybody else for as long as it takes to begin them.
+                await asyncio.sleep(0)
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
     finally:

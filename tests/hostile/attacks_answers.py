@@ -83,6 +83,19 @@ async def _readers_that_do_not(target: Target) -> str:
     return f"{len(socks)} held for 3 s"
 
 
+async def _many_choices(target: Target) -> str:
+    """As many answers at once as one may ask for, of a client that goes away."""
+    statuses = []
+    for _ in range(3):
+        async with _session(target) as http:
+            body = {"messages": _MESSAGES, "n": 128, "max_tokens": 200, "ignore_eos": True, "stream": True}
+            async with http.post(_CHAT, json=body) as answer:
+                statuses.append(answer.status)
+                await answer.content.readany()
+                answer.close()
+    return f"{statuses}"
+
+
 async def _long_token_lists(target: Target) -> str:
     async with _session(target) as http:
         statuses = []
@@ -161,6 +174,7 @@ ATTACKS = (
     Attack("a chat whose whole answer is megabytes of log probabilities", _many_logprobs),
     Attack("completions that could come to gigabytes", _too_much, short=True),
     Attack("clients that do not read whole answers, streams, texts", _readers_that_do_not),
+    Attack("128 answers at once, and their client goes", _many_choices),
     Attack("long lists of token ids", _long_token_lists, short=True),
     Attack("long names that errors would quote", _long_names, short=True),
     Attack("files of a byte each", _many_small_files, short=True),

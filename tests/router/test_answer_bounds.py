@@ -6,8 +6,9 @@ import asyncio
 import json
 import socket
 from array import array
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import pytest
 from http_fakes import CHAT, TEXT, chat, open_http
@@ -15,14 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import MAX_MODEL_LEN, Cluster, Script, until
 
+from router.access.identity import NOBODY
+from router.http.calls import Call, ask_all
 from router.http.errors import HttpError
 from router.http.unread import Unread
 from router.http.whole_answer import check_size
+from router.inference import Inference
 from router.json_pieces import Json, in_chunks, json_pieces, small
 from router.memory_budget import MemoryBudget
 from router.output import Output
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.rpc.v1 import decode_pb2, prefill_pb2
+from twostep.rpc.v1 import inference_pb2 as pb
 
 # ---- before it begins ------------------------------------------------------------------------------------------------------
 
@@ -353,3 +358,42 @@ async def test_errors_quote_little_of_what_was_sent(cluster: Cluster) -> None:
                 assert len(await answer.read()) < 5000
     assert len(NotFound(long).message) < 5000
     assert len(str(InvalidRequest(long))) < 5000
+
+
+# ---- many at once ----------------------------------------------------------------------------------------------------------
+
+
+async def test_many_answers_are_begun_in_turns_with_everybody_else() -> None:
+    num_turns, begun, all_begun = 0, [], asyncio.Event()
+
+    class Generating:
+        async def generate(self, *_: Any) -> pb.End:
+            begun.append(num_turns)
+            if len(begun) == 128:
+                all_begun.set()
+            await all_begun.wait()
+            return pb.End()
+
+    class Taking:
+        prompt: Sequence[int] = ()
+
+        async def write(self, response: pb.GenerateResponse) -> None:
+            raise AssertionError("there is nothing to take")
+
+        async def end(self, end: pb.End) -> None:
+            pass
+
+    async def turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def read_prompt(_: int) -> Any:
+        raise AssertionError("nobody asks for it")
+
+    beside = asyncio.create_task(turns())
+    call, readers = Call(request_id="r", identity=NOBODY), [Taking() for _ in range(128)]
+    await ask_all(cast(Inference, Generating()), call, readers, lambda _: pb.GenerateRequest(), read_prompt, timeout_s=60, num_each=128)
+    beside.cancel()
+    assert max(Counter(begun).values()) <= 2
