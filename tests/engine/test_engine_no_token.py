@@ -21,6 +21,7 @@ from twostep.engine.step_work import StepResult
 from twostep.engine.types import EngineRequest, FailureKind, SequenceFailure, StepOutput, TokenOutput
 from twostep.errors import InternalError, InvalidRequest, NonFiniteLogits
 from twostep.prefix import PrefixHasher
+from twostep.request_class import RequestClass
 
 VOCAB, CONTEXT, BLOCK, BROKEN = 1000, 200, 4, 300
 
@@ -149,6 +150,22 @@ def test_however_many_come_and_however_they_differ_the_worker_is_well() -> None:
         assert sorted(failures(drain(engine)[1])) == [(f"{turn}-{i}", FailureKind.NO_TOKEN) for i in range(8)]
     good = make_request("good", [1, 2, 3])
     assert right(good, generate(engine, [good])[0])
+    assert_idle(engine)
+
+
+def test_it_is_told_before_those_who_wait_are_served() -> None:
+    engine, _ = make_engine(max_num_seqs=2, max_num_batched_tokens=8, max_waiting=40)
+    for i in range(20):
+        engine.submit(make_request(f"r{i}", [*range(20 + i)], max_tokens=3, request_class=RequestClass.INTERACTIVE))
+        if not i:
+            engine.submit(make_request("poison", [BROKEN], request_class=RequestClass.INTERACTIVE))
+    tokens: set[str] = set()
+    output = engine.step()
+    while not output.failures:
+        tokens |= {token.seq_id for token in output.tokens}
+        output = engine.step()
+    assert tokens <= {"r0", "r1", "r2"}
+    assert not {seq_id for seq_id, _ in failures(drain(engine)[1])}
     assert_idle(engine)
 
 

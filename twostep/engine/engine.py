@@ -257,9 +257,9 @@ class Engine:
             result = self._ledger.fail(work, collected.message) if sampled is None else self._ledger.settle(work, sampled)
             result, probes = self._self_test.settle(result)
             for probe in probes:
-                # However many wait: they hold a few blocks for a step, and somebody waits for what they say.
+                # They hold a block each for a step, and somebody waits for what they say.
                 sequence = self._make(probe, hold=False, state=SequenceState.WAITING)
-                self._ledger.submit(sequence, time.monotonic(), bounded=False)
+                self._ledger.submit(sequence, time.monotonic(), first=True)
             failures = self._ledger.constrained.take_failures()
             self._busy_since = None
             self._note_work()

@@ -141,13 +141,14 @@ class SequenceLedger:
 
     # ---- in and out -------------------------------------------------------------------------------------------------
 
-    def submit(self, sequence: EngineSequence, now: float, *, bounded: bool = True) -> None:
-        """A new WAITING sequence. Raises InvalidRequest and, where the queue is `bounded`, ResourceExhausted."""
+    def submit(self, sequence: EngineSequence, now: float, *, first: bool = False) -> None:
+        """A new WAITING sequence. `first`: before all others of its class, and however many they are. Raises ResourceExhausted,
+        InvalidRequest."""
         self._refuse(sequence)
         # An urgent prompt is not refused for batch ones that wait.
         urgent = sequence.request.request_class < RequestClass.BATCH
         others = (s for s in self._admission.waiting.values() if not urgent or s.request.request_class < RequestClass.BATCH)
-        if bounded and (num_waiting := sum(1 for _ in others)) >= self._max_waiting:
+        if not first and (num_waiting := sum(1 for _ in others)) >= self._max_waiting:
             raise ResourceExhausted(f"{num_waiting} prompts are waiting here already; try another worker, or later")
         self._arrive(sequence)
         hashes = sequence.block_hashes()
@@ -155,7 +156,11 @@ class SequenceLedger:
         num_cached = (num_found + len(self.tier.lookup(hashes, num_found))) * self._block_size
         sequence.num_matched = min(num_cached, len(sequence.tokens) - 1)
         sequence.patience.pause(now)
+        later = dict(self._admission.waiting) if first else {}
+        if first:
+            self._admission.waiting.clear()
         self._admission.waiting[sequence.seq_id] = sequence
+        self._admission.waiting.update(later)
         self._blocked = False
 
     def reserve(self, sequence: EngineSequence, now: float) -> Reservation:
