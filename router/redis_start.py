@@ -8,6 +8,7 @@ import time
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from twostep.cluster.connection import refuse_cluster
 from twostep.errors import SetupError
 
 
@@ -17,6 +18,7 @@ async def wait_for_redis(redis: Redis, timeout_s: float) -> None:
     while True:
         try:
             await redis.ping()
+            await refuse_cluster(redis)
             return
         except (RedisError, OSError) as error:
             if time.monotonic() >= give_up_at:
