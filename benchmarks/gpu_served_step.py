@@ -24,6 +24,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,7 +216,7 @@ def _worker(role: str, url: str, runner: Runner, load: Load, make_edge: Any) -> 
         max_waiting=2 * load.streams,
     )
     model = ServedModel(name="m", runner=runner, layout=layout_of(runner.kv_shape, "benchmark"), eos_token_ids=frozenset())
-    return Worker(config, model, SECRET, make_edge)
+    return Worker(config, model, SECRET, make_edge, time.time_ns() // 1000)
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from router.config import RouterConfig
 from router.server import Router
+from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Runner
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.fingerprint import model_fingerprint
@@ -207,7 +208,9 @@ async def whole_system(
                 otlp_endpoint=router_options.get("otlp_endpoint", ""),
             )
             bounds = replace(limits or SequencesConfig(), local_prefill=aggregated)
-            worker = Worker(config, model, SECRET, _prefill_edge(hub) if role == "prefill" else _decode_edge(hub, bounds))
+            worker = Worker(
+                config, model, SECRET, _prefill_edge(hub) if role == "prefill" else _decode_edge(hub, bounds), await first_epoch(url)
+            )
             await worker.start()
             stack.push_async_callback(worker.stop, 0.5)
             return worker

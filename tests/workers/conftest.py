@@ -37,7 +37,7 @@ def patient_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 def patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers take Redis for lost when it does not answer within a second, and are taken for lost when they are silent for four: on a busy
     machine either may be a pause."""
-    monkeypatch.setattr("twostep.cluster.registration._TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", WAIT_S)
     monkeypatch.setattr("twostep.cluster.registration.HEARTBEAT_TTL_S", WAIT_S)
 
 

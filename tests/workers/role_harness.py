@@ -23,6 +23,7 @@ from prefill_worker.edge import PrefillEdge
 from router.config import RouterConfig
 from router.server import Router
 from twostep import AsyncClient
+from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Runner
 from twostep.fingerprint import model_fingerprint
 from twostep.rpc.call_signing import channel_to_worker
@@ -136,13 +137,13 @@ async def role_system(
     fingerprint, eos = model_fingerprint(model_dir), ModelCard.load(model_dir).eos_token_ids
     async with AsyncExitStack() as stack:
         # What a worker says at once, it would say a heartbeat later if it stood still for a second while Redis answers.
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr("twostep.cluster.registration._TIMEOUT_S", WAIT_S)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr("twostep.cluster.connection._TIMEOUT_S", WAIT_S)
         for number, role in enumerate(roles):
             runner = make_runner() if make_runner is not None else fake_runner(model_dir)
             model = ServedModel(name="m", runner=runner, layout=layout_of(runner.kv_shape, fingerprint), eos_token_ids=eos)
             defaults: dict[str, Any] = {"transport_timeout": WAIT_S, "chunk_bytes": 4096, "router_lease": WAIT_S, "lease_ttl": WAIT_S}
             config = WorkerConfig(role=role, worker_id=f"w{number}", redis_url=redis_url, **(defaults | options))
-            worker = Worker(config, model, SECRET, make_edge)
+            worker = Worker(config, model, SECRET, make_edge, await first_epoch(redis_url))
             await worker.start()
             stack.push_async_callback(_stop, worker)
             system.workers[worker.worker_id] = worker

@@ -311,14 +311,14 @@ async def test_no_room_is_resource_exhausted_and_too_much_is_invalid(redis_url: 
 async def test_a_worker_that_cannot_start_leaves_nothing_behind(redis_url: str, own_redis: RedisServer) -> None:
     before = _threads_of(["engine", "kv-local"])
     hub = LocalHub()
-    taken = Worker(worker_config("prefill", redis_url), make_model(make_runner()), SECRET, prefill_edge(hub))
+    taken = Worker(worker_config("prefill", redis_url), make_model(make_runner()), SECRET, prefill_edge(hub), 1)
     await taken.start()
     port = taken.server.port
-    again = Worker(worker_config("decode", redis_url, port=port), make_model(make_runner()), SECRET, decode_edge(LocalHub()))
+    again = Worker(worker_config("decode", redis_url, port=port), make_model(make_runner()), SECRET, decode_edge(LocalHub()), 2)
     with pytest.raises(SetupError, match=f"{port}.*--port"):
         await again.start()
     own_redis.stop()
-    lost = Worker(worker_config("decode", own_redis.url), make_model(make_runner()), SECRET, decode_edge(hub))
+    lost = Worker(worker_config("decode", own_redis.url), make_model(make_runner()), SECRET, decode_edge(hub), 3)
     lost._registration._connect_timeout_s = 0.2
     with pytest.raises(SetupError, match="--redis-url"):
         await lost.start()

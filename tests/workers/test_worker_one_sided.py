@@ -34,6 +34,7 @@ from kv_transfer.transport import ChunkInfo
 from kv_transfer.transports import Transports
 from prefill_worker.hand_over import HandOvers
 from prefill_worker.service import KvService
+from twostep.cluster.epochs import first_epoch
 from twostep.errors import Unavailable
 from twostep.local.ports import free_ports
 from twostep.rpc.v1 import kv_pb2
@@ -186,6 +187,7 @@ async def test_a_restarted_source_answers_for_no_earlier_life(redis_url: str) ->
             make_model(make_runner()),
             SECRET,
             prefill_edge(lambda parts: Transports([OneSidedTransport(parts.model.runner, 1, w.hub, worker_id="again", epoch=parts.epoch)])),
+            await first_epoch(redis_url),
         )
         await again.start()
         try:

@@ -190,7 +190,7 @@ async def test_a_new_epoch_announces_what_is_held_in_pool_and_host_memory_and_wh
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Redis is not given up where this process stands still for a moment.
-    monkeypatch.setattr("twostep.cluster.registration._TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", WAIT_S)
     runner = make_runner()
     layout = layout_of(runner.kv_shape, "fake")
     record = WorkerRecord(
@@ -199,7 +199,9 @@ async def test_a_new_epoch_announces_what_is_held_in_pool_and_host_memory_and_wh
     )  # fmt: skip
     told, deltas = [record], [PrefixDelta(added=(b"a", b"b"), removed=(), host_added=(b"c",), host_removed=())]
     nothing = PrefixDelta(added=(), removed=(), host_added=(), host_removed=())
-    registration = Registration(redis_url, describe=lambda: told[-1], take_delta=lambda: deltas.pop(0) if deltas else nothing)
+    registration = Registration(
+        redis_url, secret=SECRET, describe=lambda: told[-1], take_delta=lambda: deltas.pop(0) if deltas else nothing
+    )
     async with Redis.from_url(redis_url) as redis:
 
         async def announced(epoch: int) -> tuple[set[bytes], set[bytes]]:

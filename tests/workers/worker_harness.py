@@ -22,6 +22,7 @@ from decode_worker.sequences import SequencesConfig
 from kv_transfer.local import LocalHub, LocalTransport
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
+from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.local.ports import free_ports
@@ -312,7 +313,14 @@ class RouterDouble:
 
     @staticmethod
     def _request(
-        request_id: str, prompt: Sequence[int], max_tokens: int, *, attempt: int = 1, num_prompt_tokens: int | None = None, **sampling: Any
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        attempt: int = 1,
+        num_prompt_tokens: int | None = None,
+        tenant: str = "t",
+        **sampling: Any,
     ) -> dict[str, Any]:
         return {
             "request_id": request_id,
@@ -320,7 +328,7 @@ class RouterDouble:
             "token_ids": prompt,
             "num_prompt_tokens": len(prompt) if num_prompt_tokens is None else num_prompt_tokens,
             "sampling": sampling_to_proto(SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)),
-            "tenant": "t",
+            "tenant": tenant,
         }
 
 
@@ -385,12 +393,14 @@ async def started(
         make_model(runners[0], eos=eos, tokenizer_file=tokenizer_file),
         secrets[0],
         prefill_edge(transports),
+        await first_epoch(redis_url),
     )
     decode = Worker(
         worker_config("decode", redis_url, **(decode_options or {})),
         make_model(runners[1], eos=eos, fingerprint=decode_fingerprint, tokenizer_file=tokenizer_file),
         secrets[1],
         decode_edge(transports, limits, floors),
+        await first_epoch(redis_url),
     )
     try:
         await prefill.start()

@@ -1,7 +1,10 @@
 """What workers say of themselves in Redis, and under which keys. Torch-free and protobuf-free.
 
-twostep:v1:worker:{worker_id}          string: WorkerRecord as JSON, expires HEARTBEAT_TTL_S after the last heartbeat
+twostep:v1:worker:{worker_id}          string: WorkerRecord as a signed JSON object (twostep/cluster/signed.py), expires HEARTBEAT_TTL_S
+                                       after the last heartbeat; later where Redis is slow
+twostep:v1:claim:{worker_id}           string: whose the name is (twostep/cluster/registration.py), expires with the record
 twostep:v1:workers                     set of worker ids, added by every heartbeat (a reader takes out ids whose record has expired)
+twostep:v1:epoch                       integer: the largest epoch that was given out (twostep/cluster/epochs.py)
 twostep:v1:prefix:{worker_id}:{epoch}  set of prefix hashes (bytes) at hash-unit boundaries, expires PREFIX_TTL_S after
                                        the last heartbeat; a restart has a new epoch and so a new, empty set
 twostep:v1:host-prefix:{worker_id}:{epoch}  the same for prefixes in the worker's host memory, below its pool
@@ -26,10 +29,18 @@ PREFIX_TTL_S = 30.0
 MAX_PREFIXES_PER_WORKER = 65536
 
 WORKERS_KEY = "twostep:v1:workers"
+WORKER_PREFIX = "twostep:v1:worker:"
+# A reader takes in no more of one record, and of how many workers of one deployment.
+MAX_RECORD_BYTES = 16 * 1024
+MAX_WORKERS = 4096
 
 
 def worker_key(worker_id: str) -> str:
-    return f"twostep:v1:worker:{worker_id}"
+    return f"{WORKER_PREFIX}{worker_id}"
+
+
+def claim_key(worker_id: str) -> str:
+    return f"twostep:v1:claim:{worker_id}"
 
 
 def prefix_key(worker_id: str, epoch: int) -> str:
@@ -79,7 +90,7 @@ class WorkerRecord:
     worker_id: str
     role: str  # "prefill" | "decode"
     address: str  # host:port of its gRPC server
-    epoch: int  # microseconds since 1970 at process start: grows with every life
+    epoch: int  # names one life of the worker; a later one's is larger (twostep/cluster/epochs.py)
     model: str  # name it is served under
     layout: LayoutRecord
     hash_unit: int
@@ -103,6 +114,7 @@ class WorkerRecord:
     pod_name: str = ""
     pod_namespace: str = ""
     pod_owner: str = ""
+    beat: int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
 
     @property
     def serves(self) -> bool:

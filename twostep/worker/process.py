@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from twostep.cluster.epochs import first_epoch
 from twostep.errors import SetupError
 from twostep.log import setup_logging
 from twostep.rpc import event_loop
@@ -65,17 +66,17 @@ def run_worker(role: str, argv: Sequence[str] | None, make_edge: Callable[[EdgeP
 
 async def _serve(config: WorkerConfig, model: ServedModel, secret: bytes, make_edge: Callable[[EdgeParts], Edge], start: StartUp) -> int:
     stop = stop_event(config.drain_timeout)
-    worker = Worker(config, model, secret, make_edge)
-    starting = asyncio.create_task(worker.start())
+    starting = asyncio.create_task(_started(config, model, secret, make_edge))
     stopping = asyncio.create_task(stop.wait())
-    failing = asyncio.create_task(worker.engine_failed.wait())
+    failing: asyncio.Task[bool] | None = None
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
             await asyncio.wait({starting})
             return EXIT_OK
-        starting.result()
+        worker = starting.result()
+        failing = asyncio.create_task(worker.engine_failed.wait())
         log.info(start.finish())
         if "triton" in sys.modules:
             importlib.import_module("twostep.kernels.late_compiles").report_compiles()
@@ -85,6 +86,14 @@ async def _serve(config: WorkerConfig, model: ServedModel, secret: bytes, make_e
         await worker.stop(config.drain_timeout if stopping.done() else 0.0)
     finally:
         stopping.cancel()
-        failing.cancel()
+        if failing is not None:
+            failing.cancel()
     log.info("stopped")
     return EXIT_ENGINE_FAILED if worker.engine_failed.is_set() else EXIT_OK
+
+
+async def _started(config: WorkerConfig, model: ServedModel, secret: bytes, make_edge: Callable[[EdgeParts], Edge]) -> Worker:
+    """A worker that is ready and registered. Raises SetupError."""
+    worker = Worker(config, model, secret, make_edge, await first_epoch(config.redis_url))
+    await worker.start()
+    return worker

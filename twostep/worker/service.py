@@ -11,6 +11,7 @@ import grpc.aio
 from twostep.errors import InternalError
 from twostep.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.vouch import vouch
 from twostep.worker.roles import RoleConflict
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._secret = secret
 
     async def Stats(self, request: worker_pb2.WorkerStatsRequest, context: _Context) -> worker_pb2.WorkerStats:
-        stats = self._worker.describe()
+        worker = self._worker
+        stats = worker.describe()
+        if request.challenge:
+            stats.vouched = vouch(self._secret, request.challenge, worker_id=worker.worker_id, address=worker.address, epoch=worker.epoch)
         if request.check_integrity:
             try:
                 # In a thread: walking a large pool takes milliseconds that the event loop does not have.

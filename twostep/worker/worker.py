@@ -65,8 +65,9 @@ class RoleChange:
 
 
 class Worker:
-    def __init__(self, config: WorkerConfig, model: ServedModel, secret: bytes, make_edge: Callable[[EdgeParts], Edge]) -> None:
-        """`make_edge` makes that of `parts.config.role`, which may change. Needs a running event loop. Raises SetupError."""
+    def __init__(self, config: WorkerConfig, model: ServedModel, secret: bytes, make_edge: Callable[[EdgeParts], Edge], epoch: int) -> None:
+        """`make_edge` makes that of `parts.config.role`, which may change. `epoch` of its first life (twostep/cluster/epochs.py). Needs a
+        running event loop. Raises SetupError."""
         self.worker_id = config.worker_id or f"{config.role}-{socket.gethostname()}-{config.port or os.getpid()}"
         self.address = ""
         self._model = model
@@ -99,7 +100,7 @@ class Worker:
         self._ready = False
         self._stopping = False
         self._switching: asyncio.Task[RoleChange] | None = None
-        self._life = self._new_life(config)
+        self._life = self._new_life(config, epoch)
         self._loop = EngineLoop(self.engine, self._on_step, self._on_engine_failure, self._on_layers)
         self.server = GrpcServer(
             ServerConfig(
@@ -120,7 +121,7 @@ class Worker:
         self._connect()
         self._board.add_to(self.server)
         self.server.add(WorkerService(self, secret), worker_pb2_grpc.add_WorkerServicer_to_server, "twostep.v1.Worker")
-        self._registration = Registration(config.redis_url, describe=self.record, take_delta=self.engine.take_prefix_delta)
+        self._registration = Registration(config.redis_url, secret=secret, describe=self.record, take_delta=self.engine.take_prefix_delta)
 
     @property
     def config(self) -> WorkerConfig:
@@ -296,7 +297,7 @@ class Worker:
             if time.monotonic() >= give_up:
                 raise InternalError(f"a step that nobody waits for has not ended in {_ENGINE_IDLE_S:g} s; restart the worker")
             await asyncio.sleep(_IDLE_POLL_S)
-        life = self._new_life(config, carried)
+        life = self._new_life(config, await self._registration.new_epoch(self.epoch), carried)
         try:
             await life.edge.start()
             await (self._look_for_transport(life) if back else life.wait_for_transport(self._interrupted))
@@ -321,11 +322,8 @@ class Worker:
         # Whatever came meanwhile has said that it is not.
         self._readiness.tell(self._life, self._ready)
 
-    def _new_life(self, config: WorkerConfig, carried: Carried | None = None) -> Life:
+    def _new_life(self, config: WorkerConfig, epoch: int, carried: Carried | None = None) -> Life:
         """Raises SetupError; `carried` is the caller's still then."""
-        epoch = time.time_ns() // 1000
-        if carried is not None:
-            epoch = max(epoch, self.epoch + 1)
         edge = self._make_edge(
             EdgeParts(
                 config=config,

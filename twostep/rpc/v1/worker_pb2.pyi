@@ -90,16 +90,20 @@ class WorkerStatsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECK_INTEGRITY_FIELD_NUMBER: _builtins.int
+    CHALLENGE_FIELD_NUMBER: _builtins.int
     check_integrity: _builtins.bool
     """Also walk the block pool: every block is free, cached or owned by exactly the sequences that list it."""
+    challenge: _builtins.bytes
+    """Also prove that this worker has the deployment secret: random bytes, which the answer's `vouched` covers."""
     def __init__(
         self,
         *,
         check_integrity: _builtins.bool = ...,
+        challenge: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_integrity", b"check_integrity"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "check_integrity", b"check_integrity"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -137,6 +141,7 @@ class WorkerStats(_message.Message):
     PATHS_FIELD_NUMBER: _builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_HOST_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    VOUCHED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -174,6 +179,8 @@ class WorkerStats(_message.Message):
     num_host_blocks: _builtins.int
     """Prefixes kept in host memory, below the pool: blocks there now, tokens found there since the start."""
     num_host_hit_tokens: _builtins.int
+    vouched: _builtins.bytes
+    """If a challenge was given: HMAC-SHA256 of it, of the worker's id, address and epoch (twostep/vouch.py)."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStats]: ...
     @_builtins.property
@@ -211,10 +218,11 @@ class WorkerStats(_message.Message):
         paths: _abc.Iterable[Global___PathStats] | None = ...,
         num_host_blocks: _builtins.int = ...,
         num_host_hit_tokens: _builtins.int = ...,
+        vouched: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "blocks_reused", b"blocks_reused", "bytes_moved", b"bytes_moved", "draining", b"draining", "epoch", b"epoch", "integrity_error", b"integrity_error", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_host_blocks", b"num_host_blocks", "num_host_hit_tokens", b"num_host_hit_tokens", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_sequences", b"num_sequences", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "oldest_lease_s", b"oldest_lease_s", "paths", b"paths", "ready", b"ready", "role", b"role", "stalled_s", b"stalled_s", "steps", b"steps", "swapped_bytes", b"swapped_bytes", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "blocks_reused", b"blocks_reused", "bytes_moved", b"bytes_moved", "draining", b"draining", "epoch", b"epoch", "integrity_error", b"integrity_error", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_host_blocks", b"num_host_blocks", "num_host_hit_tokens", b"num_host_hit_tokens", "num_leases", b"num_leases", "num_preemptions", b"num_preemptions", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_sequences", b"num_sequences", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "oldest_lease_s", b"oldest_lease_s", "paths", b"paths", "ready", b"ready", "role", b"role", "stalled_s", b"stalled_s", "steps", b"steps", "swapped_bytes", b"swapped_bytes", "transports", b"transports", "vouched", b"vouched", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
