@@ -226,7 +226,7 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_is_served_any_more(tmp_pat
         runner.watch(on_failure)
         runner._ranks._processes[0].kill()
         assert told.wait(WAIT_S)
-        assert "rank 1 was killed by signal 9" in str(errors[0])
+        assert "rank 1 was ended by SIGKILL (signal 9)" in str(errors[0])
         sequence = scattered_sequences([3], BLOCK, 96, random.Random(0))[0]
         with pytest.raises(Unavailable, match="rank 1"):
             runner.run(make_batch([(sequence, 3)], BLOCK))

@@ -77,4 +77,4 @@ def test_it_ends_when_a_rank_dies(model_dir: Path, redis: RedisServer, tmp_path:
     with worker(model_dir, redis, tmp_path) as (process, rank, log):
         rank.kill()
         assert process.wait(END_S) == 1, log.read_text()
-        assert "rank 1 was killed by signal 9" in log.read_text()
+        assert "rank 1 was ended by SIGKILL (signal 9)" in log.read_text()
