@@ -21,6 +21,7 @@ from router_helper import obey
 from router_place import HASH_UNIT, SECRET, Place
 
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, worker_key
+from twostep.cluster.signed import RECORDS, Signer
 from twostep.fingerprint import dummy_fingerprint
 from twostep.prefix import secret_check
 from twostep.rpc import event_loop
@@ -208,7 +209,7 @@ async def _heartbeat(redis_url: str, records: Sequence[WorkerRecord]) -> None:
     while True:
         async with redis.pipeline(transaction=False) as pipe:
             for record in records:
-                pipe.set(worker_key(record.worker_id), record.to_json(), px=int(1e3 * _TTL_S))
+                pipe.set(worker_key(record.worker_id), Signer(SECRET, RECORDS).sign_object(record.to_json()), px=int(1e3 * _TTL_S))
                 pipe.sadd(WORKERS_KEY, record.worker_id)
             await pipe.execute()
         await asyncio.sleep(_TTL_S / 4)

@@ -9,10 +9,11 @@ from redis.exceptions import RedisError
 
 from decode_worker.paths import Paths, Source
 from twostep import __version__
-from twostep.cluster.records import HEARTBEAT_S, WORKERS_KEY, WorkerRecord, worker_key
-from twostep.cluster.registration import connect
-from twostep.errors import InvalidRequest
-from twostep.prefix import secret_check
+from twostep.cluster.connection import connect
+from twostep.cluster.look import look
+from twostep.cluster.records import HEARTBEAT_S, WorkerRecord
+from twostep.cluster.signed import RECORDS, Signer
+from twostep.errors import InvalidRequest, Unauthenticated
 from twostep.version_skew import together
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Discovery:
     def __init__(self, redis_url: str, paths: Paths, *, secret: bytes) -> None:
         self._redis = connect(redis_url)
         self._paths = paths
-        self._secret_check = secret_check(secret)
+        self._signer = Signer(secret, RECORDS)
         self._missed: dict[tuple[str, int], int] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -55,10 +56,9 @@ class Discovery:
             await asyncio.sleep(_EVERY_S)
 
     async def _look(self) -> None:
-        ids = [name.decode() if isinstance(name, bytes) else name for name in await self._redis.smembers(WORKERS_KEY)]
-        texts = await self._redis.mget([worker_key(name) for name in ids]) if ids else []
-        found = {(r.worker_id, r.epoch): r for text in texts if text is not None and (r := _record(text)) is not None}
-        ours = {key: r for key, r in found.items() if r.role == "prefill" and r.secret_check == self._secret_check and r.address}
+        texts = (await look(self._redis, [worker_id for worker_id, _ in self._missed])).records.values()
+        found = {(r.worker_id, r.epoch): r for text in texts if (r := self._read(text)) is not None}
+        ours = {key: r for key, r in found.items() if r.role == "prefill" and r.address}
         # The others are no sources: their workers would refuse to be asked.
         ours = {key: r for key, r in ours.items() if together(__version__, r.version)}
         for record in ours.values():
@@ -69,10 +69,9 @@ class Discovery:
             del self._missed[key]
         await self._paths.forget(gone)
 
-
-def _record(text: bytes | str) -> WorkerRecord | None:
-    """None: of another version."""
-    try:
-        return WorkerRecord.from_json(text)
-    except InvalidRequest:
-        return None
+    def _read(self, text: bytes) -> WorkerRecord | None:
+        """None: of another deployment or version, or nobody's."""
+        try:
+            return WorkerRecord.from_json(self._signer.read_object(text))
+        except (Unauthenticated, InvalidRequest):
+            return None

@@ -18,9 +18,10 @@ import logging
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import cast
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from twostep.cluster.records import WorkerRecord, host_prefix_key, prefix_key
 
@@ -127,10 +128,10 @@ class PrefixIndex:
             pipeline.smismember(prefix_key(probe.life.worker_id, probe.life.epoch), hashes)
             if probe.tiered:
                 pipeline.smismember(host_prefix_key(probe.life.worker_id, probe.life.epoch), hashes)
-        replies = iter(await pipeline.execute())
+        replies = map(_flags, await pipeline.execute(raise_on_error=False))
         for probe, indices in wanted.items():
-            in_pool = next(replies)
-            probe.learn(indices, in_pool, next(replies) if probe.tiered else in_pool)
+            in_pool = next(replies) or [0] * len(indices)
+            probe.learn(indices, in_pool, (next(replies) or [0] * len(indices)) if probe.tiered else in_pool)
 
     async def _ping(self) -> None:
         pipeline = self._redis.pipeline(transaction=False)
@@ -152,6 +153,15 @@ class PrefixIndex:
 
     def _caught_up(self, task: asyncio.Task[dict[WorkerLife, CachedPrefix]]) -> None:
         self._overdue -= 1
+
+
+def _flags(reply: object) -> Sequence[int]:
+    """Empty for a key that is no set: nobody of ours wrote it. Raises RedisError for everything else that went wrong."""
+    if isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE"):
+        return ()
+    if isinstance(reply, RedisError):
+        raise reply
+    return cast(Sequence[int], reply)
 
 
 class Probe:

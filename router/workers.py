@@ -1,7 +1,7 @@
 """Connections to the workers: one channel for each life (worker id and epoch), and to each decode worker one stream of tokens.
 
 A life that the registry no longer lists gets no new work. It is closed once nothing of this router is left on it, or at once if
-a newer life has taken its name, or if it is silent as well: no heartbeat and no event for some seconds is a frozen process.
+another life has taken its name, or if it is silent as well: no heartbeat and no event for some seconds is a frozen process.
 """
 
 from __future__ import annotations
@@ -145,6 +145,11 @@ class WorkerPool:
     def decode(self) -> Mapping[WorkerLife, DecodeLink]:
         return self._decode
 
+    def channel_of(self, life: WorkerLife) -> grpc.aio.Channel | None:
+        """None: there is no link to it."""
+        link: WorkerLink | None = self._prefill.get(life) or self._decode.get(life)
+        return None if link is None else link.channel
+
     def records(self) -> Sequence[WorkerRecord]:
         """Workers that may get new work, ready or not."""
         links: Sequence[WorkerLink] = (*self._prefill.values(), *self._decode.values())
@@ -166,11 +171,11 @@ class WorkerPool:
             if link is not None and (link.record.address, link.record.role) == (record.address, record.role):
                 link.record, link.retired = record, False
             elif link is None and record.role == "prefill":
-                self._prefill[life] = PrefillLink(record, self._open_to)
+                self._prefill[life] = PrefillLink(record, self.open_to)
             elif link is None:
                 self._decode[life] = DecodeLink(
                     record,
-                    self._open_to,
+                    self.open_to,
                     router_id=self._router_id,
                     cleanup=self._cleanup,
                     stream_lease_s=self._stream_lease_s,
@@ -182,7 +187,7 @@ class WorkerPool:
             for life in links.keys() - listed.keys():
                 gone = links[life]
                 gone.retired = True
-                replaced = newest.get(life.worker_id, -1) > life.epoch
+                replaced = newest.get(life.worker_id, life.epoch) != life.epoch
                 if replaced or not gone.tenants or gone.silent_s > _SILENT_S:
                     del links[life]
                     self._cleanup.spawn(gone.close())
@@ -193,7 +198,8 @@ class WorkerPool:
             self._state = state
             self.changed.set()
 
-    def _open_to(self, record: WorkerRecord) -> grpc.aio.Channel:
+    def open_to(self, record: WorkerRecord) -> grpc.aio.Channel:
+        """A channel of the caller's own, whose calls are meant for that life alone."""
         signature = self._signer.sign(record.worker_id, record.epoch)
         return open_channel(record.address, tls=self._tls, compression=self._compression, signature=signature)
 

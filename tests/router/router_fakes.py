@@ -28,6 +28,7 @@ from router.config import RouterConfig
 from router.server import Router
 from twostep import __version__
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
+from twostep.cluster.signed import RECORDS, Signer
 from twostep.fingerprint import model_fingerprint
 from twostep.local.ports import free_ports
 from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
@@ -488,6 +489,11 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 # ---- all of it -----------------------------------------------------------------------------------------------------------
 
 
+def signed(record: WorkerRecord, secret: bytes = SECRET) -> str:
+    """As its worker writes it to Redis."""
+    return Signer(secret, RECORDS).sign_object(record.to_json())
+
+
 class Cluster:
     def __init__(self, model_dir: Path, redis_server: RedisServer, tmp_path: Path) -> None:
         self.model_dir = model_dir
@@ -550,7 +556,7 @@ class Cluster:
         async with self.redis.pipeline(transaction=False) as pipe:
             for worker in self.workers:
                 if worker.beating:
-                    pipe.set(worker_key(worker.record.worker_id), worker.record.to_json(), px=_PATIENCE_MS)
+                    pipe.set(worker_key(worker.record.worker_id), signed(worker.record), px=_PATIENCE_MS)
                     pipe.sadd(WORKERS_KEY, worker.record.worker_id)
                 else:
                     pipe.pexpire(worker_key(worker.record.worker_id), SILENCE_MS, lt=True)

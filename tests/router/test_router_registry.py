@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import redis.asyncio
-from router_fakes import HASH_UNIT, SECRET, Cluster, RedisServer, until
+from hypothesis import given
+from hypothesis import strategies as st
+from router_fakes import HASH_UNIT, SECRET, Cluster, RedisServer, signed, until
 
 from router.cleanup import Cleanup
 from router.job import Job
@@ -19,14 +21,33 @@ from router.prefix_index import CachedPrefix, PrefixIndex, WorkerLife
 from router.prefix_lookup import PrefixLookup
 from router.registry import Deployment, Registry
 from router.workers import WorkerPool
-from twostep.cluster.records import WORKERS_KEY, WorkerLoad, WorkerRecord, host_prefix_key, prefix_key, worker_key
-from twostep.cluster.registration import connect
+from twostep import __version__
+from twostep.cluster.connection import connect
+from twostep.cluster.look import Look
+from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, host_prefix_key, prefix_key, worker_key
+from twostep.cluster.signed import RECORDS, Signer
 from twostep.prefix import derive_key, prefix_hashes
 from twostep.rpc.call_signing import CallSigner
 from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepCurve
 
 Connect = Callable[[], redis.asyncio.Redis]
+_LAYOUT = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8)
+_WORKER = WorkerRecord(
+    worker_id="w",
+    role="decode",
+    address="127.0.0.1:1",
+    epoch=1,
+    model="m",
+    layout=_LAYOUT,
+    hash_unit=16,
+    secret_check="x",
+    num_blocks=1,
+    max_num_seqs=1,
+    max_model_len=8,
+    version=__version__,
+)
+_BARE = Deployment(model_fingerprint="m", secret_check="x", signer=Signer(SECRET, RECORDS), hash_unit=16)
 
 
 @pytest.fixture
@@ -45,11 +66,16 @@ async def connection(redis_server: RedisServer) -> AsyncIterator[Connect]:
 
 def deployment(cluster: Cluster) -> Deployment:
     record = cluster.template
-    return Deployment(model_fingerprint=record.layout.model_fingerprint, secret_check=record.secret_check, hash_unit=record.hash_unit)
+    return Deployment(
+        model_fingerprint=record.layout.model_fingerprint,
+        secret_check=record.secret_check,
+        signer=Signer(SECRET, RECORDS),
+        hash_unit=record.hash_unit,
+    )
 
 
 async def write(client: redis.asyncio.Redis, record: WorkerRecord, name: str | None = None) -> None:
-    await client.set(worker_key(name or record.worker_id), record.to_json(), px=600_000)
+    await client.set(worker_key(name or record.worker_id), signed(record), px=600_000)
     await client.sadd(WORKERS_KEY, name or record.worker_id)
 
 
@@ -102,7 +128,7 @@ async def test_a_version_too_far_from_the_routers_is_refused_listed_and_back_whe
         await write(cluster.redis, described(cluster, name, version=version))
     unsaid = json.loads(described(cluster, "unsaid").to_json())
     del unsaid["version"]
-    await cluster.redis.set(worker_key("unsaid"), json.dumps(unsaid), px=600_000)
+    await cluster.redis.set(worker_key("unsaid"), Signer(SECRET, RECORDS).sign_object(json.dumps(unsaid)), px=600_000)
     await cluster.redis.set(worker_key("garbage"), b"{", px=600_000)
     await cluster.redis.sadd(WORKERS_KEY, "unsaid", "garbage")
     for _ in range(3):
@@ -143,7 +169,7 @@ async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_on
     for name, options in records.items():
         await write(cluster.redis, described(cluster, name, **options))
     await write(cluster.redis, described(cluster, "impostor"), name="somebody")
-    await cluster.redis.set(worker_key("garbage"), b'{"worker_id": 3}')
+    await cluster.redis.set(worker_key("garbage"), Signer(SECRET, RECORDS).sign_object('{"worker_id": 3}'))
     await cluster.redis.sadd(WORKERS_KEY, "garbage", b"\xff\xfe")
     await write(cluster.redis, described(cluster, "good"))
     registry = Registry(cluster.redis, deployment(cluster))
@@ -342,13 +368,14 @@ async def test_a_dead_redis_is_not_asked_by_every_request(redis_server: RedisSer
 async def test_a_prompt_is_looked_up_under_the_workers_own_keys(cluster: Cluster) -> None:
     worker = await cluster.prefill()
     ids = list(range(10, 10 + 3 * HASH_UNIT))
-    pool = WorkerPool(router_id="r", cleanup=Cleanup(), signer=CallSigner(SECRET, "r"))
+    pool = WorkerPool(router_id="r", signer=CallSigner(SECRET, "r"), cleanup=Cleanup())
     pool.sync([worker.record])
     index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=60.0)
     lookup = PrefixLookup(index, SECRET, HASH_UNIT)
 
-    def job(salt: str, prompt: list[int]) -> Job:
-        return Job(request_id="r", prompt=prompt, sampling=SamplingParams(max_tokens=1), deadline=time.monotonic() + 60, cache_salt=salt)
+    def job(salt: str, prompt: list[int], tenant: str = "") -> Job:
+        sampling, deadline = SamplingParams(max_tokens=1), time.monotonic() + 60
+        return Job(request_id="r", prompt=prompt, sampling=sampling, deadline=deadline, cache_salt=salt, tenant=tenant)
 
     key = derive_key(SECRET, tenant="", salt="s", model_fingerprint=cluster.layout.model_fingerprint, dtype="float32")
     await cluster.announce(worker, prefix_hashes(key, ids, HASH_UNIT))
@@ -356,6 +383,7 @@ async def test_a_prompt_is_looked_up_under_the_workers_own_keys(cluster: Cluster
     assert await lookup.cached_tokens(job("s", [*ids, 1]), pool) == {life: CachedPrefix(3 * HASH_UNIT)}
     assert await lookup.cached_tokens(job("s", ids), pool) == {life: CachedPrefix(2 * HASH_UNIT)}, "the last token is computed anyway"
     assert await lookup.cached_tokens(job("other", [*ids, 1]), pool) == {}
+    assert await lookup.cached_tokens(job("s", [*ids, 1], tenant="another"), pool) == {}, "a tenant's prompts are found by nobody else"
     assert await lookup.cached_tokens(job("s", [*ids, 1] * 100), pool) == {life: CachedPrefix(3 * HASH_UNIT)}, "hashed in a thread"
     await pool.close()
     await index.close()
@@ -386,17 +414,184 @@ async def test_a_cancellation_that_the_redis_client_takes_for_a_lost_connection_
     registry = Registry(cluster.redis, deployment(cluster), poll_s=0.01)
     polling = asyncio.Event()
 
-    async def lost() -> dict[str, WorkerRecord]:
+    async def lost(*_: object) -> Look:
         polling.set()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             raise redis.exceptions.ConnectionError("closed") from None
-        return {}
+        raise AssertionError("nobody waits so long")
 
-    monkeypatch.setattr(registry, "_read", lost)
+    monkeypatch.setattr("router.registry.look", lost)
     task = asyncio.create_task(registry.run())
     await polling.wait()
     task.cancel()
     await asyncio.wait({task}, timeout=60)
     assert task.cancelled()
+
+
+# ---- what others write there, and what it does not say any more --------------------------------------------------------------
+
+
+class Town:
+    """A registry whose time is handed in, and who of its workers would answer if it asked them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.now = 1000.0
+        self.alive: set[WorkerLife] = set()
+        self.asked: list[WorkerLife] = []
+        self.registry = Registry(cluster.redis, deployment(cluster), lives=self._lives, clock=lambda: self.now)
+
+    async def _lives(self, record: WorkerRecord) -> bool:
+        self.asked.append(WorkerLife.of(record))
+        return WorkerLife.of(record) in self.alive
+
+    async def after(self, seconds: float) -> dict[str, WorkerRecord]:
+        """Who is listed then, if it is polled twice a second."""
+        for _ in range(round(2 * seconds) or 1):
+            self.now += 0.5 if seconds else 0.0
+            await self.registry.poll()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        return {record.worker_id: record for record in self.registry.workers}
+
+
+async def test_only_what_the_deployment_has_signed_is_a_worker(cluster: Cluster) -> None:
+    """A record that is copied with another address, or made up with an epoch that bars all others, is nobody's."""
+    town, true = Town(cluster), described(cluster, "d0", epoch=7)
+    await write(cluster.redis, true)
+    assert (await town.after(0))["d0"].address == true.address
+    text = signed(true)
+    elsewhere = dataclasses.replace(true, address="127.0.0.1:6")
+    forged = {
+        "another address": text.replace(true.address, elsewhere.address),
+        "no signature": elsewhere.to_json(),
+        "its signature": elsewhere.to_json()[:-1] + text[-74:],
+        "another secret's": signed(dataclasses.replace(elsewhere, epoch=1 << 62), b"another deployment's"),
+        "a larger epoch": text.replace('"epoch":7', f'"epoch":{1 << 62}'),
+        "a field more": text.replace("{", '{"address":"127.0.0.1:6",', 1),
+        "nothing": "{}",
+        "only a signature": text[-74:],
+    }
+    for what, record in forged.items():
+        await cluster.redis.set(worker_key("d0"), record)
+        await cluster.redis.set(worker_key("d1"), record)
+        await cluster.redis.sadd(WORKERS_KEY, "d0", "d1")
+        assert await town.after(0) == {"d0": true}, f"{what}: the worker that is known stays, and no other comes"
+        assert "signed" in {refusal.worker_id: refusal.reason for refusal in town.registry.refusals}["d1"] or what == "nothing"
+    await cluster.redis.set(worker_key("d1"), text)
+    await write(cluster.redis, dataclasses.replace(true, epoch=8, address="127.0.0.1:7"))
+    found = await town.after(0.5)
+    assert {name: (record.epoch, record.address) for name, record in found.items()} == {"d0": (8, "127.0.0.1:7")}
+
+
+async def test_a_life_that_is_over_comes_back_only_if_it_answers_and_the_newer_one_does_not(cluster: Cluster) -> None:
+    town, old, new = Town(cluster), described(cluster, "d0", epoch=5), described(cluster, "d0", epoch=1 << 50)
+    await write(cluster.redis, new)
+    await town.after(0)
+    await write(cluster.redis, old)
+    assert (await town.after(1.0))["d0"].epoch == new.epoch
+    town.alive = {WorkerLife.of(new), WorkerLife.of(old)}
+    assert (await town.after(60.0))["d0"].epoch == new.epoch, "the one that is used stays as long as it answers"
+    town.alive = set()
+    assert await town.after(20.0) == {}, "an old record that is put back is no worker"
+    # Redis has lost its counter, and its clock is behind: the worker that lives now has a smaller epoch than the one before.
+    town.alive = {WorkerLife.of(old)}
+    assert (await town.after(2.0))["d0"].epoch == old.epoch
+    asked = len(town.asked)
+    town.alive = set()
+    assert (await town.after(60.0))["d0"].epoch == old.epoch, "from then on its record is enough"
+    assert len(town.asked) == asked
+
+
+async def test_a_copy_of_a_heartbeat_keeps_nobody_alive(cluster: Cluster) -> None:
+    town = Town(cluster)
+    first, second = described(cluster, "d0", beat=1), described(cluster, "d0", beat=2, draining=True)
+    await write(cluster.redis, first)
+    assert not (await town.after(0.5))["d0"].draining
+    await write(cluster.redis, second)
+    assert (await town.after(0.5))["d0"].draining
+    await write(cluster.redis, first)
+    assert (await town.after(1.0))["d0"].draining, "what it said before is not what it says"
+    assert await town.after(5.0) == {}
+    await write(cluster.redis, described(cluster, "d0", epoch=6, beat=1))
+    assert len(await town.after(25.0)) == 1
+    assert await town.after(20.0) == {}, "it has said the same for half a minute"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-1e6, 1e6), st.booleans()), max_size=12))
+def test_whatever_clocks_do_the_life_that_lives_is_the_one_that_is_used(steps: list[tuple[int, float, bool]]) -> None:
+    """A worker restarts again and again, on a Redis whose clock jumps and which may lose all: lives get epochs of any order."""
+
+    async def play() -> None:
+        store, now, epoch, wall = dict[str, bytes](), [0.0], 0, 1e9
+        alive: set[int] = set()
+
+        async def lives(record: WorkerRecord) -> bool:
+            return record.epoch in alive
+
+        class Store:
+            async def eval(self, *_: object) -> list[Any]:
+                return [[], list(map(str.encode, store)), list(store.values()), 0]
+
+        registry = Registry(Store(), _BARE, lives=lives, clock=lambda: now[0])  # type: ignore[arg-type]
+        for _, jump, lost in steps:
+            wall += jump
+            epoch = int(max(0.0 if lost else epoch + 1, wall * 1e6, 1))
+            while epoch in alive:
+                epoch += 1
+            alive = {epoch}
+            record = dataclasses.replace(_WORKER, epoch=epoch)
+            store["w"] = _BARE.signer.sign_object(record.to_json()).encode()
+            for _ in range(24):
+                now[0] += 0.5
+                await registry.poll()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            assert [each.epoch for each in registry.workers] == [epoch]
+
+    asyncio.run(play())
+
+
+async def test_very_many_names_and_a_huge_record_cost_little_and_hide_nobody(cluster: Cluster) -> None:
+    town, real = Town(cluster), described(cluster, "d0")
+    await write(cluster.redis, described(cluster, "known"))
+    await town.after(0)
+    await cluster.redis.eval("for i = 1, 50000 do redis.call('SADD', KEYS[1], ARGV[1] .. i) end", 1, WORKERS_KEY, "junk" * 8)
+    await cluster.redis.sadd(WORKERS_KEY, b"n" * (4 << 20), "huge", "list")
+    await cluster.redis.set(worker_key("huge"), b"{" * (20 << 20))
+    await cluster.redis.lpush(worker_key("list"), "x")
+    before = (await cluster.redis.info("stats"))["total_net_output_bytes"]
+    assert set(await town.after(1.0)) == {"known"}
+    assert (await cluster.redis.info("stats"))["total_net_output_bytes"] - before < 1 << 20
+    for _ in range(300):
+        await town.registry.poll()
+        await write(cluster.redis, real)
+        if await cluster.redis.scard(WORKERS_KEY) < 10:
+            break
+    assert set(await town.after(1.0)) == {"known", "d0"}, "what nobody stands behind is taken out of the set"
+    await cluster.redis.delete(WORKERS_KEY)
+    await cluster.redis.set(WORKERS_KEY, "no set at all")
+    assert set(await town.after(1.0)) == {"known", "d0"}
+
+
+async def test_a_prefix_set_of_any_other_kind_is_an_empty_one(cluster: Cluster) -> None:
+    units = hashes(4)
+    await cluster.redis.sadd(prefix_key("a", 1), *units)
+    await cluster.redis.set(prefix_key("b", 1), "no set")
+    index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=60.0)
+    for _ in range(2):
+        assert await index.lookup({A: units, B: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
+    await index.close()
+
+
+async def test_one_look_at_redis_is_one_round_trip(cluster: Cluster) -> None:
+    """So that one of 0.7 s finds workers as well."""
+    town = Town(cluster)
+    await write(cluster.redis, described(cluster, "d0"))
+    for name in ("d0", "d1"):
+        await write(cluster.redis, described(cluster, name))
+        before = (await cluster.redis.info("commandstats"))["cmdstat_eval"]["calls"] if name == "d1" else 0
+        await town.after(0)
+    assert len(town.registry.workers) == 2
+    assert (await cluster.redis.info("commandstats"))["cmdstat_eval"]["calls"] == before + 1
