@@ -1,14 +1,13 @@
 """Counts what is asked of this router and how well it is answered, and writes it to Redis for the autoscaler (twostep/cluster/demand.py).
 
-One pipelined round trip a second, beside the requests and never on their way. Without Redis serving goes on; what was counted meanwhile is
-written later if it is of this window or the last one.
+One pipelined round trip a second, beside the requests and never on their way. Windows are of Redis' clock. Without Redis serving goes
+on; what was counted meanwhile is written later if it is of this window or the last one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,15 +17,18 @@ from redis.exceptions import RedisError
 
 from router.job import Job
 from router.report import Report
+from router.shared_clock import SharedClock
 from router.targets import Reason, Targets
 from twostep.cluster.cancellation import end_if_cancelled
-from twostep.cluster.demand import TTL_S, DemandTotals, demand_key, window_of
+from twostep.cluster.connection import EXCHANGE_S
+from twostep.cluster.demand import TTL_S, DemandTotals, demand_key, signed_totals, window_of
+from twostep.cluster.signed import Signer
 from twostep.request_class import RequestClass
 
 log = logging.getLogger(__name__)
 
 _SYNC_S = 1.0
-_TIMEOUT_S = 1.0
+_TIMEOUT_S = EXCHANGE_S
 # Windows that are still written: what came in the last moments of one is told in the next.
 _NUM_WINDOWS = 2
 
@@ -85,7 +87,7 @@ class DemandBook:
     def totals(self, window: int, *, queued: int, left: bool = False) -> Mapping[int, DemandTotals]:
         """What to write now, by window: nothing that came is something to say too. `left`: for the last time. Forgets older windows."""
         current = range(window - _NUM_WINDOWS + 1, window + 1)
-        for old in [known for known in self._totals if known < current[0]]:
+        for old in [known for known in self._totals if known not in current]:
             del self._totals[old]
         return {each: DemandTotals(**self._of(each), queued=queued, left=int(left)) for each in current}
 
@@ -102,8 +104,18 @@ class DemandBook:
 class DemandMeter:
     """`num_queued` is asked at every exchange: requests that wait in this router."""
 
-    def __init__(self, redis: Redis, router_id: str, default: Targets, num_queued: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        router_id: str,
+        signer: Signer,
+        default: Targets,
+        num_queued: Callable[[], int],
+        clock: SharedClock,
+    ) -> None:
         self._redis = redis
+        self._signer = signer
+        self._clock = clock
         self._router_id = router_id
         self._book = DemandBook(default)
         self._num_queued = num_queued
@@ -115,13 +127,13 @@ class DemandMeter:
         return self._connected
 
     def arrived(self, job: Job) -> None:
-        self._book.arrived(job, window_of(time.time()))
+        self._book.arrived(job, window_of(self._clock.unix()))
 
     def ended(
         self, job: Job, report: Report | None, *, num_output: int, tpot_s: float | None, refused: Reason | None, cancelled: bool
     ) -> None:
         """See DemandBook."""
-        window = window_of(time.time())
+        window = window_of(self._clock.unix())
         self._book.ended(job, report, num_output=num_output, tpot_s=tpot_s, refused=refused, cancelled=cancelled, window=window)
 
     async def run(self) -> None:
@@ -137,13 +149,14 @@ class DemandMeter:
     async def exchange(self, *, left: bool = False) -> None:
         """Once; never raises for what Redis does."""
         pipeline = self._redis.pipeline(transaction=False)
-        for window, totals in self._book.totals(window_of(time.time()), queued=self._num_queued(), left=left).items():
-            field: Mapping[Any, Any] = {self._router_id: totals.to_json()}
+        pipeline.time()
+        for window, totals in self._book.totals(window_of(self._clock.unix()), queued=self._num_queued(), left=left).items():
+            field: Mapping[Any, Any] = {self._router_id: signed_totals(self._signer, window, self._router_id, totals)}
             pipeline.hset(demand_key(window), mapping=field)
             pipeline.expire(demand_key(window), TTL_S)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                await pipeline.execute()
+                self._clock.told((await pipeline.execute())[0])
         except (RedisError, OSError, TimeoutError) as error:
             if self._connected:
                 self._connected = False

@@ -21,13 +21,15 @@ from redis.exceptions import RedisError
 
 from router.shared_clock import SharedClock
 from twostep.cluster.cancellation import end_if_cancelled
+from twostep.cluster.connection import EXCHANGE_S
+from twostep.cluster.hashes import hashes_in, read_hashes
 from twostep.request_class import RequestClass
 
 log = logging.getLogger(__name__)
 
 WINDOW_S = 10
 _SYNC_S = 0.5
-_TIMEOUT_S = 1.0
+_TIMEOUT_S = EXCHANGE_S
 # Windows that are still written and read: clocks differ, and corrections come late.
 _NUM_WINDOWS = 2
 _TTL_S = 3 * WINDOW_S
@@ -136,8 +138,7 @@ class QuotaShare:
             totals: Mapping[Any, Any] = self._book.own(window)
             pipeline.hset(usage_key(window), mapping=totals)
             pipeline.expire(usage_key(window), _TTL_S)
-        for window in windows:
-            pipeline.hgetall(usage_key(window))
+        read_hashes(pipeline, [usage_key(window) for window in windows])
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 time, *replies = await pipeline.execute()
@@ -154,7 +155,7 @@ class QuotaShare:
             log.warning("what tenants use is shared again")
         self._clock.told(time)
         news = Counter[Share]()
-        for window, fields in zip(windows, replies[2 * len(writes) :], strict=True):
+        for window, fields in zip(windows, hashes_in(replies[-1]), strict=True):
             news.update(self._book.hear(window, fields))
         if news:
             self._on_news(news)

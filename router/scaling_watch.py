@@ -22,15 +22,16 @@ from redis.exceptions import RedisError, ResponseError
 
 from router.autoscaler.memory import Memory
 from twostep.cluster.cancellation import end_if_cancelled
-from twostep.cluster.scaling import DECISION_KEY, DECISION_TTL_S, ScalingRecord
+from twostep.cluster.connection import EXCHANGE_S
+from twostep.cluster.scaling import DECISION_KEY, DECISION_TTL_S, MAX_DECISION_BYTES, ScalingRecord
+from twostep.cluster.signed import Signer
 from twostep.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
-_TIMEOUT_S = 1.0
-# A decision about thousands of workers has some hundred kilobytes.
-MAX_BYTES = 1 << 20
+_TIMEOUT_S = EXCHANGE_S
+MAX_BYTES = MAX_DECISION_BYTES
 # Intervals without a decision after which nobody is thought to decide any more, of an autoscaler that does not tell.
 STALE_INTERVALS = 4
 # Beyond what a poll may be late.
@@ -59,7 +60,7 @@ class SeenDecision:
         return self.age_s(at) >= min(max(_LEAST_STALE_S, stale_s), DECISION_TTL_S)
 
 
-def heard(before: SeenDecision | None, text: bytes, now_s: float, at: float) -> SeenDecision | None:
+def heard(before: SeenDecision | None, text: bytes, signer: Signer, now_s: float, at: float) -> SeenDecision | None:
     """What is known once `text` was read from Redis, MAX_BYTES and one more at most; empty: there is nothing. None: no autoscaler has
     decided anything of late. `now_s`: by Redis' clock; `at`: by the watch's. Pure."""
     seen = before or SeenDecision()
@@ -71,7 +72,7 @@ def heard(before: SeenDecision | None, text: bytes, now_s: float, at: float) -> 
         problem = f"{DECISION_KEY} has more than {MAX_BYTES} bytes; delete it, and the next decision takes its place"
         return replace(seen, problem=problem)
     try:
-        record = ScalingRecord.from_json(text)
+        record = ScalingRecord.from_redis(text, signer)
     except InvalidRequest as error:
         return replace(seen, problem=error.message)
     same = seen.record is not None and (seen.record.order, seen.record.at_s) == (record.order, record.at_s)
@@ -90,10 +91,11 @@ def _switches(record: ScalingRecord) -> Mapping[str, str]:
 
 
 class ScalingWatch:
-    """run() until it is cancelled. `clock` in seconds, does not go back."""
+    """run() until it is cancelled. `signer` of decisions. `clock` in seconds, does not go back."""
 
-    def __init__(self, redis: Redis, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, redis: Redis, signer: Signer, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._redis = redis
+        self._signer = signer
         self._clock = clock
         self._seen: SeenDecision | None = None
         # As it was read last, and is not parsed again.
@@ -127,7 +129,7 @@ class ScalingWatch:
             # The registry says so. What was decided last stands, and gets old.
             return
         if not text or text != self._text:
-            self._learn(heard(self._seen, text, seconds + micros / 1e6, self._clock()))
+            self._learn(heard(self._seen, text, self._signer, seconds + micros / 1e6, self._clock()))
             self._text = text
 
     def _learn(self, seen: SeenDecision | None) -> None:

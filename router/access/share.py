@@ -30,6 +30,7 @@ from redis.exceptions import RedisError
 from router.access.limits import DAY_HOURS, HOUR_S
 from router.shared_clock import SharedClock
 from twostep.cluster.cancellation import end_if_cancelled
+from twostep.cluster.connection import EXCHANGE_S
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ WINDOW_S = 10
 _SYNC_S = 0.5
 # Hours change slowly; what a minute's limit needs to know does not.
 _DAY_SYNC_S = 5.0
-_TIMEOUT_S = 1.0
+_TIMEOUT_S = EXCHANGE_S
 # A damaged field that says more is passed over.
 _MAX_TOTAL = 1 << 50
 

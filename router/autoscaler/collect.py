@@ -1,8 +1,9 @@
 """One look at Redis: what is asked of the deployment, who serves it, and what was decided last. Three round trips as a rule:
 
-    1  the time, the names of all workers, the records of those known, what routers metered, the last decision
-    2  the records of workers that are new; only if there are any
-    3  once more those that were there the last time and are not now, two heartbeats later; only if there are any. A Redis that came back
+    1  the time
+    2  what routers metered in the last windows by that time, the last decision
+    3  the records of all workers
+    4  once more those that were there the last time and are not now, two heartbeats later; only if there are any. A Redis that came back
        empty has nobody's record for a second, and a cluster does not lose its workers within one. Whoever knows no worker yet and finds
        no decision to go on from looks again in the same way until nobody is new, three times at most
 
@@ -13,26 +14,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from router.autoscaler.fleet import Fleet
 from router.autoscaler.model import Observation, Traffic
-from twostep.cluster.demand import Demand, DemandTotals, demand_key, demand_of, windows_to_read
-from twostep.cluster.records import HEARTBEAT_S, WORKERS_KEY, WorkerRecord, worker_key
-from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
-from twostep.errors import InvalidRequest, Unavailable
+from twostep.cluster.connection import EXCHANGE_S
+from twostep.cluster.demand import MAX_ROUTERS, Demand, DemandTotals, demand_key, demand_of, said_in, windows_to_read
+from twostep.cluster.hashes import hashes_in, read_hashes
+from twostep.cluster.look import look
+from twostep.cluster.records import HEARTBEAT_S, WorkerRecord
+from twostep.cluster.scaling import DECISION_KEY, MAX_DECISION_BYTES, ScalingRecord
+from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
+from twostep.errors import InvalidRequest, Unauthenticated, Unavailable
 
-_TIMEOUT_S = 3.0
+_TIMEOUT_S = EXCHANGE_S
 LOOK_AGAIN_S = 2 * HEARTBEAT_S
 _MOST_LOOKS = 3
-# Workers of one deployment: names beyond are not looked at.
-_MAX_WORKERS = 4096
 # Of the requests whose lengths say how unlike prompts are; below, it is taken to be what it usually is.
 _FEW = 8
 # Names of routers in one line of the log.
@@ -68,6 +70,7 @@ class Collector:
         self,
         redis: Redis,
         fleet: Fleet,
+        secret: bytes,
         *,
         span_s: float,
         clock: Callable[[], float] | None = None,
@@ -75,14 +78,13 @@ class Collector:
     ) -> None:
         self._redis = redis
         self._fleet = fleet
+        self._of_records, self._of_decisions, self._of_demand = (Signer(secret, each) for each in (RECORDS, DECISIONS, DEMAND))
         self._span_s = span_s
         self._clock = clock
         self._look_again_s = look_again_s
         self._known: dict[str, WorkerRecord] = {}
         # Names of records that were there at the last look and do not count.
         self._refused: set[str] = set()
-        # Redis' clock is ahead of this machine's by so much.
-        self._ahead_s = 0.0
         self._lengths = Traffic()
         self._silent: tuple[str, ...] = ()
 
@@ -97,13 +99,13 @@ class Collector:
         """Now, and the decision that stands. One round trip. Raises Unavailable without Redis."""
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.time()
-        pipeline.get(DECISION_KEY)
+        pipeline.getrange(DECISION_KEY, 0, MAX_DECISION_BYTES)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 replies = await pipeline.execute()
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable(f"Redis does not answer: {str(error) or type(error).__name__}") from error
-        return self._now(replies[0]), _decision(replies[1])
+        return self._now(replies[0]), self._decision(replies[1])
 
     def observation(self, look: Look, asked: Mapping[str, int] | None, *, switching: Collection[str] = ()) -> Observation:
         """What the policy is to see of it. `asked`: pods that each Deployment has by the last decision, registered or not; None: there is
@@ -121,31 +123,25 @@ class Collector:
         )
 
     async def _look(self) -> Look:
-        windows = windows_to_read(self._clock() if self._clock is not None else time.time() + self._ahead_s)
         known = list(self._known)
-        pipeline = self._redis.pipeline(transaction=False)
-        pipeline.time()
-        pipeline.smembers(WORKERS_KEY)
-        pipeline.get(DECISION_KEY)
-        for window in windows:
-            pipeline.hgetall(demand_key(window))
-        if known:
-            pipeline.mget([worker_key(name) for name in known])
         async with asyncio.timeout(_TIMEOUT_S):
-            replies = await pipeline.execute()
-        now_s = self._now(replies[0])
-        listed = sorted(name.decode(errors="replace") for name in replies[1])[:_MAX_WORKERS]
-        fields = dict(zip(windows, replies[3 : 3 + len(windows)], strict=True))
-        decision = _decision(replies[2])
+            now_s = self._now(await self._redis.time())
+            windows = windows_to_read(now_s)
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.getrange(DECISION_KEY, 0, MAX_DECISION_BYTES)
+            read_hashes(pipeline, [demand_key(window) for window in windows], max_fields=MAX_ROUTERS)
+            text, hashes = await pipeline.execute()
+        fields = {window: said_in(self._of_demand, window, said) for window, said in zip(windows, hashes_in(hashes), strict=True)}
+        decision = self._decision(text)
         self._refused.clear()
-        found = self._read(known, replies[3 + len(windows)] if known else [])
-        found |= await self._fetch([name for name in listed if name not in self._known])
+        found = await self._look_at(known)
         if decision is None and not known:
             found |= await self._newcomers(found)
         missing = [name for name, record in self._known.items() if name not in found and not record.draining]
         if missing:
             await asyncio.sleep(self._look_again_s)
-            found |= await self._fetch(missing)
+            again = await self._look_at(missing)
+            found |= {name: record for name, record in again.items() if name in missing}
         self._known = found
         demand = demand_of(fields, now_s=now_s, span_s=self._span_s)
         self._tell_silent(demand.silent)
@@ -162,29 +158,23 @@ class Collector:
         new: dict[str, WorkerRecord] = {}
         for _ in range(_MOST_LOOKS):
             await asyncio.sleep(self._look_again_s)
-            async with asyncio.timeout(_TIMEOUT_S):
-                listed = await cast(Awaitable[set[bytes]], self._redis.smembers(WORKERS_KEY))
-            names = sorted(name.decode(errors="replace") for name in listed)[:_MAX_WORKERS]
-            more = await self._fetch([name for name in names if name not in found and name not in new])
+            seen = await self._look_at([*found, *new])
+            more = {name: record for name, record in seen.items() if name not in found and name not in new}
             if not more:
                 break
             new |= more
         return new
 
-    async def _fetch(self, names: Sequence[str]) -> dict[str, WorkerRecord]:
-        if not names:
-            return {}
+    async def _look_at(self, known: Sequence[str]) -> dict[str, WorkerRecord]:
         async with asyncio.timeout(_TIMEOUT_S):
-            return self._read(names, await cast(Awaitable[list[bytes | None]], self._redis.mget([worker_key(name) for name in names])))
+            return self._read((await look(self._redis, known)).records)
 
-    def _read(self, names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, WorkerRecord]:
+    def _read(self, texts: Mapping[str, bytes]) -> dict[str, WorkerRecord]:
         found = {}
-        for name, value in zip(names, values, strict=True):
-            if value is None:
-                continue
+        for name, text in sorted(texts.items()):
             try:
-                record = WorkerRecord.from_json(value)
-            except InvalidRequest as error:
+                record = WorkerRecord.from_json(self._of_records.read_object(text))
+            except (InvalidRequest, Unauthenticated) as error:
                 self._fleet.refuse(name, error.message)
                 self._refused.add(name)
                 continue
@@ -204,13 +194,17 @@ class Collector:
             )
         self._silent = silent
 
+    def _decision(self, text: bytes) -> ScalingRecord | None:
+        try:
+            return ScalingRecord.from_redis(text, self._of_decisions)
+        except InvalidRequest:
+            return None
+
     def _now(self, reply: Any) -> float:
         if self._clock is not None:
             return self._clock()
         seconds, microseconds = reply
-        now_s = int(seconds) + int(microseconds) / 1e6
-        self._ahead_s = now_s - time.time()
-        return now_s
+        return int(seconds) + int(microseconds) / 1e6
 
 
 def traffic_of(demand: Demand, before: Traffic) -> Traffic:
@@ -254,12 +248,3 @@ def _scv(recent: DemandTotals, kept: DemandTotals, before: float) -> float:
         if totals.started >= _FEW and mean > 0:
             return max(0.0, totals.uncached_squares / totals.started / mean**2 - 1)
     return before
-
-
-def _decision(text: bytes | None) -> ScalingRecord | None:
-    if text is None:
-        return None
-    try:
-        return ScalingRecord.from_json(text)
-    except InvalidRequest:
-        return None

@@ -12,6 +12,7 @@ seen.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -21,15 +22,20 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from twostep.cluster.scaling import DECISION_KEY, DECISION_TTL_S, LEASE_KEY, TOKEN_KEY, ScalingRecord
+from twostep.cluster.signed import Signer
 
 log = logging.getLogger(__name__)
 
 # Of the lease that is left unused at its end: clocks do not run equally fast, and what was begun should be over.
 _MARGIN = 0.1
+_LEAST_TIMEOUT_S = 1.0
 
 _TAKE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-local token = math.max(tonumber(redis.call('GET', KEYS[2]) or '0') or 0, tonumber(ARGV[3])) + 1
+local last = redis.pcall('GET', KEYS[2])
+last = type(last) == 'string' and tonumber(last) or 0
+if not (last >= 0 and last < 2^48) then last = 0 end
+local token = math.max(last, tonumber(ARGV[3])) + 1
 redis.call('SET', KEYS[2], string.format('%d', token))
 redis.call('SET', KEYS[1], string.format('%d', token) .. ':' .. ARGV[1], 'PX', ARGV[2])
 return token
@@ -44,11 +50,13 @@ _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL
 
 
 class Lease:
-    """Calls take a second at most, and raise nothing for what Redis does. `clock` in seconds, does not go back."""
+    """Calls take no longer than until the next renewal is due, and raise nothing for what Redis does. `signer` of decisions. `clock` in
+    seconds, does not go back."""
 
-    def __init__(self, redis: Redis, holder: str, *, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, redis: Redis, holder: str, signer: Signer, *, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._redis = redis
         self._holder = holder
+        self._signer = signer
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._clock = clock
         self._token = 0
@@ -101,7 +109,8 @@ class Lease:
         """Whether the decision stands. False: the lease is not held any more, or Redis is away; then nothing may be done about it."""
         if not self.held or record.token != self._token:
             return False
-        written = await self._run(_COMMIT, [LEASE_KEY, DECISION_KEY], [self._value, record.to_json(), DECISION_TTL_S])
+        said = self._signer.sign_object(record.to_json())
+        written = await self._run(_COMMIT, [LEASE_KEY, DECISION_KEY], [self._value, said, DECISION_TTL_S])
         if written == 0:
             self._lose("the lease has gone to another replica")
         return bool(written) and self.held
@@ -129,7 +138,8 @@ class Lease:
     async def _run(self, script: str, keys: list[str], arguments: list[Any]) -> int | None:
         """None: Redis did not answer."""
         try:
-            reply = await self._redis.eval(script, len(keys), *keys, *arguments)
+            async with asyncio.timeout(max(_LEAST_TIMEOUT_S, self.renew_every_s)):
+                reply = await self._redis.eval(script, len(keys), *keys, *arguments)
         except (RedisError, OSError, TimeoutError) as error:
             if self._reachable:
                 self._reachable = False

@@ -22,8 +22,9 @@ from router.autoscaler.pods import PodMarks
 from router.autoscaler.switches import Outcome, Switcher
 from router.redis_start import wait_for_redis
 from twostep.cluster.cancellation import end_if_cancelled
+from twostep.cluster.connection import connect
 from twostep.cluster.records import WorkerRecord
-from twostep.cluster.registration import connect
+from twostep.cluster.signed import DECISIONS, Signer
 from twostep.metrics.autoscaler import AutoscalerMetrics
 from twostep.metrics.process import register_process
 from twostep.metrics.registry import MetricsRegistry
@@ -53,7 +54,7 @@ class Autoscaler:
         policy = config.policy()
         self.autoscaler_id = config.autoscaler_id or f"autoscaler-{uuid.uuid4().hex[:12]}"
         self._redis = connect(config.redis_url)
-        self.lease = Lease(self._redis, self.autoscaler_id, ttl_s=config.leader_lease)
+        self.lease = Lease(self._redis, self.autoscaler_id, Signer(secret, DECISIONS), ttl_s=config.leader_lease)
         cold_start_s: dict[Role, float] = {role: policy.pool(role).cold_start_s for role in ROLES}
         self._fleet = Fleet(secret_check(secret), cold_start_s)
         self.board = DecisionBoard(stale_s=config.stale_after * config.interval, max_listeners=config.max_streams)
@@ -66,7 +67,7 @@ class Autoscaler:
             marks = PodMarks(config.kubernetes_api, config.kubernetes_dir, namespace=config.pod_namespace)
         parts = ControllerParts(
             lease=self.lease,
-            collector=Collector(self._redis, self._fleet, span_s=config.demand_window, clock=clock, look_again_s=look_again_s),
+            collector=Collector(self._redis, self._fleet, secret, span_s=config.demand_window, clock=clock, look_again_s=look_again_s),
             board=self.board,
             switcher=self._switcher,
             marks=marks,

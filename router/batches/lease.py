@@ -8,6 +8,7 @@ every run files of its own.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 
@@ -52,12 +53,13 @@ class Lease:
         """Once; never raises for what Redis does. A Redis that has lost the lease is asked for another."""
         asked = time.monotonic()
         try:
-            renewed = await self._redis.eval(_RENEW, 1, self._key, self._holder, str(int(self._lease_s * 1000)))
+            async with asyncio.timeout(self.renew_s):
+                renewed = await self._redis.eval(_RENEW, 1, self._key, self._holder, str(int(self._lease_s * 1000)))
             if renewed:
                 self._until = asked + self._lease_s * (1 - _MARGIN)
             elif not (self.held and await self.acquire()):
                 self._until = 0.0
-        except (RedisError, OSError):
+        except (RedisError, OSError, TimeoutError):
             return  # until it lapses
 
     async def release(self) -> None:

@@ -22,8 +22,9 @@ from redis.backoff import NoBackoff
 
 from router.autoscaler.config import AutoscalerConfig
 from router.autoscaler.server import Autoscaler
-from twostep.cluster.demand import WINDOW_S, DemandTotals, demand_key, window_of
+from twostep.cluster.demand import WINDOW_S, DemandTotals, demand_key, signed_totals, window_of
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, worker_key
+from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
 from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
 from twostep.prefix import secret_check
 from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
@@ -32,6 +33,8 @@ from twostep.step_curve import StepCurve
 
 SECRET = b"a secret of the tests, long enough"
 WAIT_S = 60.0
+# Of decisions.
+SIGNER = Signer(SECRET, DECISIONS)
 LAYOUT = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=16, num_layers=1, num_kv_heads=1, head_dim=4)
 # Of a worker that does 20,000 prompt tokens a second and a decode step in 10 ms and a bit.
 CURVE = StepCurve(fixed_s=0.01, per_row_s=5e-5, per_sequence_s=1e-4, per_context_s=1e-8)
@@ -144,7 +147,7 @@ class Writer:
                 pipe.delete(worker_key(gone))
                 pipe.srem(WORKERS_KEY, gone)
             for record in records:
-                pipe.set(worker_key(record.worker_id), record.to_json())
+                pipe.set(worker_key(record.worker_id), Signer(SECRET, RECORDS).sign_object(record.to_json()))
                 pipe.sadd(WORKERS_KEY, record.worker_id)
             await pipe.execute()
         self._written = names
@@ -154,7 +157,8 @@ class Writer:
         last = window_of(now_s)
         async with self.redis.pipeline(transaction=True) as pipe:
             for window in range(last - math.ceil(seconds / WINDOW_S), last + 1):
-                fields: Mapping[Any, Any] = {f"router-{number}": load.totals().to_json() for number in range(routers)}
+                names = [f"router-{number}" for number in range(routers)]
+                fields: Mapping[Any, Any] = {name: signed_totals(Signer(SECRET, DEMAND), window, name, load.totals()) for name in names}
                 pipe.hset(demand_key(window), mapping=fields)
                 pipe.expire(demand_key(window), 600)
             await pipe.execute()

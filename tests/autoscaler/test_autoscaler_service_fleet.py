@@ -21,6 +21,7 @@ from router.autoscaler.switches import last_of_role
 from twostep.cluster.demand import Demand, DemandTotals
 from twostep.cluster.records import WORKERS_KEY, WorkerLoad, worker_key
 from twostep.cluster.scaling import ScalingRecord
+from twostep.cluster.signed import RECORDS, Signer
 from twostep.errors import InvalidRequest
 from twostep.metrics.autoscaler import FAMILIES
 from twostep.prefix import secret_check
@@ -116,7 +117,7 @@ async def test_damaged_and_strange_records_cost_nobody_anything(redis_server: Re
     await writer.workers(worker("p", "prefill"), worker("d", "decode"))
     await writer.redis.sadd(WORKERS_KEY, "broken", "liar", "gone", b"\xff\xfe")
     await writer.redis.set(worker_key("broken"), "{")
-    await writer.redis.set(worker_key("liar"), worker("p", "prefill").to_json())
+    await writer.redis.set(worker_key("liar"), Signer(SECRET, RECORDS).sign_object(worker("p", "prefill").to_json()))
     await writer.redis.set("twostep:v1:autoscaler:decision", "nonsense")
     await writer.load(clock.now_s, Load(requests=1))
     async with running(config(redis_server.url, tmp_path), clock) as autoscaler:

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 import redis
-from service_harness import Clock, Load, RedisServer, Writer, client, config, eventually, keda, running, worker
+from service_harness import SIGNER, Clock, Load, RedisServer, Writer, client, config, eventually, keda, running, worker
 
 from router.autoscaler.config import AutoscalerConfig
 from router.autoscaler.lease import Lease
@@ -41,8 +41,8 @@ def record(lease: Lease, leader: str = "a", number: int = 1) -> ScalingRecord:
 
 async def test_one_holds_the_lease_until_it_ends_and_tokens_grow(redis_server: RedisServer, writer: Writer) -> None:
     mine, yours = Stopwatch(), Stopwatch()
-    a = Lease(writer.redis, "a", ttl_s=3600.0, clock=mine)
-    b = Lease(writer.redis, "b", ttl_s=3600.0, clock=yours)
+    a = Lease(writer.redis, "a", SIGNER, ttl_s=3600.0, clock=mine)
+    b = Lease(writer.redis, "b", SIGNER, ttl_s=3600.0, clock=yours)
     assert await a.renew()
     assert not await b.renew()
     assert (a.held, a.token, b.held, b.token) == (True, 1, False, 0)
@@ -64,7 +64,7 @@ async def test_one_holds_the_lease_until_it_ends_and_tokens_grow(redis_server: R
 
 async def test_a_leader_that_was_stopped_writes_nothing_over_its_successor(redis_server: RedisServer, writer: Writer) -> None:
     mine, yours = Stopwatch(), Stopwatch()
-    a, b = Lease(writer.redis, "a", ttl_s=3600.0, clock=mine), Lease(writer.redis, "b", ttl_s=3600.0, clock=yours)
+    a, b = Lease(writer.redis, "a", SIGNER, ttl_s=3600.0, clock=mine), Lease(writer.redis, "b", SIGNER, ttl_s=3600.0, clock=yours)
     assert await a.renew()
     late = record(a)
     assert await a.commit(late)
@@ -75,12 +75,12 @@ async def test_a_leader_that_was_stopped_writes_nothing_over_its_successor(redis
     assert not await a.commit(late), "and Redis refuses it"
     assert not a.held
     text = await writer.redis.get(DECISION_KEY)
-    assert ScalingRecord.from_json(text).leader == "b"
+    assert ScalingRecord.from_redis(text, SIGNER).leader == "b"
 
 
 async def test_two_that_have_it_by_turns_never_hold_it_at_once(redis_server: RedisServer, writer: Writer) -> None:
     """With a real clock and a short lease, each held up now and then for longer than the lease lasts."""
-    holders = [Lease(writer.redis, name, ttl_s=0.2) for name in ("a", "b", "c")]
+    holders = [Lease(writer.redis, name, SIGNER, ttl_s=0.2) for name in ("a", "b", "c")]
     terms: list[tuple[int, str]] = []
 
     async def take_turns(number: int, lease: Lease) -> None:
@@ -99,7 +99,7 @@ async def test_two_that_have_it_by_turns_never_hold_it_at_once(redis_server: Red
 
 
 async def test_redis_that_has_lost_everything_gives_out_larger_tokens_all_the_same(redis_server: RedisServer, writer: Writer) -> None:
-    a, b = Lease(writer.redis, "a", ttl_s=3600.0), Lease(writer.redis, "b", ttl_s=3600.0)
+    a, b = Lease(writer.redis, "a", SIGNER, ttl_s=3600.0), Lease(writer.redis, "b", SIGNER, ttl_s=3600.0)
     for _ in range(5):
         await a.renew()
         await a.release()
@@ -118,7 +118,7 @@ async def test_redis_that_has_lost_everything_gives_out_larger_tokens_all_the_sa
 async def test_without_redis_the_lease_ends_by_itself(redis_server: RedisServer) -> None:
     async with client(redis_server.url) as connection:
         watch = Stopwatch()
-        lease = Lease(connection, "a", ttl_s=10.0, clock=watch)
+        lease = Lease(connection, "a", SIGNER, ttl_s=10.0, clock=watch)
         assert await lease.renew()
         redis_server.kill()
         assert await lease.renew(), "held still"
@@ -209,7 +209,7 @@ async def test_redis_away_and_back(
     try:
         async with keda(one.port) as asked:
             await eventually(lambda: one.board.fresh, "a decision")
-            assert ScalingRecord.from_json(await writer.redis.get(DECISION_KEY)).stale_s == pytest.approx(3.0), "routers are told"
+            assert ScalingRecord.from_redis(await writer.redis.get(DECISION_KEY), SIGNER).stale_s == pytest.approx(3.0), "routers are told"
             value = await asked.value("decode")
             redis_server.kill()
             await eventually(lambda: not one.lease.reachable, "a renewal in vain")
@@ -259,14 +259,14 @@ async def test_workers_that_were_there_a_moment_ago_are_looked_for_again(
     await writer.load(clock.now_s, Load(requests=1))
     async with running(settings_of(redis_server, tmp_path, "one", interval=60.0, leader_lease=3600.0), clock, look_again_s=0.001) as one:
         await eventually(lambda: one.board.record is not None, "a decision")
-        fetch = one.controller._parts.collector._fetch
+        look_at = one.controller._parts.collector._look_at
 
         async def after_a_beat(names: Sequence[str]) -> dict[str, WorkerRecord]:
             if names and beats:
                 await writer.workers(*beats.pop())
-            return await fetch(names)
+            return await look_at(names)
 
-        monkeypatch.setattr(one.controller._parts.collector, "_fetch", after_a_beat)
+        monkeypatch.setattr(one.controller._parts.collector, "_look_at", after_a_beat)
         await writer.workers()
         beats.append(both)
         clock.now_s += 60.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from service_harness import WAIT_S, Clock, Load, RedisServer, Writer, config, eventually, running, worker
+from service_harness import SIGNER, WAIT_S, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
 from router.autoscaler.config import AutoscalerConfig, Pool
 from router.autoscaler.lease import Lease
@@ -377,7 +377,7 @@ async def test_tokens_that_began_anew_go_on_beyond_the_pods(
 
 
 async def test_a_lease_that_is_taken_while_it_is_given_back_is_kept(redis_server: RedisServer, writer: Writer) -> None:
-    lease = Lease(writer.redis, "a", ttl_s=3600.0)
+    lease = Lease(writer.redis, "a", SIGNER, ttl_s=3600.0)
     assert await lease.renew()
     lease.saw(57)
     _, held = await asyncio.gather(lease.release(), lease.renew())

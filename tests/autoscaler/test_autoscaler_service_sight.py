@@ -26,11 +26,11 @@ class Filling(Collector):
     """After each look at workers some more of them have registered."""
 
     def __init__(self, writer: Writer, clock: Clock, waves: list[Sequence[WorkerRecord]]) -> None:
-        super().__init__(writer.redis, Fleet(secret_check(SECRET), COLD_S), span_s=30.0, clock=clock, look_again_s=0.001)
+        super().__init__(writer.redis, Fleet(secret_check(SECRET), COLD_S), SECRET, span_s=30.0, clock=clock, look_again_s=0.001)
         self._writer, self.waves = writer, waves
 
-    async def _fetch(self, names: Sequence[str]) -> dict[str, WorkerRecord]:
-        found = await super()._fetch(names)
+    async def _look_at(self, known: Sequence[str]) -> dict[str, WorkerRecord]:
+        found = await super()._look_at(known)
         if self.waves:
             await self._writer.workers(*self.waves.pop(0))
         return found

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 from policy_fleet import Fleet, config, traffic
-from service_harness import Clock, Load, RedisServer, Writer, eventually, running, worker
+from service_harness import SECRET, Clock, Load, RedisServer, Writer, eventually, running, worker
 from service_harness import config as service_config
 
 from router.autoscaler.config import Pool
 from router.autoscaler.memory import Memory
 from router.autoscaler.model import Decision, Observation
 from router.autoscaler.policy import decide
-from twostep.cluster.demand import WINDOW_S, DemandTotals, demand_key, window_of
+from twostep.cluster.demand import WINDOW_S, DemandTotals, demand_key, signed_totals, window_of
 from twostep.cluster.records import WorkerLoad
+from twostep.cluster.signed import DEMAND, Signer
 
 RATE = 40.0
 SILENT_S = 120.0  # for which the windows of a router that is gone are there
@@ -140,8 +141,9 @@ async def test_of_two_routers_one_is_cut_off(
         await eventually(lambda: autoscaler.board.record is not None, "a decision")
         assert [await after_a_minute(number) for number in range(2, 8)] == [4] * 6
         assert "router-1 is silent" in caplog.text
-        last = DemandTotals(left=1).to_json()
-        await writer.redis.hset(demand_key(window_of(clock.now_s) - 1), mapping={"router-1": last})
+        window = window_of(clock.now_s) - 1
+        last = signed_totals(Signer(SECRET, DEMAND), window, "router-1", DemandTotals(left=1))
+        await writer.redis.hset(demand_key(window), mapping={"router-1": last})
         await writer.workers(*(replace(record, load=WorkerLoad()) for record in fleet))
         assert min([await after_a_minute(number) for number in range(8, 14)]) < 4
     assert WINDOW_S * 24 == SILENT_S

@@ -13,9 +13,10 @@ from test_local_supervisor import Journal, alive, component, until
 from router.autoscaler.board import DecisionBoard
 from router.autoscaler.external_scaler import ExternalScaler
 from router.autoscaler.server import SERVICE
+from twostep.cluster.connection import connect
 from twostep.cluster.records import LayoutRecord, WorkerRecord, worker_key
-from twostep.cluster.registration import connect
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
+from twostep.cluster.signed import DECISIONS, RECORDS, Signer
 from twostep.local.autoscale import LocalAutoscale
 from twostep.local.process import Process
 from twostep.local.redis_server import answers, server_argv, server_binary, server_url
@@ -174,6 +175,9 @@ async def test_an_end_in_the_midst_of_scaling_leaves_nothing_and_cuts_no_drain_s
     assert not [event for event in loop.journal.events if event.startswith("killed")]
 
 
+_SECRET = b"a secret of this test"
+
+
 def record(**changes: object) -> ScalingRecord:
     counts = {"prefill": 2, "decode": 11}
     values = {"token": 1, "number": 1, "leader": "a", "at_s": time.time(), "interval_s": 1.0, "replicas": counts, "wanted": counts}
@@ -183,7 +187,7 @@ def record(**changes: object) -> ScalingRecord:
 async def test_the_external_scaler_is_asked_as_keda_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy machine is no silent autoscaler here.
     monkeypatch.setattr("twostep.local.scaler._TIMEOUT_S", 60.0)
-    monkeypatch.setattr("twostep.cluster.registration._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 60.0)
     board = DecisionBoard(stale_s=1000.0, max_listeners=1)
     server = GrpcServer(ServerConfig(health_port=-1))
     server.add(ExternalScaler(board, hpa_tolerance=0.0), externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server, SERVICE)
@@ -191,7 +195,7 @@ async def test_the_external_scaler_is_asked_as_keda_asks(tmp_path: Path, monkeyp
     url = server_url(tmp_path)
     argv = server_argv(server_binary(), tmp_path)
     redis = await Process.start(argv, env={}, log=tmp_path / "redis.log", pid_file=tmp_path / "pid", cwd=tmp_path)
-    client = ScalerClient(f"127.0.0.1:{port}", url)
+    client = ScalerClient(f"127.0.0.1:{port}", url, _SECRET)
     try:
         assert await client.wanted() is None
         assert client.trouble == "nothing has been decided yet; keep what there is"
@@ -202,12 +206,12 @@ async def test_the_external_scaler_is_asked_as_keda_asks(tmp_path: Path, monkeyp
         while await answers(url):  # noqa: ASYNC110  it is another process
             await asyncio.sleep(0.02)
         store = connect(url)
-        await store.set(DECISION_KEY, record(wanted={"prefill": 4, "decode": 9}).to_json())
+        await store.set(DECISION_KEY, Signer(_SECRET, DECISIONS).sign_object(record(wanted={"prefill": 4, "decode": 9}).to_json()))
         assert await client.wanted() == Wanted(
             replicas={"prefill": 2, "decode": 11}, workers={"prefill": 4, "decode": 9}, victims=("decode-3",), reason="because"
         )
         assert client.trouble == ""
-        await store.set(worker_key("decode-0"), SWITCHED.to_json())
+        await store.set(worker_key("decode-0"), Signer(_SECRET, RECORDS).sign_object(SWITCHED.to_json()))
         assert await client.roles(["prefill-0", "decode-0"]) == {"decode-0": "prefill"}
         await store.set(worker_key("prefill-0"), "nonsense")
         assert await client.roles(["prefill-0", "decode-0"]) == {}

@@ -16,7 +16,7 @@ from router_fakes import Cluster, RedisServer, until
 from router.quota_share import WINDOW_S, QuotaShare, Share, UsageBook, usage_key
 from router.server import Router
 from router.shared_clock import SharedClock
-from twostep.cluster.registration import connect
+from twostep.cluster.connection import connect
 from twostep.request_class import RequestClass
 
 STANDARD, BATCH = RequestClass.STANDARD, RequestClass.BATCH

@@ -12,14 +12,15 @@ import pytest
 import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import Cluster, until
+from router_fakes import SECRET, Cluster, until
 
 from router.config import parse_config
 from router.demand_meter import DemandBook
 from router.job import Job
 from router.report import Report
 from router.targets import Reason, Targets
-from twostep.cluster.demand import KEPT_WINDOWS, WINDOW_S, DemandTotals, demand_key, demand_of, window_of, windows_to_read
+from twostep.cluster.demand import KEPT_WINDOWS, WINDOW_S, DemandTotals, demand_key, demand_of, said_in, window_of, windows_to_read
+from twostep.cluster.signed import DEMAND, Signer
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.request_class import RequestClass
@@ -191,9 +192,11 @@ def test_totals_are_read_as_they_were_written(values: list[int]) -> None:
 # ---- a router ---------------------------------------------------------------------------------------------------------------
 
 
-async def kept(client: redis.asyncio.Redis) -> DemandTotals:
+async def kept(client: Any) -> DemandTotals:
     now_s = time.time()
-    fields = {window: await client.hgetall(demand_key(window)) for window in range(window_of(now_s) - KEPT_WINDOWS, window_of(now_s) + 2)}
+    windows = range(window_of(now_s) - KEPT_WINDOWS, window_of(now_s) + 2)
+    signer = Signer(SECRET, DEMAND)
+    fields = {window: said_in(signer, window, await client.hgetall(demand_key(window))) for window in windows}
     return demand_of(fields, now_s=now_s, span_s=WINDOW_S).kept
 
 

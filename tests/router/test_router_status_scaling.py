@@ -13,7 +13,7 @@ import redis.asyncio
 from google.protobuf.json_format import ParseDict
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import Cluster, RedisServer, until
+from router_fakes import SECRET, Cluster, RedisServer, until
 
 from router import scaling_watch
 from router.autoscaler.memory import Memory
@@ -21,9 +21,11 @@ from router.scaling_watch import MAX_BYTES, REMEMBERED_S, ScalingWatch, SeenDeci
 from router.status import scaling_status
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
+from twostep.cluster.signed import DECISIONS, Signer
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import status_pb2, status_pb2_grpc
 
+SIGNER = Signer(SECRET, DECISIONS)
 _NOW_S = 1_800_000_000.0
 _DECISION = ScalingRecord(
     token=3,
@@ -61,7 +63,9 @@ def worker(name: str, role: str, **record: Any) -> WorkerRecord:
 
 def read(text: str | bytes, before: SeenDecision | None = None, *, later_s: float = 0.0) -> SeenDecision | None:
     """Read so many seconds after _NOW_S, which is 0 by the watch's clock."""
-    return heard(before, text.encode() if isinstance(text, str) else text, _NOW_S + later_s, later_s)
+    if isinstance(text, str):
+        text = (SIGNER.sign_object(text) if text.startswith('{"') else text).encode()
+    return heard(before, text, SIGNER, _NOW_S + later_s, later_s)
 
 
 def known(seen: SeenDecision | None) -> SeenDecision:
@@ -185,13 +189,13 @@ async def test_the_watch_outlives_whatever_redis_does(
 ) -> None:
     caplog.set_level(logging.INFO, "router.scaling_watch")
     at = 1000.0
-    watch = ScalingWatch(redis_client, clock=lambda: at)
+    watch = ScalingWatch(redis_client, SIGNER, clock=lambda: at)
     await watch.poll()
     nothing = watch.seen
     assert nothing is None
     seconds, micros = await redis_client.time()
     made_s = seconds + micros / 1e6 - 5.0
-    await redis_client.set(DECISION_KEY, dataclasses.replace(_DECISION, at_s=made_s).to_json())
+    await redis_client.set(DECISION_KEY, SIGNER.sign_object(dataclasses.replace(_DECISION, at_s=made_s).to_json()))
     await watch.poll()
     first = known(watch.seen)
     assert 5.0 <= first.age_s(at) < 60.0
@@ -234,7 +238,7 @@ async def test_a_decision_is_told_over_grpc_and_http(cluster: Cluster, monkeypat
             assert "scaling" not in await answer.json()
         seconds, _ = await cluster.redis.time()
         fresh = dataclasses.replace(_DECISION, at_s=float(seconds))
-        await cluster.redis.set(DECISION_KEY, fresh.to_json())
+        await cluster.redis.set(DECISION_KEY, SIGNER.sign_object(fresh.to_json()))
         await until(lambda: board.status().scaling.leader == "autoscaler-0", "it is read")
         told = (await ask()).scaling
         assert [(role.role, role.pods, role.wanted_pods, role.wanted_workers, role.serving_workers) for role in told.roles] == [
@@ -247,12 +251,13 @@ async def test_a_decision_is_told_over_grpc_and_http(cluster: Cluster, monkeypat
             same = ParseDict(await answer.json(), status_pb2.ClusterStatus()).scaling
         assert list(same.roles) == list(told.roles)
         assert same.age_s >= told.age_s
-        await cluster.redis.set(DECISION_KEY, "{")
+        await cluster.redis.set(DECISION_KEY, SIGNER.sign_object('{"token": 1}'))
         await until(lambda: bool(board.status().scaling.problem), "it is damaged")
         told = (await ask()).scaling
         assert told.problem.startswith("not a decision of an autoscaler")
         assert len(told.roles) == 2
-        await cluster.redis.set(DECISION_KEY, dataclasses.replace(_DECISION, number=8, at_s=float(seconds - 900)).to_json())
+        old = dataclasses.replace(_DECISION, number=8, at_s=float(seconds - 900))
+        await cluster.redis.set(DECISION_KEY, SIGNER.sign_object(old.to_json()))
         await until(lambda: board.status().scaling.stale, "nobody has decided for a quarter of an hour")
         told = (await ask()).scaling
         assert (told.problem, told.leader, told.age_s >= 900) == ("", "autoscaler-0", True)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from browser import Page, chromium, running_browser, tab
-from router_fakes import ANSWER_TEXT, Cluster, FakeWorker, Script, until
+from router_fakes import ANSWER_TEXT, SECRET, Cluster, FakeWorker, Script, until
 
 from router import scaling_watch, status_board
 from twostep.api_key_file import put_in_file
 from twostep.api_keys import make_key
 from twostep.cluster.records import WorkerLoad
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
+from twostep.cluster.signed import DECISIONS, Signer
 from twostep.local.ports import free_ports
 from twostep.step_curve import StepCurve
 
@@ -142,7 +143,7 @@ async def test_what_the_autoscaler_wants_stands_below_the_map(cluster: Cluster, 
             wanted={"prefill": 2, "decode": 1},
             reason="2.43 requests/s need 2 + 1 " + "and_so_on" * 50,
         )
-        await cluster.redis.set(DECISION_KEY, record.to_json())
+        await cluster.redis.set(DECISION_KEY, Signer(SECRET, DECISIONS).sign_object(record.to_json()))
 
     async with cluster.serving():
         await page.open(url(cluster))

@@ -1,6 +1,7 @@
 """What is asked of a deployment, as its routers meter it: totals by window and router in Redis. Torch-free and protobuf-free.
 
-twostep:v1:demand:{window}    hash: router id -> DemandTotals as JSON, of that router in that window of WINDOW_S seconds of the wall clock
+twostep:v1:demand:{window}    hash: router id -> DemandTotals as JSON, signed, of that router in that window of WINDOW_S seconds of
+                              Redis' clock
 
 Totals, never increments: an exchange that broke may be repeated as it is, and a router that dies takes nothing away. One that leaves
 says so in its last word: of one that falls silent without it, nobody knows whether it is gone or serves on, cut off from Redis.
@@ -12,6 +13,9 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from twostep.cluster.signed import Signer
+from twostep.errors import Unauthenticated
 
 WINDOW_S = 5
 # What was asked for in a window is still read so long, to learn lengths of answers from.
@@ -82,6 +86,22 @@ class DemandTotals:
 
 _NAMES = tuple(field.name for field in dataclasses.fields(DemandTotals))
 NOTHING = DemandTotals()
+
+
+def signed_totals(signer: Signer, window: int, router_id: str, totals: DemandTotals) -> str:
+    """As the router writes them."""
+    return signer.sign_value(totals.to_json(), str(window), router_id)
+
+
+def said_in(signer: Signer, window: int, fields: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """What routers of this deployment say, without their signatures."""
+    found = {}
+    for router, text in fields.items():
+        try:
+            found[router] = signer.read_value(text, str(window), router.decode(errors="replace"))
+        except Unauthenticated:
+            continue
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 twostep:v1:autoscaler:lease      string "{token}:{autoscaler id}", expires unless renewed: who leads
 twostep:v1:autoscaler:token      integer: of the last lease that was given out; grows with each
-twostep:v1:autoscaler:decision   string: ScalingRecord as JSON, written by the leader alone, expires DECISION_TTL_S after
+twostep:v1:autoscaler:decision   string: ScalingRecord as a signed JSON object, written by the leader alone, expires
+                                 DECISION_TTL_S after
 
 Any replica answers from the decision, and a new leader goes on from the memory in it.
 """
@@ -16,13 +17,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from twostep.errors import InvalidRequest
+from twostep.cluster.signed import Signer
+from twostep.errors import InvalidRequest, Unauthenticated
 
 LEASE_KEY = "twostep:v1:autoscaler:lease"
 TOKEN_KEY = "twostep:v1:autoscaler:token"
 DECISION_KEY = "twostep:v1:autoscaler:decision"
 # Long after it answers nobody any more, its memory is still worth something.
 DECISION_TTL_S = 3600
+# A decision about thousands of workers has some hundred kilobytes: readers take no more.
+MAX_DECISION_BYTES = 1 << 20
 
 _ROLES = ("prefill", "decode")
 _MOST = 100_000
@@ -75,6 +79,16 @@ class ScalingRecord:
             return cls(**raw)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"not a decision of an autoscaler: {error!r:.200}; upgrade whoever reads or wrote it") from error
+
+    @classmethod
+    def from_redis(cls, text: bytes, signer: Signer) -> ScalingRecord:
+        """As its leader wrote it. Raises InvalidRequest, also for what no member of the deployment wrote."""
+        try:
+            return cls.from_json(signer.read_object(text))
+        except Unauthenticated as error:
+            raise InvalidRequest(
+                f"{DECISION_KEY}: {error.message}; give all processes the same --secret-file, and upgrade the autoscaler"
+            ) from error
 
     @property
     def order(self) -> tuple[int, int]:

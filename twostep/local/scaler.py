@@ -7,15 +7,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import grpc
 import grpc.aio
 import redis.exceptions
 
+from twostep.cluster.connection import connect
 from twostep.cluster.records import WorkerRecord, worker_key
-from twostep.cluster.registration import connect
-from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
-from twostep.errors import InvalidRequest
+from twostep.cluster.scaling import DECISION_KEY, MAX_DECISION_BYTES, ScalingRecord
+from twostep.cluster.signed import DECISIONS, RECORDS, Signer
+from twostep.errors import InvalidRequest, Unauthenticated
 from twostep.local.scaling import ROLES
 from twostep.rpc.channel import channel_options
 from twostep.rpc.keda import externalscaler_pb2, externalscaler_pb2_grpc
@@ -39,10 +41,11 @@ class Wanted:
 class ScalerClient:
     """Needs a running event loop. `address` of the autoscaler's gRPC port on this machine."""
 
-    def __init__(self, address: str, redis_url: str) -> None:
+    def __init__(self, address: str, redis_url: str, secret: bytes) -> None:
         self._channel = grpc.aio.insecure_channel(address, [*channel_options(), ("grpc.enable_http_proxy", 0)])
         self._stub: externalscaler_pb2_grpc.ExternalScalerAsyncStub = externalscaler_pb2_grpc.ExternalScalerStub(self._channel)
         self._redis = connect(redis_url)
+        self._of_records, self._of_decisions = Signer(secret, RECORDS), Signer(secret, DECISIONS)
         self.trouble = ""
         """Why there was no answer the last time; empty: there was one."""
 
@@ -65,9 +68,9 @@ class ScalerClient:
         try:
             for raw in await self._redis.mget([worker_key(worker_id) for worker_id in worker_ids]):
                 if raw is not None:
-                    record = WorkerRecord.from_json(raw)
+                    record = WorkerRecord.from_json(self._of_records.read_object(cast(bytes, raw)))
                     found[record.worker_id] = record.role
-        except (redis.exceptions.RedisError, OSError, InvalidRequest):
+        except (redis.exceptions.RedisError, OSError, InvalidRequest, Unauthenticated):
             # What has changed is said a second later.
             return {}
         return found
@@ -85,7 +88,7 @@ class ScalerClient:
 
     async def _decision(self) -> ScalingRecord | None:
         try:
-            raw = await self._redis.get(DECISION_KEY)
-            return None if raw is None else ScalingRecord.from_json(raw)
+            raw = await self._redis.getrange(DECISION_KEY, 0, MAX_DECISION_BYTES)
+            return ScalingRecord.from_redis(cast(bytes, raw), self._of_decisions)
         except (redis.exceptions.RedisError, OSError, InvalidRequest):
             return None

@@ -139,7 +139,7 @@ class LocalSystem:
         return {name: "does not answer" if state is None else state.held for name, state in states.items() if state is None or state.held}
 
     async def _autoscale(self, scale: Scale) -> None:
-        client = ScalerClient(self.plan.scaler_address, self.plan.redis_url)
+        client = ScalerClient(self.plan.scaler_address, self.plan.redis_url, load_secret(self.plan.secret_file))
 
         def make(worker_id: str, role: str, place: int) -> Component:
             return self._components.worker(LocalWorker.new(worker_id, role, self.plan.places[place]))
