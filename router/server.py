@@ -44,8 +44,10 @@ from router.shared_clock import SharedClock
 from router.status_board import RouterView, StatusBoard
 from router.status_service import StatusService
 from router.targets import Targets
+from router.vouching import Vouching
 from router.workers import WorkerPool
-from twostep.cluster.registration import connect
+from twostep.cluster.connection import connect
+from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
 from twostep.errors import SetupError
 from twostep.exposure import open_door
 from twostep.fingerprint import dummy_fingerprint, model_fingerprint
@@ -91,8 +93,12 @@ class Router:
         self.router_id = config.router_id or f"router-{uuid.uuid4().hex[:12]}"
         self._redis = connect(config.redis_url)
         self._index_redis = connect(config.redis_url)
-        deployment = Deployment(model_fingerprint=fingerprint, secret_check=secret_check(secret), hash_unit=config.hash_unit)
-        self.registry = Registry(self._redis, deployment)
+        deployment = Deployment(
+            model_fingerprint=fingerprint,
+            secret_check=secret_check(secret),
+            signer=Signer(secret, RECORDS),
+            hash_unit=config.hash_unit,
+        )
         self.cleanup = Cleanup()
         compression = compression_of(config.grpc_compression)
         self.pool = WorkerPool(
@@ -103,12 +109,14 @@ class Router:
             stream_lease_s=config.stream_lease,
             compression=compression,
         )
+        vouching = Vouching(secret, self.pool.channel_of, self.pool.open_to)
+        self.registry = Registry(self._redis, deployment, lives=vouching.lives)
         self._index = PrefixIndex(self._index_redis, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
         quota = Quota(weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting)
         room = self._room = Room(quota, ageing_s=config.ageing)
         self._clock = SharedClock()
         self._quota_share = QuotaShare(self._redis, self.router_id, self._on_usage_elsewhere, self._clock)
-        source = source_of(config.api_keys_file, config.api_keys, self._redis)
+        source = source_of(config.api_keys_file, config.api_keys, self._redis, secret)
         self.access = Access(source, secret=secret, redis=self._redis, router_id=self.router_id, clock=self._clock)
         self.registry.on_poll(self.pool.sync)
         self.admission = Admission(
@@ -156,7 +164,14 @@ class Router:
             fail_open=config.hold_back_failure == "open",
         )
         held_to = Targets(ttft_s=config.target_ttft_ms / 1e3, tpot_s=config.target_tpot_ms / 1e3)
-        self._demand = DemandMeter(self._redis, self.router_id, held_to, lambda: self.admission.num_waiting + room.num_queued)
+        self._demand = DemandMeter(
+            self._redis,
+            self.router_id,
+            Signer(secret, DEMAND),
+            held_to,
+            lambda: self.admission.num_waiting + room.num_queued,
+            clock=self._clock,
+        )
         self._inference = Inference(
             InferenceConfig(
                 model_name=config.served_model_name or config.model.resolve().name,
@@ -176,7 +191,7 @@ class Router:
             hold_back=self._hold_back,
             demand=self._demand,
         )
-        self._scaling = ScalingWatch(self._redis)
+        self._scaling = ScalingWatch(self._redis, Signer(secret, DECISIONS))
         self._last_tick = time.monotonic()
         self._draining = self._able = False
         view = RouterView(

@@ -16,7 +16,13 @@ def access_flags(parser: FlagParser) -> None:
         metavar="FILE",
         help="let in those only who show a key of this file, which `twostep keys` writes; it is read again when it changes",
     )
-    parser.flag("--api-keys", default="", choices=["", "redis"], metavar="redis", help="the same, with the keys in Redis, for all routers")
+    parser.flag(
+        "--api-keys",
+        default="",
+        choices=["", "redis", "redis-adopt"],
+        metavar="redis",
+        help="the same, with the keys in Redis, for all routers; redis-adopt: also those there that nobody has signed yet, which it signs",
+    )
     parser.flag(
         "--admin-port",
         type=_port,

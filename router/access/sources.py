@@ -1,6 +1,7 @@
 """Where API keys are kept: a file, or Redis. Both are asked once a second, beside the requests and never on their way.
 
     twostep:v1:api-keys           hash: id -> the same JSON object
+    twostep:v1:api-keys:signatures  hash: id -> what signs that object (twostep/cluster/signed.py)
     twostep:v1:api-keys:version   another one after every change, so that asking costs one word as long as there is none
 
 A Redis that has lost its keys is not one whose keys were all deleted, which leaves the version: routers go on with those they know, and
@@ -16,18 +17,21 @@ import secrets
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from redis.asyncio import Redis
 
 from router.bounded_threads import BoundedThreads
 from twostep.api_key_file import put_in_file, read_file, remove_from_file
 from twostep.api_keys import MAX_KEYS, BadKey, Key
-from twostep.errors import SetupError, TwostepError, Unavailable
+from twostep.cluster.hashes import hashes_in, read_hashes
+from twostep.cluster.signed import API_KEYS, Signer
+from twostep.errors import SetupError, TwostepError, Unauthenticated, Unavailable
 
 log = logging.getLogger(__name__)
 
 KEYS = "twostep:v1:api-keys"
+SIGNATURES = "twostep:v1:api-keys:signatures"
 VERSION = "twostep:v1:api-keys:version"
 _MAX_FILE_BYTES = 64 << 20
 
@@ -48,11 +52,11 @@ class KeySource(Protocol):
         ...
 
 
-def source_of(path: Path | None, where: str, redis: Redis) -> KeySource | None:
+def source_of(path: Path | None, where: str, redis: Redis, secret: bytes) -> KeySource | None:
     """Of --api-keys-file and --api-keys; None: without either everybody may ask. Raises SetupError."""
     if path is not None and where:
         raise SetupError("--api-keys-file and --api-keys contradict each other; keep the keys in one place")
-    return FileKeys(path) if path is not None else RedisKeys(redis) if where else None
+    return FileKeys(path) if path is not None else RedisKeys(redis, secret, adopt=where == "redis-adopt") if where else None
 
 
 class _Seen(NamedTuple):
@@ -102,59 +106,101 @@ class FileKeys:
 
 
 class RedisKeys:
-    """Of every deployment on this Redis."""
+    """Of one deployment: a key counts if somebody with the deployment's secret has signed it. `adopt`: those are signed that nobody has."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, secret: bytes, *, adopt: bool = False) -> None:
         self._redis = redis
+        self._signer = Signer(secret, API_KEYS)
+        self._adopt = adopt
         self._version: bytes | str | None = None
         self._known: dict[str, Key] | None = None
 
     async def read(self) -> Sequence[Key] | None:
-        version = await self._redis.get(VERSION)
-        if version is None and self._known:
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.get(VERSION)
+        pipeline.exists(KEYS, SIGNATURES)
+        version, num_there = await pipeline.execute()
+        unchanged = self._known is not None and version == self._version
+        if self._known and (version is None or (unchanged and num_there < 2)):
             await self._write_back(self._known)
             return None
-        if self._known is not None and version == self._version:
+        if unchanged:
             return None
-        # Both change at once: what is read now is at least as new as the version.
-        records = await self._redis.hgetall(KEYS)
+        # All change at once: what is read now is at least as new as the version.
+        pipeline = self._redis.pipeline(transaction=True)
+        read_hashes(pipeline, [KEYS, SIGNATURES], max_fields=MAX_KEYS + 1)
+        records, signatures = hashes_in((await pipeline.execute())[0])
+        if self._adopt and (added := await self._sign_all(records, signatures)):
+            log.warning("%d API keys that nobody had signed are this deployment's from now on; go back to --api-keys redis", added)
+            return None
         # A hundred thousand of them take a second.
-        known = await asyncio.to_thread(_usable, records)
+        known = await asyncio.to_thread(_usable, records, signatures, self._signer)
         self._version, self._known = version, known
         return list(known.values())
 
     async def put(self, key: Key) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(KEYS, key.id, key.to_json())
+            record = key.to_json()
+            pipe.hset(KEYS, key.id, record)
+            pipe.hset(SIGNATURES, key.id, self._signature(key.id, record))
             pipe.set(VERSION, secrets.token_hex(8))
             await pipe.execute()
 
     async def remove(self, key_id: str) -> bool:
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hdel(KEYS, key_id)
+            pipe.hdel(SIGNATURES, key_id)
             pipe.set(VERSION, secrets.token_hex(8))
             return bool((await pipe.execute())[0])
+
+    def _signature(self, key_id: str, record: str) -> str:
+        """What follows the record where it is signed."""
+        return self._signer.sign_value(record, key_id)[len(record) :]
 
     async def _write_back(self, known: dict[str, Key]) -> None:
         log.warning("Redis has lost its API keys; this router goes on with the %d that it knows, and writes them back", len(known))
         async with self._redis.pipeline(transaction=True) as pipe:
             for key in known.values():
-                pipe.hsetnx(KEYS, key.id, key.to_json())
+                record = key.to_json()
+                pipe.hset(KEYS, key.id, record)
+                pipe.hset(SIGNATURES, key.id, self._signature(key.id, record))
             pipe.set(VERSION, secrets.token_hex(8))
             await pipe.execute()
 
+    async def _sign_all(self, records: Mapping[bytes, bytes], signatures: Mapping[bytes, bytes]) -> int:
+        """Returns how many it has signed."""
+        unsigned = {name: record for name, record in records.items() if name not in signatures}
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for name, record in unsigned.items():
+                signature = self._signature(name.decode(errors="replace"), record.decode(errors="replace"))
+                pipe.hsetnx(SIGNATURES, name.decode(errors="replace"), signature)
+            if unsigned:
+                pipe.set(VERSION, secrets.token_hex(8))
+                await pipe.execute()
+        return len(unsigned)
 
-def _usable(records: Mapping[Any, Any]) -> dict[str, Key]:
+
+def _usable(records: Mapping[bytes, bytes], signatures: Mapping[bytes, bytes], signer: Signer) -> dict[str, Key]:
     if len(records) > MAX_KEYS:
-        log.error("Redis has %d API keys, and %d of them are known here; revoke those that nobody uses", len(records), MAX_KEYS)
+        log.error("Redis has %d API keys or more, and %d of them are known here; revoke those that nobody uses", len(records), MAX_KEYS)
     known: dict[str, Key] = {}
+    num_unsigned = 0
     for name, record in islice(records.items(), MAX_KEYS):
         try:
-            key = Key.from_json(record)
+            key = Key.from_json(signer.read_value(record + signatures.get(name, b""), name.decode(errors="replace")))
+        except Unauthenticated:
+            num_unsigned += 1
+            continue
         except BadKey as error:
             log.warning("the API key %.64r in Redis is passed over: %s", name, error.message)
             continue
         known[key.id] = key
+    if num_unsigned:
+        log.error(
+            "%d API keys in Redis are not signed with this deployment's secret and open nothing: an older version wrote them, or somebody "
+            "who should not; if all of them are yours, start one router with --api-keys redis-adopt, once (docs/access.md)",
+            num_unsigned,
+        )
     return known
 
 

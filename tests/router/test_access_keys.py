@@ -32,7 +32,7 @@ from twostep.request_class import RequestClass
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source or a Redis that hangs is given up after a second or some; here it is this process that may stand still for longer."""
-    monkeypatch.setattr("twostep.cluster.registration._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 60.0)
     monkeypatch.setattr("router.access.control._READ_TIMEOUT_S", 60.0)
     monkeypatch.setattr("router.access.share._TIMEOUT_S", 60.0)
 
@@ -258,7 +258,7 @@ async def test_a_revoked_key_does_not_come_back_with_a_look_that_began_before(re
         """Gives the first look's answer late."""
 
         def __init__(self) -> None:
-            super().__init__(redis_client)
+            super().__init__(redis_client, SECRET)
             self.go_on = asyncio.Event()
             self.num_looks = 0
 
@@ -293,8 +293,8 @@ async def test_without_readable_keys_nothing_starts(tmp_path: Path, redis_client
 
 async def test_without_redis_the_last_keys_go_on(redis_server: RedisServer, redis_client: redis.asyncio.Redis) -> None:
     told, key = make_key(limits=Limits(tokens_per_minute=100))
-    await RedisKeys(redis_client).put(key)
-    access = Access(RedisKeys(redis_client), secret=SECRET, redis=redis_client, router_id="r")
+    await RedisKeys(redis_client, SECRET).put(key)
+    access = Access(RedisKeys(redis_client, SECRET), secret=SECRET, redis=redis_client, router_id="r")
     await access.start()
     redis_server.kill()
     await access.refresh()
@@ -306,7 +306,7 @@ async def test_without_redis_the_last_keys_go_on(redis_server: RedisServer, redi
     redis_server.start()
     await access.refresh()
     await access.refresh()
-    assert await RedisKeys(redis_client).read() == [key], "it has its keys, whatever it kept of them"
+    assert await RedisKeys(redis_client, SECRET).read() == [key], "it has its keys, whatever it kept of them"
     access.identify(f"Bearer {told}")
 
 
@@ -327,9 +327,12 @@ async def test_changes_are_followed(access: Access, tmp_path: Path) -> None:
 
 
 async def test_replicas_share_what_keys_use(stopped_minutes: None, redis_client: redis.asyncio.Redis) -> None:
-    source, (_, key) = RedisKeys(redis_client), make_key(limits=Limits(tokens_per_minute=1000, tokens_per_day=5000, requests_per_minute=10))
+    source, (_, key) = (
+        RedisKeys(redis_client, SECRET),
+        make_key(limits=Limits(tokens_per_minute=1000, tokens_per_day=5000, requests_per_minute=10)),
+    )
     await source.put(key)
-    routers = [Access(RedisKeys(redis_client), secret=SECRET, redis=redis_client, router_id=f"router{i}") for i in range(2)]
+    routers = [Access(RedisKeys(redis_client, SECRET), secret=SECRET, redis=redis_client, router_id=f"router{i}") for i in range(2)]
     for router in routers:
         await router.start()
     one, two = (router.account(key.id) for router in routers)
@@ -339,7 +342,7 @@ async def test_replicas_share_what_keys_use(stopped_minutes: None, redis_client:
         await router._share.exchange(whole=True)
     told = two.usage()
     assert (told["tokens_this_day"], told["tokens_this_minute"], told["requests_this_minute"]) == (400, 400, 1)
-    late = Access(RedisKeys(redis_client), secret=SECRET, redis=redis_client, router_id="router0")
+    late = Access(RedisKeys(redis_client, SECRET), secret=SECRET, redis=redis_client, router_id="router0")
     await late.start()
     assert late.account(key.id).usage()["tokens_this_day"] == 400, "a restart is no new day"
 

@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
+from router_fakes import SECRET
 
-from router.access.sources import KEYS, VERSION, FileKeys, RedisKeys
+from router.access.sources import KEYS, SIGNATURES, VERSION, FileKeys, RedisKeys
 from twostep.api_key_file import put_in_file, read_file, remove_from_file
 from twostep.api_keys import BadKey, Key, make_key
+from twostep.cluster.signed import API_KEYS, Signer
 from twostep.errors import InvalidRequest
 
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis is given up after a second; here it is this process that may stand still for longer."""
-    monkeypatch.setattr("twostep.cluster.registration._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 60.0)
 
 
 # ---- a file -----------------------------------------------------------------------------------------------------------------
@@ -107,7 +109,7 @@ def test_a_writer_that_hangs_is_not_waited_for_forever(tmp_path: Path, monkeypat
 
 
 async def test_redis_tells_what_has_changed(redis_client: redis.asyncio.Redis) -> None:
-    one, other = RedisKeys(redis_client), RedisKeys(redis_client)
+    one, other = RedisKeys(redis_client, SECRET), RedisKeys(redis_client, SECRET)
     assert await one.read() == []
     key = make_key()[1]
     await other.put(key)
@@ -120,10 +122,11 @@ async def test_redis_tells_what_has_changed(redis_client: redis.asyncio.Redis) -
 
 
 async def test_a_record_that_redis_damaged_costs_itself_alone(redis_client: redis.asyncio.Redis) -> None:
-    source = RedisKeys(redis_client)
+    source = RedisKeys(redis_client, SECRET)
     key = make_key()[1]
     await source.put(key)
     await redis_client.hset(KEYS, "broken", "{")
+    await redis_client.hset(SIGNATURES, "broken", Signer(SECRET, API_KEYS).sign_value("{", "broken")[1:])
     await redis_client.set(VERSION, "another")
     assert await source.read() == [key]
 
@@ -132,18 +135,18 @@ async def test_more_keys_than_are_known_are_complained_of(
     redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("router.access.sources.MAX_KEYS", 2)
-    source = RedisKeys(redis_client)
+    source = RedisKeys(redis_client, SECRET)
     for _ in range(3):
         await source.put(make_key()[1])
     assert len(await source.read() or ()) == 2
-    assert "Redis has 3 API keys, and 2 of them are known here" in caplog.text
+    assert "and 2 of them are known here" in caplog.text
 
 
 async def test_keys_that_redis_lost_are_written_back(redis_client: redis.asyncio.Redis) -> None:
-    source, key = RedisKeys(redis_client), make_key()[1]
+    source, key = RedisKeys(redis_client, SECRET), make_key()[1]
     await source.put(key)
     assert await source.read() == [key]
     await redis_client.flushall()
     assert await source.read() is None, "those known go on"
     assert await source.read() == [key]
-    assert await RedisKeys(redis_client).read() == [key]
+    assert await RedisKeys(redis_client, SECRET).read() == [key]
