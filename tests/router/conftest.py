@@ -9,7 +9,7 @@ import pytest
 import redis.asyncio
 from router_fakes import Cluster, RedisServer, make_model_dir
 
-from twostep.cluster.registration import connect
+from twostep.cluster.connection import connect
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +62,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         "router.quota_share._TIMEOUT_S",
         "router.scaling_watch._TIMEOUT_S",
         "router.server.TRACES_FLUSH_S",
-        "twostep.cluster.registration._TIMEOUT_S",
+        "twostep.cluster.connection._TIMEOUT_S",
     ):
         monkeypatch.setattr(name, 60.0)

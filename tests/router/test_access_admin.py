@@ -33,7 +33,7 @@ from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator is told so when Redis takes a second; here it is this process that may stand still for longer."""
-    monkeypatch.setattr("twostep.cluster.registration._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 60.0)
     monkeypatch.setattr("router.access.control._READ_TIMEOUT_S", 60.0)
 
 

@@ -26,7 +26,7 @@ NUM = 12
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis is given up after a second; here it is this process that may stand still for longer."""
-    monkeypatch.setattr("twostep.cluster.registration._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 60.0)
 
 
 @asynccontextmanager

@@ -797,7 +797,7 @@ async def test_a_redis_that_answers_nothing_holds_up_nobody(cluster: Cluster, mo
     for module in ("registry", "demand_meter", "quota_share"):
         monkeypatch.setattr(f"router.{module}._TIMEOUT_S", 0.3)
     # It is those bounds that end the waiting, not the connections' own.
-    monkeypatch.setattr("twostep.cluster.registration._TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 1000.0)
     await cluster.prefill()
     await cluster.decode()
     async with cluster.serving(prefix_lookup_timeout=0.01):
