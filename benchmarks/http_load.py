@@ -65,7 +65,7 @@ class Stream(asyncio.Protocol):
 
 def encode_request(token_ids: Sequence[int], *, num_tokens: int) -> bytes:
     body = json.dumps({"prompt": list(token_ids), "max_tokens": num_tokens, "temperature": 0, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

@@ -13,7 +13,7 @@ from router.demand_flags import DEFAULT_TPOT_MS, DEFAULT_TTFT_MS, target_flags
 from router.fair_queue import AGEING_S
 from router.quota import tenant_weights
 from twostep.flag_values import whole
-from twostep.flags import FlagParser, allowed_origins, tracing_flag
+from twostep.flags import FlagParser, allowed_hosts, allowed_origins, tracing_flag
 from twostep.rpc.channel import COMPRESSIONS, PLAINTEXT, TlsFiles
 from twostep.text.reasoning import REASONING_PARSERS
 from twostep.text.tool_calls import TOOL_CALL_PARSERS
@@ -36,6 +36,7 @@ class RouterConfig:
     http_port: int | None = None
     max_body_bytes: int = 16 << 20
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     api_keys_file: Path | None = None
     api_keys: str = ""
     max_connections: int = 4096
@@ -125,6 +126,14 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         default=default.allowed_origins,
         metavar="JSON",
         help='origins whose pages may ask from a browser, as in ["https://chat.example"]; ["*"]: any; none if not given',
+    )
+    parser.flag(
+        "--allowed-hosts",
+        type=allowed_hosts,
+        default=default.allowed_hosts,
+        metavar="NAME,...",
+        help="names by which clients may ask over HTTP, * for any; addresses and localhost always may; if not given any, "
+        "but none where --host is a loopback address, so that no web page can make a name mean it",
     )
     access_flags(parser)
     batch_flags(parser)

@@ -251,6 +251,7 @@ class Router:
                 tls=config.front_tls,
                 max_connections=config.max_connections,
                 write_timeout_s=config.client_write_timeout,
+                allowed_hosts=config.allowed_hosts,
             )
         # Set when an operator asks for it over the admin port: whoever runs the router drains it then.
         self.drain_asked = asyncio.Event()
@@ -371,7 +372,13 @@ class Router:
             tls=config.tls,
             drain=self.drain_asked.set,
         )
-        return AdminServer(administration, host=config.admin_host, port=config.admin_port, ssl_context=ssl_context(config.front_tls))
+        return AdminServer(
+            administration,
+            host=config.admin_host,
+            port=config.admin_port,
+            ssl_context=ssl_context(config.front_tls),
+            allowed_hosts=config.allowed_hosts,
+        )
 
     async def _close(self) -> None:
         if self._admin is not None:

@@ -44,6 +44,23 @@ def allowed_origins(text: str) -> tuple[str, ...]:
     return tuple(given)
 
 
+_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
+
+
+def allowed_hosts(text: str) -> tuple[str, ...]:
+    """Type of --allowed-hosts: names behind commas, or a JSON list of them."""
+    try:
+        given = json.loads(text) if text.lstrip().startswith("[") else [part.strip() for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON list; give one like ["llm.example"]') from None
+    for name in given:
+        if not isinstance(name, str) or not (name == "*" or _HOST_NAME.fullmatch(name)):
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no host name; give it in small letters and without a port, such as llm.example, or *"
+            )
+    return tuple(given)
+
+
 def traces_endpoint(environ: Mapping[str, str]) -> str:
     """Where OpenTelemetry's own variables send traces; empty: nowhere."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or environ.get("OTEL_TRACES_EXPORTER", "") == "none":

@@ -26,8 +26,11 @@ from aiohttp import web
 
 from router.access.account import Account
 from router.access.control import Access
+from router.http.bodies import BODIES, watch_bodies
 from router.http.calls import json_body
+from router.http.connections import at_work
 from router.http.errors import Handler, errors
+from router.http.origins import ORIGINS, Origins, same_site
 from router.last_of_role import what_ends
 from router.status_board import StatusBoard
 from router.workers import WorkerPool
@@ -64,9 +67,11 @@ ADMINISTRATION: web.AppKey[Administration] = web.AppKey("administration", Admini
 routes = web.RouteTableDef()
 
 
-def make_admin_app(administration: Administration) -> web.Application:
-    app = web.Application(middlewares=[errors, _let_in], client_max_size=_MAX_BODY_BYTES)
+def make_admin_app(administration: Administration, origins: Origins) -> web.Application:
+    app = web.Application(middlewares=[at_work, errors, same_site, _let_in], client_max_size=_MAX_BODY_BYTES)
     app[ADMINISTRATION] = administration
+    app[ORIGINS] = origins
+    watch_bodies(app)
     app.add_routes(routes)
     return app
 
@@ -79,7 +84,8 @@ async def _let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
             "this port wants the admin key as `authorization: Bearer KEY`: what stands in the router's --admin-key-file, or where it has "
             "none, what follows from the deployment's secret; `twostep keys` sends it when it is given --admin-key-file or --secret-file"
         )
-    response = await handler(request)
+    with request.app[BODIES].arriving(request, caller=request.remote or "", most=_MAX_BODY_BYTES):
+        response = await handler(request)
     response.headers["Cache-Control"] = "no-store"
     return response
 

@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Collection
 from pathlib import Path
 
-from aiohttp import web
-
 from router.http.admin import Administration, make_admin_app
-from router.http.connections import connection_log
+from router.http.listener import Listener
+from router.http.origins import Origins
 from twostep.api_keys import admin_key
 from twostep.errors import SetupError
 from twostep.secret import MIN_SECRET_BYTES
 
 _KEEPALIVE_S = 15.0
+# Operators are few.
+_MAX_CONNECTIONS = 64
+# For what still runs at the end.
+_LAST_S = 60.0
 
 
 class AdminServer:
     """start(), close(). `port` is the real one once it is started."""
 
-    def __init__(self, administration: Administration, *, host: str, port: int, ssl_context: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        administration: Administration,
+        *,
+        host: str,
+        port: int,
+        ssl_context: ssl.SSLContext | None,
+        allowed_hosts: Collection[str] = (),
+    ) -> None:
         self.host, self.port = host, port
-        self._ssl = ssl_context
-        self._runner = web.AppRunner(
-            make_admin_app(administration),
-            keepalive_timeout=_KEEPALIVE_S,
-            access_log=None,
-            handler_cancellation=True,
-            logger=connection_log(),
-        )
+        app = make_admin_app(administration, Origins(host=host, allowed_hosts=allowed_hosts))
+        self._listener = Listener(app, tls=ssl_context, max_connections=_MAX_CONNECTIONS, keepalive_s=_KEEPALIVE_S)
 
     async def start(self) -> int:
         """Returns the real port. Raises SetupError if it is taken."""
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, self.host, self.port, ssl_context=self._ssl).start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise SetupError(
-                f"cannot listen on {self.host}:{self.port} ({error.strerror or error}); choose another port with --admin-port, -1 for none"
-            ) from error
-        self.port = int(self._runner.addresses[0][1])
+        self.port = await self._listener.open(self.host, self.port, flag="--admin-port")
         return self.port
 
     async def close(self) -> None:
-        await self._runner.cleanup()
+        await self._listener.close(_LAST_S)
 
 
 def load_admin_key(path: Path | None, secret: bytes) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -18,7 +19,7 @@ from router.batches.run import Answered, Asking, Failure
 from router.batches.service import Batches
 from router.batches.store import Stored
 from router.http.batch_replies import BatchBody, BatchList, BatchQuery, BatchReply
-from router.http.calls import Call, json_body
+from router.http.calls import Call, parsed
 from router.http.chat import Chat
 from router.http.chat_body import ChatBody
 from router.http.completion_body import CompletionBody
@@ -44,7 +45,7 @@ AnyQuery = TypeVar("AnyQuery", bound=BaseModel)
 @described("Has the requests of a file answered when there is room.", bodies=(BatchBody,), reply=BatchReply)
 async def create(request: web.Request) -> web.Response:
     batches = batches_of(request)
-    body = parse_body(BatchBody, await json_body(request))
+    body = await parsed(request, partial(parse_body, BatchBody))
     identity = request[IDENTITY]
     stored = await batches.create(
         tenant=tenant_name(identity),
@@ -147,10 +148,11 @@ class BatchEndpoints:
         with identity.calling():
             call = Call(request_id=asking.request_id, identity=identity)
             endpoint: Chat | Completion
+            parse = self._front.parser.parse
             if asking.endpoint == "/v1/chat/completions":
-                endpoint = Chat(self._front, parse_body(ChatBody, asking.body), call)
+                endpoint = Chat(self._front, await parse(partial(parse_body, ChatBody), asking.body), call)
             else:
-                endpoint = Completion(self._front, parse_body(CompletionBody, asking.body), call)
+                endpoint = Completion(self._front, await parse(partial(parse_body, CompletionBody), asking.body), call)
             endpoint.check_size(is_line=True)
             # As JSON an answer is ten times as large, and stays so until it is on disk: one such at a time.
             async with endpoint.whole() as whole, self._large if whole.num_bytes > INLINE_BYTES else nullcontext():

@@ -7,18 +7,21 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from aiohttp import web
 
 from router.access.identity import Identity
+from router.http.bodies import BODIES
 from router.http.errors import HttpError
-from router.http.front import IDENTITY, REQUEST_ID, forwarded
+from router.http.front import FRONT, IDENTITY, RECEIVED, REQUEST_ID, forwarded
 from router.inference import Inference
 from router.job import Metadata
 from router.prompt import Prompt, ReadPrompt
 from twostep.errors import TwostepError
 from twostep.rpc.v1 import inference_pb2 as pb
+
+T = TypeVar("T")
 
 # Of one HTTP request; the others wait for these.
 MAX_AT_ONCE = 128
@@ -38,7 +41,14 @@ class Call:
 
     @classmethod
     def of(cls, request: web.Request) -> Call:
-        return cls(request_id=request[REQUEST_ID], identity=request[IDENTITY], metadata=forwarded(request), headers=request.headers)
+        """Once its body is parsed()."""
+        return cls(
+            request_id=request[REQUEST_ID],
+            identity=request[IDENTITY],
+            metadata=forwarded(request),
+            headers=request.headers,
+            received=request[RECEIVED],
+        )
 
 
 class Reader(Protocol):
@@ -146,8 +156,19 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return next((error for error in errors.exceptions if isinstance(error, TwostepError)), errors.exceptions[0])
 
 
+async def parsed(request: web.Request, read: Callable[[bytes], T]) -> T:
+    """The body of a request, as `read` has it: see BodyParser. Raises HttpError 415: what a browser sends from anywhere without asking
+    first is not taken."""
+    raw = await json_body(request)
+    request[RECEIVED] = time.monotonic()
+    try:
+        return await request.app[FRONT].parser.parse(read, raw)
+    finally:
+        request.app[BODIES].free(request)
+
+
 async def json_body(request: web.Request) -> bytes:
-    """Raises HttpError 415: what a browser sends from anywhere without asking first is not taken."""
+    """Raises HttpError 415."""
     if request.content_type != "application/json":
         raise HttpError(415, f"the body is {request.content_type}; send JSON, with the header content-type: application/json")
-    return await request.read()
+    return await request.app[BODIES].read(request)

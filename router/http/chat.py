@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from router.http.asked import HEADERS, Asked, respond
-from router.http.calls import Call, json_body
+from router.http.calls import Call, parsed
 from router.http.chat_body import ChatBody, adapt_roles
 from router.http.choices import Events, Said, StreamedChoice, WholeChoice
 from router.http.chunks import CHAT_WRAP
@@ -36,10 +37,8 @@ routes = web.RouteTableDef()
     headers=HEADERS,
 )
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    raw = await json_body(request)
-    call = Call.of(request)
-    body = parse_body(ChatBody, raw)
-    return await respond(request, Chat(request.app[FRONT], body, call), stream=bool(body.stream))
+    body = await parsed(request, partial(parse_body, ChatBody))
+    return await respond(request, Chat(request.app[FRONT], body, Call.of(request)), stream=bool(body.stream))
 
 
 class Chat(Asked[ChatBody]):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from router.http.asked import HEADERS, Asked, respond
-from router.http.calls import Call, json_body
+from router.http.calls import Call, parsed
 from router.http.choices import Events, Said, StreamedChoice, WholeChoice
 from router.http.chunks import TEXT_WRAP
 from router.http.completion_body import CompletionBody
@@ -35,10 +36,8 @@ routes = web.RouteTableDef()
     headers=HEADERS,
 )
 async def completions(request: web.Request) -> web.StreamResponse:
-    raw = await json_body(request)
-    call = Call.of(request)
-    body = parse_body(CompletionBody, raw)
-    return await respond(request, Completion(request.app[FRONT], body, call), stream=bool(body.stream))
+    body = await parsed(request, partial(parse_body, CompletionBody))
+    return await respond(request, Completion(request.app[FRONT], body, Call.of(request)), stream=bool(body.stream))
 
 
 class Completion(Asked[CompletionBody]):

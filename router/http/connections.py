@@ -1,102 +1,121 @@
-"""How many connections there are, and what is said of those that speak no HTTP.
+"""How many connections there are, and who makes room for a new one.
 
-A connection costs memory whether it asks for anything or not, so there is a bound. At the bound a new one takes the place of the one that
-has been there for longest without a request under way: connections that are only kept, or whose heads never come, shut nobody out. If all
-of them are at work, the new one is told so, and closed.
+A connection costs memory whether it asks for anything or not, so there is a bound. At the bound a new one takes the place of
+
+    1. the one that has been without a request for longest: those that are only kept, or whose heads never come, shut nobody out;
+    2. where all have a request, the one whose body comes in slowest: who sends a byte now and then keeps no place;
+    3. nobody's, where all bodies have come: the new one is told so, and closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
-from router.http.errors import Handler
-from router.http.protocol import Protocol
+from router.http.bodies import Bodies
+from router.http.errors import Handler, HttpError
+from router.http.protocol import FAREWELL_S, Protocol, refusal
 
-# Somebody who is refused reads the answer within so long, or not at all.
-_LINGER_S = 1.0
-_MESSAGE = "this router has as many connections at work as it may; repeat later, use another router, or raise its --max-connections"
-_BODY = json.dumps({"error": {"message": _MESSAGE, "type": "server_error", "param": None, "code": "too_many_connections"}}).encode()
-_REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
+_FULL = refusal(
+    HttpError(
+        503,
+        "this router has as many connections at work as it may; repeat later, use another router, or raise its --max-connections",
+        code="too_many_connections",
+        retry_after_s=1,
+    )
 )
+# Those that are shut out and may still read why; more are cut at once.
+_MAX_FAREWELLS = 64
 
 
 class Connections:
-    """Makes a protocol for each new connection of `server`; `options` are those of web.RequestHandler."""
+    """Makes a protocol for each new connection of `server`. Each call of it is of constant cost: whoever opens thousands a second must
+    not take the loop's time with them."""
 
-    def __init__(self, server: web.Server, limit: int, at_work: set[asyncio.BaseProtocol], options: Mapping[str, Any]) -> None:
+    def __init__(self, server: web.Server, bodies: Bodies, *, limit: int, keepalive_timeout_s: float) -> None:
         self._server = server
-        self._options = options
+        self._bodies = bodies
         self._limit = limit
-        self._at_work = at_work
+        self._keepalive_timeout_s = keepalive_timeout_s
+        self._open: set[Protocol] = set()
+        # In the order in which they became so.
+        self._idle: dict[Protocol, None] = {}
+        self._num_farewells = 0
 
     def __call__(self) -> asyncio.BaseProtocol:
-        connections = self._server.connections
-        # The oldest first. Those that are closed already may still be listed.
-        open_ones = [each for each in connections if each.transport is not None] if len(connections) >= self._limit else ()
-        if len(open_ones) < self._limit:
-            return self._protocol()
-        idle = next((each for each in open_ones if each not in self._at_work), None)
-        if idle is None:
-            return _Refused()
-        idle.force_close()
-        return self._protocol()
+        if len(self._open) >= self._limit and not self._make_room():
+            return _Refused(self)
+        return Protocol(self._server, self, keepalive_timeout_s=self._keepalive_timeout_s)
 
-    def _protocol(self) -> asyncio.BaseProtocol:
-        return Protocol(self._server, loop=asyncio.get_running_loop(), **self._options)
+    def opened(self, connection: Protocol) -> None:
+        self._open.add(connection)
+        self._idle[connection] = None
+
+    def works(self, connection: Protocol) -> None:
+        self._idle.pop(connection, None)
+
+    def rests(self, connection: Protocol) -> None:
+        if connection in self._open:
+            self._idle[connection] = None
+
+    def closed(self, connection: Protocol) -> None:
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+
+    def leave(self, transport: asyncio.Transport) -> None:
+        """Cuts it, after a moment in which it may read what it was told."""
+        if self._num_farewells >= _MAX_FAREWELLS:
+            transport.abort()
+            return
+        self._num_farewells += 1
+
+        def end() -> None:
+            self._num_farewells -= 1
+            transport.abort()
+
+        asyncio.get_running_loop().call_later(FAREWELL_S, end)
+
+    def _make_room(self) -> bool:
+        if self._idle:
+            idle = next(iter(self._idle))
+            self.closed(idle)
+            # Not closed: what it was sent may never be read.
+            if idle.transport is not None:
+                idle.transport.abort()
+            return True
+        slowest = self._bodies.cut_slowest(
+            HttpError(503, "the router has no room for so slow a body, as others come; repeat later, and faster", retry_after_s=1)
+        )
+        if slowest is None:
+            return False
+        assert isinstance(slowest, Protocol), "bodies come over connections of this server"
+        self.closed(slowest)
+        if slowest.transport is not None:
+            self.leave(slowest.transport)
+        return True
 
 
 class _Refused(asyncio.Protocol):
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "these are TCP servers"
-        transport.write(_REFUSAL)
-        if transport.can_write_eof():
-            transport.write_eof()
+        # Not all loops' transports are asyncio's by inheritance.
+        stream = cast(asyncio.Transport, transport)
+        stream.write(_FULL)
+        if stream.can_write_eof():
+            stream.write_eof()
         # Closed at once, with bytes of the request unread, the connection would be reset before the answer is read.
-        asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
+        self._connections.leave(stream)
 
     def data_received(self, data: bytes) -> None:
         """Nobody reads it."""
 
 
-AT_WORK: web.AppKey[set[asyncio.BaseProtocol]] = web.AppKey("at_work", set)
-
-
 @web.middleware
 async def at_work(request: web.Request, handler: Handler) -> web.StreamResponse:
-    working = request.app[AT_WORK]
-    working.add(request.protocol)
-    try:
-        return await handler(request)
-    finally:
-        working.discard(request.protocol)
-
-
-class _Discreet(logging.Filter):
-    """aiohttp quotes what it could not read, and that may be a line with somebody's key; and tells clients that went away as errors."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and isinstance(error := record.exc_info[1], (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
-            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
-            record.msg, record.args = "a client sent what is no HTTP request, or went away (%s)", (type(error).__name__,)
-            record.exc_info = record.exc_text = None
-            return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
-        return True
-
-
-_DISCREET = _Discreet()
-
-
-def connection_log() -> logging.Logger:
-    """For aiohttp's own words about connections."""
-    log = logging.getLogger("router.http.connection")
-    log.addFilter(_DISCREET)
-    return log
+    assert isinstance(request.protocol, Protocol), "see Connections"
+    request.protocol.works()
+    return await handler(request)

@@ -44,9 +44,11 @@ _NAMES = {"token_ids": "prompt", "text": "prompt"}
 class HttpError(TwostepError):
     """A failure with a status that no exception of twostep.errors has. `param`: the field that is to blame."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.code, self.retry_after_s = status, param, code, retry_after_s
 
 
 @contextmanager
@@ -70,6 +72,8 @@ def body_of(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
     param = code = None
     if isinstance(error, HttpError):
         status, param, code = error.status, error.param, error.code
+        if error.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif isinstance(error, web.HTTPException):
         status = error.status
         if "Allow" in error.headers:

@@ -22,6 +22,9 @@ _DEFAULT_LIMIT = 10_000
 _PART_BYTES = 256 << 10
 _MAX_FIELDS = 16
 _MAX_FIELD_BYTES = 1024
+_MAX_PART_HEADERS = 32
+# Before the first part. Clients write none, and each costs a turn.
+_MAX_FIRST_LINES = 16
 _MAX_NAME_CHARS = 255
 _ENCODINGS = ("", "binary", "8bit", "7bit")
 
@@ -75,11 +78,23 @@ class _Form:
         return number
 
 
+class _FormReader(MultipartReader):
+    """aiohttp's, which would look for the first part as long as there are lines."""
+
+    _num_lines = 0
+
+    async def _readline(self) -> bytes:
+        self._num_lines += 1
+        if self._num_lines > _MAX_FIRST_LINES + 2 * _MAX_FIELDS:
+            raise ValueError("there is no first part")
+        return await super()._readline()
+
+
 async def _read_form(request: web.Request, batches: Batches, whose: str, path: Path) -> _Form:
     """The file goes to `path`, never whole into memory. Raises HttpError 400 and 413."""
     form = _Form()
     try:
-        reader = await request.multipart()
+        reader = _FormReader(request.headers, request.content, max_headers=_MAX_PART_HEADERS)
         for _ in range(_MAX_FIELDS):
             part = await reader.next()
             if part is None:

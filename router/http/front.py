@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from router.access.control import Access
 from router.access.identity import Identity
 from router.batches.service import Batches
+from router.http.body_parser import BodyParser
 from router.inference import Inference
 from router.job import Metadata
 from router.status_board import StatusBoard
@@ -46,11 +47,14 @@ class Front:
     allowed_origins: Collection[str] = ()
     tracer: Tracer | None = None
     batches: Batches | None = None
+    parser: BodyParser = field(default_factory=BodyParser)
 
 
 FRONT: web.AppKey[Front] = web.AppKey("front", Front)
 # Of a request: its name, also where the client gave none.
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+# When all of its body was there, in time.monotonic() seconds.
+RECEIVED: web.RequestKey[float] = web.RequestKey("received", float)
 IDENTITY: web.RequestKey[Identity] = web.RequestKey("identity", Identity)
 # Only where it is traced.
 SPAN: web.RequestKey[Span] = web.RequestKey("span", Span)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from aiohttp import web
 
 from router.access.identity import NOBODY
-from router.http.errors import Handler, HttpError
+from router.http.bodies import BODIES
+from router.http.errors import Handler
 from router.http.front import FRONT, IDENTITY
 from router.targets import TENANT_HEADER
 
@@ -18,9 +15,6 @@ _OPEN = frozenset({"/health", "/ready", "/version", "/openapi.json", "/ui", "/ui
 _OPEN_FOLDER, _CLOSED_FOLDER = "/ui/", "/ui/api/"
 # Calls that a limit of requests counts: those that cost more than a look.
 _COUNTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/files", "/v1/batches", "/tokenize", "/detokenize"})
-# A body has this long to come, and its size at this rate besides: what is slower only holds a connection.
-_BODY_S = 30.0
-_MIN_BYTES_PER_S = 32 << 10
 
 
 def is_open(path: str) -> bool:
@@ -34,7 +28,7 @@ async def identified(request: web.Request, handler: Handler) -> web.StreamRespon
     if not (access.enabled and is_open(request.path)):
         tenant = request.headers.get(TENANT_HEADER)
         request[IDENTITY] = access.identify(request.headers.get("Authorization"), tenant, address=request.remote or "")
-    with arriving(request, _BODY_S, _largest(request)):
+    with request.app[BODIES].arriving(request, caller=request[IDENTITY].caller or request.remote or "", most=_largest(request)):
         if request.method == "POST" and request.path in _COUNTED:
             with request[IDENTITY].calling():
                 return await handler(request)
@@ -45,26 +39,6 @@ def _largest(request: web.Request) -> int:
     """Bytes of a body there."""
     batches = request.app[FRONT].batches
     return batches.config.max_file_bytes if batches is not None and request.path == "/v1/files" else request.client_max_size
-
-
-@contextmanager
-def arriving(request: web.Request, patience_s: float, most: int) -> Iterator[None]:
-    """The body of a request has a time of its own, whoever reads it: HttpError 408 to whoever does then."""
-    if not request.body_exists or request.content.is_eof():
-        yield
-        return
-    size = request.content_length if request.content_length is not None else most
-    seconds = patience_s + min(size, most) / _MIN_BYTES_PER_S
-
-    def too_slow() -> None:
-        if not request.content.is_eof():
-            request.content.set_exception(HttpError(408, f"the request's body did not come within {seconds:.0f} s; send it faster"))
-
-    timer = asyncio.get_running_loop().call_later(seconds, too_slow)
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 async def tell_limits(request: web.Request, response: web.StreamResponse) -> None:

@@ -6,18 +6,20 @@ import asyncio
 import re
 import ssl
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 from aiohttp import web
 
 from router.http import batches, chat, completions, counting, files, openapi, refusals, system, tokens, tracing, ui
-from router.http.connections import AT_WORK, Connections, at_work, connection_log
+from router.http.bodies import watch_bodies
+from router.http.connections import at_work
 from router.http.cors import preflights, tell_origin
 from router.http.errors import Handler, errors
 from router.http.front import FRONT, REQUEST_ID, Front, forwarded
 from router.http.keys import identified, tell_limits
+from router.http.listener import Listener
+from router.http.origins import ORIGINS, Origins, same_site
 from router.http.sse import ANSWERS, Answers
-from router.http.unread import cut_unread
 from router.http.whole_answer import ENCODER, Encoder
 from twostep.errors import SetupError
 from twostep.log import concerning
@@ -26,7 +28,6 @@ from twostep.tracing import trace_id_of
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _KEEPALIVE_S = 75.0
-_HANDSHAKE_S = 10.0
 # For what is no answer, once answers have ended.
 _LAST_S = 1.0
 
@@ -34,66 +35,52 @@ _LAST_S = 1.0
 class HttpServer:
     """start(), drain(). `port` is the real one once it is started."""
 
-    def __init__(self, front: Front, *, host: str, port: int, tls: TlsFiles, max_connections: int, write_timeout_s: float) -> None:
+    def __init__(
+        self,
+        front: Front,
+        *,
+        host: str,
+        port: int,
+        tls: TlsFiles,
+        max_connections: int,
+        write_timeout_s: float,
+        allowed_hosts: Collection[str] = (),
+    ) -> None:
         """Raises SetupError for unreadable TLS files."""
-        self._write_timeout_s = write_timeout_s
-        self._cutting: asyncio.Task[None] | None = None
         self.host, self.port = host, port
-        self._ssl = ssl_context(tls)
-        self._max_connections = max_connections
-        self._runner = web.AppRunner(make_app(front), handler_cancellation=True)
-        self._listening: asyncio.Server | None = None
+        self._front = front
+        self._app = make_app(front, Origins(host=host, allowed_hosts=allowed_hosts, allowed_origins=front.allowed_origins))
+        self._listener = Listener(
+            self._app,
+            tls=ssl_context(tls),
+            max_connections=max_connections,
+            keepalive_s=_KEEPALIVE_S,
+            write_timeout_s=write_timeout_s,
+        )
 
     async def start(self) -> int:
         """Returns the real port. Raises SetupError if it is taken."""
-        await self._runner.setup()
-        assert self._runner.server is not None, "it is set up"
-        options = {"keepalive_timeout": _KEEPALIVE_S, "access_log": None, "logger": connection_log()}
-        connections = Connections(self._runner.server, self._max_connections, self._runner.app[AT_WORK], options)
-        try:
-            self._listening = await asyncio.get_running_loop().create_server(
-                connections,
-                self.host,
-                self.port,
-                ssl=self._ssl,
-                ssl_handshake_timeout=None if self._ssl is None else _HANDSHAKE_S,
-                backlog=1024,
-                reuse_address=True,
-            )
-        except OSError as error:
-            await self._runner.cleanup()
-            raise SetupError(
-                f"cannot serve HTTP on {self.host}:{self.port} ({error.strerror or error}); "
-                "choose another port with --http-port, -1 for none"
-            ) from error
-        self._cutting = asyncio.create_task(cut_unread(self._runner.server, self._write_timeout_s))
-        self.port = int(self._listening.sockets[0].getsockname()[1])
+        self.port = await self._listener.open(self.host, self.port, flag="--http-port")
         return self.port
 
     async def drain(self, grace_s: float) -> None:
         """No new connections; what runs may end within `grace_s`."""
-        server = self._runner.server
-        if self._listening is not None:
-            self._listening.close()
-        if server is not None:
-            # Connections that nobody uses now are closed, and the others when their request is over.
-            server.pre_shutdown()
-            await self._runner.app[ANSWERS].drain(grace_s)
-            await server.shutdown(_LAST_S)
-        if self._cutting is not None:
-            self._cutting.cancel()
-        await self._runner.cleanup()
+        self._listener.stop_listening()
+        await self._app[ANSWERS].drain(grace_s)
+        await self._listener.close(_LAST_S)
+        self._front.parser.close()
 
 
-def make_app(front: Front) -> web.Application:
+def make_app(front: Front, origins: Origins) -> web.Application:
     app = web.Application(
-        middlewares=[at_work, counting.counted, preflights, tracing.traced, _named, errors, identified],
+        middlewares=[at_work, counting.counted, preflights, tracing.traced, _named, errors, same_site, identified],
         client_max_size=front.max_body_bytes,
     )
     app.on_response_prepare.append(tell_limits)
     app.on_response_prepare.append(tell_origin)
     app[FRONT] = front
-    app[AT_WORK] = set()
+    app[ORIGINS] = origins
+    watch_bodies(app)
     counting.count(app)
     app[ANSWERS] = Answers()
     app.cleanup_ctx.append(_keeping_alive)

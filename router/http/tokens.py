@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 from pydantic import Field
 
-from router.http.calls import json_body
+from router.http.calls import parsed
 from router.http.chat_body import ChatPrompt, adapt_roles
 from router.http.described import described
 from router.http.errors import HttpError, blaming
@@ -53,9 +54,8 @@ class DetokenizeBody(Body):
     "The token ids of a text, or of a chat with the model's template around it.", bodies=(TokenizeText, TokenizeChat), reply=Tokenized
 )
 async def tokenize(request: web.Request) -> web.StreamResponse:
-    raw = await json_body(request)
+    body = await parsed(request, _tokenize_body)
     front = request.app[FRONT]
-    body = parse_body(TokenizeChat, raw) if _is_chat(raw) else parse_body(TokenizeText, raw)
     ids: Sequence[int] = ()
     with blaming(type(body).model_fields):
         front.inference.check_model(body.model)
@@ -80,6 +80,10 @@ async def _told(request: web.Request, told: dict[str, Any], num_bytes: int) -> w
         return await request.app[ENCODER].respond(request, WholeAnswer({}, num_bytes, json_pieces(told)))
 
 
+def _tokenize_body(raw: bytes) -> TokenizeChat | TokenizeText:
+    return parse_body(TokenizeChat, raw) if _is_chat(raw) else parse_body(TokenizeText, raw)
+
+
 def _is_chat(raw: bytes) -> bool:
     if b'"messages"' not in raw:
         return False
@@ -93,7 +97,7 @@ def _is_chat(raw: bytes) -> bool:
 @routes.post("/detokenize")
 @described("The text of token ids, special tokens written out.", bodies=(DetokenizeBody,), reply=Detokenized)
 async def detokenize(request: web.Request) -> web.StreamResponse:
-    body = parse_body(DetokenizeBody, await json_body(request))
+    body = await parsed(request, partial(parse_body, DetokenizeBody))
     front = request.app[FRONT]
     front.inference.check_model(body.model)
     most = max(_MAX_IDS, front.card.max_model_len)

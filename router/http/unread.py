@@ -16,6 +16,8 @@ from aiohttp import web
 # That is progress, or all that waits where it is less.
 _LEAST_BYTES = 32 << 10
 _LOOK_S = 1.0
+# Unless told.
+WRITE_TIMEOUT_S = 30.0
 # What the kernel may hold of a connection that nobody reads. What is more stays where it is seen.
 _MAX_UNSENT_BYTES = 128 << 10
 

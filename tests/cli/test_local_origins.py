@@ -1,4 +1,4 @@
-"""`twostep up --allowed-origins` is the router's."""
+"""`twostep up --allowed-origins` and `--allowed-hosts` are the router's."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def test_origins_reach_the_router(tiny_llama_dir: Path) -> None:
     given = router_of("--allowed-origins", "https://a.example,http://localhost:3000", model=tiny_llama_dir)
     assert given.allowed_origins == ("https://a.example", "http://localhost:3000")
     assert router_of(model=tiny_llama_dir).allowed_origins == ()
+
+
+def test_names_reach_the_router(tiny_llama_dir: Path) -> None:
+    assert router_of("--allowed-hosts", "a.example,b.example", model=tiny_llama_dir).allowed_hosts == ("a.example", "b.example")
+    assert router_of(model=tiny_llama_dir).allowed_hosts == ()

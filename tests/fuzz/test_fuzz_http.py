@@ -59,7 +59,7 @@ def judge(target: Target, sent: bytes, answer: bytes) -> list[int]:
 
 def request(path: str, body: bytes, *headers: bytes, method: bytes = b"POST", length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    lines = [b"%b %b HTTP/1.1" % (method, path.encode()), b"Host: x", b"Content-Length: %d" % size, *headers]
+    lines = [b"%b %b HTTP/1.1" % (method, path.encode()), b"Host: localhost", b"Content-Length: %d" % size, *headers]
     if not any(header.lower().startswith(b"content-type") for header in headers):
         lines.append(b"Content-Type: application/json")
     return b"\r\n".join(lines) + b"\r\n\r\n" + body

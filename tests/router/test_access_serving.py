@@ -96,7 +96,7 @@ async def test_everything_but_probes_and_the_page_wants_a_key(cluster: Cluster, 
             "//v1/models",
             "/ui/..%2fv1%2fmodels",
         ):
-            answered = await raw_answer(cluster, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            answered = await raw_answer(cluster, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             assert answered.split(b" ")[1] in (b"401", b"404"), path
         assert not cluster.held()
         for path in ("/v1/models", "/metrics", "/ui/api/status"):
@@ -330,10 +330,10 @@ async def test_nothing_secret_is_logged(cluster: Cluster, keys: Keys, caplog: py
                     pass
         # What cannot even be read.
         for raw in (
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {told}\x01\r\n\r\n{prompt}",
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {told}{'x' * 20_000}\r\n\r\n",
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {told}\x01\r\n\r\n{prompt}",
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {told}{'x' * 20_000}\r\n\r\n",
             f"{prompt} {told}\r\n\r\n",
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {told}\r\nContent-Length: {told}\r\n\r\n",
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {told}\r\nContent-Length: {told}\r\n\r\n",
         ):
             answer = await raw_answer(cluster, raw.encode())
             assert b" 400 " in answer

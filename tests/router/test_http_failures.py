@@ -180,7 +180,7 @@ async def test_a_client_that_goes_away_frees_both_sides_within_a_step(cluster: C
 async def disconnect(cluster: Cluster, body: dict[str, Any], when: Any) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
     raw = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     writer.write(head.encode() + raw)
     await until(when, "the request is under way")
     writer.close()
@@ -198,7 +198,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_neighbour_is_not_held_
         await loop.sock_connect(sock, ("127.0.0.1", cluster.router.http_port))
         # Much for each token, so that what lies between fills soon.
         body = json.dumps(chat(stream=True, max_tokens=1900, logprobs=True, top_logprobs=20, n=8)).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         await loop.sock_sendall(sock, head.encode() + body)
         await until(lambda: bool(decode.attaches), "it is under way")
         async with http.post(CHAT, json=chat(max_tokens=300)) as answer:
@@ -334,9 +334,9 @@ async def test_prompts_that_can_never_fit_are_refused_before_they_are_read(clust
     ("head", "says"),
     [
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\r\n\r\n", "no HTTP request"),
-        (b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization Bearer sk-secret\r\n\r\n", "no HTTP request"),
-        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 10_000 + b"\r\n\r\n", "8 KiB"),
-        (b"GET /" + b"y" * 10_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", "8 KiB"),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization Bearer sk-secret\r\n\r\n", "no HTTP request"),
+        (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"y" * 10_000 + b"\r\n\r\n", "8 KiB"),
+        (b"GET /" + b"y" * 10_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", "8 KiB"),
     ],
 )
 async def test_what_is_no_http_is_refused_like_everything_else(cluster: Cluster, head: bytes, says: str) -> None:

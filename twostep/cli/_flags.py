@@ -9,7 +9,7 @@ from typing import Literal, TypedDict
 
 from twostep import __version__
 from twostep.cli import _bench_flags, _keys_flags, _plan_flags
-from twostep.flags import KV_WIRES, FlagParser, allowed_origins, kv_transports
+from twostep.flags import KV_WIRES, FlagParser, allowed_hosts, allowed_origins, kv_transports
 
 # Also the SDK's default; not imported from there, that would load grpc.
 DEFAULT_TARGET = "localhost:50051"
@@ -118,6 +118,13 @@ def parser() -> FlagParser:
         default=(),
         metavar="JSON",
         help='origins whose pages may ask from a browser, as in ["https://chat.example"]; ["*"]: any; none if not given',
+    )
+    up.flag(
+        "--allowed-hosts",
+        type=allowed_hosts,
+        default=(),
+        metavar="NAME,...",
+        help="names besides localhost by which clients may ask over HTTP, * for any; if --host is not loopback, any if not given",
     )
     up.flag("--batch-dir", type=Path, default=None, metavar="DIR", help="keep files and batches here; without it they go with the system")
 

@@ -46,6 +46,7 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
         http_port=getattr(args, "http_port", None),
         api_keys_file=getattr(args, "api_keys_file", None),
         allowed_origins=getattr(args, "allowed_origins", ()),
+        allowed_hosts=getattr(args, "allowed_hosts", ()),
         batch_dir=getattr(args, "batch_dir", None),
         redis_url=args.redis_url,
         ray_address=args.ray_address,

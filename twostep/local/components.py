@@ -74,6 +74,8 @@ class Components:
             flags.append(f"--api-keys-file={options.api_keys_file.resolve()}")
         if options.allowed_origins:
             flags.append(f"--allowed-origins={json.dumps(options.allowed_origins)}")
+        if options.allowed_hosts:
+            flags.append(f"--allowed-hosts={','.join(options.allowed_hosts)}")
         batch_dir = options.batch_dir if options.batch_dir is not None else plan.run_dir / "batches"
         flags.append(f"--batch-dir={batch_dir.resolve()}")
         health_host = options.host if options.host not in ("", "0.0.0.0", "::") else LOOPBACK

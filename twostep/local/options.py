@@ -41,6 +41,7 @@ class LocalOptions:
     http_port: int | None = None
     api_keys_file: Path | None = None
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     # Of files and batches; none: they go with the system.
     batch_dir: Path | None = None
     redis_url: str = ""

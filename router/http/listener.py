@@ -1,0 +1,76 @@
+"""A port that speaks HTTP: its connections, their bounds, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+
+from aiohttp import web
+
+from router.http.bodies import BODIES
+from router.http.connections import Connections
+from router.http.unread import WRITE_TIMEOUT_S, cut_unread
+from twostep.errors import SetupError
+
+_HANDSHAKE_S = 10.0
+
+
+class Listener:
+    """open(), then stop_listening() and shutdown(), or close(). `app` has BODIES."""
+
+    def __init__(
+        self,
+        app: web.Application,
+        *,
+        tls: ssl.SSLContext | None,
+        max_connections: int,
+        keepalive_s: float,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+    ) -> None:
+        """`write_timeout_s`: whoever takes nothing of what waits for it for so long is cut."""
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        self._bodies = app[BODIES]
+        self._tls = tls
+        self._max_connections, self._keepalive_s = max_connections, keepalive_s
+        self._write_timeout_s = write_timeout_s
+        self._cutting: asyncio.Task[None] | None = None
+        self._listening: asyncio.Server | None = None
+
+    async def open(self, host: str, port: int, *, flag: str) -> int:
+        """Returns the real port. Raises SetupError if it is taken; `flag` is the one that names it."""
+        await self._runner.setup()
+        assert self._runner.server is not None, "it is set up"
+        connections = Connections(self._runner.server, self._bodies, limit=self._max_connections, keepalive_timeout_s=self._keepalive_s)
+        try:
+            self._listening = await asyncio.get_running_loop().create_server(
+                connections,
+                host,
+                port,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
+                backlog=1024,
+                reuse_address=True,
+            )
+        except OSError as error:
+            await self._runner.cleanup()
+            raise SetupError(
+                f"cannot serve HTTP on {host}:{port} ({error.strerror or error}); choose another port with {flag}, -1 for none"
+            ) from error
+        self._cutting = asyncio.create_task(cut_unread(self._runner.server, self._write_timeout_s))
+        return int(self._listening.sockets[0].getsockname()[1])
+
+    def stop_listening(self) -> None:
+        """Connections that nobody uses now are closed, and the others when their request is over."""
+        if self._listening is not None:
+            self._listening.close()
+        if self._runner.server is not None:
+            self._runner.server.pre_shutdown()
+
+    async def close(self, grace_s: float) -> None:
+        """What still runs after `grace_s` is cut."""
+        self.stop_listening()
+        if self._runner.server is not None:
+            await self._runner.server.shutdown(grace_s)
+        if self._cutting is not None:
+            self._cutting.cancel()
+        await self._runner.cleanup()

@@ -1,0 +1,109 @@
+"""Pages that a browser shows must not use a router that only the browser's owner reaches.
+
+    https://evil.example                            its page posts a form to http://127.0.0.1:8000/v1/files: Origin is evil's, refused
+    http://evil.example, whose name then            its page asks its own origin, which is this router by now:
+      means 127.0.0.1 (DNS rebinding)               Host is evil's name, refused where only this machine's names are served
+
+Both are refused before a body is read. Without a browser there is no Origin, and nobody is in the way.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+
+from aiohttp import web
+
+from router.http.errors import Handler, HttpError
+from router.http.keys import is_open
+
+_LOCAL_NAMES = frozenset({"localhost", "localhost.localdomain"})
+# These cost nothing, change nothing, and no other page sees the answer unless it may.
+_HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})
+# But streams take a place each.
+_COSTLY_FOLDER = "/ui/api/"
+
+
+class Origins:
+    """Of one server that listens on `host`. `allowed_hosts`: names that it is asked by; "*" is any, and so is none at all unless `host`
+    is this machine's alone."""
+
+    def __init__(self, *, host: str, allowed_hosts: Collection[str], allowed_origins: Collection[str] = ()) -> None:
+        names = frozenset(allowed_hosts)
+        any_name = "*" in names or (not names and not _is_local(host))
+        self._names = None if any_name else names | _LOCAL_NAMES | {host.lower()}
+        self._origins = frozenset(allowed_origins)
+
+    def check(self, request: web.Request) -> None:
+        """Raises HttpError 403."""
+        given = request.headers.get("Host", "")
+        if not is_open(request.path) and not self.known_as(given):
+            told = f"this router is not known as {given[:80]!r}; name it in the router's --allowed-hosts"
+            raise HttpError(403, told, code="host_not_allowed")
+        if request.method not in _HARMLESS or request.path.startswith(_COSTLY_FOLDER):
+            self._check_origin(request)
+
+    def known_as(self, host: str) -> bool:
+        """As a Host header says it. Addresses are no names: nobody can make one mean another machine."""
+        name = _name_of(host)
+        return self._names is None or name in self._names or not name or _is_address(name)
+
+    def _check_origin(self, request: web.Request) -> None:
+        origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "none")
+        if "*" in self._origins or origin in self._origins:
+            return
+        # Browsers alone write Sec-Fetch-Site, no page; those too old for it, and those that reach the router without TLS, write none.
+        if site == "same-origin" or (origin is None and site == "none") or (origin is not None and _same(origin, request)):
+            return
+        raise HttpError(
+            403,
+            f"pages of {str(origin)[:80]!r} may not ask this router; name it in the router's --allowed-origins",
+            code="origin_not_allowed",
+        )
+
+
+def _same(origin: str, request: web.Request) -> bool:
+    """Whether the page came from here, by the name that the browser knows: a proxy in front may write another as Host. No foreign page
+    can write X-Forwarded-Host without having asked before (CORS), which it is refused."""
+    scheme, _, page = origin.partition("://")
+    default = {"http": "80", "https": "443"}.get(scheme, "")
+    for header in ("Host", "X-Forwarded-Host"):
+        for given in request.headers.get(header, "").split(","):
+            name, port = _name_of(given), _port_of(given)
+            if name and name == _name_of(page) and (port or default) == (_port_of(page) or default):
+                return True
+    return False
+
+
+def _name_of(host: str) -> str:
+    """Without port and brackets."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")
+
+
+def _port_of(host: str) -> str:
+    """As it is written; empty: none is."""
+    return host.strip().rpartition("]")[2].partition(":")[2]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_local(host: str) -> bool:
+    return host.lower() in _LOCAL_NAMES or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+ORIGINS: web.AppKey[Origins] = web.AppKey("origins", Origins)
+
+
+@web.middleware
+async def same_site(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request.app[ORIGINS].check(request)
+    return await handler(request)
