@@ -29,8 +29,9 @@ import aiohttp
 import grpc
 import redis
 from attack import Attack, Target
+from attacks_engine import BROKEN
 from running import System, running
-from tiny_models import save_tiny_model
+from tiny_models import save_poisoned_model
 
 from twostep.api_key_file import put_in_file
 from twostep.api_keys import make_key
@@ -115,7 +116,8 @@ def main() -> int:
         print(f"no attack has {args.only!r} in its name; there are: " + ", ".join(attack.name for attack in _all()))
         return 2
     with tempfile.TemporaryDirectory(prefix="h-") as folder:
-        model = save_tiny_model(Path(folder) / _MODEL)
+        # The attacks of attacks_engine.py have a token to work with; nobody else comes upon it.
+        model = save_poisoned_model(Path(folder) / _MODEL, BROKEN, value=float("inf"))
         keys = [_key_of(Path(folder) / "keys.jsonl", name) for name in ("attacker", "neighbour")]
         admin_port, *_ = free_ports(1)
         extra = ("--dtype", "float32", "--api-keys-file", str(Path(folder) / "keys.jsonl"))
