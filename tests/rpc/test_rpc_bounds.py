@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from raw_http2 import RawHttp2
 
 from twostep.errors import ResourceExhausted, TwostepError, Unauthenticated
@@ -135,6 +136,21 @@ async def test_watchers_of_health_give_way_to_others() -> None:
                 assert check.status == health_pb2.HealthCheckResponse.SERVING
                 ended = [call for call in calls if call.done()]
                 assert {await call.code() for call in ended} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+async def test_streams_of_reflection_take_no_place_of_other_calls() -> None:
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    async with serving(max_concurrent_rpcs=256) as (server, _), open_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        calls = [stub.ServerReflectionInfo(metadata=key(f"k{number % 2}"), timeout=SOON_S) for number in range(80)]
+        await until(lambda: sum(call.done() for call in calls) == 80 - 64)
+        assert {await call.code() for call in calls if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        served = next(call for call in calls if not call.done())
+        await served.write(request)
+        assert (await served.read()).list_services_response.service
+        assert (await ask(server.port)).worker_id == "w"
+        for call in calls:
+            call.cancel()
 
 
 async def test_half_sent_questions_about_health_keep_no_probe_out() -> None:

@@ -31,7 +31,8 @@ from twostep.engine.batch import Runner
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.fingerprint import model_fingerprint
 from twostep.local.redis_server import server_argv, server_binary, server_url
-from twostep.rpc.call_signing import channel_to_worker
+from twostep.rpc.call_signing import CallSigner
+from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.text.model_card import ModelCard
 from twostep.worker.config import WorkerConfig
@@ -149,7 +150,8 @@ class WholeSystem:
         """Of all workers, asked around the proxies."""
         result = []
         for worker in filter(None, (self.prefill, *self.decodes)):
-            async with channel_to_worker(f"127.0.0.1:{worker.server.port}", SECRET, caller="test") as channel:
+            signature = CallSigner(SECRET, "test").sign(worker.worker_id, worker.epoch)
+            async with open_channel(f"127.0.0.1:{worker.server.port}", signature=signature) as channel:
                 request = worker_pb2.WorkerStatsRequest(check_integrity=True)
                 result.append(await worker_pb2_grpc.WorkerStub(channel).Stats(request, timeout=60))
         return result

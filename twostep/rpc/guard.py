@@ -39,9 +39,9 @@ _MAX_MESSAGE_CHARS = 2000
 MESSAGE_S = 30.0
 # Probes show nothing: whether a process is well is said to anybody.
 _OPEN = ("/grpc.health.v1.Health/",)
-# Calls of these may stay for ever and cost little; there are so many at a time, apart from all others. What is read of them comes from
+# These may stay for ever and cost little; there are so many at a time, apart from all others. What is read of the first comes from
 # anybody, and is a few bytes.
-_ASIDE = (*_OPEN, "/grpc.reflection.")
+_REFLECTION = "/grpc.reflection."
 _MAX_ASIDE = 64
 _READING_ASIDE = Reading(of_caller=1, of_all=4, patience_s=0.03, own_patience_s=0.25)
 
@@ -61,7 +61,8 @@ class Guard(grpc.aio.ServerInterceptor):
     def __init__(self, max_calls: int, admit: Sequence[Admit] = ()) -> None:
         """All of `admit` are asked; the last that knows whose call it is says so."""
         self.slots = Slots(max_calls, Reading())
-        self._aside = Slots(_MAX_ASIDE, _READING_ASIDE, all_give_way=True)
+        self._open = Slots(_MAX_ASIDE, _READING_ASIDE, all_give_way=True)
+        self._reflection = Slots(_MAX_ASIDE, Reading())
         self._unread = Unread()
         self._admit = admit
         self._calls: set[_Call] = set()
@@ -88,7 +89,7 @@ class Guard(grpc.aio.ServerInterceptor):
         # None: an unknown method, which grpc answers with UNIMPLEMENTED.
         if handler is None:
             return handler
-        slots = self._aside if method.startswith(_ASIDE) else self.slots
+        slots = self._open if method.startswith(_OPEN) else self._reflection if method.startswith(_REFLECTION) else self.slots
         call = _Call(handler, slots, caller, calls=self._calls, unread=self._unread)
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(
@@ -178,9 +179,10 @@ class _Call:
         request = await self._request(place)
         await self._write(self._handler.unary_stream(request, self._context))
 
-    async def _stream(self, messages: Any, _place: Place) -> None:
-        # It reads whenever it likes.
-        self._reading = True
+    async def _stream(self, messages: Any, place: Place) -> None:
+        # It may be reading at any time, and is never ended from here: see end().
+        place.running()
+        self._calls.discard(self)
         await self._write(self._handler.stream_stream(messages, self._context))
 
     async def _write(self, responses: AsyncGenerator[Any, None]) -> None:
