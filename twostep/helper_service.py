@@ -25,6 +25,8 @@ _NICENESS = 5
 def serve(answer: Callable[[bytes], bytes]) -> None:
     """Answers one question after the other, and returns when there are no more."""
     os.nice(_NICENESS)
+    # Where memory runs out all the same, this is the process that the kernel ends.
+    Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     questions, answers = sys.stdin.buffer, sys.stdout.buffer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,14 +40,16 @@ def check_syntax(card: ModelCard) -> None:
     """Raises SetupError for a template that is none. Takes no more than reading it does: compiling may compute whatever it says."""
     for source in (card.chat_template, card.tool_use_template):
         if source is not None:
-            _parsed(Sandbox(), source)
+            try:
+                _reader().parse(source)
+            except (jinja2.TemplateError, RecursionError) as error:
+                raise SetupError(f"the model's chat template does not compile ({error}); correct or remove it") from error
 
 
-def _parsed(sandbox: Sandbox, source: str) -> jinja2.nodes.Template:
-    try:
-        return sandbox.parse(source)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise SetupError(f"the model's chat template does not compile ({error}); correct or remove it") from error
+@functools.cache
+def _reader() -> Sandbox:
+    """One for all: a sandbox is a cycle of objects, which processes under load do not collect."""
+    return Sandbox()
 
 
 class ChatTemplate:
