@@ -31,6 +31,7 @@ _MAX_INDEX_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_SHARDS = 4096
 _SHOWN_NAMES = 8
+_SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +143,8 @@ def read_header(path: Path) -> SafetensorsHeader:
                 )
         end = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        raise SetupError(f"{path} has a corrupt header ({error!r}); download it again") from error
+        # Some errors hold all that was read in their representation.
+        raise SetupError(f"{path} has a corrupt header ({type(error).__name__}: {str(error)[:_SHOWN_CHARS]}); download it again") from error
     if 8 + size + end != num_bytes:
         raise SetupError(
             f"{path} is truncated or corrupt: it has {num_bytes} bytes, its header describes {8 + size + end}; download it again"
