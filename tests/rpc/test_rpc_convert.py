@@ -31,7 +31,7 @@ params = st.builds(
     repetition_penalty=single(0.015625, 100.0),
     frequency_penalty=single(-2.0, 2.0),
     presence_penalty=single(-2.0, 2.0),
-    stop_token_ids=st.lists(st.integers(0, 1 << 40), max_size=64).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, (1 << 32) - 1), max_size=64).map(tuple),
     ignore_eos=st.booleans(),
     min_tokens=st.integers(0, 10),
     logprobs=st.none() | st.integers(0, 20),
