@@ -91,15 +91,17 @@ class Guard(grpc.aio.ServerInterceptor):
             return handler
         slots = self._open if method.startswith(_OPEN) else self._reflection if method.startswith(_REFLECTION) else self.slots
         call = _Call(handler, slots, caller, calls=self._calls, unread=self._unread)
+        # Not the call's own: gRPC's context keeps it, and the call keeps the context.
+        decode = functools.partial(_decode, handler.request_deserializer)
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 call.stream,
-                request_deserializer=call.decode,
+                request_deserializer=decode,
                 response_serializer=handler.response_serializer,
             )
         return grpc.stream_unary_rpc_method_handler(
             call.answer,
-            request_deserializer=call.decode,
+            request_deserializer=decode,
             response_serializer=handler.response_serializer,
         )
 
@@ -119,12 +121,6 @@ class _Call:
         self._reading = False
         self._context: _Context
         self._task: asyncio.Task[Any]
-
-    def decode(self, data: bytes) -> Any:
-        try:
-            return data if self._handler.request_deserializer is None else self._handler.request_deserializer(data)
-        except (DecodeError, UnicodeDecodeError, ValueError) as error:
-            return Undecodable(str(error))
 
     def end(self, error: TwostepError) -> None:
         if self._ended is not None:
@@ -171,7 +167,8 @@ class _Call:
         # gRPC sends it once this call has returned.
         num_bytes = answer.ByteSize() if isinstance(answer, Message) else 0
         self._unread.add(place.caller, num_bytes)
-        sent: Any = lambda _: self._unread.remove(place.caller, num_bytes)  # noqa: E731
+        # Nor does this know the call.
+        sent: Any = functools.partial(_sent, self._unread, place.caller, num_bytes)
         self._context.add_done_callback(sent)
         return answer
 
@@ -222,6 +219,17 @@ class _Call:
                 await self._context.abort(grpc.StatusCode[status_of(error).grpc], error.message, trailing_metadata(error))
             except grpc.aio.AbortError:
                 pass  # as it says
+
+
+def _decode(deserializer: Callable[[bytes], Any] | None, data: bytes) -> Any:
+    try:
+        return data if deserializer is None else deserializer(data)
+    except (DecodeError, UnicodeDecodeError, ValueError) as error:
+        return Undecodable(str(error))
+
+
+def _sent(unread: Unread, caller: str, num_bytes: int, _context: _Context) -> None:
+    unread.remove(caller, num_bytes)
 
 
 async def _refuse(error: TwostepError, _messages: Any, context: _Context) -> None:
