@@ -179,7 +179,7 @@ async def _half_open_at_workers(target: Target) -> str:
 
 ATTACKS = (
     Attack("gRPC: half-open calls without a key", _half_open_without_a_key, short=True),
-    Attack("gRPC: half-open calls with a key", _half_open_with_a_key, short=True),
+    Attack("gRPC: half-open calls with a key", _half_open_with_a_key),
     Attack("gRPC: half-sent messages without a key", _half_sent_without_a_key),
     Attack("gRPC: half-sent messages with a key", _half_sent_with_a_key),
     Attack("gRPC: watchers of health", _watchers_of_health),
