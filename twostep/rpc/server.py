@@ -27,7 +27,7 @@ _HEALTH_CONNECTIONS = 256
 _HEALTH_CALLS = 64
 _HEALTH_MESSAGE_BYTES = 4 << 10
 # A connection on which nothing is under way for so long is closed, with a word to its client, which opens another with its next call.
-_IDLE_MS = 300_000
+_IDLE_MS = 30 * 60_000
 # One that does not come about, with or without TLS.
 _HANDSHAKE_MS = 10_000
 
