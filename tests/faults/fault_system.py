@@ -163,7 +163,7 @@ class FaultSystem:
         for worker_id in self.workers:
             try:
                 stats = await self.stats(worker_id)
-            except grpc.RpcError as error:
+            except (grpc.RpcError, TwostepError) as error:
                 return f"{worker_id} does not answer: {error}"
             if not any(transport.ready for transport in stats.transports):
                 return f"{worker_id} has no transport that is ready"

@@ -175,7 +175,7 @@ class System:
                 return bool(told) and min(told.values()) >= 2
 
             wait_until(twice, timeout_s=timeout_s, what="all workers say that they are idle")
-            # A look is one MGET, and nobody else asks so: the first may have begun before, and the second begins after its end.
+            # A look has one SRANDMEMBER, and nobody else asks so: the first may have begun before, and the second begins after its end.
             looks = _num_looks(store)
             wait_until(lambda: _num_looks(store) >= looks + 2, timeout_s=timeout_s, what="the router looks at the workers' records")
 
@@ -216,7 +216,7 @@ class System:
 
 
 def _num_looks(store: redis.Redis) -> int:
-    return int(store.info("commandstats").get("cmdstat_mget", {}).get("calls", 0))
+    return int(store.info("commandstats").get("cmdstat_srandmember", {}).get("calls", 0))
 
 
 @contextmanager

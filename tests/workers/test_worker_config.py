@@ -109,12 +109,17 @@ def test_a_quantized_pool_is_in_the_layout_and_holds_more(tiny_llama_dir: Path) 
     ],
 )
 def test_a_process_that_cannot_start_says_what_to_change(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    redis_url: str,
+    flags: list[str],
+    message: str,
 ) -> None:
     (tmp_path / "secret").write_bytes(b"0123456789abcdef")
     secret = [] if message == "--secret-file" else ["--secret-file", str(tmp_path / "secret")]
     monkeypatch.setattr("twostep.worker.process.setup_logging", lambda **_: None)
-    assert main([*flags, *secret, "--port", "0"]) == 2
+    assert main([*flags, *secret, "--port", "0", "--redis-url", redis_url]) == 2
     assert message in caplog.text
 
 
