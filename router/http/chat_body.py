@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from router.http.errors import HttpError
-from router.http.fields import MAX_TOKENS, Body, CommonBody, Refused
+from router.http.fields import MAX_TOKENS, Body, CommonBody, JsonObject, Refused, packed
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.sampling_params import MAX_LOGPROBS
 
@@ -65,6 +65,26 @@ class Tool(Body):
     function: FunctionSpec
 
 
+class ToolText(NamedTuple):
+    """`text`: the whole tool, as JSON."""
+
+    name: str
+    strict: bool
+    text: str
+
+    def parameters(self) -> dict[str, Any] | None:
+        given: dict[str, Any] | None = json.loads(self.text)["function"].get("parameters")
+        return given
+
+
+def _tool_texts(tools: list[Tool]) -> list[ToolText]:
+    return [ToolText(tool.function.name, tool.function.strict is True, json.dumps(tool.model_dump(exclude_unset=True))) for tool in tools]
+
+
+def _messages(messages: list[Message]) -> bytes:
+    return pb.Chat(messages=[_message(i, message) for i, message in enumerate(messages)]).SerializeToString()
+
+
 class NamedFunction(Body):
     name: str = Field(min_length=1)
 
@@ -78,29 +98,30 @@ class ChatPrompt(Body):
     """The part of a chat that becomes the prompt; /tokenize takes it too."""
 
     model: str = ""
-    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
-    tools: list[Tool] | None = Field(default=None, max_length=_MAX_TOOLS, fail_fast=True)
+    messages: Annotated[bytes, packed(_messages, Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)])]
+    tools: Annotated[list[ToolText], packed(_tool_texts, Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)])] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """The last message is the beginning of the answer; `add_generation_prompt` must be false then."""
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template_kwargs: JsonObject | None = None
     """Further variables of the model's chat template."""
 
-    def chat(self, extra: dict[str, Any] | None = None) -> pb.Chat:
-        """`extra`: further variables of the template. Raises HttpError 400."""
+    def chat(self, *extra: str) -> pb.Chat:
+        """`extra`: further variables of the template, in JSON objects. Raises HttpError 400."""
         if self.continue_final_message and self.add_generation_prompt:
             raise HttpError(
                 400, "continue_final_message and add_generation_prompt exclude each other; set one of them", param="continue_final_message"
             )
-        variables = {**(extra or {}), **(self.chat_template_kwargs or {})}
+        variables = [*extra, self.chat_template_kwargs or "{}"]
         if self.add_generation_prompt is not None and not self.continue_final_message:
-            variables["add_generation_prompt"] = self.add_generation_prompt
-        return pb.Chat(
-            messages=[_message(i, message) for i, message in enumerate(self.messages)],
-            tools=[json.dumps(tool.model_dump(exclude_unset=True)) for tool in self.tools or ()],
-            template_kwargs=json.dumps(variables) if variables else "",
-            continue_final_message=bool(self.continue_final_message),
-        )
+            variables.append(json.dumps({"add_generation_prompt": self.add_generation_prompt}))
+        # Of two members of the same name the later one counts.
+        members = ", ".join(each[1:-1] for each in variables if each != "{}")
+        chat = pb.Chat.FromString(self.messages)
+        chat.tools.extend(tool.text for tool in self.tools or ())
+        chat.template_kwargs = f"{{{members}}}" if members else ""
+        chat.continue_final_message = bool(self.continue_final_message)
+        return chat
 
 
 class ChatBody(CommonBody, ChatPrompt):
@@ -114,7 +135,9 @@ class ChatBody(CommonBody, ChatPrompt):
     """Goes to the chat template, for models that know it."""
     include_reasoning: bool | None = None
     """false: what the model thought is left out of the answer."""
-    documents: list[dict[str, JsonValue]] | None = Field(default=None, max_length=_MAX_PARTS, fail_fast=True)
+    documents: (
+        Annotated[str, packed(json.dumps, Annotated[list[dict[str, JsonValue]], Field(max_length=_MAX_PARTS, fail_fast=True)])] | None
+    ) = None
     """Go to the chat template."""
 
     functions: Annotated[Any, Refused("use `tools`", unless=[])] = None
@@ -144,12 +167,12 @@ class ChatBody(CommonBody, ChatPrompt):
 
     def prompt(self) -> pb.Chat:
         """Raises HttpError 400."""
-        extra: dict[str, Any] = {}
+        extra = []
         if self.reasoning_effort is not None:
-            extra["reasoning_effort"] = self.reasoning_effort
+            extra.append(json.dumps({"reasoning_effort": self.reasoning_effort}))
         if self.documents is not None:
-            extra["documents"] = self.documents
-        return self.chat(extra)
+            extra.append(f'{{"documents": {self.documents}}}')
+        return self.chat(*extra)
 
 
 def adapt_roles(chat: pb.Chat, template: str | None) -> None:

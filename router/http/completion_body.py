@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from router.http.errors import HttpError
-from router.http.fields import MAX_TOKEN_ID, CommonBody, Refused
+from router.http.fields import MAX_TOKEN_ID, CommonBody, IdArray, Refused, ids_of, packed
 from twostep.sampling_params import MAX_LOGPROBS
 
 MAX_PROMPTS = 2048
@@ -17,16 +17,16 @@ MAX_ANSWERS = 4096
 DEFAULT_MAX_TOKENS = 16
 
 
-def _in_range(ids: list[int]) -> list[int]:
+def _in_range(ids: list[int]) -> IdArray:
     # Of all at once: prompts may have a million.
     if min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
         raise ValueError(f"token ids are from 0 to {MAX_TOKEN_ID}")
-    return ids
+    return ids_of(ids)
 
 
 _SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
 # The first wrong item is enough: a list of ids is not told of each that it is no text.
-Ids = Annotated[list[int], Field(min_length=1, fail_fast=True), AfterValidator(_in_range), WithJsonSchema(_SCHEMA)]
+Ids = Annotated[IdArray, packed(_in_range, Annotated[list[int], Field(min_length=1, fail_fast=True)]), WithJsonSchema(_SCHEMA)]
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 ListOfIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
@@ -53,19 +53,15 @@ class CompletionBody(CommonBody):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | IdArray]:
         """Raises HttpError 400 for what cannot be done with them."""
         n = self.n or 1
         if self.best_of is not None and self.best_of > n:
             raise HttpError(400, f"best_of is {self.best_of} and n is {n}; answers are not ranked here: leave best_of out", param="best_of")
         if self.echo and self.logprobs is not None:
             raise HttpError(400, "echo with logprobs: log probabilities of a prompt are not computed; leave one of them out", param="echo")
-        if not isinstance(self.prompt, str) and not isinstance(self.prompt[0], int) and len(self.prompt) * n > MAX_ANSWERS:
+        if isinstance(self.prompt, list) and len(self.prompt) * n > MAX_ANSWERS:
             raise HttpError(
                 400, f"n is {n} and there are {len(self.prompt)} prompts; ask for at most {MAX_ANSWERS} answers at a time", param="n"
             )
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        return list(self.prompt) if isinstance(self.prompt, list) else [self.prompt]

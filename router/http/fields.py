@@ -7,9 +7,21 @@ here is refused with its name in `param`.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    GetPydanticSchema,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+)
 from pydantic_core import core_schema
 
 from router.http.errors import HttpError
@@ -31,6 +43,28 @@ class Body(BaseModel):
     million takes minutes and gigabytes."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+
+def packed(pack: Callable[[Any], object], kind: Any) -> GetPydanticSchema:
+    """Returns what says of a field that it is read as `kind`, and kept as `pack` makes of it. Bodies of many values are read in another
+    process (router/http/body_parser.py): to make as many objects again here would hold up the event loop."""
+    return GetPydanticSchema(lambda _, handler: core_schema.no_info_after_validator_function(pack, handler.generate_schema(kind)))
+
+
+def _text_of(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def ids_of(values: list[int]) -> IdArray:
+    return array("i", values)
+
+
+if TYPE_CHECKING:
+    IdArray = array[int]
+else:
+    IdArray = array
+JsonObject = Annotated[str, packed(_text_of, dict[str, JsonValue])]
+JsonSchema = Annotated[str, packed(_text_of, dict[str, JsonValue] | str)]
 
 
 class Refused:
@@ -55,7 +89,7 @@ class Refused:
 class JsonSchemaFormat(Body):
     name: str = Field(default="schema", max_length=64)
     description: str | None = None
-    schema_: dict[str, JsonValue] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     """A JSON Schema; the answer is a document that it describes."""
     strict: bool | None = None
     """Output is always held to the schema."""
@@ -92,7 +126,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonFormat | RegexFor
 class StructuredOutputs(Body):
     """vLLM's way to say it; exactly one of them."""
 
-    json_: dict[str, JsonValue] | str | None = Field(default=None, alias="json")
+    json_: JsonSchema | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
@@ -155,7 +189,7 @@ class CommonBody(Body):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, JsonValue] | str | None = None
+    guided_json: JsonSchema | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
     guided_grammar: str | None = None

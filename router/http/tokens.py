@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from aiohttp import web
 from pydantic import Field
@@ -15,7 +15,7 @@ from router.http.calls import parsed
 from router.http.chat_body import ChatPrompt, adapt_roles
 from router.http.described import described
 from router.http.errors import HttpError, blaming
-from router.http.fields import Body, TokenId, parse_body
+from router.http.fields import Body, IdArray, TokenId, ids_of, packed, parse_body
 from router.http.front import FRONT, IDENTITY
 from router.http.replies import Detokenized, Tokenized
 from router.http.whole_answer import ENCODER, JSON_ID_BYTES, WholeAnswer
@@ -45,7 +45,7 @@ class TokenizeChat(ChatPrompt):
 
 class DetokenizeBody(Body):
     model: str = ""
-    tokens: list[TokenId] = Field(fail_fast=True)
+    tokens: Annotated[IdArray, packed(ids_of, Annotated[list[TokenId], Field(fail_fast=True)])]
     """131,072 at most, or what the model's context has if that is more."""
 
 

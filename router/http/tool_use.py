@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.http.chat_body import ChatBody, NamedTool
+from router.http.chat_body import ChatBody, NamedTool, ToolText
 from router.http.errors import HttpError
 from router.http.kept_text import KeptText
 from twostep.rpc.convert import grammar_from_proto, grammar_to_proto
@@ -23,10 +23,10 @@ _CALL_BYTES = 600
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`format` None: there are no calls, and nobody looks for any. `must`: the answer is nothing but calls, of `functions`."""
+    """`format` None: there are no calls, and nobody looks for any. `must`: the answer is nothing but calls, of `tools`."""
 
     format: ToolCallFormat | None = None
-    functions: tuple[Function, ...] = ()
+    tools: tuple[ToolText, ...] = ()
     must: bool = False
     parallel: bool = True
 
@@ -39,8 +39,7 @@ class ToolUse:
             if choice in ("none", "auto"):
                 return cls()
             raise HttpError(400, "tool_choice asks for a call, and there are no tools; send `tools`", param="tool_choice")
-        functions = [Function(tool.function.name, tool.function.parameters, tool.function.strict is True) for tool in tools]
-        if len({function.name for function in functions}) < len(functions):
+        if len({tool.name for tool in tools}) < len(tools):
             raise HttpError(400, "two tools have the same name; rename one", param="tools")
         if choice == "none":
             return cls()
@@ -52,8 +51,8 @@ class ToolUse:
                 param="tools",
             )
         if isinstance(choice, NamedTool):
-            functions = [function for function in functions if function.name == choice.function.name]
-            if not functions:
+            tools = [tool for tool in tools if tool.name == choice.function.name]
+            if not tools:
                 raise HttpError(
                     400,
                     f"tool_choice names {choice.function.name[:64]!r}, which is none of the tools; add it, or name another",
@@ -61,7 +60,7 @@ class ToolUse:
                 )
         must = choice == "required" or isinstance(choice, NamedTool)
         one = isinstance(choice, NamedTool) or body.parallel_tool_calls is False
-        return cls(chat_format.tool_calls, tuple(functions), must, parallel=not one)
+        return cls(chat_format.tool_calls, tuple(tools), must, parallel=not one)
 
     def prepare(self, request: pb.GenerateRequest, tokenizer: Tokenizer) -> None:
         """Holds the answer to calls if there must be some, and the arguments of strict functions to their schemas. What else the answer is
@@ -70,19 +69,22 @@ class ToolUse:
             return
         grammar = None
         if self.must or request.sampling.HasField("grammar"):
-            grammar = tool_call_grammar(self.format, self.functions, tokenizer, parallel=self.parallel)
+            grammar = tool_call_grammar(self.format, self._functions(), tokenizer, parallel=self.parallel)
             if not self.must:
                 grammar = either(grammar, grammar_from_proto(request.sampling.grammar))
-        elif any(function.strict for function in self.functions):
-            grammar = strict_grammar(self.format, self.functions, tokenizer, parallel=self.parallel)
+        elif any(tool.strict for tool in self.tools):
+            grammar = strict_grammar(self.format, self._functions(), tokenizer, parallel=self.parallel)
         if grammar is not None:
             request.sampling.grammar.CopyFrom(grammar_to_proto(grammar))
+
+    def _functions(self) -> list[Function]:
+        return [Function(tool.name, tool.parameters(), tool.strict) for tool in self.tools]
 
     def parser(self) -> ToolCallParser | None:
         """Of one answer."""
         if self.format is None:
             return None
-        return ToolCallParser(self.format, names=[function.name for function in self.functions], parallel=self.parallel, must=self.must)
+        return ToolCallParser(self.format, names=[tool.name for tool in self.tools], parallel=self.parallel, must=self.must)
 
 
 class ToolMessage:

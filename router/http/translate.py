@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -81,7 +80,7 @@ def grammar_of(body: CommonBody) -> pb.Grammar | None:
         case JsonObjectFormat():
             asked["response_format"] = pb.Grammar(json_object=True)
         case JsonFormat(json_schema=schema):
-            asked["response_format"] = pb.Grammar(json_schema=json.dumps(schema.schema_))
+            asked["response_format"] = pb.Grammar(json_schema=schema.schema_)
         case RegexFormat(pattern=pattern):
             asked["response_format"] = pb.Grammar(regex=pattern)
         case LarkFormat(grammar=grammar):
@@ -89,7 +88,7 @@ def grammar_of(body: CommonBody) -> pb.Grammar | None:
     if body.structured_outputs is not None:
         asked["structured_outputs"] = _structured(body.structured_outputs)
     if body.guided_json is not None:
-        asked["guided_json"] = _json_schema(body.guided_json)
+        asked["guided_json"] = pb.Grammar(json_schema=body.guided_json)
     if body.guided_regex is not None:
         asked["guided_regex"] = pb.Grammar(regex=body.guided_regex)
     if body.guided_choice is not None:
@@ -111,7 +110,7 @@ def _structured(given: StructuredOutputs) -> pb.Grammar:
         )
     asked: list[pb.Grammar] = []
     if given.json_ is not None:
-        asked.append(_json_schema(given.json_))
+        asked.append(pb.Grammar(json_schema=given.json_))
     if given.json_object:
         asked.append(pb.Grammar(json_object=True))
     if given.regex is not None:
@@ -125,10 +124,6 @@ def _structured(given: StructuredOutputs) -> pb.Grammar:
             400, "structured_outputs takes exactly one of json, json_object, regex, choice, grammar", param="structured_outputs"
         )
     return asked[0]
-
-
-def _json_schema(schema: Mapping[str, Any] | str) -> pb.Grammar:
-    return pb.Grammar(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
 
 
 def _choice(choices: list[str]) -> pb.Grammar:

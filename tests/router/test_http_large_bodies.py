@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import pickletools
 from collections.abc import AsyncIterator
 from functools import partial
 
@@ -15,6 +17,7 @@ from router_fakes import Cluster
 from router.batches.lines import LineError, parse_line
 from router.http.body_parser import BodyParser
 from router.http.chat_body import ChatBody
+from router.http.completion_body import CompletionBody
 from router.http.errors import HttpError
 from router.http.fields import parse_body
 from router.json_size import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, checked_size
@@ -86,6 +89,34 @@ async def test_what_comes_back_is_what_the_loop_would_have_made(parser: BodyPars
         await parser.parse(read, many_messages()[:-1])
     assert refused.value.code == "invalid_json"
     assert await parser.parse(read, raw) == read(raw), "the process goes on"
+
+
+PART = {"type": "text", "text": "a"}
+TOOL_CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatBody, {"messages": [{"role": "user", "content": [PART] * 6}] * 4000}),
+        (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [TOOL_CALL] * 1000}] * 15}),
+        (ChatBody, {"messages": [{"role": "user"}], "chat_template_kwargs": {"a": [[]] * 30_000}, "documents": [{"a": "b"}] * 2000}),
+        (
+            ChatBody,
+            {
+                "messages": [{"role": "user"}],
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": [{}] * 20_000}}}],
+            },
+        ),
+        (CompletionBody, {"prompt": [70_000] * 1_000_000}),
+        (CompletionBody, {"prompt": "a", "guided_json": {"a": [{}] * 30_000}, "structured_outputs": {"json": {"a": [0] * 100_000}}}),
+    ],
+)
+def test_what_comes_back_is_quickly_made_of_its_pickle(kind: type[ChatBody] | type[CompletionBody], fields: dict[str, object]) -> None:
+    """The event loop does it."""
+    raw = json.dumps(fields).encode()
+    checked_size(raw)
+    assert sum(1 for _ in pickletools.genops(pickle.dumps(parse_body(kind, raw), 5))) < 1000
 
 
 async def test_large_bodies_of_honest_clients_are_answered(cluster: Cluster) -> None:
