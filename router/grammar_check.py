@@ -16,8 +16,9 @@ import logging
 from collections import OrderedDict
 from pathlib import Path
 
-from router.helper_process import HelperProcess, Lost
-from twostep.errors import InvalidRequest, ResourceExhausted, SetupError
+from router.helper_pool import Helper, HelperPool, Line
+from router.helper_process import Lost
+from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar
 
 log = logging.getLogger(__name__)
@@ -26,9 +27,6 @@ _MAX_PROBES = 2
 _MAX_WAITING = 64
 # Of the processor. A grammar takes milliseconds; thousands of properties a second or two.
 _CHECK_S = 4.0
-# On the clock, however busy the machine is. The start reads the tokenizer.
-_START_S = 60.0
-_WAIT_S = 30.0
 _MAX_VERDICTS = 4096
 _MEMORY_BYTES = 512 << 20
 
@@ -38,90 +36,62 @@ class GrammarChecker:
 
     def __init__(self, tokenizer_file: Path, *, check_s: float = _CHECK_S, memory_bytes: int = _MEMORY_BYTES) -> None:
         """`check_s`, `memory_bytes`: what one grammar may take."""
-        self._file = tokenizer_file
         self._check_s = check_s
-        self._memory_bytes = memory_bytes
-        # By hash: what is wrong, or nothing.
+        # By hash: what is wrong, or nothing; and those that are being looked at.
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
-        self._idle: list[HelperProcess] = []
-        # Those that were ended, until they are gone.
-        self._ending: set[asyncio.Task[None]] = set()
-        self._places = asyncio.Semaphore(_MAX_PROBES)
-        self._num_waiting = 0
+        self._looking: dict[bytes, asyncio.Task[str | None]] = {}
+        setup = json.dumps({"tokenizer": str(tokenizer_file), "memory_bytes": memory_bytes}).encode()
+        helper = Helper(module="twostep.text.grammar_probe", setup=setup, purpose="look at grammars")
+        self._pool = HelperPool(helper, _MAX_PROBES)
+        self._line = Line("grammars are being looked at", most=_MAX_WAITING, at_once=_MAX_PROBES)
+
+    @property
+    def pool(self) -> HelperPool:
+        """The probes."""
+        return self._pool
 
     async def check(self, grammar: Grammar | None) -> None:
         """Raises InvalidRequest naming what is wrong, ResourceExhausted (too many are being looked at), SetupError (no grammars here)."""
         if grammar is None:
             return
         key = hashlib.sha256(f"{grammar.kind.value}\0{grammar.text}".encode("utf-8", "surrogatepass")).digest()
-        if key not in self._verdicts:
-            await self._look_at(key, grammar)
-        self._verdicts.move_to_end(key)
-        if (trouble := self._verdicts[key]) is not None:
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+            trouble = self._verdicts[key]
+        else:
+            trouble = await self._look_at(key, grammar)
+        if trouble is not None:
             raise InvalidRequest(trouble)
 
-    async def _look_at(self, key: bytes, grammar: Grammar) -> None:
-        if self._num_waiting >= _MAX_WAITING:
-            raise ResourceExhausted(f"{self._num_waiting} grammars are being looked at; repeat later", retry_after_s=1.0)
-        self._num_waiting += 1
-        try:
-            async with self._places:
-                verdict = self._verdicts[key] if key in self._verdicts else await self._ask(grammar)
-        finally:
-            self._num_waiting -= 1
-        self._verdicts[key] = verdict
+    async def _look_at(self, key: bytes, grammar: Grammar) -> str | None:
+        """Once for all who ask at the same time."""
+        if key not in self._looking:
+            self._looking[key] = asyncio.create_task(self._ask(grammar))
+            self._looking[key].add_done_callback(lambda task: self._remember(key, task))
+        looking = self._looking[key]
+        await asyncio.wait((looking,))
+        return looking.result()
+
+    def _remember(self, key: bytes, looked: asyncio.Task[str | None]) -> None:
+        del self._looking[key]
+        if looked.cancelled() or looked.exception() is not None:
+            return
+        self._verdicts[key] = looked.result()
         while len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
 
     async def _ask(self, grammar: Grammar) -> str | None:
-        probe = self._idle.pop() if self._idle else await self._start()
-        sound = False
+        """What is wrong."""
+        question = json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode()
         try:
-            verdict = await self._answer(probe, {"kind": grammar.kind.value, "text": grammar.text}, self._check_s, _WAIT_S)
-            sound = True
-        except TimeoutError as error:
-            raise ResourceExhausted("the machine is too busy to look at grammars; repeat later", retry_after_s=1.0) from error
+            trouble: str | None = json.loads(await self._pool.ask(self._line, question, cpu_s=self._check_s))["error"]
+        except SetupError as error:
+            raise SetupError(f"grammars cannot be used here: {error.message}") from error
         except Lost as lost:
             log.warning("a grammar of %d characters ended its probe: %s", len(grammar.text), lost)
             return f"grammar: the {grammar.kind.value} takes too much {lost} to compile; make it simpler"
-        finally:
-            # Also where the client went away meanwhile.
-            if sound:
-                self._idle.append(probe)
-            else:
-                self._end(probe)
-        return verdict
-
-    async def _start(self) -> HelperProcess:
-        """Raises SetupError."""
-        probe, trouble = await HelperProcess.start("twostep.text.grammar_probe"), "its start was given up"
-        try:
-            told = {"tokenizer": str(self._file), "memory_bytes": self._memory_bytes}
-            trouble = await self._answer(probe, told, 0.0, _START_S) or ""
-        except Lost:
-            trouble = "the process that looks at them ended"
-        except TimeoutError:
-            trouble = f"the process that looks at them was not there after {_START_S:g} s"
-        finally:
-            if trouble:
-                self._end(probe)
-        if trouble:
-            raise SetupError(f"grammars cannot be used here: {trouble}")
-        return probe
-
-    async def _answer(self, probe: HelperProcess, question: dict[str, object], cpu_s: float, timeout_s: float) -> str | None:
-        """What is wrong. Raises Lost, TimeoutError."""
-        trouble: str | None = json.loads(await probe.ask(json.dumps(question).encode(), cpu_s=cpu_s, timeout_s=timeout_s))["error"]
         return trouble
-
-    def _end(self, probe: HelperProcess) -> None:
-        task = asyncio.create_task(probe.end())
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
         """When nothing is asked any more."""
-        while self._idle:
-            self._end(self._idle.pop())
-        if self._ending:
-            await asyncio.wait(self._ending)
+        await self._pool.close()

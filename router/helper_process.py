@@ -42,15 +42,15 @@ class HelperProcess:
             )
         )
 
-    async def ask(self, question: bytes, *, cpu_s: float, timeout_s: float) -> bytes:
+    async def ask(self, *question: bytes, cpu_s: float, timeout_s: float) -> bytes:
         """`cpu_s`: how long it may compute, 0 for ever; `timeout_s`: how long this waits, however busy the machine is.
         Raises Lost, TimeoutError."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         async with asyncio.timeout(timeout_s):
             try:
-                self._process.stdin.write(ASK.pack(len(question), cpu_s))
-                self._process.stdin.write(question)
+                for piece in (ASK.pack(sum(map(len, question)), cpu_s), *question):
+                    self._process.stdin.write(piece)
                 await self._process.stdin.drain()
                 (num_bytes,) = ANSWER.unpack(await self._process.stdout.readexactly(ANSWER.size))
                 return await self._process.stdout.readexactly(num_bytes)

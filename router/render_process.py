@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from router.chat import conversation_of
@@ -70,21 +72,13 @@ def read_answer(answer: bytes) -> Rendered:
 
 
 def main() -> None:
-    template: ChatTemplate | None = None
-
-    def answer(question: bytes) -> bytes:
-        nonlocal template
-        if template is not None:
-            return _answer(template, question)
+    def begin(setup: bytes) -> Callable[[bytes], bytes]:
         try:
-            template = _template(json.loads(question))
-        except SetupError as error:
-            return error.message.encode("utf-8", "surrogatepass")
-        except MemoryError:
-            return b"the model's chat template takes too much memory to compile; correct or remove it"
-        return b""
+            return partial(_answer, _template(json.loads(setup)))
+        except MemoryError as error:
+            raise SetupError("the model's chat template takes too much memory to compile; correct or remove it") from error
 
-    serve(answer)
+    serve(begin)
 
 
 def _template(setup: dict[str, Any]) -> ChatTemplate:

@@ -1,58 +1,50 @@
-"""A process that parses bodies of strangers, so that the router's event loop and its memory do not.
+"""A process that parses bodies of strangers, so that the router's event loop and its memory do not (started by router/http/body_parser.py).
 
-    python -P -m router.http.body_process BYTES SECONDS        (started by router/http/body_parser.py)
+Asked first to take a number: how many bytes of memory bodies may take. Then asked again and again, with the function that reads a body:
 
-BYTES is how much memory bodies may take, and SECONDS how much of the processor one may: SIGPROF ends the process then. In: a pickle of the
-function that reads a body, and the body. Out: ("read", what it made), ("refused", an HttpError's arguments) or ("failed", the name of
-another exception); before the first, one byte: it is there. Only a router writes and reads these pickles. It ends with its standard input.
+    | u32 bytes N | N bytes: its pickle | the body |      ->      a pickle
+
+of ("read", what it made), ("refused", an HttpError's arguments) or ("failed", the name of another exception). Only a router writes and
+reads these pickles.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import resource
-import signal
-import sys
-from pathlib import Path
+import struct
+from collections.abc import Callable
 from typing import Any
 
 # Imported before memory is bounded, and before the first body waits for it.
 from router.http import chat_body, completion_body
 from router.http.errors import HttpError
+from router.json_size import checked_size
+from twostep.errors import InvalidRequest
+from twostep.helper_service import limit_memory, serve
 
+HEAD = struct.Struct("<I")
 _READERS = (chat_body, completion_body)
 
 
-def main(argv: list[str]) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + int(argv[0])
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    # An interrupt at the terminal is for the router to see.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.stdout.buffer.write(b"!")
-    sys.stdout.buffer.flush()
-    while True:
-        try:
-            read, raw = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, float(argv[1]))
-        answer = _answer(read, raw)
-        pickle.dump(answer, sys.stdout.buffer, protocol=5)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        sys.stdout.buffer.flush()
-        # Else as much stays here as the largest of them took.
-        del read, raw, answer
+def main() -> None:
+    def begin(num_bytes: bytes) -> Callable[[bytes], bytes]:
+        limit_memory(int(num_bytes))
+        return lambda question: pickle.dumps(_answer(question), protocol=5)
+
+    serve(begin)
 
 
-def _answer(read: Any, raw: bytes) -> tuple[str, Any]:
+def _answer(question: bytes) -> tuple[str, Any]:
+    (num_bytes,) = HEAD.unpack_from(question)
+    read, raw = pickle.loads(question[HEAD.size : HEAD.size + num_bytes]), question[HEAD.size + num_bytes :]
     try:
+        checked_size(raw)
         return "read", read(raw)
     except HttpError as error:
         told = {"status": error.status, "message": error.message, "param": error.param, "code": error.code}
         return "refused", told
+    except InvalidRequest as error:
+        return "refused", {"status": 400, "message": error.message}
     except MemoryError:
         return "refused", {"status": 400, "message": "the body takes too much memory to read; send fewer values"}
     except Exception as error:  # noqa: BLE001  # it is told, and what it may quote is not
@@ -60,4 +52,4 @@ def _answer(read: Any, raw: bytes) -> tuple[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -68,7 +68,7 @@ class HttpServer:
         self._listener.stop_listening()
         await self._app[ANSWERS].drain(grace_s)
         await self._listener.close(_LAST_S)
-        self._front.parser.close()
+        await self._front.parser.close()
 
 
 def make_app(front: Front, origins: Origins) -> web.Application:

