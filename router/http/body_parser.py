@@ -9,6 +9,7 @@ Processes (router/http/body_process.py) start with the first body that needs one
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import Callable
 from typing import TypeVar
@@ -39,12 +40,13 @@ class BodyParser:
     def __init__(self) -> None:
         helper = Helper(module="router.http.body_process", setup=str(_MEMORY_BYTES).encode(), purpose="read large bodies")
         self._pool = HelperPool(helper, _NUM_PROCESSES)
+        self._turn = asyncio.Lock()
         self._line = Line("large bodies wait to be read", most=_MAX_WAITING, at_once=_NUM_PROCESSES)
 
     async def parse(self, read: Callable[[bytes], T], raw: bytes) -> T:
         """What `read` makes of the bytes; a function that can be pickled, as its result can. Raises the HttpError that it does,
         InvalidRequest (too many values), ResourceExhausted (too many others wait)."""
-        if len(raw) <= _SHORT_BYTES and (_is_light(rough_size(raw)) or _is_light(checked_size(raw))):
+        if len(raw) <= _SHORT_BYTES and (_is_light(rough_size(raw)) or _is_light(await self._checked(raw))):
             return read(raw)
         reader = pickle.dumps(read, protocol=5)
         try:
@@ -60,6 +62,12 @@ class BodyParser:
             raise RuntimeError(f"a body could not be parsed: {answer}")
         result: T = answer
         return result
+
+    async def _checked(self, raw: bytes) -> JsonSize:
+        """Takes some milliseconds of the event loop: one body in each of its turns."""
+        async with self._turn:
+            await asyncio.sleep(0)
+            return checked_size(raw)
 
     async def close(self) -> None:
         """When nothing is asked any more."""
