@@ -115,7 +115,8 @@ async def _source_lost(system: FaultSystem, hosts: dict[str, Host], peers: dict[
     fetched = await _fetch(reader, other, "other")
     _check_bytes(fetched, "another")
     print(f"  another source serves the same reader: {fetched['seconds']:.2f} s")
-    # It is ready until it has noticed; with the raylet its objects are gone.
+    # The reader was quicker to know than the source itself.
+    await peers["source"].until(90, ready=False)
     back = await peers["source"].until(90, ready=True, objects=0)
     print(f"  the source is ready again after {back:.1f} s more")
     await peers["another"].do("drop", lease="other")
