@@ -252,10 +252,9 @@ async def cached_on_decode(w: World) -> int:
     return int(found)
 
 
-@pytest.mark.parametrize("refused", [False, True])
-async def test_decoding_begins_while_the_source_is_asked_and_nobody_hears_of_it(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch, refused: bool
-) -> None:
+def slow_source(monkeypatch: pytest.MonkeyPatch, *, refused: bool) -> tuple[asyncio.Event, asyncio.Event]:
+    """A source answers what it is asked last only when the second event is set: that all was well, or that a block was `refused`. The first
+    one says that it was asked."""
     asked, go_on = asyncio.Event(), asyncio.Event()
     real = KvService.Acknowledge
 
@@ -268,6 +267,14 @@ async def test_decoding_begins_while_the_source_is_asked_and_nobody_hears_of_it(
         return await real(self, request, context)
 
     monkeypatch.setattr(KvService, "Acknowledge", hold)
+    return asked, go_on
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_decoding_begins_while_the_source_is_asked_and_nobody_hears_of_it(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    asked, go_on = slow_source(monkeypatch, refused=refused)
     async with world(redis_url) as w:
         call = await w.begin(max_tokens=3)
         await asyncio.wait_for(asked.wait(), WAIT_S)
@@ -293,18 +300,7 @@ async def test_decoding_begins_while_the_source_is_asked_and_nobody_hears_of_it(
 async def test_a_row_without_a_token_before_the_source_has_answered_is_the_requests_fault_only_if_the_kv_was_right(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, refused: bool
 ) -> None:
-    asked, go_on = asyncio.Event(), asyncio.Event()
-    real = KvService.Acknowledge
-
-    async def hold(self: KvService, request: Any, context: Any) -> Any:
-        if request.outcome == kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED and not go_on.is_set():
-            asked.set()
-            await go_on.wait()
-            if refused:
-                return kv_pb2.AcknowledgeResponse(refusal="a block was reused")
-        return await real(self, request, context)
-
-    monkeypatch.setattr(KvService, "Acknowledge", hold)
+    asked, go_on = slow_source(monkeypatch, refused=refused)
     answer = expected(PROMPT, 3)
     async with world(redis_url, decode_runner=make_runner(broken_token=answer[1])) as w:
         call = await w.begin(max_tokens=9)
