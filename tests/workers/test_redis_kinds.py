@@ -276,13 +276,15 @@ async def test_a_redis_that_evicts_whatever_it_likes_is_filled_again(start: Star
     await worker.start()
     registry = Registry(client, deployment())
     await registry.poll()
-    for batch in range(10):
+    # Redis knows how old a key is by the second, and drops any of those that are as old.
+    batches = iter(range(200))
+    while await client.exists(WORKERS_KEY, "twostep:v1:worker:w", "twostep:v1:claim:w", "twostep:v1:epoch"):
+        batch = next(batches)
         pipeline = client.pipeline(transaction=False)
         for number in range(1000):
             pipeline.set(f"other{batch}-{number}", "x" * 1000)
         await pipeline.execute()
-    assert (await client.info("stats"))["evicted_keys"] > 5_000
-    assert not await client.exists(WORKERS_KEY, "twostep:v1:worker:w", "twostep:v1:claim:w", "twostep:v1:epoch")
+    assert (await client.info("stats"))["evicted_keys"] > 0
     await registry.poll()
     assert len(registry.workers) == 1
     await worker.announce()
