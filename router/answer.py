@@ -29,9 +29,17 @@ class Finish:
 class Answer:
     """One answer's text. `finish` is set by the token or the stop string that ends it; tokens after it are dropped."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, splitter: ReasoningSplitter | None = None) -> None:
-        """`splitter`: of a model that marks its reasoning; it must be new, and belongs to this answer."""
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        splitter: ReasoningSplitter | None = None,
+        *,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """`splitter`: of a model that marks its reasoning; it must be new, and belongs to this answer. `prompt`: what the answer
+        goes on with."""
+        self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopStrings(sampling.stop)
         self._splitter = splitter  # None as soon as the reasoning is over
         # What a token adds has to be known by itself.

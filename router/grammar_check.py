@@ -34,13 +34,13 @@ _MEMORY_BYTES = 512 << 20
 class GrammarChecker:
     """Of one router. Belongs to its event loop."""
 
-    def __init__(self, tokenizer_file: Path, *, check_s: float = _CHECK_S, memory_bytes: int = _MEMORY_BYTES) -> None:
+    def __init__(self, model_dir: Path, *, check_s: float = _CHECK_S, memory_bytes: int = _MEMORY_BYTES) -> None:
         """`check_s`, `memory_bytes`: what one grammar may take."""
         self._check_s = check_s
         # By hash: what is wrong, or nothing; and those that are being looked at.
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
         self._looking: dict[bytes, asyncio.Task[str | None]] = {}
-        setup = json.dumps({"tokenizer": str(tokenizer_file), "memory_bytes": memory_bytes}).encode()
+        setup = json.dumps({"model": str(model_dir), "memory_bytes": memory_bytes}).encode()
         helper = Helper(module="twostep.text.grammar_probe", setup=setup, purpose="look at grammars")
         self._pool = HelperPool(helper, _MAX_PROBES)
         self._line = Line("grammars are being looked at", most=_MAX_WAITING, at_once=_MAX_PROBES)

@@ -317,7 +317,7 @@ class Inference:
             key_id=caller.identity.key_id,
             request_class=class_name(job.request_class),
         )
-        return hold_back.begin(request, write, sent=self._prompts.text_of(job.resumed), position=len(job.resumed))
+        return hold_back.begin(request, write, sent=self._prompts.text_of(job.prompt, job.resumed), position=len(job.resumed))
 
     @asynccontextmanager
     async def _serving(self, job: Job, output: Output, report: Report) -> AsyncIterator[None]:

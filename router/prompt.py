@@ -20,6 +20,7 @@ from twostep.rpc.v1 import inference_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.text.answer_grammar import after_reasoning
 from twostep.text.chat_format import ChatFormat
+from twostep.text.detokenizer import Detokenizer
 from twostep.text.model_card import ModelCard
 from twostep.text.reasoning import Begun, ReasoningFormat, ReasoningSplitter
 from twostep.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
@@ -58,7 +59,9 @@ class Prompt:
 
     def answer(self, sampling: SamplingParams) -> Answer:
         splitter = None if self.reasoning is None else ReasoningSplitter(self.reasoning, begun=self.begun is Begun.YES)
-        return Answer(self.tokenizer, sampling, splitter)
+        # A grammar is of what tokens add to a text: it does not know that a prompt without any would take their first space.
+        before = self.ids if sampling.grammar is None else self.tokenizer.anchor or self.ids
+        return Answer(self.tokenizer, sampling, splitter, prompt=before)
 
     def held(self, sampling: SamplingParams) -> SamplingParams:
         """A grammar is of the answer: the model thinks freely before it."""
@@ -215,9 +218,9 @@ class PromptReader:
         tokens = resumed_tokens(token_ids, sampling, eos_token_ids=self._card.eos_token_ids, vocab_size=self._card.vocab_size)
         await self._in_thread_if_long(lambda: answer.resume(tokens), len(tokens) * _CHARS_FOR_TOKEN)
 
-    def text_of(self, token_ids: Sequence[int]) -> str:
+    def text_of(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
         """As a client sees it that has these tokens of an answer."""
-        return self._tokenizer.decode(token_ids) if token_ids else ""
+        return Detokenizer(self._tokenizer, prompt).push(token_ids) if token_ids else ""
 
     def _check_length(self, num_chars: int) -> None:
         """Megabytes that can never fit would keep the tokenizer's threads from everybody else for seconds."""

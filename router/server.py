@@ -128,7 +128,7 @@ class Router:
             on_charge=self._quota_share.charge,
         )
         chat_format = ChatFormat.of(card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
-        self._grammars = GrammarChecker(config.model / "tokenizer.json")
+        self._grammars = GrammarChecker(config.model)
         self._renderer = Renderer(Setup.of(card, chat_format, None if config.special_tokens_in_messages == "tokens" else tokenizer))
         self._prompts = PromptReader(
             tokenizer,

@@ -42,7 +42,7 @@ def reference(tokenizer_file: Path) -> Reference:
 
 @pytest.fixture(scope="session")
 def compiler(tokenizer_file: Path) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer_file, vocab_size=VOCAB, eos_token_ids=frozenset({EOS, OTHER_EOS}))
+    return GrammarCompiler(tokenizer_file.parent, vocab_size=VOCAB, eos_token_ids=frozenset({EOS, OTHER_EOS}))
 
 
 def make_engine(*, num_blocks: int = 200, block_size: int = 4, **config: Any) -> Engine:
@@ -479,7 +479,7 @@ def test_tokens_of_another_answer_are_refused(compiler: GrammarCompiler) -> None
 
 
 def test_compiled_grammars_are_kept_within_bounds(tokenizer_file: Path) -> None:
-    compiler = GrammarCompiler(tokenizer_file, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
+    compiler = GrammarCompiler(tokenizer_file.parent, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
     grammars = [Grammar(GrammarKind.REGEX, f"a{{{i}}}") for i in range(1, 80)]
     states = [compiler.compile(grammar) for grammar in grammars]
     assert compiler.compile(grammars[-1]) is states[-1]
@@ -487,9 +487,9 @@ def test_compiled_grammars_are_kept_within_bounds(tokenizer_file: Path) -> None:
 
 
 def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
-    for file in (None, tmp_path / "tokenizer.json"):
+    for model_dir in (None, tmp_path):
         with pytest.raises(SetupError, match=r"tokenizer\.json"):
-            GrammarCompiler(file, vocab_size=VOCAB, eos_token_ids=frozenset()).compile(Grammar(GrammarKind.JSON_OBJECT))
+            GrammarCompiler(model_dir, vocab_size=VOCAB, eos_token_ids=frozenset()).compile(Grammar(GrammarKind.JSON_OBJECT))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(SetupError, match="cannot be used"):
-        GrammarCompiler(tmp_path / "tokenizer.json", vocab_size=VOCAB, eos_token_ids=frozenset()).compile(Grammar(GrammarKind.JSON_OBJECT))
+    with pytest.raises(SetupError, match="cannot be read"):
+        GrammarCompiler(tmp_path, vocab_size=VOCAB, eos_token_ids=frozenset()).compile(Grammar(GrammarKind.JSON_OBJECT))

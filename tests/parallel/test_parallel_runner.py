@@ -145,7 +145,9 @@ def requests(seed: int, count: int) -> list[EngineRequest]:
 def compare_engines(one: ModelRunner, two: ParallelRunner, seed: int, tokenizer_file: Path) -> None:
     work = requests(seed, 7)
     # Rank 0 alone knows of masks.
-    digits = GrammarCompiler(tokenizer_file, vocab_size=VOCAB, eos_token_ids=frozenset()).compile(Grammar(GrammarKind.REGEX, "[0-9]{3,9}"))
+    digits = GrammarCompiler(tokenizer_file.parent, vocab_size=VOCAB, eos_token_ids=frozenset()).compile(
+        Grammar(GrammarKind.REGEX, "[0-9]{3,9}")
+    )
     for i, request in enumerate(work[:2]):
         params = replace(request.sampling, grammar=digits.grammar, stop_token_ids=(1,))
         work = [*work, replace(request, seq_id=f"held{i}", sampling=params, grammar=digits)]

@@ -30,7 +30,7 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def checker(tokenizer_file: Path) -> AsyncIterator[GrammarChecker]:
-    made = GrammarChecker(tokenizer_file, check_s=30.0)
+    made = GrammarChecker(tokenizer_file.parent, check_s=30.0)
     yield made
     await made.close()
 
@@ -58,7 +58,7 @@ async def test_good_ones_pass_and_bad_ones_are_named(checker: GrammarChecker) ->
 
 
 async def test_one_that_takes_all_memory_is_refused_and_others_are_served(tokenizer_file: Path) -> None:
-    checker = GrammarChecker(tokenizer_file, check_s=60.0, memory_bytes=48 << 20)
+    checker = GrammarChecker(tokenizer_file.parent, check_s=60.0, memory_bytes=48 << 20)
     with pytest.raises(InvalidRequest, match="too much memory"):
         await checker.check(schema(BOMB))
     await checker.check(Grammar(GrammarKind.REGEX, "[0-9]+"))
@@ -67,7 +67,7 @@ async def test_one_that_takes_all_memory_is_refused_and_others_are_served(tokeni
 
 async def test_one_that_takes_long_is_refused(tokenizer_file: Path) -> None:
     """Of the processor: what the machine does besides does not count."""
-    checker = GrammarChecker(tokenizer_file, check_s=0.2)
+    checker = GrammarChecker(tokenizer_file.parent, check_s=0.2)
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="too much time"):
             await checker.check(schema(BOMB))
@@ -98,7 +98,7 @@ async def test_a_client_that_leaves_takes_no_probe_with_it(checker: GrammarCheck
 async def test_too_many_at_once_are_told_so(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "_MAX_WAITING", 0)
     with pytest.raises(ResourceExhausted):
-        await GrammarChecker(tokenizer_file).check(Grammar(GrammarKind.JSON_OBJECT))
+        await GrammarChecker(tokenizer_file.parent).check(Grammar(GrammarKind.JSON_OBJECT))
 
 
 async def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:

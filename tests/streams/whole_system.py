@@ -197,7 +197,7 @@ async def whole_system(
                 runner=runner,
                 layout=layout_of(runner.kv_shape, model_fingerprint(model_dir)),
                 eos_token_ids=ModelCard.load(model_dir).eos_token_ids,
-                tokenizer_file=model_dir / "tokenizer.json",
+                tokenizer_dir=model_dir,
             )
             config = WorkerConfig(
                 role=role,

@@ -37,9 +37,8 @@ class Model:
         self.inner.add_tokens([AddedToken(text, special=False, normalized=False) for text in others])
         self.inner.add_special_tokens([AddedToken(text, special=True) for text in special])
         self.tokenizer = Tokenizer(self.inner)
-        file = tmp_dir / "tokenizer.json"
-        self.inner.save(str(file))
-        self._vocabulary = Vocabulary(file, vocab_size=self.inner.get_vocab_size(), eos_token_ids=frozenset({2}))
+        self.inner.save(str(tmp_dir / "tokenizer.json"))
+        self._vocabulary = Vocabulary(tmp_dir, vocab_size=self.inner.get_vocab_size(), eos_token_ids=frozenset({2}))
 
     def sentence(self, grammar: Grammar, choose: random.Random, most: int = 200) -> str | None:
         """Any answer of the grammar, token by token out of all that may follow; None if it becomes too long."""

@@ -41,7 +41,7 @@ def reference(tokenizer_file: Path) -> Reference:
 
 def pair_of(redis_url: str, tokenizer_file: Path | None, **options: Any) -> Any:
     runners = {f"{role}_runner": make_runner(vocab_size=VOCAB) for role in ("prefill", "decode")}
-    return started(redis_url, tokenizer_file=tokenizer_file, eos=EOS_IDS, **runners | options)
+    return started(redis_url, tokenizer_dir=tokenizer_file and tokenizer_file.parent, eos=EOS_IDS, **runners | options)
 
 
 def want(reference: Reference, case: Case, prompt: Sequence[int], max_tokens: int, **params: Any) -> tuple[list[int], FinishReason]:

@@ -124,10 +124,10 @@ class LateClock:
 
 
 def make_model(
-    runner: FakeRunner, *, fingerprint: str = "fake", eos: frozenset[int] = frozenset(), tokenizer_file: Path | None = None
+    runner: FakeRunner, *, fingerprint: str = "fake", eos: frozenset[int] = frozenset(), tokenizer_dir: Path | None = None
 ) -> ServedModel:
     return ServedModel(
-        name="fake", runner=runner, layout=layout_of(runner.kv_shape, fingerprint), eos_token_ids=eos, tokenizer_file=tokenizer_file
+        name="fake", runner=runner, layout=layout_of(runner.kv_shape, fingerprint), eos_token_ids=eos, tokenizer_dir=tokenizer_dir
     )
 
 
@@ -384,20 +384,20 @@ async def started(
     eos: frozenset[int] = frozenset(),
     decode_fingerprint: str = "fake",
     secrets: tuple[bytes, bytes] = (SECRET, SECRET),
-    tokenizer_file: Path | None = None,
+    tokenizer_dir: Path | None = None,
 ) -> AsyncIterator[Pair]:
     transports = make_transports or local_transports(LocalHub(), budget_bytes=budget_bytes)
     runners = prefill_runner or make_runner(), decode_runner or make_runner()
     prefill = Worker(
         worker_config("prefill", redis_url, **(prefill_options or {})),
-        make_model(runners[0], eos=eos, tokenizer_file=tokenizer_file),
+        make_model(runners[0], eos=eos, tokenizer_dir=tokenizer_dir),
         secrets[0],
         prefill_edge(transports),
         await first_epoch(redis_url),
     )
     decode = Worker(
         worker_config("decode", redis_url, **(decode_options or {})),
-        make_model(runners[1], eos=eos, fingerprint=decode_fingerprint, tokenizer_file=tokenizer_file),
+        make_model(runners[1], eos=eos, fingerprint=decode_fingerprint, tokenizer_dir=tokenizer_dir),
         secrets[1],
         decode_edge(transports, limits, floors),
         await first_epoch(redis_url),

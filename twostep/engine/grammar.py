@@ -23,7 +23,8 @@ import numpy.typing as npt
 from twostep.engine.token_masks import WORD, num_words
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar
-from twostep.text.grammar import library, limits, refused, source_of, tokenizer_text
+from twostep.text.grammar import library, limits, refused, source_of
+from twostep.text.grammar_tokenizer import grammar_tokenizer
 
 # Compiled grammars kept: some ten kilobytes each, some megabytes with the automaton of one that was much used.
 _MAX_CACHED = 64
@@ -98,20 +99,11 @@ def advance_all(grammars: Sequence[tuple[LiveGrammar, Sequence[int]]]) -> Sequen
 class Vocabulary:
     """A model's tokens as llguidance sees them. From any thread, one grammar from one at a time."""
 
-    def __init__(self, tokenizer_file: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, model_dir: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         """`vocab_size`: rows of the embedding; ids that the tokenizer does not know never follow. Takes a second for 100,000 tokens.
         Raises SetupError."""
         self._words = num_words(vocab_size)
-        make = library().LLTokenizer
-        try:
-            text = tokenizer_text(tokenizer_file)
-            try:
-                # The ends only have to be among those of the model that have no text: which of them come is the engine's business.
-                self._tokenizer = make(text, eos_token=sorted(eos_token_ids) or None)
-            except ValueError:
-                self._tokenizer = make(text)
-        except (OSError, ValueError) as error:
-            raise SetupError(f"{tokenizer_file} cannot be used for grammars: {error}") from error
+        self._tokenizer = grammar_tokenizer(model_dir, eos_token_ids)
         self._limits = limits()
         self._executor: Any = None
         size = min(vocab_size, int(self._tokenizer.vocab_size))
@@ -174,9 +166,9 @@ class Vocabulary:
 class GrammarCompiler:
     """Compiles grammars for one model, and keeps the latest. From any thread; nothing is loaded before the first one."""
 
-    def __init__(self, tokenizer_file: Path | None, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """`tokenizer_file` None: the model has no tokens that have a text."""
-        self._file = tokenizer_file
+    def __init__(self, model_dir: Path | None, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        """`model_dir` None: the model has no tokens that have a text."""
+        self._model_dir = model_dir
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._vocabulary: Vocabulary | None = None
@@ -207,9 +199,9 @@ class GrammarCompiler:
     def _loaded(self) -> Vocabulary:
         with self._loading:
             if self._vocabulary is None:
-                if self._file is None or not self._file.is_file():
+                if self._model_dir is None or not (self._model_dir / "tokenizer.json").is_file():
                     raise SetupError("this worker has no tokenizer.json, so that it knows no grammars; start it with --model")
-                self._vocabulary = Vocabulary(self._file, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
+                self._vocabulary = Vocabulary(self._model_dir, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
             return self._vocabulary
 
 

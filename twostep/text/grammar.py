@@ -7,7 +7,6 @@ grammar comes.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +26,8 @@ _GRAMMAR_SIZE = 500_000
 _JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _MAX_DEPTH = 100
 _MAX_MESSAGE_CHARS = 500
+# What llguidance says where the vocabulary has no token that goes on.
+_UNWRITABLE = ("NoExtensionBias", "satisfy the grammar; forced bytes")
 
 
 def library() -> ModuleType:
@@ -51,12 +52,6 @@ def limits() -> Any:
         max_grammar_size=_GRAMMAR_SIZE,
         verbose_errors=False,
     )
-
-
-def tokenizer_text(path: Path) -> str:
-    """A tokenizer.json for LLTokenizer, which neither cuts pieces of a grammar nor fills them up as it may prompts. Raises OSError and
-    ValueError."""
-    return json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"truncation": None, "padding": None})
 
 
 def source_of(grammar: Grammar) -> str:
@@ -110,6 +105,8 @@ def schema_of(grammar: Grammar) -> str:
 def refused(grammar: Grammar, why: str) -> InvalidRequest:
     """What a client is told of a grammar that llguidance does not take."""
     hint = ""
+    if any(sign in why for sign in _UNWRITABLE):
+        why = "no answer is a sentence of it, in the tokens of this model"
     if grammar.kind is GrammarKind.JSON_SCHEMA and "Unimplemented" in why:
         hint = '; leave them out, or add "x-guidance": {"lenient": true} to the schema to have them ignored'
     if "coerce_one_of" in why:

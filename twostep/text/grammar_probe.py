@@ -3,7 +3,7 @@
 Most of what a grammar may cost is bounded by llguidance's own limits, but not all: conjunctions of a dozen regular expressions take more
 memory than there is, and a library that gets none ends its process.
 
-It is asked in JSON: first `tokenizer`, the path of a tokenizer.json, and `memory_bytes`, how much a grammar may take beside it; then
+It is asked in JSON: first `model`, the path of a model's directory, and `memory_bytes`, how much a grammar may take beside it; then
 grammars: `kind`, `text`, which it answers with `error`: what is wrong, or null.
 """
 
@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from twostep.errors import InvalidRequest, SetupError
+from twostep.errors import InvalidRequest
 from twostep.helper_service import limit_memory, serve
 from twostep.sampling_params import Grammar, GrammarKind
-from twostep.text.grammar import library, limits, refused, source_of, tokenizer_text
+from twostep.text.grammar import library, limits, refused, source_of
+from twostep.text.grammar_tokenizer import grammar_tokenizer
 
 # Of an answer that is made up: what grows, as a rule grows soon.
 _NUM_TOKENS = 24
@@ -28,9 +29,10 @@ def main() -> None:
     def begin(question: bytes) -> Callable[[bytes], bytes]:
         setup = json.loads(question)
         try:
-            tokenizer = library().LLTokenizer(tokenizer_text(Path(setup["tokenizer"])))
-        except (OSError, ValueError) as error:
-            raise SetupError(str(error)) from error
+            tokenizer = grammar_tokenizer(Path(setup["model"]))
+        except InvalidRequest as error:
+            refusal = json.dumps({"error": error.message}).encode()
+            return lambda question: refusal
         limit_memory(setup["memory_bytes"])
         return partial(_answer, tokenizer)
 

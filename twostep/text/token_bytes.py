@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
 from twostep.text.tokenizer import Tokenizer
-
-_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-_WORD_BOUNDARY = "\u2581"
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -46,14 +41,16 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def _bytes(self, token_id: int) -> bytes:
-        name = self._tokenizer.token_text(token_id)
-        if token_id in self._tokenizer.special_ids or token_id in self._tokenizer.added_ids:
+        tokenizer = self._tokenizer
+        name = tokenizer.token_text(token_id)
+        if token_id in tokenizer.special_ids or (token_id in tokenizer.added_ids and tokenizer.joins_bytes):
             return name.encode()
-        if self._tokenizer.joins_bytes:
+        if tokenizer.joins_bytes:
             try:
                 return bytes(_BYTE_OF_CHAR[char] for char in name)
             except KeyError:
                 return name.encode()
-        if found := _BYTE_FALLBACK.fullmatch(name):
-            return bytes([int(found.group(1), 16)])
-        return name.replace(_WORD_BOUNDARY, " ").encode()
+        text = tokenizer.decode_after([token_id])
+        byte = tokenizer.byte_of(token_id)
+        # A decoder without byte fallback writes such a token as it is called.
+        return bytes([byte]) if byte is not None and text != name else text.encode()

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import tokenizers.decoders
 
-from twostep.errors import InvalidRequest, SetupError
-from twostep.model_dir import MAX_TOKENIZER_BYTES
+from twostep.errors import InvalidRequest
 from twostep.text.added_tokens import AddedToken, AddedTokens
-from twostep.text.slow_patterns import slow_pattern
+from twostep.text.tokenizer_files import read_tokenizer
 
 _REPLACEMENT = "\ufffd"
+# A token of a vocabulary with byte fallback that stands for one byte.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# Decoders for which a token adds the same to any text, and another thing only at the beginning of one.
+_ALIKE_AFTER_TEXT = frozenset({"ByteFallback", "Metaspace", "WordPiece", "Fuse"})
 # Of more than so many the library is asked in the way that releases the GIL, which costs threads of its own.
 _MAX_HELD_IDS = 2048
 # Longer texts are encoded without the interpreter's lock, in which nothing else could run: a million characters take half a second.
@@ -52,25 +58,16 @@ class Tokenizer:
         self._guarded = _Guarded(inner, added, self._added_tokens, frozenset(vocab.values()))
         # Special ids that decode writes out all the same; they are not among `_special`.
         self._shown: frozenset[int] = frozenset()
-        # Such a decoder joins the tokens' bytes, so that whole characters read the same wherever they stand. Others look at neighbours.
+        # Such a decoder joins the tokens' bytes, so that whole characters read the same wherever they stand.
         self._joins_bytes = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
         self._whole: dict[int, str | None] = {}
+        self._anchor = self._find_anchor(inner.decoder, vocab.values())
+        self._anchor_chars = len(self.decode(self._anchor)) if self._anchor else 0
 
     @classmethod
     def load(cls, model_dir: Path, control_ids: AbstractSet[int] = frozenset()) -> Tokenizer:
         """`control_ids` as of the constructor. Raises SetupError, naming the file, if tokenizer.json is missing or broken."""
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
-            raise SetupError(f"{path} does not exist; give a Hugging Face model directory with a tokenizer.json, or download it")
-        if (num_bytes := path.stat().st_size) > MAX_TOKENIZER_BYTES:
-            raise SetupError(f"{path} has {num_bytes} bytes, more than any tokenizer ({MAX_TOKENIZER_BYTES}); download it again")
-        try:
-            inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for every broken file
-            raise SetupError(f"{path} cannot be read as a tokenizer ({error}); download it again") from error
-        if (pattern := slow_pattern(inner)) is not None:
-            raise SetupError(f"{path} cuts texts with {pattern[:80]!r}, which repeats what repeats and may never end; write it without")
-        return cls(inner, control_ids)
+        return cls(read_tokenizer(model_dir), control_ids)
 
     @property
     def vocab_size(self) -> int:
@@ -151,6 +148,24 @@ class Tokenizer:
         text: str = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    @property
+    def spaces_words(self) -> bool:
+        """Spaces between words are the decoder's: no token says whether one comes."""
+        return self._inner.decoder is None or isinstance(self._inner.decoder, tokenizers.decoders.WordPiece)
+
+    @property
+    def anchor(self) -> tuple[int, ...] | None:
+        """Tokens that stand for any text that comes before: `decode` of them and more adds what it adds after any other text. Nothing
+        where that never matters. None: the decoder looks at neighbours in a way that no token can stand for."""
+        return self._anchor
+
+    def decode_after(self, token_ids: Sequence[int]) -> str:
+        """What tokens add to a text that ends on a character boundary. Many decoders leave out a space at the beginning of a text, which
+        `decode` takes them for."""
+        if not self._anchor:
+            return self.decode(token_ids)
+        return self.decode((*self._anchor, *token_ids))[self._anchor_chars :]
+
     def whole_text(self, token_id: int) -> str | None:
         """What a token adds to a text that ends on a character boundary, if that is whole characters whatever stands around it: empty for
         special ids and those outside the vocabulary. None: it takes `decode` to tell. Remembered, so that a token of a stream costs no
@@ -161,12 +176,17 @@ class Tokenizer:
             pass
         text: str | None = ""
         if token_id not in self._special and self.token_text(token_id):
-            text = self.decode([token_id]) if self._joins_bytes else None
+            text = None if self._anchor is None or self.byte_of(token_id) is not None else self.decode_after([token_id])
             if text is not None and (not text or _REPLACEMENT in text):
                 text = None
         if 0 <= token_id < self._size:
             self._whole[token_id] = text
         return text
+
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte that a token stands for in a vocabulary that writes what it has no token for in bytes."""
+        found = None if self._joins_bytes else _BYTE_TOKEN.fullmatch(self.token_text(token_id))
+        return None if found is None else int(found.group(1), 16)
 
     def token_text(self, token_id: int) -> str:
         """The token as the vocabulary writes it (byte-level tokens in their printable alphabet); empty for no such id."""
@@ -176,6 +196,32 @@ class Tokenizer:
         """The id of a token as the vocabulary writes it."""
         found: int | None = self._inner.token_to_id(token)
         return found
+
+    def _find_anchor(self, decoder: Any, ids: Iterable[int]) -> tuple[int, ...] | None:
+        if self._joins_bytes:
+            return ()
+        if not _adds_alike(None if decoder is None else json.loads(decoder.__getstate__())):
+            return None
+        plain = (i for i in sorted(ids) if i not in self._added and self.byte_of(i) is None)
+        return next(((i,) for i in plain if self.decode([i]).isalnum()), None)
+
+
+def _adds_alike(decoder: Any) -> bool:
+    """Whether a token adds the same after any text, by a decoder as tokenizer.json describes it; None: tokens are joined by spaces."""
+    if decoder is None:
+        return True
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    fused = False
+    for step in steps:
+        kind = step["type"]
+        if kind == "Replace" and (fused or len(step["pattern"].get("String", "")) != 1):
+            return False
+        if kind == "Strip" and step["stop"]:
+            return False
+        if kind not in _ALIKE_AFTER_TEXT and kind not in ("Replace", "Strip"):
+            return False
+        fused = fused or kind == "Fuse"
+    return True
 
 
 class _Guarded:

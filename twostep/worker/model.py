@@ -64,10 +64,10 @@ class ServedModel:
     # How long its steps take, as measured at the start; None: not measured.
     curve: StepCurve | None = None
     # Its tokenizer.json, for answers held to a grammar; None: there is none.
-    tokenizer_file: Path | None = None
+    tokenizer_dir: Path | None = None
 
     def grammar_compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self.tokenizer_file, vocab_size=self.runner.vocab_size, eos_token_ids=self.eos_token_ids)
+        return GrammarCompiler(self.tokenizer_dir, vocab_size=self.runner.vocab_size, eos_token_ids=self.eos_token_ids)
 
 
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> ServedModel:
@@ -110,7 +110,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         eos_token_ids=eos,
         ranks=ranks,
         curve=_measured_curve(config, runner, progress or NoProgress()) if config.calibrate else None,
-        tokenizer_file=None if model_dir is None else model_dir / "tokenizer.json",
+        tokenizer_dir=model_dir,
     )
 
 
