@@ -55,11 +55,11 @@ class Origins:
         # Browsers alone write Sec-Fetch-Site, no page; those too old for it, and those that reach the router without TLS, write none.
         if site == "same-origin" or (origin is None and site == "none") or (origin is not None and _same(origin, request)):
             return
-        raise HttpError(
-            403,
-            f"pages of {str(origin)[:80]!r} may not ask this router; name it in the router's --allowed-origins",
-            code="origin_not_allowed",
-        )
+        if origin is None:
+            told = "a page of another site may not ask this router, and sends no Origin that --allowed-origins could name"
+        else:
+            told = f"pages of {origin[:80]!r} may not ask this router; name it in the router's --allowed-origins"
+        raise HttpError(403, told, code="origin_not_allowed")
 
 
 def _same(origin: str, request: web.Request) -> bool:

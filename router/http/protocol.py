@@ -17,7 +17,7 @@ from router.http.errors import HttpError, body_of, error_response
 from router.http.unread import Connection
 
 _TOO_LONG = "a line of the request's head is too long; keep the URL and each header under 8 KiB"
-_NO_HTTP = "this is no HTTP request that can be read; send HTTP/1.1, to an https:// address if the router has --tls-cert"
+_NO_HTTP = "this is no HTTP request that can be read; send HTTP/1.1 with a Host, to an https:// address if the router has --tls-cert"
 # Of one request's head, all its lines together.
 _MAX_HEAD_BYTES = 64 << 10
 # Up to twice as much of a body is kept that nobody reads yet.

@@ -52,6 +52,8 @@ def test_keys_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
     status, out, _ = run(capsys, "list", *where, "--json")
     assert [(each["id"], each["disabled"]) for each in json.loads(out)] == [(key.id, True)]
+    changed = run(capsys, "change", key.id, *where, "--no-disabled", "--expires", "2020-01-01T00:00:00Z")
+    assert changed[1] == f"{key.id}: none, expired, ended 2020-01-01T00:00:00Z\n"
     assert run(capsys, "revoke", key.id, *where)[0] == 0
     assert run(capsys, "list", *where)[1] == "There are no keys.\n"
 

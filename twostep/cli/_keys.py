@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
@@ -251,7 +252,8 @@ def _limits(record: Record) -> str:
 
 
 def _state(record: Record) -> str:
-    told = "disabled" if record["disabled"] else "enabled"
+    over = record["expires"] and datetime.fromisoformat(record["expires"]) <= datetime.now(UTC)
+    told = "disabled" if record["disabled"] else "expired" if over else "enabled"
     if record["expires"]:
-        told += f", expires {record['expires']}"
+        told += f", {'ended' if over else 'expires'} {record['expires']}"
     return told + (", speaks for tenants" if record["speaks_for_tenants"] else "")
