@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
@@ -19,7 +18,7 @@ from router.http.errors import blaming
 from router.http.front import Front
 from router.http.logprobs import TokenNames
 from router.http.sse import ANSWERS, EventStream
-from router.http.translate import choice_seed, flag_of, keep_alive_of, request_of, timeout_of
+from router.http.translate import choice_seed, drawn_seed_of, flag_of, keep_alive_of, request_of, timeout_of
 from router.http.whole_answer import ENCODER, WholeAnswer, check_repeated, check_size
 from router.json_pieces import json_pieces
 from router.memory_budget import Holding
@@ -39,6 +38,11 @@ HEADERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("x-twostep-ttft-ms", "the first token is promised within so many milliseconds", _NUMBER),
     ("x-twostep-tpot-ms", "each further token is promised within so many milliseconds", _NUMBER),
     ("x-twostep-timeout-ms", "the request ends after so many milliseconds", _NUMBER),
+    (
+        "x-twostep-seed",
+        "what an answer's header of this name told: repeats a request without `seed`, all of its prompts",
+        {"type": "string", "pattern": "^-?[0-9]{1,19}$"},
+    ),
     ("x-twostep-phases", "1: the answer says how long each phase took", {"type": "string", "enum": ["0", "1"]}),
     (
         "x-twostep-keep-alive-s",
@@ -61,7 +65,7 @@ class Asked(ABC, Generic[AnyBody]):
         self.body: AnyBody = body
         self.front, self.call = front, call
         self.n = body.n or 1
-        self.seed = secrets.randbits(63) if body.seed is None else body.seed
+        self.seed = drawn_seed_of(call.headers) if body.seed is None else body.seed
         self.timeout_s = timeout_of(body, call.headers)
         options = body.stream_options
         self.wanted = Wanted(
@@ -151,7 +155,8 @@ class Asked(ABC, Generic[AnyBody]):
         """That of the choice, but for its prompt."""
         request = pb.GenerateRequest()
         request.CopyFrom(self._request)
-        request.sampling.seed = choice_seed(self.seed, index % self.n)
+        # One that was drawn is of all prompts: equal ones are to be answered in different ways. One that was given is of each of them.
+        request.sampling.seed = choice_seed(self.seed, index if self.body.seed is None else index % self.n)
         request.request_id = self._name if index == 0 else f"{self._name[:120]}-{index}"
         return request
 

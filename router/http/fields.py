@@ -155,7 +155,8 @@ class CommonBody(Body):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     """Answers to each prompt. The i-th is the same for the same seed, whatever n."""
     seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)
-    """Without one the router draws it, and tells it in the header `x-twostep-seed`."""
+    """Of each prompt: equal ones get equal answers. Without one every answer to every prompt has its own, made of one that the router draws
+    and tells in the header `x-twostep-seed`; a request with this header repeats them."""
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     """The text ends before the first of these."""
     temperature: float | None = Field(default=None, ge=0.0, le=100.0)
@@ -171,7 +172,7 @@ class CommonBody(Body):
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100.0)
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
-    """No stop token comes before so many tokens."""
+    """No stop token and no stop string ends the answer before so many tokens."""
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     skip_special_tokens: bool | None = None
