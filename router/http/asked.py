@@ -23,6 +23,7 @@ from router.http.whole_answer import ENCODER, WholeAnswer, check_repeated, check
 from router.json_pieces import json_pieces
 from router.memory_budget import Holding
 from router.prompt import Prompt
+from twostep.errors import ContextExceeded
 from twostep.rpc.v1 import inference_pb2 as pb
 
 AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody)
@@ -116,6 +117,20 @@ class Asked(ABC, Generic[AnyBody]):
             most=inference.memory.of_caller,
             is_line=is_line,
             logprobs_field="top_logprobs" if isinstance(self.body, ChatBody) else "logprobs",
+            limit_field=self.body.limit_field,
+        )
+
+    def check_room(self, prompt: Prompt) -> None:
+        """Of a prompt that was read. Raises ContextExceeded in the words of the body: where it says nothing, completions have a limit too."""
+        limit, longest = self.body.token_limit, self.front.inference.max_model_len
+        room = longest - len(prompt.ids)
+        if limit is None or not 0 < room < limit:
+            return
+        field = self.body.limit_field
+        asked = f"an answer has up to {limit} where max_tokens is not given" if field is None else f"{field} is {limit}"
+        raise ContextExceeded(
+            f"the prompt has {len(prompt.ids)} tokens, {asked}, and the context has {longest}; "
+            f"shorten the prompt or {'give a max_tokens of' if field is None else 'ask for'} at most {room}"
         )
 
     def check_repeated(self, prompt: Prompt, echo: str = "") -> None:
