@@ -25,11 +25,8 @@ class YarnStretch:
     def of(cls, rope: Mapping[str, Any], name: str, max_position_embeddings: int, path: Path) -> YarnStretch:
         """`rope`: the parameters, called `name` in the file `path`. Null is absent, as it is in transformers, but that a factor has to be
         named. Raises SetupError, naming the key."""
-        original = rope.get("original_max_position_embeddings")
-        if original is None:
-            original = max_position_embeddings
-        else:
-            original = _length(original, f"{name}.original_max_position_embeddings", path)
+        given = rope.get("original_max_position_embeddings")
+        original = max_position_embeddings if given is None else _length(given, f"{name}.original_max_position_embeddings", path)
         if "factor" not in rope:
             raise SetupError(f"{path} has no {name}.factor; download the file again, or add the key")
         factor = rope["factor"]

@@ -121,7 +121,7 @@ class Asked(ABC, Generic[AnyBody]):
         )
 
     def check_room(self, prompt: Prompt) -> None:
-        """Of a prompt that was read. Raises ContextExceeded in the words of the body: where it says nothing, completions have a limit too."""
+        """Of a prompt that was read. Raises ContextExceeded in the body's words: completions that say nothing have a limit too."""
         limit, longest = self.body.token_limit, self.front.inference.max_model_len
         room = longest - len(prompt.ids)
         if limit is None or not 0 < room < limit:
