@@ -16,7 +16,7 @@ def resumed_tokens(
     beginning of an answer to this request."""
     if len(token_ids) > sampling.max_tokens:
         raise InvalidRequest(
-            f"resume_token_ids has {len(token_ids)} tokens and the whole answer may have {sampling.max_tokens} (max_tokens counts them); "
+            f"resume_token_ids has {len(token_ids)} tokens and max_tokens, which counts them, is {sampling.max_tokens}; "
             "resume with the parameters of the first request"
         )
     # An answer in a grammar ends where nothing can follow, whatever was asked for.
