@@ -45,6 +45,8 @@ class Answer:
         # What a token adds has to be known by itself.
         self._careful = bool(sampling.stop) or splitter is not None
         self._has_stops = bool(sampling.stop)
+        # Of these tokens no text ends the answer.
+        self._min_tokens = sampling.min_tokens
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._with_logprobs = sampling.logprobs is not None
         self.num_tokens = 0
@@ -90,7 +92,7 @@ class Answer:
                 if ended and self.finish is None:
                     parts.append(self._end(token, num_read))
         if unread:
-            parts.append(Part("", self._watch(self._detokenizer.push(unread))))
+            parts.append(Part("", self._watch(self._detokenizer.push(unread), self.num_tokens + len(taken))))
         reasoning, text = parts[0] if len(parts) == 1 else _joined(parts)
         if not taken and not text and not reasoning:
             return None
@@ -114,7 +116,7 @@ class Answer:
 
     def _read(self, token_ids: list[int], num_read: int) -> Part:
         """`num_read`: tokens of the answer that have been read, these included."""
-        text = self._watch(self._detokenizer.push(token_ids))
+        text = self._watch(self._detokenizer.push(token_ids), num_read)
         return self._split(text, num_read)
 
     def _split(self, text: str, num_read: int) -> Part:
@@ -132,8 +134,9 @@ class Answer:
             self._splitter, self._careful = None, self._has_stops
         return part
 
-    def _watch(self, text: str) -> str:
-        result = self._stops.push(text)
+    def _watch(self, text: str, num_read: int) -> str:
+        """A stop string ends the answer if it is complete only after `min_tokens`, as vLLM has it; it may begin before."""
+        result = self._stops.push(text, may_end=num_read > self._min_tokens)
         if result.matched is not None:
             self.finish = Finish(inference_pb2.FINISH_REASON_STOP, result.matched)
             self.stopped_by_text = True
@@ -141,7 +144,7 @@ class Answer:
 
     def _end(self, token: prefill_pb2.Token, num_read: int) -> Part:
         """Text still held back; it may complete a stop string, which then is what ended the answer."""
-        text = self._watch(self._detokenizer.finish())
+        text = self._watch(self._detokenizer.finish(), num_read)
         if self.finish is None:
             text += self._stops.finish().text
             named = token.finish_reason == inference_pb2.FINISH_REASON_STOP and token.token_id in self._stop_token_ids

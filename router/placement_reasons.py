@@ -29,7 +29,7 @@ def too_large(demand: Demand, prefill: Sequence[Candidate], decode: Sequence[Can
     context = min(max(c.record.max_model_len for c in side) for side in sides)
     return (
         f"{demand.num_tokens} tokens and up to {demand.max_new_tokens} new ones do not fit the workers: "
-        f"their context is {context} tokens, their KV pool {slots}; shorten the prompt or lower max_tokens"
+        f"their context is {context} tokens, their KV pool {slots}; shorten the prompt or ask for fewer new tokens (max_tokens)"
     )
 
 

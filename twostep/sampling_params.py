@@ -80,7 +80,12 @@ class SamplingParams:
         _within("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            # Who sent no max_tokens has one all the same.
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}, and the answer may have {self.max_tokens} tokens at most; "
+                f"give a value from 0 to {self.max_tokens}, or a larger max_tokens"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequest(f"top_p is {self.top_p}; give a value above 0 and at most 1")
         # Logits are divided by it: what is next to nothing would make them infinite, which looks like a broken model.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
@@ -19,11 +18,12 @@ from router.http.errors import blaming
 from router.http.front import Front
 from router.http.logprobs import TokenNames
 from router.http.sse import ANSWERS, EventStream
-from router.http.translate import choice_seed, flag_of, keep_alive_of, request_of, timeout_of
+from router.http.translate import choice_seed, drawn_seed_of, flag_of, keep_alive_of, request_of, timeout_of
 from router.http.whole_answer import ENCODER, WholeAnswer, check_repeated, check_size
 from router.json_pieces import json_pieces
 from router.memory_budget import Holding
 from router.prompt import Prompt
+from twostep.errors import ContextExceeded
 from twostep.rpc.v1 import inference_pb2 as pb
 
 AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody)
@@ -39,6 +39,11 @@ HEADERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("x-twostep-ttft-ms", "the first token is promised within so many milliseconds", _NUMBER),
     ("x-twostep-tpot-ms", "each further token is promised within so many milliseconds", _NUMBER),
     ("x-twostep-timeout-ms", "the request ends after so many milliseconds", _NUMBER),
+    (
+        "x-twostep-seed",
+        "what an answer's header of this name told: repeats a request without `seed`, all of its prompts",
+        {"type": "string", "pattern": "^-?[0-9]{1,19}$"},
+    ),
     ("x-twostep-phases", "1: the answer says how long each phase took", {"type": "string", "enum": ["0", "1"]}),
     (
         "x-twostep-keep-alive-s",
@@ -61,7 +66,7 @@ class Asked(ABC, Generic[AnyBody]):
         self.body: AnyBody = body
         self.front, self.call = front, call
         self.n = body.n or 1
-        self.seed = secrets.randbits(63) if body.seed is None else body.seed
+        self.seed = drawn_seed_of(call.headers) if body.seed is None else body.seed
         self.timeout_s = timeout_of(body, call.headers)
         options = body.stream_options
         self.wanted = Wanted(
@@ -112,6 +117,20 @@ class Asked(ABC, Generic[AnyBody]):
             most=inference.memory.of_caller,
             is_line=is_line,
             logprobs_field="top_logprobs" if isinstance(self.body, ChatBody) else "logprobs",
+            limit_field=self.body.limit_field,
+        )
+
+    def check_room(self, prompt: Prompt) -> None:
+        """Of a prompt that was read. Raises ContextExceeded in the body's words: completions that say nothing have a limit too."""
+        limit, longest = self.body.token_limit, self.front.inference.max_model_len
+        room = longest - len(prompt.ids)
+        if limit is None or not 0 < room < limit:
+            return
+        field = self.body.limit_field
+        asked = f"an answer has up to {limit} where max_tokens is not given" if field is None else f"{field} is {limit}"
+        raise ContextExceeded(
+            f"the prompt has {len(prompt.ids)} tokens, {asked}, and the context has {longest}; "
+            f"shorten the prompt or {'give a max_tokens of' if field is None else 'ask for'} at most {room}"
         )
 
     def check_repeated(self, prompt: Prompt, echo: str = "") -> None:
@@ -151,7 +170,8 @@ class Asked(ABC, Generic[AnyBody]):
         """That of the choice, but for its prompt."""
         request = pb.GenerateRequest()
         request.CopyFrom(self._request)
-        request.sampling.seed = choice_seed(self.seed, index % self.n)
+        # One that was drawn is of all prompts: equal ones are to be answered in different ways. One that was given is of each of them.
+        request.sampling.seed = choice_seed(self.seed, index if self.body.seed is None else index % self.n)
         request.request_id = self._name if index == 0 else f"{self._name[:120]}-{index}"
         return request
 

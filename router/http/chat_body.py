@@ -153,6 +153,10 @@ class ChatBody(CommonBody, ChatPrompt):
     mm_processor_kwargs: Annotated[Any, Refused("models here read text", unless={})] = None
 
     @property
+    def limit_field(self) -> str | None:
+        return super().limit_field if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema
 
 from router.http.errors import HttpError
-from router.http.fields import MAX_TOKEN_ID, CommonBody, IdArray, Refused, ids_of, packed
+from router.http.fields import MAX_TOKEN_ID, CommonBody, IdArray, Misfit, Refused, ids_of, packed
 from twostep.sampling_params import MAX_LOGPROBS
 
 MAX_PROMPTS = 2048
@@ -31,6 +31,46 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fa
 ListOfIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
+_MIXED = "a list is of texts, of token ids, or of lists of token ids, and not of several of these"
+_KINDS = "give a text, a list of texts, the token ids of one prompt, or a list of such lists"
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
+
+
+def _misfit_id(value: Any, *path: int | str) -> Misfit:
+    if isinstance(value, (str, list)):
+        return Misfit(path, _MIXED, value)
+    return Misfit(path, "a token id is a whole number from 0 up to the vocabulary's size", value)
+
+
+def _misfit(prompt: Any) -> Misfit | None:
+    """What a prompt is meant to be, its first item says."""
+    if isinstance(prompt, str):
+        return None
+    if not isinstance(prompt, list):
+        return Misfit(("prompt",), _KINDS, prompt)
+    if not prompt:
+        return Misfit(("prompt",), f"the list is empty; {_KINDS}", prompt)
+    kind = type(prompt[0])
+    if kind not in (str, list, int, float, bool):
+        return Misfit(("prompt", 0), _KINDS, prompt[0])
+    if kind is not str and kind is not list:
+        at = next((i for i, item in enumerate(prompt) if not _is_id(item)), None)
+        return None if at is None else _misfit_id(prompt[at], "prompt", at)
+    if len(prompt) > MAX_PROMPTS:
+        return Misfit(("prompt",), f"there are {len(prompt)} prompts; send at most {MAX_PROMPTS} at a time", prompt)
+    for i, item in enumerate(prompt):
+        if type(item) is not kind:
+            return Misfit(("prompt", i), _MIXED, item)
+        if kind is list and not item:
+            return Misfit(("prompt", i), "a prompt has no token ids; give at least one", item)
+        if kind is list and (at := next((j for j, token_id in enumerate(item) if not _is_id(token_id)), None)) is not None:
+            return _misfit_id(item[at], "prompt", i, at)
+    return None
+
+
 class CompletionBody(CommonBody):
     prompt: str | Texts | Ids | ListOfIds
     """A text, several, the token ids of one, or of several. Choice i of prompt p has the index p * n + i."""
@@ -44,6 +84,10 @@ class CompletionBody(CommonBody):
 
     suffix: Annotated[Any, Refused("nothing is inserted between two texts here; leave it out", unless="")] = None
     prompt_embeds: Annotated[Any, Refused("send text or token ids", unless=[])] = None
+
+    @classmethod
+    def misfit(cls, field: str, value: Any) -> Misfit | None:
+        return _misfit(value) if field == "prompt" else super().misfit(field, value)
 
     @property
     def token_limit(self) -> int:

@@ -13,6 +13,7 @@ from router.http.choices import Events, Said, StreamedChoice, WholeChoice
 from router.http.chunks import TEXT_WRAP
 from router.http.completion_body import CompletionBody
 from router.http.described import described
+from router.http.errors import blaming
 from router.http.fields import parse_body
 from router.http.front import FRONT, Front
 from router.http.kept_text import KeptText
@@ -65,13 +66,17 @@ class Completion(Asked[CompletionBody]):
     async def read_prompt(self, index: int) -> Prompt:
         inference, given = self.front.inference, self._prompts[index]
         request = pb.GenerateRequest(keep_special_tokens=self._request.keep_special_tokens)
-        if not isinstance(given, str):
-            request.token_ids.ids.extend(given)
-        elif self.body.add_special_tokens is False:
-            request.token_ids.ids.extend(await inference.text_ids(given, add_special_tokens=False))
-        else:
-            request.text = given
-        prompt = await inference.read_prompt(request)
+        # Of several, a message says which one it is about.
+        name = f"prompt[{index}]" if isinstance(self.body.prompt, list) else "prompt"
+        with blaming((), called={"text": name, "token_ids": name}):
+            if not isinstance(given, str):
+                request.token_ids.ids.extend(given)
+            elif self.body.add_special_tokens is False:
+                request.token_ids.ids.extend(await inference.text_ids(given, add_special_tokens=False))
+            else:
+                request.text = given
+            prompt = await inference.read_prompt(request)
+        self.check_room(prompt)
         if self.body.echo:
             self._echoes[index] = given if isinstance(given, str) else await decoded(self.front.tokenizer, given)
         self.check_repeated(prompt, self._echoes[index])

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Container, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,14 +52,16 @@ class HttpError(TwostepError):
 
 
 @contextmanager
-def blaming(fields: Container[str]) -> Iterator[None]:
-    """Around what knows nothing of HTTP: messages that begin with a field's name are about it."""
+def blaming(fields: Container[str], called: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Around what knows nothing of HTTP: messages that begin with a field's name are about it. `called`: what of the body a message means
+    by another name."""
+    names = {name: field for name, field in _NAMES.items() if field in fields} if called is None else called
     try:
         yield
     except InvalidRequest as error:
         field = _FIELD.match(error.message)
-        name = None if field is None else field["name"] if field["name"] in fields else _NAMES.get(field["name"])
-        if field is None or name not in fields:
+        name = None if field is None else field["name"] if field["name"] in fields else names.get(field["name"])
+        if field is None or name is None:
             raise
         param = f"{name}{field['rest']}"
         code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None

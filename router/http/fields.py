@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -38,11 +38,24 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 
 
+class Misfit(NamedTuple):
+    """Where a value is that does not fit, and what would: ("prompt", 0), "a token id is a whole number"."""
+
+    path: tuple[int | str, ...]
+    message: str
+    value: Any
+
+
 class Body(BaseModel):
     """Types are taken at their word: "5" is no number. Lists fail at the first item that is wrong (`fail_fast`): a message for each of a
     million takes minutes and gigabytes."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+    @classmethod
+    def misfit(cls, field: str, value: Any) -> Misfit | None:
+        """What is wrong with the value of a field that may be of several types. None: the first message of its types says it."""
+        return None
 
 
 def packed(pack: Callable[[Any], object], kind: Any) -> GetPydanticSchema:
@@ -155,7 +168,8 @@ class CommonBody(Body):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     """Answers to each prompt. The i-th is the same for the same seed, whatever n."""
     seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)
-    """Without one the router draws it, and tells it in the header `x-twostep-seed`."""
+    """Of each prompt: equal ones get equal answers. Without one every answer to every prompt has its own, made of one that the router draws
+    and tells in the header `x-twostep-seed`; a request with this header repeats them."""
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     """The text ends before the first of these."""
     temperature: float | None = Field(default=None, ge=0.0, le=100.0)
@@ -171,7 +185,7 @@ class CommonBody(Body):
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100.0)
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
-    """No stop token comes before so many tokens."""
+    """No stop token and no stop string ends the answer before so many tokens."""
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     skip_special_tokens: bool | None = None
@@ -219,6 +233,11 @@ class CommonBody(Body):
     kv_transfer_params: Annotated[Any, Refused("the router pairs workers itself; leave it out", unless={})] = None
 
     @property
+    def limit_field(self) -> str | None:
+        """The field that says how long an answer may be; None: the client has not said it."""
+        return None if self.max_tokens is None else "max_tokens"
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
@@ -233,16 +252,22 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        raise _said(error) from None
+        raise _said(error, kind) from None
 
 
-def _said(error: ValidationError) -> HttpError:
-    """A union's message of each of its members is one too many: the one that got furthest says what is wrong."""
+def _said(error: ValidationError, kind: type[BaseModel]) -> HttpError:
+    """A union's message of each of its members is one too many: the body's own word of it, or else the one that got furthest."""
     errors = error.errors(include_url=False, include_context=False)
     first = max(errors, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     if first["type"] == "json_invalid":
         return HttpError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
     top = errors[0]["loc"][0] if errors[0]["loc"] else None
+    # The first member of a union is a plain type: it has been given all of the value.
+    if isinstance(top, str) and len(errors[0]["loc"]) == 2 and issubclass(kind, Body):
+        misfit = kind.misfit(top, errors[0]["input"])
+        if misfit is not None:
+            param = path_of(misfit.path)
+            return HttpError(400, f"{param}: {misfit.message} (it is {_shown(misfit.value)}); see /openapi.json", param=param)
     if first["loc"][:1] != (top,):
         first = errors[0]
     param = path_of(first["loc"])

@@ -103,6 +103,11 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
     most = max(_MAX_IDS, front.card.max_model_len)
     if len(body.tokens) > most:
         raise HttpError(400, f"tokens has {len(body.tokens)} ids; send at most {most} at a time", param="tokens")
+    # A tokenizer may have more of them than the model, and the other way about.
+    last = max(front.card.vocab_size, front.tokenizer.vocab_size) - 1
+    if len(body.tokens) and max(body.tokens) > last:
+        at, wrong = next((i, token_id) for i, token_id in enumerate(body.tokens) if token_id > last)
+        raise HttpError(400, f"tokens[{at}] is {wrong}; the vocabulary of this model has ids from 0 to {last}", param=f"tokens[{at}]")
     text = await decoded(front.tokenizer, body.tokens, skip_special_tokens=False)
     return await _told(request, {"prompt": text}, len(text))
 

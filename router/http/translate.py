@@ -1,8 +1,9 @@
-"""Bodies to requests of router.inference. Pure."""
+"""Bodies to requests of router.inference. Pure, but for seeds that are drawn."""
 
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
@@ -21,6 +22,7 @@ _CLASSES = {
 _TIERS = {"flex": pb.REQUEST_CLASS_BATCH, "priority": pb.REQUEST_CLASS_INTERACTIVE}
 _MAX_TARGET_MS = 3_600_000.0
 _MAX_TIMEOUT_MS = 86_400_000.0
+_SEED = re.compile(r"-?[0-9]{1,19}")
 
 _SAME_NAME = (
     "temperature",
@@ -32,6 +34,16 @@ _SAME_NAME = (
     "min_tokens",
     "ignore_eos",
 )
+
+
+def drawn_seed_of(headers: Mapping[str, str]) -> int:
+    """Of a request that gives none: a new one, or that of the request which is repeated. Raises HttpError 400."""
+    text = headers.get("x-twostep-seed")
+    if not text:
+        return secrets.randbits(63)
+    if not _SEED.fullmatch(text) or not -(1 << 63) <= int(text) < 1 << 63:
+        raise HttpError(400, f"x-twostep-seed is {text[:40]!r}; give a whole number from -2^63 to 2^63 - 1", param="x-twostep-seed")
+    return int(text)
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -32,9 +32,18 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 def check_size(
-    *, num_answers: int, max_tokens: int, num_logprobs: int | None, token_ids: bool, most: int, is_line: bool, logprobs_field: str
+    *,
+    num_answers: int,
+    max_tokens: int,
+    num_logprobs: int | None,
+    token_ids: bool,
+    most: int,
+    is_line: bool,
+    logprobs_field: str,
+    limit_field: str | None = "max_tokens",
 ) -> None:
-    """Of a whole answer that may have so many bytes in memory; of a line of a batch, on disk. Raises HttpError 400."""
+    """Of a whole answer that may have so many bytes in memory; of a line of a batch, on disk. `limit_field`: the field that says how long
+    an answer may be, None if nothing does. Raises HttpError 400."""
     num_names = 0 if num_logprobs is None else num_logprobs + 1
     each = _TOKEN_BYTES
     if is_line:
@@ -46,12 +55,16 @@ def check_size(
     if total <= most:
         return
     asked = f"{num_answers} answers of up to {max_tokens} tokens" + (f" with {num_logprobs} log probabilities each" if num_names else "")
-    lower = [name for name, large in (("n", num_answers > 1), ("max_tokens", True), (logprobs_field, num_names > 0)) if large]
+    large = (("n", num_answers > 1), (limit_field, limit_field is not None), (logprobs_field, num_names > 0))
+    lower = [name for name, is_large in large if name is not None and is_large]
+    ways = [f"lower {' or '.join(lower)}"] if lower else []
+    ways += ["give max_tokens"] if limit_field is None else []
+    ways += [] if is_line else ["set stream to true"]
     raise HttpError(
         400,
         f"{asked} could come to {total >> 20} MiB, and {'a line of a batch' if is_line else 'an answer that is not streamed'} may come to "
-        f"{most >> 20}; lower {' or '.join(lower)}{'' if is_line else ', or set stream to true'}",
-        param=lower[0],
+        f"{most >> 20}; {', or '.join(ways)}",
+        param=lower[0] if lower else "max_tokens",
     )
 
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, MistralConfig, OPTConfig, PretrainedConfig
 from twostep.errors import SetupError
 from twostep.models.config import ModelConfig, parse_config
 from twostep.models.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from twostep.text.model_card import ModelCard
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,
@@ -109,6 +110,34 @@ def test_yarn_scaling_and_the_context_it_makes(tmp_path: Path) -> None:
     assert config.rope is not None
     assert config.rope.scaling == YarnScaling(factor=4.0, original_max_position_embeddings=512)
     assert config.max_model_len == 2048
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "yarn", "factor": 2.5}, 5120),
+        ({"rope_type": "yarn", "type": "linear", "factor": 2}, 4096),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        (LLAMA3 | {"rope_type": "llama3"}, 2048),
+        ({"rope_type": "default", "factor": 4.0}, 2048),
+        (None, 2048),
+    ],
+)
+def test_routers_and_workers_agree_on_the_context(tmp_path: Path, key: str, rope: dict[str, Any] | None, expected: int) -> None:
+    written(tmp_path, **{key: rope})
+    assert (ModelCard.load(tmp_path).max_model_len, parse_config(tmp_path).max_model_len) == (expected, expected)
+
+
+@pytest.mark.parametrize("factor", [0.5, "4", True, 1e300, 10**400, float("inf"), float("nan"), ...])
+def test_no_context_comes_of_a_factor_that_is_none(tmp_path: Path, factor: object) -> None:
+    written(tmp_path, rope_scaling={"rope_type": "yarn"} | ({} if factor is ... else {"factor": factor}))
+    for load in (ModelCard.load, parse_config):
+        with pytest.raises(SetupError, match=r"rope_scaling\.factor"):
+            load(tmp_path)
 
 
 def test_parameters_of_a_scaling_that_is_off_are_nothing(tmp_path: Path) -> None:

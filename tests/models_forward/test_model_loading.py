@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
 from safetensors.torch import load_file, save_file
 
 from twostep.engine.model_runner import ModelRunner, num_blocks_for
 from twostep.errors import SetupError
 from twostep.kernels.torch_ops import TorchOps
+from twostep.models import registry
 from twostep.models.config import parse_config
 from twostep.models.registry import build_model, load_weights
 
@@ -74,6 +76,57 @@ def test_a_tied_head_in_the_file_is_ignored(tmp_path: Path) -> None:
     save_model("llama-tied", tmp_path)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     load(tmp_path)
+
+
+EMBEDDINGS = {"llama-tied": "model.embed_tokens.weight", "opt": "model.decoder.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("family", EMBEDDINGS)
+@pytest.mark.parametrize("stored", ["another head", "an equal head", "a head in another dtype", "no head", "the head alone"])
+def test_what_is_tied_is_what_transformers_ties(family: str, stored: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """config.json says tie_word_embeddings, whatever the file holds."""
+    save_model(family, tmp_path)
+    name = EMBEDDINGS[family]
+
+    def change(tensors: Tensors) -> None:
+        embedding = tensors[name]
+        if stored == "another head":
+            # In the last row only: equal so far.
+            tensors["lm_head.weight"] = torch.cat([embedding[:-1], torch.randn(1, embedding.shape[1])])
+        elif stored == "the head alone":
+            tensors["lm_head.weight"] = tensors.pop(name)
+        elif stored == "a head in another dtype":
+            tensors["lm_head.weight"] = embedding.to(torch.bfloat16)
+        elif stored == "an equal head":
+            tensors["lm_head.weight"] = embedding.clone()
+
+    edit(tmp_path, change)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    caplog.clear()
+    runner = load(tmp_path, num_blocks=8)
+    (sequence,) = scattered_sequences([9], 4, 8, random.Random(0))
+    got = runner.forward(make_batch([(sequence, 9)], 4))
+    torch.testing.assert_close(got, reference_logits(oracle, sequence.tokens), rtol=0, atol=1e-4)
+    differs = stored in ("another head", "a head in another dtype")
+    assert runner.config.tie_word_embeddings == (not differs)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * differs
+    assert ("lm_head.weight differs" in caplog.text) == differs
+
+
+def test_a_head_of_another_shape_is_named(tmp_path: Path) -> None:
+    save_model("llama-tied", tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(9, 48)}))
+    with pytest.raises(SetupError, match=r"lm_head\.weight has shape \[9, 48\]"):
+        load(tmp_path)
+
+
+def test_heads_are_compared_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_COMPARED_ELEMENTS", 10 * 48)
+    save_model("llama-tied", tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert load(tmp_path).config.tie_word_embeddings
+    edit(tmp_path, lambda tensors: tensors["lm_head.weight"][-1].add_(1.0))
+    assert not load(tmp_path).config.tie_word_embeddings
 
 
 def test_a_checkpoint_of_the_decoder_alone_has_no_prefix(tmp_path: Path) -> None:

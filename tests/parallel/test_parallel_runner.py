@@ -75,6 +75,18 @@ def test_two_ranks_are_one(family: str, tmp_path: Path) -> None:
         compare_engines(one, two, seed=FAMILIES.index(family), tokenizer_file=save_tokenizer(tmp_path))
 
 
+def test_two_ranks_see_that_a_head_is_not_the_embedding(tmp_path: Path) -> None:
+    """config.json says that it is; each rank has to come to the same conclusion."""
+    save_model("llama-tied", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].flip(0)}, file, metadata={"format": "pt"})
+    one = ModelRunner(tmp_path, **OPTIONS)
+    assert not one.config.tie_word_embeddings
+    with several(tmp_path) as two:
+        compare_steps(one, two)
+
+
 def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
     logits = recorded(one), recorded(two._local)
     sequences = scattered_sequences([37, 11, 1], BLOCK, 96, random.Random(0))

@@ -93,6 +93,13 @@ def test_kv_of_a_token_is_the_formula(tmp_path: Path) -> None:
     assert quantized.formula.endswith("= 2 · 32 · 8 · (128 · 1 + 2) = 66,560 bytes")
 
 
+def test_an_opt_is_tied_where_it_does_not_say_so(tmp_path: Path) -> None:
+    opt = {key: value for key, value in LLAMA_8B.items() if key not in ("intermediate_size", "tie_word_embeddings")} | {"ffn_dim": 128}
+    embedding = LLAMA_8B["vocab_size"] * LLAMA_8B["hidden_size"] * 2
+    untied = model_of(opt | {"tie_word_embeddings": False}, tmp_path).weight_bytes
+    assert model_of(opt, tmp_path).weight_bytes == untied - embedding
+
+
 def test_kv_of_a_token_is_what_the_engine_allocates(tmp_path: Path) -> None:
     batch = pytest.importorskip("twostep.engine.batch")
     for quantization in ("none", "int8", "fp8"):

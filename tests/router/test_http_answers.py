@@ -94,6 +94,38 @@ async def test_the_drawn_seed_is_told_and_repeats_the_answer(cluster: Cluster) -
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+async def test_equal_prompts_without_a_seed_have_seeds_of_their_own(cluster: Cluster, streamed: bool) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http:
+
+        async def seeds_of(fields: dict[str, Any], **headers: str) -> tuple[list[int], str]:
+            prefill.requests.clear()
+            async with http.post(TEXT, json={"max_tokens": 2, "stream": streamed} | fields, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                await answer.read()
+            return sorted(request.sampling.seed for request in prefill.requests), answer.headers["x-twostep-seed"]
+
+        for fields in ({"prompt": ["a"] * 8}, {"prompt": [[5, 6]] * 4, "n": 2}):
+            seeds, told = await seeds_of(fields)
+            assert len(set(seeds)) == 8
+            assert seeds == sorted(choice_seed(int(told), i) for i in range(8))
+            assert await seeds_of(fields, **{"x-twostep-seed": told}) == (seeds, told), "the header repeats all of it"
+        # A seed that is given is each prompt's, and goes before the header.
+        assert await seeds_of({"prompt": ["a"] * 3, "seed": 7}, **{"x-twostep-seed": "8"}) == ([7, 7, 7], "7")
+        assert await seeds_of({"prompt": "a"}, **{"x-twostep-seed": "-8"}) == ([-8], "-8")
+
+
+@pytest.mark.parametrize("seed", ["x", "1.5", str(1 << 63), "-", "9" * 5000])
+async def test_a_header_that_is_no_seed_is_refused(cluster: Cluster, seed: str) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(), open_http(cluster) as http:
+        for path, body in ((TEXT, {"prompt": "a"}), (CHAT, chat())):
+            async with http.post(path, json=body, headers={"x-twostep-seed": seed}) as answer:
+                assert (answer.status, (await answer.json())["error"]["param"]) == (400, "x-twostep-seed")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 async def test_logprobs_of_chats(cluster: Cluster, streamed: bool) -> None:
     await cluster.prefill()
     await cluster.decode()

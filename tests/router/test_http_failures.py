@@ -12,7 +12,11 @@ import grpc
 import openai
 import pytest
 from http_fakes import CHAT, MESSAGES, TEXT, chat, events_of, open_client, open_http, url, when
-from router_fakes import Cluster, after, refuse, until
+from router_fakes import MAX_MODEL_LEN, Cluster, after, refuse, until
+
+from router.http.completion_body import CompletionBody
+from router.http.errors import HttpError
+from router.http.fields import parse_body
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"logit_bias": {"5": 10}}, "logit_bias"),
@@ -44,6 +48,33 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": [[]]}, "prompt[0]"),
     (TEXT, {}, "prompt"),
     (TEXT, {"prompt": [1 << 20]}, "prompt[0]"),
+    (TEXT, {"prompt": [[1], [2, 1 << 20]]}, "prompt[1][1]"),
+    (TEXT, {"prompt": ["x", ""]}, "prompt[1]"),
+    (TEXT, {"prompt": ["x", ""], "add_special_tokens": False}, "prompt[1]"),
+    (TEXT, {"prompt": ""}, "prompt"),
+]
+# What the message is to say of each.
+NO_PROMPTS: list[tuple[Any, str, str]] = [
+    ([-1], "prompt[0]", "token id"),
+    ([7, 7, -1], "prompt[2]", "token id"),
+    ([1 << 40], "prompt[0]", "token id"),
+    ([1 << 80], "prompt[0]", "token id"),
+    ([1.5], "prompt[0]", "token id"),
+    ([True], "prompt[0]", "token id"),
+    ([[-1]], "prompt[0][0]", "token id"),
+    ([[7], [7, 1 << 40]], "prompt[1][1]", "token id"),
+    ([7, "x"], "prompt[1]", "not of several"),
+    (["x", 7], "prompt[1]", "not of several"),
+    ([[7], "x"], "prompt[1]", "not of several"),
+    (["x", [7]], "prompt[1]", "not of several"),
+    ([[[7]]], "prompt[0][0]", "not of several"),
+    ([[]], "prompt[0]", "at least one"),
+    ([], "prompt", "empty"),
+    ([None], "prompt[0]", "give a text"),
+    (5, "prompt", "give a text"),
+    (None, "prompt", "give a text"),
+    (["x"] * 2049, "prompt", "at most 2048"),
+    ([[7]] * 2049, "prompt", "at most 2048"),
 ]
 
 
@@ -73,6 +104,56 @@ async def test_what_cannot_be_done_is_refused_by_name(cluster: Cluster) -> None:
         fields = {"logit_bias": {}, "functions": None, "modalities": ["text"], "store": True, "metadata": {"a": "b"}, "max_tokens": 1}
         async with http.post(CHAT, json=chat(**fields)) as answer:
             assert answer.status == 200, await answer.text()
+
+
+@pytest.mark.parametrize(("prompt", "param", "says"), NO_PROMPTS, ids=lambda value: repr(value)[:20])
+def test_what_is_no_prompt_is_refused_for_what_it_is(prompt: Any, param: str, says: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        parse_body(CompletionBody, json.dumps({"prompt": prompt}).encode())
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert says in caught.value.message
+    assert "valid string" not in caught.value.message
+
+
+async def test_ids_that_the_vocabulary_has_not_have_no_text(cluster: Cluster) -> None:
+    size = cluster.tokenizer.get_vocab_size()
+    async with cluster.serving(), open_http(cluster) as http:
+        async with http.post("/detokenize", json={"tokens": [5, size]}) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["param"]) == (400, "tokens[1]")
+            assert f"from 0 to {size - 1}" in error["message"]
+        for ids in ([], [size - 1]):
+            async with http.post("/detokenize", json={"tokens": ids}) as answer:
+                assert answer.status == 200
+
+
+async def test_limits_that_nobody_sent_are_not_blamed_on_the_client(cluster: Cluster) -> None:
+    """Completions have 16 tokens where max_tokens is not given; a message says that, and not that max_tokens is 16."""
+    await cluster.prefill()
+    await cluster.decode()
+    prompt = [5] * (MAX_MODEL_LEN - 9)
+    async with cluster.serving(), open_http(cluster) as http:
+
+        async def message(path: str, body: dict[str, Any]) -> str:
+            async with http.post(path, json=body) as answer:
+                error = (await answer.json())["error"]
+                assert answer.status == 400, error
+                said: str = error["message"]
+                return said
+
+        unasked = await message(TEXT, {"prompt": prompt})
+        assert "max_tokens is 16" not in unasked
+        assert "up to 16 where max_tokens is not given" in unasked
+        assert "at most 9" in unasked
+        assert "max_tokens is 16" in await message(TEXT, {"prompt": prompt, "max_tokens": 16})
+        async with http.post(TEXT, json={"prompt": prompt, "max_tokens": 9}) as answer:
+            assert answer.status == 200
+        long = {"messages": [{"role": "user", "content": "x" * 10}]}
+        assert "max_completion_tokens is 2048" in await message(CHAT, long | {"max_completion_tokens": MAX_MODEL_LEN})
+        assert "max_tokens is 2048" in await message(CHAT, long | {"max_tokens": MAX_MODEL_LEN})
+        few = await message(TEXT, {"prompt": "x", "min_tokens": 20})
+        assert few.startswith("min_tokens is 20")
+        assert "16 tokens at most" in few
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -59,6 +59,42 @@ def test_the_answer_does_not_depend_on_how_tokens_are_batched(bare_model_dir: Pa
         assert (said, len(ids)) == (complete, len(tokens))
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_stop_strings_wait_for_min_tokens(bare_model_dir: Path, data: st.DataObject) -> None:
+    """The text of the first `min_tokens` tokens is not searched, though what ends the answer may begin in it: whole, in any batches, and
+    resumed after any token."""
+    tokenizer = Tokenizer.load(bare_model_dir)
+    ids = tokenizer.encode("one, two, three, four, five, six")
+    tokens = [prefill_pb2.Token(token_id=i, position=n) for n, i in enumerate(ids)]
+    tokens[-1].finish_reason = inference_pb2.FINISH_REASON_LENGTH
+    min_tokens = data.draw(st.integers(0, len(ids)))
+    stop = data.draw(st.sampled_from([",", ", t", "e", "o", "x"]))
+    text, searched_from = tokenizer.decode(ids), len(tokenizer.decode(ids[:min_tokens]))
+    end = next((end for end in range(searched_from + 1, len(text) + 1) if text[:end].endswith(stop)), None)
+    sampling = SamplingParams(max_tokens=500, stop=(stop,), min_tokens=min_tokens)
+
+    def read(answer: Answer, tokens: list[prefill_pb2.Token], sizes: list[int]) -> str:
+        said, at = "", 0
+        for size in [*sizes, len(tokens)]:
+            if (response := answer.response(tokens[at : at + size])) is not None:
+                said += response.piece.text
+            at += size
+        return said
+
+    sizes = data.draw(st.lists(st.integers(0, 9), max_size=len(tokens)))
+    for way in ([], [1] * len(tokens), sizes):
+        answer = Answer(tokenizer, sampling)
+        assert read(answer, tokens, way) == (text if end is None else text[: end - len(stop)])
+        assert answer.stopped_by_text == (end is not None)
+        assert answer.num_tokens >= min_tokens
+    cut = data.draw(st.integers(0, answer.num_tokens))
+    first, second = Answer(tokenizer, sampling), Answer(tokenizer, sampling)
+    before = read(first, tokens[:cut], [])
+    second.resume(tokens[:cut])
+    assert before + read(second, tokens[cut:], []) == (text if end is None else text[: end - len(stop)])
+
+
 def test_a_stop_string_completed_by_text_held_back_still_stops(bare_model_dir: Path) -> None:
     tokenizer = Tokenizer.load(bare_model_dir)
     # Half a character at the very end becomes U+FFFD only when the answer is over.

@@ -11,10 +11,10 @@ letters = st.text("ab<", max_size=30)
 stop_lists = st.lists(st.text("ab<", min_size=1, max_size=5), max_size=4)
 
 
-def expected(text: str, stops: list[str]) -> StopResult:
-    """The stop string that is complete first, the longest of those: by str.find in every prefix."""
-    for end in range(1, len(text) + 1):
-        complete = [(start, stop) for stop in stops if (start := text[:end].find(stop)) >= 0]
+def expected(text: str, stops: list[str], begin: int = 0) -> StopResult:
+    """The stop string that is complete first behind `begin`, the longest of those: by str.endswith of every prefix."""
+    for end in range(begin + 1, len(text) + 1):
+        complete = [(end - len(stop), stop) for stop in stops if text[:end].endswith(stop)]
         if complete:
             start, stop = min(complete)
             return StopResult(text[:start], stop)
@@ -50,6 +50,16 @@ def test_any_cut(pieces: list[str], stops: list[str]) -> None:
 @given(letters, stop_lists)
 def test_one_character_at_a_time(text: str, stops: list[str]) -> None:
     assert stream(list(text), stops) == expected(text, stops)
+
+
+@settings(max_examples=500)
+@given(st.lists(letters, max_size=4), st.lists(letters, max_size=4), stop_lists)
+def test_what_is_complete_too_early_is_text(early: list[str], late: list[str], stops: list[str]) -> None:
+    watch = StopStrings(stops)
+    sent = "".join(watch.push(piece, may_end=False).text for piece in early)
+    sent += "".join(watch.push(piece).text for piece in late)
+    last = watch.finish()
+    assert StopResult(sent + last.text, last.matched) == expected("".join(early + late), stops, len("".join(early)))
 
 
 def test_held_back_and_released() -> None:

@@ -32,6 +32,7 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     min_tokens: int
+    """No stop token and no stop string ends the answer before so many tokens."""
     logprobs: int
     """0: of each token; n: also of the n likeliest at each position."""
     json_schema: str | Mapping[str, Any] | type[Any]

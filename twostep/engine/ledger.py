@@ -402,8 +402,8 @@ class SequenceLedger:
         num_blocks = num_blocks_in_the_end(sequence, self._block_size)
         if num_blocks > self._pool.num_blocks:
             raise InvalidRequest(
-                f"prompt and max_tokens need {num_blocks} KV blocks and this worker has {self._pool.num_blocks} in all; "
-                "lower max_tokens, shorten the prompt, or start the worker with more blocks"
+                f"the prompt and its answer need up to {num_blocks} KV blocks and this worker has {self._pool.num_blocks} in all; "
+                "shorten the prompt, ask for fewer new tokens (max_tokens), or start the worker with more blocks"
             )
 
     # ---- proof ------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from twostep.errors import SetupError
 from twostep.kernels.ops import Ops
 from twostep.kernels.torch_ops import TorchOps
 from twostep.models.config import ModelConfig, parse_config
-from twostep.models.registry import build_model, fill_random, load_weights
+from twostep.models.registry import as_stored, build_model, fill_random, load_weights
 from twostep.startup import NoProgress, Progress
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class ModelRunner:
             raise SetupError(f"dtype is {dtype!r}; give auto, {', '.join(DTYPES)}")
         if load_format not in LOAD_FORMATS:
             raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
+        if load_format != "dummy":
+            config = as_stored(config, model_dir, DTYPES[chosen])
         self._config = config
         self._member = member
         self._keep_sums = keep_kv_sums

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from twostep.model_context import context_of
 from twostep.model_dir import MAX_MODEL_LEN, MAX_VOCAB_SIZE, read_json, stored_dtype
 from twostep.models.config_fields import Fields
 from twostep.models.config_rope import parse_rope
 from twostep.models.config_windows import parse_windows
-from twostep.models.rope import Rope, YarnScaling
+from twostep.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,26 +61,27 @@ def parse_config(model_dir: Path) -> ModelConfig:
     type that is not supported, and for any unknown key whose value could change the result.
     """
     path = model_dir / "config.json"
-    fields = Fields(path, read_json(path))
+    raw = read_json(path)
+    fields = Fields(path, raw)
     architecture = _architecture(fields)
     if (quantization := fields.take("quantization_config", None)) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         fields.refuse("quantization_config", method, "only unquantized weights are supported (bfloat16, float16, float32)")
     dtype = _dtype(fields, model_dir)
-    config = _opt(fields, dtype) if architecture == "opt" else _llama(fields, architecture, dtype)
+    config = _opt(fields, dtype) if architecture == "opt" else _llama(fields, architecture, dtype, raw)
     fields.refuse_rest()
     return config
 
 
-def _llama(fields: Fields, architecture: str, dtype: str) -> ModelConfig:
-    """Llama and its relatives."""
+def _llama(fields: Fields, architecture: str, dtype: str, raw: dict[str, Any]) -> ModelConfig:
+    """Llama and its relatives. `raw`: what `fields` began with."""
     fields.expect("hidden_act", "silu", default="silu")
     hidden_size = fields.positive_int("hidden_size", _MAX_WIDTH)
     num_heads = fields.positive_int("num_attention_heads", _MAX_HEADS)
     num_layers = fields.positive_int("num_hidden_layers", _MAX_LAYERS)
     max_position_embeddings = fields.positive_int("max_position_embeddings", MAX_MODEL_LEN)
     rope = parse_rope(fields, max_position_embeddings)
-    max_model_len = _max_model_len(fields, rope, max_position_embeddings)
+    max_model_len = context_of(raw, fields.path)
     attention_bias = fields.boolean("attention_bias", False) if architecture in ("llama", "qwen3") else False
     return ModelConfig(
         architecture=architecture,
@@ -138,16 +141,6 @@ def _opt(fields: Fields, dtype: str) -> ModelConfig:
         qk_norm=False,
         dtype=dtype,
     )
-
-
-def _max_model_len(fields: Fields, rope: Rope, max_position_embeddings: int) -> int:
-    """yarn's parameters say how long the context becomes; makers often leave max_position_embeddings at the original one."""
-    if not isinstance(rope.scaling, YarnScaling):
-        return max_position_embeddings
-    stretched = rope.scaling.factor * rope.scaling.original_max_position_embeddings
-    if stretched > MAX_MODEL_LEN:
-        fields.refuse("rope_parameters", rope.scaling.factor, f"such a factor makes a context of more than {MAX_MODEL_LEN} tokens")
-    return max(max_position_embeddings, int(stretched))
 
 
 def _architecture(fields: Fields) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from twostep.model_context import YarnStretch, rope_kind, rope_of
 from twostep.model_dir import MAX_MODEL_LEN
 from twostep.models.config_fields import Fields
 from twostep.models.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
@@ -20,8 +19,7 @@ def parse_rope(fields: Fields, max_position_embeddings: int) -> Rope:
     theta = fields.positive_float("rope_theta", _DEFAULT_THETA) if fields.peek("rope_theta") is not None else _DEFAULT_THETA
     fields.take("rope_theta", None)
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
-    name = "rope_scaling" if new is None else "rope_parameters"
-    raw: Any = old if new is None else new
+    name, raw = rope_of({"rope_parameters": new, "rope_scaling": old})
     if new is not None and old is not None and new != old:
         fields.refuse("rope_scaling", old, "it contradicts rope_parameters; keep one of them")
     if raw is None:
@@ -29,8 +27,9 @@ def parse_rope(fields: Fields, max_position_embeddings: int) -> Rope:
     if not isinstance(raw, dict):
         fields.refuse(name, raw, "it must be an object or null")
     rope = Fields(fields.path, raw, prefix=f"{name}.")
-    legacy = rope.take("type", None)
-    kind = rope.take("rope_type", legacy if legacy is not None else "default")
+    kind = rope_kind(raw)
+    for key in ("type", "rope_type"):
+        rope.take(key, None)
     if rope.peek("rope_theta") is not None:
         theta = rope.positive_float("rope_theta")
     rope.take("rope_theta", None)
@@ -41,7 +40,7 @@ def parse_rope(fields: Fields, max_position_embeddings: int) -> Rope:
     elif kind == "llama3":
         scaling = _llama3(rope)
     elif kind == "yarn":
-        scaling = _yarn(rope, theta, max_position_embeddings)
+        scaling = _yarn(rope, theta, YarnStretch.of(raw, name, max_position_embeddings, fields.path))
     elif kind == "default":
         # Parameters of a scaling that is not applied change nothing.
         for key in _PARAMETERS:
@@ -64,22 +63,15 @@ def _llama3(rope: Fields) -> Llama3Scaling:
     return scaling
 
 
-def _yarn(rope: Fields, theta: float, max_position_embeddings: int) -> YarnScaling:
+def _yarn(rope: Fields, theta: float, stretch: YarnStretch) -> YarnScaling:
     """Null is absent, as it is in transformers."""
-    original = max_position_embeddings
-    if rope.peek("original_max_position_embeddings") is not None:
-        original = rope.positive_int("original_max_position_embeddings", MAX_MODEL_LEN)
-    rope.take("original_max_position_embeddings", None)
-    factor = rope.optional_float("factor") if rope.has("factor") else rope.positive_float("factor")
-    if factor is None:
-        factor = max_position_embeddings / original
-    if factor < 1:
-        rope.refuse("factor", factor, "yarn stretches a context: it must be at least 1")
+    for key in ("factor", "original_max_position_embeddings"):
+        rope.take(key, None)
     if theta <= 1:
         rope.refuse("rope_theta", theta, "yarn needs one above 1")
     scaling = YarnScaling(
-        factor=factor,
-        original_max_position_embeddings=original,
+        factor=stretch.factor,
+        original_max_position_embeddings=stretch.original,
         beta_fast=rope.optional_float("beta_fast") or 32.0,
         beta_slow=rope.optional_float("beta_slow") or 1.0,
         attention_factor=rope.optional_float("attention_factor"),

@@ -78,7 +78,8 @@ def model_of(config: dict[str, Any], model_dir: Path, *, dtype: str = "auto", kv
     # OPT's MLP has two matrices, Llama's and its relatives' three.
     num_mlp = 2 if "ffn_dim" in config else 3
     layer = hidden * head_dim * 2 * (num_heads + num_kv_heads) + num_mlp * hidden * intermediate
-    tied = bool(config.get("tie_word_embeddings", False))
+    # What transformers takes for granted: an OPT's are tied.
+    tied = bool(config.get("tie_word_embeddings", "ffn_dim" in config))
     params = num_layers * layer + number("vocab_size") * hidden * (1 if tied else 2)
     on_disk = _bytes_on_disk(model_dir)
     weight_bytes = params * item_bytes if on_disk is None else on_disk * item_bytes // _ITEM_BYTES[stored]

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from twostep.errors import InvalidRequest, SetupError
-from twostep.model_dir import MAX_MODEL_LEN, MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE, read_json, read_optional_json, read_text
+from twostep.model_context import context_of
+from twostep.model_dir import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE, read_json, read_optional_json, read_text
 from twostep.sampling_params import SamplingParams
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -52,7 +53,7 @@ class ModelCard:
         templates = _chat_templates(model_dir, tokenizer_config)
         eos = _ids(config, config_path) | _ids(generation, model_dir / "generation_config.json")
         return cls(
-            max_model_len=_positive(config, "max_position_embeddings", MAX_MODEL_LEN, config_path),
+            max_model_len=context_of(config, config_path),
             vocab_size=_positive(config, "vocab_size", MAX_VOCAB_SIZE, config_path),
             eos_token_ids=eos or _ids_of_token(model_dir, special_tokens.get("eos_token")),
             generation=_defaults(generation, model_dir / "generation_config.json"),

@@ -35,14 +35,21 @@ class StopStrings:
     def matched(self) -> str | None:
         return self._matched
 
-    def push(self, text: str) -> StopResult:
-        """Takes the next piece, returns what may be sent. After a match everything is swallowed."""
+    def push(self, text: str, *, may_end: bool = True) -> StopResult:
+        """Takes the next piece, returns what may be sent. After a match everything is swallowed. `may_end` false: a stop string that is
+        complete within this piece is text like any other; one that only begins in it may still end the answer."""
         if self._matched is not None:
             return StopResult("", self._matched)
         if not self._stops:
             return StopResult(text)
+        num_held = len(self._held)
         text = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        # What was held back may have a shorter stop string in it that was not to end the answer: a match has to end in the new piece.
+        found = (
+            [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0]
+            if may_end
+            else []
+        )
         if found:
             _, start, self._matched = min(found)
             self._held = ""

@@ -309,7 +309,7 @@ class SamplingParams(_message.Message):
     presence_penalty: _builtins.float
     ignore_eos: _builtins.bool
     min_tokens: _builtins.int
-    """No stop token is sampled before so many tokens."""
+    """No stop token is sampled before so many tokens, and no stop string that is complete by then ends the text."""
     logprobs: _builtins.int
     """Unset: none. 0: of each token. n: of each token and of the n likeliest."""
     @_builtins.property
