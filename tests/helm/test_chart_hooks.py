@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from chart_cases import SWITCHES
-from chart_hooks import PATH, TIMEOUT_S, FakeApi, run_hook
+from chart_hooks import PATH, TIMEOUT_S, FakeApi, rights, run_hook
 from chart_render import CHART, ROOT, merged, render
 
 
@@ -45,6 +45,18 @@ def test_two_hooks_at_once_make_one_secret(api: FakeApi, tmp_path: Path) -> None
     api.late = {"demo-twostep-secrets": "the other's"}
     assert make_secrets(api, tmp_path).returncode == 0
     assert api.secrets == {"demo-twostep-secrets": "the other's"}
+
+
+def test_a_hook_may_do_what_it_does_and_no_more(api: FakeApi, tmp_path: Path) -> None:
+    assert make_secrets(api, tmp_path).returncode == 0
+    assert api.asked == rights(render({}).one("Role", "make-secrets"))
+
+
+@pytest.mark.parametrize("values", [{}, SWITCHES["tls-job"]], ids=("secrets", "tls"))
+def test_a_hook_job_ends_before_helm_gives_up(values: Mapping[str, Any]) -> None:
+    """Then helm's error has the Job's reason, and not only that five minutes are over."""
+    for job in render(values).of("Job"):
+        assert 60 <= job["spec"]["activeDeadlineSeconds"] <= 300 - 30
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -148,6 +160,17 @@ def test_an_image_without_locks_says_so(tmp_path: Path) -> None:
     _, stderr = pod.communicate(timeout=TIMEOUT_S)
     assert pod.returncode == 0, stderr
     assert "no flock" in stderr
+
+
+def test_the_test_is_one_pod_with_its_script() -> None:
+    """A hook of any other kind would be taken for a pod of its name by `helm test --logs`."""
+    chart = render({})
+    (hook,) = (object for object in chart.objects if "test" in object["metadata"].get("annotations", {}).get("helm.sh/hook", "").split(","))
+    (container,) = hook["spec"]["containers"]
+    text = (CHART / "files/smoke.py").read_text()
+    assert container["command"] == ["python", "-P", "-c", text.rstrip("\n")]
+    # Kubernetes would put variables in the place of $(NAME).
+    assert "$" not in text
 
 
 def test_scripts_need_nothing_but_the_standard_library() -> None:
