@@ -32,7 +32,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Runs the command given unless the model is there already. Takes the root context; the pod must have the volumes tmp and models. */}}
+{{/* Runs the command given unless the model is there already, one pod of a claim at a time. Takes the root context; the pod must have the volumes tmp and models. */}}
 {{- define "twostep.modelLoader" -}}
 {{- $loader := .Values.model.loader -}}
 - name: load-model
@@ -41,12 +41,35 @@
   command: [/bin/sh, -c]
   args:
     - |
-      if [ -e "$MODEL_PATH/config.json" ]; then
+      there() { [ -e "$MODEL_PATH/config.json" ]; }
+      if there; then
         echo "$MODEL_PATH is there already"
         exit 0
       fi
+      # Pods of one claim start together, and one of them loads. The kernel lets go of the lock when its holder ends. The file is opened anew
+      # for each try: who deletes it frees those that wait for a host that is gone.
+      lock=$MODEL_PATH.lock
+      mkdir -p "${MODEL_PATH%/*}"
+      if command -v flock > /dev/null; then
+        told=
+        while exec 9> "$lock"; do
+          status=0
+          flock -n 9 || status=$?
+          [ "$status" = 1 ] || break
+          [ "$told" ] || echo "another pod loads $MODEL_PATH: waiting for $lock"
+          told=1
+          sleep 2
+        done
+        [ "$status" = 0 ] || echo "no lock on $lock: other pods of the claim may load at the same time" >&2
+        if there; then
+          echo "another pod has loaded $MODEL_PATH"
+          exit 0
+        fi
+      else
+        echo "this image has no flock: other pods of the claim may load at the same time" >&2
+      fi
       "$@" || exit
-      if [ ! -e "$MODEL_PATH/config.json" ]; then
+      if ! there; then
         echo "the loader has ended, and there is no $MODEL_PATH/config.json" >&2
         exit 1
       fi

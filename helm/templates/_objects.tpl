@@ -38,6 +38,33 @@ spec:
       storage: {{ .size }}
 {{- end -}}
 
+{{/* Seconds until the pod of `helm test` is ended, whatever it does. */}}
+{{- define "twostep.testDeadline" -}}
+{{- add .Values.tests.timeoutSeconds 60 -}}
+{{- end -}}
+
+{{/* Seconds that one worker may take to give place to the next and that one to be ready, images and what waits for it included: a Deployment
+     counts as stuck after it. */}}
+{{- define "twostep.readySeconds" -}}
+{{- add .Values.workers.startupSeconds .Values.workers.drainSeconds 300 -}}
+{{- end -}}
+
+{{/* dict root, replicas: what --timeout of `helm install` (1) or `helm upgrade` must say with --wait, as in 37m */}}
+{{- define "twostep.waitTime" -}}
+{{- printf "%dm" (div (add (mul (include "twostep.readySeconds" .root | int64) (int64 .replicas)) 59) 60) -}}
+{{- end -}}
+
+{{/* The most pods of one role, which an upgrade replaces one after another. */}}
+{{- define "twostep.mostWorkers" -}}
+{{- if .Values.colocated.enabled -}}
+{{- max 1 (int .Values.colocated.replicas) -}}
+{{- else if .Values.autoscaling.enabled -}}
+{{- max 1 (int .Values.autoscaling.prefill.maxReplicas) (int .Values.autoscaling.decode.maxReplicas) -}}
+{{- else -}}
+{{- max 1 (int .Values.prefill.replicas) (int .Values.decode.replicas) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* dict component (a dict of root, component), given: constraints of the values, else over nodes, then zones, as far as possible */}}
 {{- define "twostep.spread" -}}
 topologySpreadConstraints:
@@ -66,6 +93,26 @@ topologySpreadConstraints:
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end -}}
+
+{{/* Takes the kind: Job, or what a hook Job needs. When a Job fails, Helm 3 takes nothing away, and an uninstall knows no hooks but its own. So
+     what a Job needs, its rights above all, is a hook of rollbacks and of the uninstall, too: made anew there and taken away. The Job stays,
+     with its log, until the next run or until twostep.hookTimes. */}}
+{{- define "twostep.hookAnnotations" -}}
+helm.sh/hook: pre-install,pre-upgrade{{ if ne . "Job" }},post-rollback,post-delete{{ end }}
+helm.sh/hook-weight: {{ ternary "-5" "-10" (eq . "Job") | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- if eq . "Job" }}
+# Newer versions of Helm print the log.
+helm.sh/hook-output-log-policy: hook-failed
+{{- end }}
+{{- end -}}
+
+{{/* Of hook Jobs. Helm waits for five minutes unless told otherwise, and then says only that it has waited: the Job ends before, with its
+     reason. One that failed is gone after a day. */}}
+{{- define "twostep.hookTimes" -}}
+activeDeadlineSeconds: 240
+ttlSecondsAfterFinished: 86400
 {{- end -}}
 
 {{/* Of hook Jobs: without a mesh's sidecar, which would not end, so that the Job would not either. They reach nothing but the API server. */}}

@@ -20,7 +20,8 @@ PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets"
 
 
 class FakeApi(ThreadingHTTPServer):
-    """Secrets of one namespace. `refuses` methods get 403, as without the right; `late` ones are there by the time they are made."""
+    """Secrets and pods of one namespace. `refuses` methods get 403, as without the right; `late` ones are there by the time they are made.
+    `asked`: verb, resource and name of all that was asked for, as a Role would have to say it."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -28,18 +29,22 @@ class FakeApi(ThreadingHTTPServer):
         self.refuses: set[str] = set()
         self.late: dict[str, Any] = {}
         self.tokens: set[str] = set()
+        self.asked: set[tuple[str, str, str]] = set()
 
 
 class Handler(BaseHTTPRequestHandler):
     server: FakeApi
 
     def do_GET(self) -> None:
-        found = self.server.secrets.get(self.path.removeprefix(f"{PATH}/"))
+        name = self.path.removeprefix(f"{PATH}/")
+        self.server.asked.add(("get", "secrets", name))
+        found = self.server.secrets.get(name)
         self._answer(403 if "GET" in self.server.refuses else 404 if found is None else 200, found)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         name = body["metadata"]["name"]
+        self.server.asked.add(("create", "secrets", ""))
         self.server.secrets |= self.server.late
         if "POST" in self.server.refuses or self.path != PATH:
             self._answer(403)
@@ -48,6 +53,15 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.server.secrets[name] = body
             self._answer(201)
+
+    def do_PATCH(self) -> None:
+        """Of a pod: it is answered as if it were made so."""
+        patch = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        resource, name = self.path.split("/")[-2:]
+        self.server.asked.add(("patch", resource, ""))
+        self._answer(
+            200, {"metadata": {"name": name, "resourceVersion": "1", "annotations": patch.get("metadata", {}).get("annotations", {})}}
+        )
 
     def _answer(self, status: int, object: Any = None) -> None:
         self.server.tokens.add(self.headers["Authorization"])
@@ -59,6 +73,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing."""
+
+
+def rights(role: Any) -> set[tuple[str, str, str]]:
+    """What a Role allows, as FakeApi.asked has it: a name only where it is bound to some."""
+    return {
+        (verb, resource, name)
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+        for name in rule.get("resourceNames", [""])
+    }
 
 
 def script(name: str) -> ModuleType:

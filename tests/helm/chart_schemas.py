@@ -1,4 +1,8 @@
-"""Whether objects are what Kubernetes takes, by the schemas of its versions, and custom resources by those in schemas/."""
+"""Whether objects are what Kubernetes takes, by the schemas of its versions, and custom resources by those in schemas/.
+
+JSON schemas cannot say that the elements of a list are told apart by some of their fields (`x-kubernetes-list-map-keys`). The API server
+refuses a custom resource where two elements of such a list have the same, and merges or refuses them in objects of its own.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +32,71 @@ def faults(object: Object, version: str) -> Iterator[str]:
     name = f"{object['kind']}/{object['metadata']['name']}"
     for error in _validator(version, object["apiVersion"], object["kind"]).iter_errors(object):
         yield f"{version}: {name}: {'.'.join(map(str, error.instance_path))}: {error.message[:300]}"
+    schema = _schema(version, object["apiVersion"], object["kind"])
+    for fault in _twice(object, schema, {**_definitions(version)["$defs"], **schema.get("$defs", {})}, ""):
+        yield f"{version}: {name}: {fault}"
+
+
+def _twice(value: Any, schema: Object, definitions: Object, path: str) -> Iterator[str]:
+    """Elements of lists that are there twice. `definitions`: what references in the schema are to."""
+    while "$ref" in schema:
+        schema = definitions[schema["$ref"].partition("#/$defs/")[2]]
+    if isinstance(value, dict):
+        others = schema.get("additionalProperties")
+        for key, child in value.items():
+            of_child = schema.get("properties", {}).get(key, others)
+            if isinstance(of_child, dict):
+                yield from _twice(child, of_child, definitions, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for keys in _keys(schema):
+            # Kubernetes' own default, the only one among keys.
+            found = [tuple(each.get(key, "TCP" if key == "protocol" else None) for key in keys) for each in value]
+            named = [each for each in found if each != (None,) * len(keys)]
+            for each in sorted({str(each) for each in named if named.count(each) > 1}):
+                yield f"{path} has {each} twice, by {', '.join(keys)}"
+        if schema.get("x-kubernetes-list-type") == "set" and any(value.count(each) > 1 for each in value):
+            yield f"{path} has an element twice"
+        if isinstance(schema.get("items"), dict):
+            for number, each in enumerate(value):
+                yield from _twice(each, schema["items"], definitions, f"{path}.{number}")
+
+
+def _keys(schema: Object) -> Iterator[tuple[str, ...]]:
+    """Sets of fields, by each of which the elements of a list must differ. Older versions of Kubernetes say of some lists only by what
+    patches merge them. Ports have a name besides: of containers and Services it must be unique, too."""
+    keys = schema.get("x-kubernetes-list-map-keys") or [schema[key] for key in ("x-kubernetes-patch-merge-key",) if key in schema]
+    if keys:
+        yield tuple(keys)
+    if "protocol" in keys:
+        yield ("name",)
+
+
+@functools.cache
+def _definitions(version: str) -> Object:
+    """The file of Kubernetes' types: `$defs` by name."""
+    found: Object = json.loads((_SCHEMAS / f"v{version}-local-strict" / "_definitions.json").read_text())
+    return found
 
 
 @functools.cache
 def _registry(version: str) -> jsonschema_rs.Registry:
-    definitions = json.loads((_SCHEMAS / f"v{version}-local-strict" / "_definitions.json").read_text())
-    return jsonschema_rs.Registry([(_DEFINITIONS, definitions)], draft=jsonschema_rs.Draft202012)
+    return jsonschema_rs.Registry([(_DEFINITIONS, _definitions(version))], draft=jsonschema_rs.Draft202012)
 
 
 @functools.cache
-def _validator(version: str, api_version: str, kind: str) -> jsonschema_rs.Draft202012Validator:
+def _schema(version: str, api_version: str, kind: str) -> Object:
     schema = _custom().get((api_version, kind))
     if schema is None:
         # As kubernetes-validate names its files: apps/v1 Deployment is deployment-apps-v1.
         group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
         schema = json.loads((_SCHEMAS / f"v{version}-local-strict" / f"{kind.lower()}-{group}.json").read_text())
-    return jsonschema_rs.Draft202012Validator(schema, registry=_registry(version))
+    found: Object = schema
+    return found
+
+
+@functools.cache
+def _validator(version: str, api_version: str, kind: str) -> jsonschema_rs.Draft202012Validator:
+    return jsonschema_rs.Draft202012Validator(_schema(version, api_version, kind), registry=_registry(version))
 
 
 @functools.cache

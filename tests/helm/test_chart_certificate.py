@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 from chart_cases import SWITCHES
-from chart_hooks import FakeApi, run_hook, script
+from chart_hooks import FakeApi, rights, run_hook, script
 from chart_processes import processes
 from chart_render import merged, render
 
@@ -166,6 +166,11 @@ def test_it_is_made_once(certificate: Path, api: FakeApi) -> None:
     assert again.stdout.count("stays as it is") == 2
     assert api.secrets == before
     assert not any(line in again.stdout for line in (certificate / "tls.key").read_text().splitlines())
+
+
+def test_the_hook_may_do_what_it_does_and_no_more(certificate: Path, api: FakeApi) -> None:
+    assert certificate.is_dir()
+    assert api.asked == rights(render(VALUES).one("Role", "make-tls"))
 
 
 def test_kedas_is_made_for_a_release_that_gets_an_autoscaler(certificate: Path, api: FakeApi) -> None:

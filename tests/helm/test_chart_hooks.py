@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import base64
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from chart_cases import SWITCHES
-from chart_hooks import PATH, TIMEOUT_S, FakeApi, run_hook
-from chart_render import CHART, render
+from chart_hooks import PATH, TIMEOUT_S, FakeApi, rights, run_hook
+from chart_render import CHART, ROOT, merged, render
 
 
 def make_secrets(api: FakeApi, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -41,6 +47,18 @@ def test_two_hooks_at_once_make_one_secret(api: FakeApi, tmp_path: Path) -> None
     assert api.secrets == {"demo-twostep-secrets": "the other's"}
 
 
+def test_a_hook_may_do_what_it_does_and_no_more(api: FakeApi, tmp_path: Path) -> None:
+    assert make_secrets(api, tmp_path).returncode == 0
+    assert api.asked == rights(render({}).one("Role", "make-secrets"))
+
+
+@pytest.mark.parametrize("values", [{}, SWITCHES["tls-job"]], ids=("secrets", "tls"))
+def test_a_hook_job_ends_before_helm_gives_up(values: Mapping[str, Any]) -> None:
+    """Then helm's error has the Job's reason, and not only that five minutes are over."""
+    for job in render(values).of("Job"):
+        assert 60 <= job["spec"]["activeDeadlineSeconds"] <= 300 - 30
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_hook_without_rights_fails(api: FakeApi, tmp_path: Path, method: str) -> None:
     api.refuses = {method}
@@ -50,16 +68,20 @@ def test_a_hook_without_rights_fails(api: FakeApi, tmp_path: Path, method: str) 
     assert "403" in result.stderr
 
 
-def load(tmp_path: Path, command: list[str], args: list[str]) -> subprocess.CompletedProcess[str]:
-    values = {
-        **SWITCHES["model-loader"],
-        "model": {"loader": {"enabled": True, "command": command, "args": args}},
-    }
+def start(tmp_path: Path, loader: Mapping[str, Any], path: str = os.environ["PATH"]) -> subprocess.Popen[str]:
+    """Runs the init container of a pod, over a claim that `tmp_path` stands for."""
+    values = merged(SWITCHES["model-loader"], {"model": {"loader": {"enabled": True, **loader}}})
     (container,) = render(values).pod("decode").spec["initContainers"]
-    env = {"PATH": os.environ["PATH"]} | {variable["name"]: variable["value"] for variable in container["env"]}
+    env = {"PATH": path} | {variable["name"]: variable["value"] for variable in container["env"]}
     env["MODEL_PATH"] = str(tmp_path / "m")
-    words = [*container["command"], *container["args"]]
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    words = [shutil.which(container["command"][0]), *container["command"][1:], *container["args"]]
+    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def load(tmp_path: Path, command: list[str], args: list[str]) -> subprocess.CompletedProcess[str]:
+    process = start(tmp_path, {"command": command, "args": args})
+    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def test_the_loader_runs_once_with_its_words_as_they_are(tmp_path: Path) -> None:
@@ -74,6 +96,81 @@ def test_a_loader_that_fails_or_brings_nothing_holds_the_pod(tmp_path: Path) -> 
     nothing = load(tmp_path, ["true"], [])
     assert nothing.returncode == 1
     assert f"there is no {tmp_path}/m/config.json" in nothing.stderr
+
+
+# In the place of huggingface-cli: takes its time, says that it ran, and goes on where a former one was ended.
+DOWNLOAD = """#!/bin/sh
+while [ "$1" != --local-dir ]; do shift; done
+mkdir -p "$2" && echo run >> "$RUNS" && sleep 1 && echo weights > "$2/model.safetensors" && echo {} > "$2/config.json"
+"""
+
+
+def example() -> dict[str, Any]:
+    """The loader of docs/kubernetes.md."""
+    (text,) = (part for part in re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/kubernetes.md").read_text(), re.DOTALL) if "loader:" in part)
+    loader: dict[str, Any] = yaml.safe_load(text)["model"]["loader"]
+    return loader
+
+
+def three_pods(tmp_path: Path, path: str) -> tuple[list[str], list[str]]:
+    """Starts the example in three pods of one claim at once. Returns what is on the claim then, and what the pods said."""
+    claim, tools = tmp_path / "claim", tmp_path / "tools"
+    for folder in (claim, tools):
+        folder.mkdir()
+    (tools / "huggingface-cli").write_text(DOWNLOAD)
+    (tools / "huggingface-cli").chmod(0o755)
+    loader = {"command": example()["command"], "env": [{"name": "RUNS", "value": str(tmp_path / "runs")}]}
+    pods = [start(claim, loader, f"{tools}:{path}") for _ in range(3)]
+    said = ["".join(pod.communicate(timeout=TIMEOUT_S)) for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0, 0], said
+    return sorted(str(file.relative_to(claim)) for file in claim.rglob("*")), said
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="needs the flock command, as the images have it")
+def test_of_three_pods_at_once_one_loads(tmp_path: Path) -> None:
+    there, said = three_pods(tmp_path, os.environ["PATH"])
+    assert there == ["m", "m.lock", "m/config.json", "m/model.safetensors"]
+    assert (tmp_path / "runs").read_text() == "run\n"
+    assert sum("another pod has loaded" in words for words in said) == 2
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="needs the flock command, as the images have it")
+def test_a_pod_that_is_killed_while_it_loads_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither its lock nor half a copy: the next pod goes on with that."""
+    claim, part = tmp_path, tmp_path / "m.part"
+    killed = start(
+        claim, {"command": ["sh", "-c", 'mkdir "$MODEL_PATH.part" && echo half > "$MODEL_PATH.part/config.json" && exec sleep 600']}
+    )
+    while not (part / "config.json").exists():
+        assert killed.poll() is None
+    # A container's end is that of all its processes.
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=TIMEOUT_S)
+    again = load(claim, ["sh", "-c", 'mv -T "$MODEL_PATH.part" "$MODEL_PATH"'], [])
+    assert again.returncode == 0, again.stderr
+    assert sorted(file.name for file in claim.iterdir()) == ["m", "m.lock"]
+
+
+def test_an_image_without_locks_says_so(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("mkdir", "sh"):
+        (tools / name).symlink_to(shutil.which(name) or "")
+    pod = start(tmp_path, {"command": ["sh", "-c", 'mkdir -p "$MODEL_PATH" && : > "$MODEL_PATH/config.json"']}, str(tools))
+    _, stderr = pod.communicate(timeout=TIMEOUT_S)
+    assert pod.returncode == 0, stderr
+    assert "no flock" in stderr
+
+
+def test_the_test_is_one_pod_with_its_script() -> None:
+    """A hook of any other kind would be taken for a pod of its name by `helm test --logs`."""
+    chart = render({})
+    (hook,) = (object for object in chart.objects if "test" in object["metadata"].get("annotations", {}).get("helm.sh/hook", "").split(","))
+    (container,) = hook["spec"]["containers"]
+    text = (CHART / "files/smoke.py").read_text()
+    assert container["command"] == ["python", "-P", "-c", text.rstrip("\n")]
+    # Kubernetes would put variables in the place of $(NAME).
+    assert "$" not in text
 
 
 def test_scripts_need_nothing_but_the_standard_library() -> None:

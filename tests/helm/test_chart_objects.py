@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from chart_cases import CASES, EVERYTHING
+from chart_cases import CASES, EVERYTHING, SWITCHES
 from chart_checks import CHECKS, endings, hardened, matches, named, probes, quantity, references, resources, scaling, selectors, services
 from chart_render import Chart, merged, render
 from chart_schemas import NEWEST, OLDEST, VERSIONS, faults
@@ -99,6 +99,43 @@ DAMAGES: dict[str, tuple[Callable[[Chart], Any], Callable[[Chart], Any]]] = {
         lambda chart: _first(chart, "ScaledObject")["spec"].update(minReplicas=1),
     ),
 }
+
+# Lists whose elements must differ by what Kubernetes tells them apart by: (values, the kind, where the list is, an element that is one too
+# many).
+LISTS: dict[str, tuple[str, str, tuple[str | int, ...], dict[str, Any]]] = {
+    "rule groups": ("monitoring", "PrometheusRule", ("spec", "groups"), {"name": "twostep-slo", "rules": []}),
+    "containers": ("", "Deployment", ("spec", "template", "spec", "containers"), {"name": "router"}),
+    "volumes": ("", "Deployment", ("spec", "template", "spec", "volumes"), {"name": "tmp", "emptyDir": {}}),
+    "mounts": (
+        "", "Deployment", ("spec", "template", "spec", "containers", 0, "volumeMounts"), {"name": "models", "mountPath": "/tmp"},
+    ),
+    "variables": ("", "Deployment", ("spec", "template", "spec", "containers", 0, "env"), {"name": "HOME", "value": "/root"}),
+    "ports": ("", "Deployment", ("spec", "template", "spec", "containers", 0, "ports"), {"name": "again", "containerPort": 8000}),
+    "names of ports": ("", "Deployment", ("spec", "template", "spec", "containers", 0, "ports"), {"name": "http", "containerPort": 1}),
+    "ports of a Service": ("", "Service", ("spec", "ports"), {"name": "again", "port": 8000, "protocol": "TCP"}),
+    "variables of Ray's head": (
+        "kuberay", "RayCluster", ("spec", "headGroupSpec", "template", "spec", "containers", 0, "env"), {"name": "HOME", "value": "/root"},
+    ),
+    "headers": (
+        "gateway", "HTTPRoute", ("spec", "rules", 0, "matches"),
+        {"headers": [{"name": "a", "value": "1"}, {"name": "a", "value": "2"}]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("case", LISTS)
+def test_what_stands_twice_in_a_list_is_found(case: str, version: str) -> None:
+    """JSON schemas do not know of it; API servers do."""
+    switch, kind, where, more = LISTS[case]
+    found = render(SWITCHES[switch] if switch else {}).of(kind)
+    object = copy.deepcopy(next((each for each in found if each["metadata"]["name"].endswith("-router")), found[0]))
+    assert list(faults(object, version)) == []
+    place: Any = object
+    for step in where:
+        place = place[step]
+    place.append(more)
+    assert any(" twice, by " in fault for fault in faults(object, version))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

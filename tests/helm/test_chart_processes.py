@@ -72,6 +72,17 @@ def test_who_asks_for_no_gpu_sees_none(case: str) -> None:
                 assert asks is not void, f"{pod.name}: {container['name']}"
 
 
+@pytest.mark.parametrize(
+    ("module", "name"), [("router", "router_id"), ("router.autoscaler", "autoscaler_id"), ("prefill_worker", "worker_id")]
+)
+def test_processes_go_by_the_names_of_their_pods(module: str, name: str) -> None:
+    """So that who a log, a decision or a lease names can be found."""
+    process = next(process for process in processes(render(CASES["autoscaling"][1])) if process.module == module)
+    assert getattr(process.config, name) == "some-pod"
+    of_pods = [each["name"] for each in process.container["env"] if "metadata.name" in str(each.get("valueFrom"))]
+    assert "TWOSTEP_" + name.upper() in of_pods or "TWOSTEP_POD_NAME" in of_pods
+
+
 def test_the_autoscaler_knows_the_pools() -> None:
     scaler = _config(render(CASES["everything"][1]), "router.autoscaler")
     assert (scaler.prefill.gpus_per_worker, scaler.decode.gpus_per_worker) == (2, 4)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from chart_cases import SWITCHES
+from chart_hooks import FakeApi, rights
 from chart_processes import processes
-from chart_render import Chart, Object, merged, refusal, render
+from chart_render import NAMESPACE, Chart, Object, merged, refusal, render
 from google.protobuf.json_format import ParseDict
 
 from router.autoscaler import hpa
 from router.autoscaler.external_scaler import role_of
+from router.autoscaler.pods import MarkLease, PodMarks
 from twostep.rpc.keda import externalscaler_pb2
 
 CHART_VALUES = merged(SWITCHES["autoscaling"], {"autoscaling": {"decode": {"maxReplicas": 40}}})
@@ -150,9 +153,15 @@ def test_the_processes_own_certificate_is_none_for_keda() -> None:
     assert "KEDA's key could call workers" in refusal(values)
 
 
+async def test_the_autoscaler_may_do_what_it_does_and_no_more(api: FakeApi, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("of-the-account\n")
+    marks = PodMarks(f"http://127.0.0.1:{api.server_port}", tmp_path, namespace=NAMESPACE)
+    result = await marks.apply(["a"], ["b"], lease=MarkLease(token=1, holder="x"), timeout_s=60)
+    assert result.done == 2
+    assert api.asked == rights(render(SWITCHES["autoscaling"]).one("Role", "autoscaler"))
+
+
 def test_rights_over_pods_only_where_pods_are_marked() -> None:
-    role = render(SWITCHES["autoscaling"]).one("Role", "autoscaler")
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "patch"]}]
     without = render(SWITCHES["autoscaling-without-rights"])
     assert [role["metadata"]["name"] for role in without.of("Role")] == ["demo-twostep-make-secrets", "demo-twostep-make-tls"]
     assert without.pod("autoscaler").spec["automountServiceAccountToken"] is False

@@ -245,6 +245,43 @@ def test_notes_say_what_to_type_next_and_what_is_open(case: str, tmp_path: Path)
         assert named in services
 
 
+def waits(notes: str) -> list[int]:
+    """Minutes of --timeout for an install and for an upgrade."""
+    return [int(found) for found in re.findall(r"helm (?:install|upgrade) \.\.\. --wait --timeout (\d+)m\n", notes)]
+
+
+def test_notes_say_how_long_helm_must_wait(tmp_path: Path) -> None:
+    """Its own five minutes are less than the chart gives a worker to load."""
+    pool = {"workers": {"startupSeconds": 1800, "drainSeconds": 120}, "prefill": {"replicas": 2}, "decode": {"replicas": 3}}
+    notes = notes_of("defaults", tmp_path / "a", pool)
+    deadlines = {
+        each["spec"]["progressDeadlineSeconds"] for each in render(pool).of("Deployment") if "progressDeadlineSeconds" in each["spec"]
+    }
+    assert deadlines == {1800 + 120 + 300}, "nor does a Deployment count as stuck before"
+    assert waits(notes) == [37, 3 * 37]
+    assert "after the loader" not in notes
+    assert waits(notes_of("autoscaling", tmp_path / "b", pool)) == [37, 8 * 37]
+    assert waits(notes_of("colocated-with-ray", tmp_path / "c", pool)) == [37, 2 * 37]
+    assert "after the loader" in notes_of("model-loader", tmp_path / "d", pool)
+
+
+def test_notes_say_how_long_the_test_may_take(tmp_path: Path) -> None:
+    assert re.search(r"helm test demo -n serving\n", notes_of("defaults", tmp_path / "a"))
+    patient = {"tests": {"timeoutSeconds": 900}}
+    assert render(patient).pod("test").spec["activeDeadlineSeconds"] == 960
+    assert "helm test demo -n serving --timeout 1020s\n" in notes_of("defaults", tmp_path / "b", patient)
+
+
+def test_commands_of_the_pages_wait_long_enough() -> None:
+    """Those that install the demo, and test it after that."""
+    limit = yaml.safe_load((CHART / "values-demo.yaml").read_text())["workers"]["startupSeconds"]
+    for page in ("README.md", "docs/kubernetes.md"):
+        (command,) = re.findall(r"^ *(helm install demo .*)$", (ROOT / page).read_text(), re.MULTILINE)
+        found = re.search(r"--wait --timeout (\d+)m", command)
+        assert found, command
+        assert int(found[1]) * 60 > limit, command
+
+
 def test_notes_say_loudly_that_everybody_may_ask(tmp_path: Path) -> None:
     notes = notes_of("defaults", tmp_path / "a")
     assert "Every pod of this cluster may use the model" in notes

@@ -33,7 +33,7 @@ spec:
     matchLabels:
       {{- include "twostep.selectorLabels" $component | nindent 6 }}
   # A model may take its time to load, and a drain too.
-  progressDeadlineSeconds: {{ add $root.Values.workers.startupSeconds $root.Values.workers.drainSeconds 300 }}
+  progressDeadlineSeconds: {{ include "twostep.readySeconds" $root }}
   strategy:
     type: RollingUpdate
     rollingUpdate:
