@@ -23,7 +23,7 @@ def open_door(host: str, ports: dict[str, int], *, asks_for_keys: bool, asks_for
         return ""
     where = ", ".join(f"{name} {_shown(host)}:{port}" for name, port in ports.items() if port > 0)
     return (
-        f"OPEN TO EVERYBODY: {where}: no API key is asked for. Whoever reaches this address may use the model without a limit of their own, "
+        f"OPEN TO EVERYBODY: {where}: no API key is asked for. Whoever reaches this address may use the model without any limit, "
         "read, add and delete the files and batches of all who have no key either, and see the status page. Give --api-keys-file FILE "
         "(`twostep keys create --api-keys-file FILE` makes the first one), listen on --host 127.0.0.1, or let a firewall or NetworkPolicy "
         "say who gets here"
