@@ -56,9 +56,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "tokenizer.json"
-        file.write_text(json.dumps(tokenizer(args.vocab_size)))
-        compiler = GrammarCompiler(file, vocab_size=args.vocab_size, eos_token_ids=frozenset({EOS}))
+        model_dir = Path(directory)
+        (model_dir / "tokenizer.json").write_text(json.dumps(tokenizer(args.vocab_size)))
+        compiler = GrammarCompiler(model_dir, vocab_size=args.vocab_size, eos_token_ids=frozenset({EOS}))
         started = time.perf_counter()
         compiler.compile(Grammar(GrammarKind.REGEX, "a"))
         print(f"the first grammar, with the tokenizer: {time.perf_counter() - started:.2f} s")

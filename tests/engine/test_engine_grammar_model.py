@@ -32,7 +32,7 @@ def runner(directory: Path, number: int, num_blocks: int) -> ModelRunner:
 
 @functools.cache
 def compiler(directory: Path) -> GrammarCompiler:
-    return GrammarCompiler(directory / "tokenizer.json", vocab_size=runner(directory, 0, 400).vocab_size, eos_token_ids=EOS_IDS)
+    return GrammarCompiler(directory, vocab_size=runner(directory, 0, 400).vocab_size, eos_token_ids=EOS_IDS)
 
 
 def params() -> st.SearchStrategy[dict[str, Any]]:

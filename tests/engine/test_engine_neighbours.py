@@ -43,7 +43,7 @@ def runner_of(directory: Path) -> ModelRunner:
 @functools.cache
 def compiler_of(directory: Path) -> GrammarCompiler:
     eos = frozenset({IM_END})
-    return GrammarCompiler(directory / "tokenizer.json", vocab_size=runner_of(directory).vocab_size, eos_token_ids=eos)
+    return GrammarCompiler(directory, vocab_size=runner_of(directory).vocab_size, eos_token_ids=eos)
 
 
 def request_of(directory: Path, seq_id: str, prompt: Sequence[int], **options: Any) -> EngineRequest:

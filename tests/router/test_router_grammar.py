@@ -102,7 +102,7 @@ async def test_too_many_at_once_are_told_so(tokenizer_file: Path, monkeypatch: p
 
 
 async def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
-    checker = GrammarChecker(tmp_path / "tokenizer.json")
+    checker = GrammarChecker(tmp_path)
     with pytest.raises(SetupError, match=r"tokenizer\.json"):
         await checker.check(Grammar(GrammarKind.JSON_OBJECT))
     await checker.close()
