@@ -136,7 +136,7 @@ replay-compose: $(VENV)/.dev
 
 # Nothing is measured: the same everywhere, some seconds to some minutes of one core for each run of a trace.
 simulate: $(VENV)/.dev
-	@$(BIN)/python -P -m router.autoscaler.simulation $(SIMULATE_FLAGS)
+	@$(BIN)/python -P -m twostep.lab.simulation $(SIMULATE_FLAGS)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis .run

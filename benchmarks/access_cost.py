@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from router.access.account import Account
 from router.access.identity import Identity
-from router.hold_back import HoldBack, HoldBackConfig
-from twostep.api_keys import KeyTable, Limits, make_key
+from router.serving.hold_back import HoldBack, HoldBackConfig
 from twostep.hold_back import Held, HeldRequest, Verdict
+from twostep.keys.api_keys import KeyTable, Limits, make_key
 from twostep.rpc.v1 import inference_pb2
 
 NUM_KEYS = 10_000

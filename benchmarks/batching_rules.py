@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 
-from twostep.bench.batching import Batching, Load, Rule, run_load
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner
+from twostep.lab.bench.batching import Batching, Load, Rule, run_load
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
 # An 8B model on a GPU that reads its weights in 4 ms and computes 48,000 tokens/s; 131,072 bytes of KV a token at 4.4 TB/s.

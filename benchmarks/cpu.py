@@ -24,10 +24,10 @@ import torch
 import transformers
 
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.kv_cache import DTYPES
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest
-from twostep.models.store import DEFAULT_MODEL, default_cache_dir, resolve
+from twostep.model.loading.store import DEFAULT_MODEL, default_cache_dir, resolve
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.step.kv_cache import DTYPES
 from twostep.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

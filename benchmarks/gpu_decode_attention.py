@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
-from twostep.kernels.triton_decode import decode_attention
-from twostep.kernels.triton_decode_plan import DecodeLayout, DecodePlan
-from twostep.kernels.triton_shared_prefix import SharedPrefix
+from twostep.model.kernels.triton_decode import decode_attention
+from twostep.model.kernels.triton_decode_plan import DecodeLayout, DecodePlan
+from twostep.model.kernels.triton_shared_prefix import SharedPrefix
+from twostep.model.step.kv_cache import KvCache
 
 try:
     import flashinfer

@@ -18,8 +18,8 @@ import torch
 from gpu_linear import graph_us, read_rate
 
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
-from twostep.kernels import triton_elementwise as kernels
+from twostep.model.kernels import triton_elementwise as kernels
+from twostep.model.step.kv_cache import KvCache
 
 HIDDEN, FEED_FORWARD, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 16
 BYTES = 2e9

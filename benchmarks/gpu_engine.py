@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import Batch, Runner, SamplingRow
-from twostep.engine.model_runner import ModelRunner
-from twostep.kernels.torch_ops import TorchOps
-from twostep.models.config import parse_config
-from twostep.models.registry import build_model
+from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.model.families.config import parse_config
+from twostep.model.families.registry import build_model
+from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

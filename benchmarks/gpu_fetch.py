@@ -20,12 +20,13 @@ import torch
 from gpu_elementwise import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
 from gpu_transfer import NUM_BLOCKS, NUM_LAYERS, POOL_BLOCKS, fill
 
-from kv_transfer.cuda_ipc import CudaIpcTransport
+from kv_transfer.cuda_ipc.transport import CudaIpcTransport
 from kv_transfer.transport import ChunkInfo
 from twostep.engine.batch import KvShape, LayerRange
-from twostep.engine.kv_cache import KvCache
 from twostep.errors import DataLoss
-from twostep.kernels.kv_sums import KvSums
+from twostep.model.kernels.triton_pull import slot_sums
+from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.kv_sums import KvSums
 
 SHAPE = KvShape(
     num_blocks=POOL_BLOCKS, block_size=BLOCK_SIZE, num_layers=NUM_LAYERS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, dtype="bfloat16"
@@ -47,7 +48,7 @@ def pool(device: str) -> KvCache:
 async def serve(device: str) -> None:
     """Publishes the sets of chunks, says so, and lives until its input ends."""
     cache = pool(device)
-    cache.sums = KvSums(cache, NUM_HEADS, HEAD_DIM)
+    cache.sums = KvSums(cache.tensor, cache.shape, NUM_HEADS, HEAD_DIM, slot_sums)
     transport = CudaIpcTransport(cache)
     await transport.start()
     ids = torch.randperm(POOL_BLOCKS, generator=torch.Generator().manual_seed(1))[:NUM_BLOCKS].tolist()

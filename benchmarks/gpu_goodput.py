@@ -25,9 +25,9 @@ from tempfile import TemporaryDirectory
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from twostep.bench.serve.metrics import Distribution, Targets, latency_of
-from twostep.bench.serve.record import RequestRecord
-from twostep.bench.shapes import LLAMA_8B
+from twostep.lab.bench.serve.metrics import Distribution, Targets, latency_of
+from twostep.lab.bench.serve.record import RequestRecord
+from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.local.ports import free_ports
 from twostep.local.redis_server import server_argv, server_binary, server_url
 

@@ -34,9 +34,10 @@ import grpc.aio
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kv_transfer.ray_head import free_port
+from kv_transfer.ray.head import free_port
 from kv_transfer.testing import LocalRay
-from twostep.bench.shapes import LLAMA_8B
+from twostep.keys.secret import load_secret
+from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.local.redis_server import server_argv, server_binary, socket_path
 from twostep.rpc import event_loop
 from twostep.rpc.call_signing import channel_to_worker
@@ -44,7 +45,6 @@ from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from twostep.sampling_params import SamplingParams
-from twostep.secret import load_secret
 
 BLOCK_SIZE = 16
 START_S = 150.0

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from twostep.engine import weight_reader
-from twostep.engine.weight_reader import read_weights
-from twostep.engine.weights import StoredTensor, stored_tensors
-from twostep.models.modules import Place
+from twostep.model.loading import weight_reader
+from twostep.model.loading.places import Place
+from twostep.model.loading.weight_reader import read_weights
+from twostep.model.loading.weights import StoredTensor, stored_tensors
 
 LAYER = {
     "self_attn.q_proj": (4096, 4096),

@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from twostep.engine.batch import Batch, SamplingRow
-from twostep.engine.model_runner import ModelRunner
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 
 AIM = 2e-2

@@ -40,13 +40,13 @@ from nixl_rig import (
     wait_for,
 )
 
-from kv_transfer import nixl_device
-from kv_transfer.nixl_agent import NixlAgent
-from kv_transfer.nixl_endpoint import NixlEndpoint, laid_out
-from kv_transfer.nixl_read import Peer, Read
+from kv_transfer.nixl import device as nixl_device
+from kv_transfer.nixl.agent import NixlAgent
+from kv_transfer.nixl.endpoint import NixlEndpoint, laid_out
+from kv_transfer.nixl.read import Peer, Read
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import TwostepError
-from twostep.kernels.triton_pull import PullShape, pull_blocks
+from twostep.model.kernels.triton_pull import PullShape, pull_blocks
 
 
 class BackendParams(TypedDict):

@@ -25,14 +25,14 @@ import torch
 from gpu_engine import BLOCK_SIZE, CONTEXT, SMALL, batch_of, tables_for
 from safetensors.torch import save_file
 
-from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import InFlight, Runner
-from twostep.engine.model_runner import ModelRunner
-from twostep.engine.parallel_runner import ParallelRunner
-from twostep.kernels.torch_ops import TorchOps
-from twostep.models.config import parse_config
-from twostep.models.registry import build_model
-from twostep.startup import NoProgress
+from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.model.families.config import parse_config
+from twostep.model.families.registry import build_model
+from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.runner.parallel_runner import ParallelRunner
+from twostep.process.startup import NoProgress
 
 AIM = 0.65
 SMALL_EVEN = SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "max_position_embeddings": 4096}

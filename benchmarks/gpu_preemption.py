@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import KvShape
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
-from twostep.engine.kv_cache import KvCache
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, TokenOutput
+from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.step.kv_cache import KvCache
 from twostep.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

@@ -22,11 +22,11 @@ import torch
 from gpu_engine import BLOCK_SIZE, SMALL, batch_of, make, prefill_rate, tables_for
 from safetensors.torch import save_file
 
-from twostep.bench.shapes import LLAMA_8B
-from twostep.engine.model_runner import ModelRunner
-from twostep.kernels.torch_ops import TorchOps
-from twostep.models.config import parse_config
-from twostep.models.registry import build_model
+from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.model.families.config import parse_config
+from twostep.model.families.registry import build_model
+from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.runner.model_runner import ModelRunner
 
 FORMATS = ("auto", "fp8", "int8")
 

@@ -34,14 +34,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.chunking import ChunkPlan, ChunkRange, ChunkSizes
-from kv_transfer.ray_transport import RayTransport
+from kv_transfer.ray.transport import RayTransport
 from kv_transfer.testing import LocalRay
 from kv_transfer.transport import ChunkInfo
-from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import Batch, InFlight, LayerRange, Sampled
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
 from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
+from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.sampling_params import SamplingParams
 from twostep.worker.engine_loop import EngineLoop
 
@@ -370,8 +370,8 @@ def main() -> None:
 def on_gpus(num_blocks: int) -> tuple[Any, Sink]:
     import torch  # noqa: PLC0415
 
-    from twostep.engine.kv_cache import KvCache  # noqa: PLC0415
-    from twostep.engine.model_runner import ModelRunner  # noqa: PLC0415
+    from twostep.model.runner.model_runner import ModelRunner  # noqa: PLC0415
+    from twostep.model.step.kv_cache import KvCache  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(LLAMA_8B))

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from twostep.engine.parallel_group import BackendGroup
-from twostep.engine.parallel_meeting import Meeting
-from twostep.kernels.peer_memory import PeerMemory
-from twostep.kernels.triton_elementwise import add_rms_norm
-from twostep.kernels.triton_reduce import RowExchange, inbox_bytes
+from twostep.model.kernels.triton_elementwise import add_rms_norm
+from twostep.model.kernels.triton_reduce import RowExchange, inbox_bytes
+from twostep.model.parallel.group import BackendGroup
+from twostep.model.parallel.meeting import Meeting
+from twostep.model.parallel.peer_memory import PeerMemory
 
 WIDTH = 4096
 ROWS = [1, 16, 64, 128, 256, 512]

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from twostep.engine.batch import Batch, SamplingRow
-from twostep.engine.device_sampler import DeviceSampler
-from twostep.engine.sampler import sample, sampling_margin
-from twostep.kernels import triton_sample
-from twostep.kernels.step_upload import StepUpload
-from twostep.kernels.triton_sample import sample_rows
-from twostep.kernels.triton_tokens import MAX_SAMPLED_ROWS, pick_greedy
+from twostep.model.kernels import triton_sample
+from twostep.model.kernels.step_upload import StepUpload
+from twostep.model.kernels.triton_sample import sample_rows
+from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, pick_greedy
+from twostep.model.runner.device_sampler import DeviceSampler
+from twostep.model.runner.sampler import sample, sampling_margin
 from twostep.sampling_params import SamplingParams
 
 VOCAB = 128256

@@ -36,18 +36,18 @@ import torch
 from served_step_load import SECRET, Clock, Load
 
 from decode_worker.edge import DecodeEdge
-from kv_transfer.cuda_ipc import CudaIpcTransport
-from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.cuda_ipc.transport import CudaIpcTransport
+from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transport import KvTransport
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
-from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import Batch, InFlight, KvShape, LayerMark, LayerRange, Runner, Sampled
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.kv_cache import KvCache
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest, StepOutput
+from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.local.redis_server import server_argv, server_binary, socket_path
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.step.kv_cache import KvCache
 from twostep.rpc import event_loop
 from twostep.sampling_params import SamplingParams
 from twostep.worker.config import WorkerConfig
@@ -184,7 +184,7 @@ async def served(runner: ModelRunner, load: Load, transport_name: str) -> dict[s
 
     with tempfile.TemporaryDirectory(prefix="ts-") as name:
         directory = Path(name)
-        # Not uvloop's children: see kv_transfer/child.py.
+        # Not uvloop's children: see kv_transfer/ray/child.py.
         redis = await asyncio.to_thread(subprocess.Popen, server_argv(server_binary(), directory), stdout=subprocess.DEVNULL)
         try:
             url = f"unix://{socket_path(directory)}"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from gpu_decode_attention import NUM_HEADS, NUM_KV_HEADS, TOKEN_BYTES, Case, medians_us, read_rate
 
-from twostep.kernels.shared_prefix import PrefixGroup, find_groups, pack
-from twostep.kernels.triton_shared_prefix import SharedPrefix
+from twostep.model.kernels.shared_prefix import PrefixGroup, find_groups, pack
+from twostep.model.kernels.triton_shared_prefix import SharedPrefix
 
 # Sequences, shared keys, own keys.
 SHAPES = [

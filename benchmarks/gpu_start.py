@@ -21,7 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from twostep.bench.shapes import LLAMA_8B
+from twostep.lab.bench.shapes import LLAMA_8B
 
 CONFIG = LLAMA_8B | {"eos_token_id": 0}
 LAYER = {
@@ -131,8 +131,8 @@ def forget(directory: Path) -> None:
 def serve(directory: str, flags: list[str]) -> None:
     """What a worker does until it is ready, and one request."""
     from twostep.errors import SetupError  # noqa: PLC0415
-    from twostep.log import setup_logging  # noqa: PLC0415
-    from twostep.startup import StartUp, process_start  # noqa: PLC0415
+    from twostep.process.log import setup_logging  # noqa: PLC0415
+    from twostep.process.startup import StartUp, process_start  # noqa: PLC0415
 
     start = StartUp(since=process_start())
     from twostep.engine.engine import Engine, EngineConfig  # noqa: PLC0415

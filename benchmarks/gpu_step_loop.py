@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from twostep.bench.limits import measure_limits
-from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import Batch, InFlight, KvShape, LayerMark, Sampled, SamplingRow
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest
+from twostep.lab.bench.limits import measure_limits
+from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

@@ -26,14 +26,14 @@ from gpu_elementwise import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
 from gpu_engine import batch_of, make, prefill_rate, tables_for
 from gpu_linear import graph_us
 
-from kv_transfer.ipc_memory import close_handle, export, open_handle
+from kv_transfer.cuda_ipc.memory import close_handle, export, open_handle
 from kv_transfer.sum64 import block_sums
-from twostep.bench.shapes import LLAMA_8B
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
-from twostep.kernels import triton_elementwise
-from twostep.kernels.kv_sums import KvSums
-from twostep.kernels.triton_pull import PullShape, add_slot_sums, pull_blocks, sum_blocks
+from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.model.kernels import triton_elementwise
+from twostep.model.kernels.triton_pull import PullShape, add_slot_sums, pull_blocks, slot_sums, sum_blocks
+from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.kv_sums import KvSums
 
 NUM_LAYERS = 32
 BLOCK_BYTES = NUM_LAYERS * 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM * 2
@@ -153,7 +153,7 @@ def write_kernel(rows: int) -> tuple[float, float]:
 
     calls()
     taken: tuple[list[float], list[float]] = ([], [])
-    sums = [KvSums(cache, NUM_HEADS, HEAD_DIM) for cache in caches]
+    sums = [KvSums(cache.tensor, cache.shape, NUM_HEADS, HEAD_DIM, slot_sums) for cache in caches]
     for _ in range(3):
         for kept in (False, True):
             for cache, of_cache in zip(caches, sums, strict=True):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kv_transfer.ray_transport import RayTransport
+from kv_transfer.ray.transport import RayTransport
 from kv_transfer.testing import ArrayStore, LocalRay
 from kv_transfer.transport import ChunkInfo
 

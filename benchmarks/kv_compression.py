@@ -28,7 +28,7 @@ from kv_transfer import wire_encoding
 from kv_transfer.checksum import checksum
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import Batch, SamplingRow
-from twostep.engine.model_runner import ModelRunner
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 from twostep.worker.model import layout_of
 

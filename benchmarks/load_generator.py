@@ -18,13 +18,13 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from twostep.bench.serve import lengths
-from twostep.bench.serve.grpc_target import GrpcOptions, GrpcTarget
-from twostep.bench.serve.load import Load, Users
-from twostep.bench.serve.runner import Extent, Progress
-from twostep.bench.serve.summary import summarize
-from twostep.bench.serve.target import Target
-from twostep.bench.serve.workloads import RandomPrompts
+from twostep.lab.bench.serve import lengths
+from twostep.lab.bench.serve.grpc_target import GrpcOptions, GrpcTarget
+from twostep.lab.bench.serve.load import Load, Users
+from twostep.lab.bench.serve.runner import Extent, Progress
+from twostep.lab.bench.serve.summary import summarize
+from twostep.lab.bench.serve.target import Target
+from twostep.lab.bench.serve.workloads import RandomPrompts
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.rpc.v1 import inference_pb2_grpc as pb_grpc
 
@@ -119,7 +119,7 @@ def main() -> None:
         grpc_port, http_port = server.stdout.readline().split()
         try:
             uvloop.run(measure("gRPC", GrpcTarget(GrpcOptions(targets=(f"127.0.0.1:{grpc_port}",))), args))
-            from twostep.bench.serve.openai_target import OpenAIOptions, OpenAITarget  # noqa: PLC0415 - the extra [bench]
+            from twostep.lab.bench.serve.openai_target import OpenAIOptions, OpenAITarget  # noqa: PLC0415 - the extra [bench]
 
             uvloop.run(measure("HTTP", OpenAITarget(OpenAIOptions(url=f"http://127.0.0.1:{http_port}")), args))
         finally:

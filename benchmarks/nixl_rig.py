@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kv_transfer.nixl_device import DeviceMemory
-from kv_transfer.nixl_memory import HostMemory, NixlMemory
-from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.nixl.device import DeviceMemory
+from kv_transfer.nixl.memory import HostMemory, NixlMemory
+from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.transport import ChunkInfo
 
 BLOCK_BYTES = 2 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 
-from router.placement import Candidate, Demand, MeanLoad, Snapshot, place
+from router.placing.placement import Candidate, Demand, MeanLoad, Snapshot, place
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.step_curve import StepCurve
 

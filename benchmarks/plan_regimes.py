@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 from twostep.errors import InvalidRequest
-from twostep.plan.goodput import parse_slo
-from twostep.plan.machine import machine_of
-from twostep.plan.memory import worker_memory
-from twostep.plan.planner import Plan, Question, plan_for_workers
-from twostep.plan.presets import load_preset
-from twostep.plan.workload import parse_workload
+from twostep.lab.plan.goodput import parse_slo
+from twostep.lab.plan.machine import machine_of
+from twostep.lab.plan.memory import worker_memory
+from twostep.lab.plan.planner import Plan, Question, plan_for_workers
+from twostep.lab.plan.presets import load_preset
+from twostep.lab.plan.workload import parse_workload
 
 PROMPTS = (128, 512, 2600, 8000)
 OUTPUTS = (32, 128, 512)

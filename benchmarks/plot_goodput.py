@@ -17,8 +17,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from twostep.bench.serve.metrics import Distribution, Latency, Targets, latency_of
-from twostep.bench.serve.record import RequestRecord
+from twostep.lab.bench.serve.metrics import Distribution, Latency, Targets, latency_of
+from twostep.lab.bench.serve.record import RequestRecord
 
 TARGETS = ("ttft:500 tpot:10 gap:25", "ttft:500 tpot:10", "ttft:500 tpot:30", "ttft:200 tpot:100")
 SHARE = 0.95

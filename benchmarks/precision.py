@@ -21,8 +21,8 @@ import torch
 import transformers
 
 from twostep.engine.batch import Batch, SamplingRow
-from twostep.engine.model_runner import ModelRunner
-from twostep.models.store import DEFAULT_MODEL, default_cache_dir, resolve
+from twostep.model.loading.store import DEFAULT_MODEL, default_cache_dir, resolve
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

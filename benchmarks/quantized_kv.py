@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from twostep.engine.batch import Batch, SamplingRow
-from twostep.engine.model_runner import ModelRunner
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

@@ -20,9 +20,9 @@ from redis.asyncio import Redis
 from router_helper import obey
 from router_place import HASH_UNIT, SECRET, Place
 
+from twostep.checkpoint.fingerprint import dummy_fingerprint
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, worker_key
 from twostep.cluster.signed import RECORDS, Signer
-from twostep.fingerprint import dummy_fingerprint
 from twostep.prefix import secret_check
 from twostep.rpc import event_loop
 from twostep.rpc.server import GrpcServer, ServerConfig

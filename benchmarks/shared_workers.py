@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from twostep.bench.serve.record import RequestRecord
+from twostep.lab.bench.serve.record import RequestRecord
 
 OVERLAP_S, NEAR_S, LEAST_TOKENS = 0.25, 0.0005, 8
 

@@ -20,22 +20,22 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from twostep.bench.serve.metrics import Distribution
-from twostep.bench.serve.record import RequestRecord
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import TwostepError
-from twostep.plan.compare import Comparison, HostTime, Side, compare, knee_of
-from twostep.plan.deployment import Deployment
-from twostep.plan.goodput import SHARE, parse_slo
-from twostep.plan.machine import Machine, machine_of, machine_of_workers
-from twostep.plan.memory import worker_memory
-from twostep.plan.presets import load_preset, read_curves
+from twostep.lab.bench.serve.metrics import Distribution
+from twostep.lab.bench.serve.record import RequestRecord
+from twostep.lab.plan.compare import Comparison, HostTime, Side, compare, knee_of
+from twostep.lab.plan.deployment import Deployment
+from twostep.lab.plan.goodput import SHARE, parse_slo
+from twostep.lab.plan.machine import Machine, machine_of, machine_of_workers
+from twostep.lab.plan.memory import worker_memory
+from twostep.lab.plan.presets import load_preset, read_curves
 
 
 def main() -> int:
     args = _parse()
     if args.dump_workers:
-        from twostep.plan.live import registered_workers  # noqa: PLC0415 - needs redis
+        from twostep.lab.plan.live import registered_workers  # noqa: PLC0415 - needs redis
 
         for record in registered_workers(args.dump_workers):
             print(record.to_json())

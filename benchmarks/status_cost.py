@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from google.protobuf.json_format import MessageToDict
 
-from router.load_ratio import Waiting, role_load
-from router.snapshot import Candidate, MeanLoad, Snapshot
-from router.status import columns, point, router_load, take_sample, worker_status
-from router.status_board import HISTORY_POINTS
+from router.placing.load_ratio import Waiting, role_load
+from router.status.board import HISTORY_POINTS
+from router.status.status import columns, point, router_load, take_sample, worker_status
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
+from twostep.cluster.snapshot import Candidate, MeanLoad, Snapshot
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.rpc.v1 import status_pb2

@@ -19,17 +19,17 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from decode_worker.history import History
 from decode_worker.sequence import ComputedHere, DecodeSequence, State
 from decode_worker.tracing import SequenceSpans
-from router.answer import Answer
-from router.job import Job
-from router.recorder import recorded
-from router.report import Report
+from router.request.answer import Answer
+from router.request.job import Job
+from router.request.report import Report
+from router.serving.recorder import recorded
 from twostep.engine.types import TokenOutput
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
+from twostep.process.tracing import Tracer, metadata_of, trace_id_of
+from twostep.process.tracing_otel import OtelTracer
 from twostep.rpc.v1 import decode_pb2, inference_pb2
 from twostep.sampling_params import SamplingParams
-from twostep.tracing import Tracer, metadata_of, trace_id_of
-from twostep.tracing_otel import OtelTracer
 
 METADATA = (("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),)
 REQUESTS, TOKENS, ROUNDS = 2_000, 200_000, 7

@@ -19,8 +19,8 @@ from kv_transfer.ticket import Ticket
 from kv_transfer.transport import BlockStore
 from kv_transfer.transports import Transports
 from twostep.cluster.records import LayoutRecord
+from twostep.process.tracing import Metadata
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
-from twostep.tracing import Metadata
 
 __all__ = ["Fetched", "Fetcher", "Target"]
 

@@ -33,9 +33,9 @@ from kv_transfer.transports import Transports
 from kv_transfer.wire_encoding import RAW
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Cancelled, Incompatible, InternalError, ResourceExhausted, TwostepError, Unavailable
+from twostep.process.tracing import Metadata
 from twostep.rpc.channel import error_from_rpc
 from twostep.rpc.v1 import decode_pb2, kv_pb2, kv_pb2_grpc
-from twostep.tracing import Metadata
 
 log = logging.getLogger(__name__)
 

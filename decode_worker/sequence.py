@@ -14,8 +14,8 @@ from decode_worker.tracing import SequenceSpan
 from kv_transfer.ticket import Ticket
 from twostep.engine.types import PrefillProgress, TokenOutput
 from twostep.errors import InvalidRequest, TwostepError, Unauthenticated
+from twostep.process.tracing import Metadata
 from twostep.rpc.v1 import decode_pb2
-from twostep.tracing import Metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,8 +38,8 @@ from twostep.errors import (
     Unavailable,
     status_of,
 )
+from twostep.process.tracing import Metadata
 from twostep.rpc.v1 import decode_pb2, kv_pb2
-from twostep.tracing import Metadata
 from twostep.worker.requests import attempt_id
 
 __all__ = ["Sequences", "SequencesConfig"]

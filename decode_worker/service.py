@@ -34,9 +34,9 @@ from decode_worker.tracing import SequenceSpans
 from kv_transfer.ticket import Ticket
 from twostep.engine.types import EngineRequest, Reservation
 from twostep.errors import ResourceExhausted, Unavailable
-from twostep.log import concerning
+from twostep.process.log import concerning
+from twostep.process.tracing import metadata_of, trace_id_of
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc
-from twostep.tracing import metadata_of, trace_id_of
 from twostep.worker.requests import RequestReader
 
 # How long a reservation waits for batch sequences that give way to it.

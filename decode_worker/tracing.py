@@ -13,7 +13,7 @@ import time
 from typing import Protocol
 
 from kv_transfer.tracing import TransferSpans
-from twostep.tracing import Metadata, Span, Tracer
+from twostep.process.tracing import Metadata, Span, Tracer
 from twostep.worker.requests import attempt_id
 
 CANCELLED = "cancelled"

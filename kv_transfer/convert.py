@@ -1,8 +1,8 @@
 """KV of one layout as KV of another: split, joined and converted by pure functions over bytes, numpy only.
 
-A pool's block (twostep/engine/kv_cache.py, and kv_quantization.py of quantized ones) is taken apart into Vectors, a token and head each,
-and put together again; what lies between is dealing vectors out to other blocks and heads, and where the number formats differ,
-rounding them. twostep.cluster.convertible says which pairs can be joined, and what a conversion does to prefix hashes.
+A pool's block (twostep/model/step/kv_cache.py, and kv_quantization.py of quantized ones) is taken apart into Vectors, a token
+and head each, and put together again; between the two, vectors are dealt out to other blocks and heads, and where
+the number formats differ, rounded. twostep.cluster.convertible says which pairs can be joined, and what a conversion does to prefix hashes.
 
     source blocks of 3   | a b c | d e f | g h . |         a target block is done when all of its tokens up to the sequence's end have
     target blocks of 4   | a b c d | e f g h |             come, of every layer and head: block 0 needs source blocks 0 and 1

@@ -1,7 +1,7 @@
 """Number formats of KV in numpy, which knows neither bfloat16 nor float8: bit patterns in, bit patterns out.
 
 bfloat16        uint16, the high half of a float32; rounded to the nearest, ties to even
-fp8, int8       uint8 and a bfloat16 scale for every vector, as twostep/engine/kv_quantization.py stores them, to the bit; of fp8's
+fp8, int8       uint8 and a bfloat16 scale for every vector, as twostep/model/step/kv_quantization.py stores them, to the bit; of fp8's
                 scales that are equally good to a float32's last digits, another one may be taken
 """
 

@@ -11,7 +11,7 @@ single block of a chunk. Changes of several words (swaps of words, slots, heads,
 block's contents) go unnoticed with a probability of 2^-64, about 5e-20, if `mix` is taken for a random function. It guards against
 accidents, not against forgery: there is no key.
 
-Here in numpy, for CPUs and as the oracle of the kernels (twostep/kernels/triton_sum64.py), which compute the same.
+Here in numpy, for CPUs and as the oracle of the kernels (twostep/model/kernels/triton_sum64.py), which compute the same.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.ray_head import RayHead, free_port
+from kv_transfer.ray.head import RayHead, free_port
 from twostep.engine.batch import LayerRange
 from twostep.errors import SetupError
 

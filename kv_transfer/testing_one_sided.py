@@ -10,7 +10,7 @@ import numpy as np
 
 from kv_transfer.checksum import checksum
 from kv_transfer.in_place import InPlaceBook
-from kv_transfer.local import check_blocks, part_bytes, write_verified
+from kv_transfer.local.transport import check_blocks, part_bytes, write_verified
 from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
 from twostep.engine.batch import LayerRange
 from twostep.errors import Unavailable

@@ -6,7 +6,7 @@ import time
 
 from kv_transfer.observer import Transfer
 from kv_transfer.transfer_metrics import attributes
-from twostep.tracing import Span
+from twostep.process.tracing import Span
 
 # Of the span itself, or in the part's name.
 _KNOWN = frozenset({"request", "direction", "failure"})

@@ -14,10 +14,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kv_transfer.ray_transport import RayTransport
+from kv_transfer.ray.transport import RayTransport
 from kv_transfer.transport import KvTransport
 from twostep.errors import SetupError
-from twostep.flags import KV_TRANSPORTS
+from twostep.settings.flags import KV_TRANSPORTS
 from twostep.worker.edge import EdgeParts
 
 log = logging.getLogger(__name__)
@@ -151,13 +151,13 @@ def _ray(parts: EdgeParts, run_dir: Path) -> KvTransport:
 
 def _cuda_ipc(parts: EdgeParts, run_dir: Path) -> KvTransport:
     _check_one_gpu("cuda_ipc", parts)
-    transport: KvTransport = importlib.import_module("kv_transfer.cuda_ipc").CudaIpcTransport.of_worker(parts)
+    transport: KvTransport = importlib.import_module("kv_transfer.cuda_ipc.transport").CudaIpcTransport.of_worker(parts)
     return transport
 
 
 def _nixl(parts: EdgeParts, run_dir: Path) -> KvTransport:
     _check_one_gpu("nixl", parts)
-    transport: KvTransport = importlib.import_module("kv_transfer.nixl_transport").NixlTransport.of_worker(parts)
+    transport: KvTransport = importlib.import_module("kv_transfer.nixl.transport").NixlTransport.of_worker(parts)
     return transport
 
 

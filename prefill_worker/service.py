@@ -31,9 +31,9 @@ from prefill_worker.hand_over import HandOvers
 from prefill_worker.job import Job
 from prefill_worker.tracing import JobSpans
 from twostep.errors import InvalidRequest, Unavailable
-from twostep.log import concerning
+from twostep.process.log import concerning
+from twostep.process.tracing import metadata_of, trace_id_of
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from twostep.tracing import metadata_of, trace_id_of
 from twostep.worker.requests import RequestReader, token_to_proto
 
 _Context = grpc.aio.ServicerContext[Any, Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kv_transfer.tracing import TransferSpans
 from prefill_worker.job import Job
-from twostep.tracing import Attributes, Metadata, Span, Tracer
+from twostep.process.tracing import Attributes, Metadata, Span, Tracer
 
 
 class JobSpans:

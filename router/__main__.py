@@ -10,7 +10,7 @@ import sys
 from router.config import RouterConfig, parse_config
 from router.server import Router
 from twostep.errors import SetupError
-from twostep.log import setup_logging
+from twostep.process.log import setup_logging
 from twostep.rpc import event_loop
 from twostep.rpc.lifecycle import stop_event
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from router.access.flags import access_flags
 from router.batches.flags import batch_flags
-from router.demand_flags import DEFAULT_TPOT_MS, DEFAULT_TTFT_MS, target_flags
-from router.fair_queue import AGEING_S
-from router.quota import tenant_weights
-from twostep.flag_values import whole
-from twostep.flags import FlagParser, allowed_hosts, allowed_origins, tracing_flag
+from router.waiting.fair_queue import AGEING_S
+from router.waiting.quota import tenant_weights
+from twostep.cluster.demand_flags import DEFAULT_TPOT_MS, DEFAULT_TTFT_MS, target_flags
 from twostep.rpc.channel import COMPRESSIONS, PLAINTEXT, TlsFiles
+from twostep.settings.flag_values import whole
+from twostep.settings.flags import FlagParser, allowed_hosts, allowed_origins, tracing_flag
 from twostep.text.reasoning import REASONING_PARSERS
 from twostep.text.tool_calls import TOOL_CALL_PARSERS
 
@@ -282,7 +282,7 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
         type=Path,
         default=None,
         metavar="FILE",
-        help="write down who was chosen for each request and why, for `python -P -m router.replay FILE`; two files of 256 MiB at most",
+        help="write down who was chosen for each request and why, for `python -m router.placing.replay FILE`; two files of 256 MiB at most",
     )
     tracing_flag(parser)
     parser.flag(

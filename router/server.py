@@ -11,52 +11,54 @@ from typing import Any
 
 from router.access.control import Access
 from router.access.sources import source_of
-from router.admission import Admission
 from router.batches.service import DAY_S, BatchConfig, Batches
-from router.cleanup import Cleanup
 from router.config import DEFAULT_HTTP_PORT, RouterConfig
-from router.demand_meter import DemandMeter
-from router.dispatch import DispatchConfig, Dispatcher
-from router.grammar_check import GrammarChecker
-from router.hold_back import hold_back_of
+from router.grpc.service import InferenceService
+from router.grpc.service_access import KeyGate
+from router.grpc.status_service import StatusService
 from router.http.admin import Administration
 from router.http.admin_server import AdminServer, load_admin_key
 from router.http.batches import BatchEndpoints
 from router.http.front import Front
 from router.http.server import HttpServer, ssl_context
-from router.inference import Inference, InferenceConfig
-from router.placement import Demand, Placement, place
-from router.placement_log import PlacementLog
-from router.prefix_index import NO_HINTS, PrefixIndex
-from router.prefix_lookup import PrefixLookup
-from router.prompt import PromptReader
-from router.quota import Quota
-from router.quota_share import QuotaShare
-from router.redis_start import wait_for_redis
-from router.registry import Deployment, Registry
-from router.render_process import Setup
-from router.renderer import Renderer
-from router.room import Room
-from router.scaling_watch import ScalingWatch
-from router.service import InferenceService
-from router.service_access import KeyGate
-from router.shared_clock import SharedClock
-from router.status_board import RouterView, StatusBoard
-from router.status_service import StatusService
-from router.targets import Targets
-from router.vouching import Vouching
-from router.workers import WorkerPool
+from router.placing.log import PlacementLog
+from router.placing.placement import Demand, Placement, place
+from router.placing.prefix_lookup import PrefixLookup
+from router.prompting.grammar_check import GrammarChecker
+from router.prompting.prompt import PromptReader
+from router.prompting.render_process import Setup
+from router.prompting.renderer import Renderer
+from router.request.cleanup import Cleanup
+from router.request.targets import Targets
+from router.serving.dispatch import DispatchConfig, Dispatcher
+from router.serving.hold_back import hold_back_of
+from router.serving.inference import Inference, InferenceConfig
+from router.status.board import RouterView, StatusBoard
+from router.status.scaling_watch import ScalingWatch
+from router.waiting.admission import Admission
+from router.waiting.demand_meter import DemandMeter
+from router.waiting.quota import Quota
+from router.waiting.quota_share import QuotaShare
+from router.waiting.room import Room
+from router.workers.pool import WorkerPool
+from router.workers.prefix_index import NO_HINTS, PrefixIndex
+from router.workers.registry import Deployment, Registry
+from router.workers.vouching import Vouching
+from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.cluster.connection import connect
+from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
+from twostep.cluster.start import wait_for_redis
 from twostep.errors import SetupError
-from twostep.exposure import open_door
-from twostep.fingerprint import dummy_fingerprint, model_fingerprint
+from twostep.keys.exposure import open_door
+from twostep.keys.secret import load_secret
 from twostep.metrics.process import package_version, register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.metrics.server import MetricsServer
-from twostep.open_files import make_room
 from twostep.prefix import secret_check
+from twostep.process.open_files import make_room
+from twostep.process.tracing import TRACES_FLUSH_S, start_tracer
 from twostep.request_class import RequestClass
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import compression_of
@@ -64,13 +66,11 @@ from twostep.rpc.collector import collect_in_quiet_moments
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import inference_pb2_grpc, status_pb2_grpc
-from twostep.secret import load_secret
 from twostep.text.chat_format import ChatFormat
 from twostep.text.chat_template import check_syntax
 from twostep.text.model_card import ModelCard
 from twostep.text.token_bytes import TokenBytes
 from twostep.text.tokenizer import Tokenizer
-from twostep.tracing import TRACES_FLUSH_S, start_tracer
 
 log = logging.getLogger(__name__)
 

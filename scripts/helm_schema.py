@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
-from twostep.flags import FlagParser
+from twostep.settings.flags import FlagParser
 
 _NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
 _NATURAL = {"type": "integer", "minimum": 0}
@@ -223,7 +223,7 @@ def _flag_defs() -> dict[str, Any]:
         "prefillFlags": prefill,
         "decodeFlags": decode,
         "workerFlags": prefill | {"properties": both},
-        "autoscalerFlags": _flags(parser_of("router.autoscaler.config")),
+        "autoscalerFlags": _flags(parser_of("twostep.autoscaler.config")),
     }
 
 

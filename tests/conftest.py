@@ -13,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from twostep.models import store
+from twostep.model.loading import store
 
 # Without a GPU, kernels run in Triton's interpreter, which must be chosen before anything imports triton; transformers does.
 if not Path("/dev/nvidiactl").exists():

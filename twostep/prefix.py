@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Sequence
 
 from twostep.errors import InvalidRequest
-from twostep.secret import purpose_key
+from twostep.keys.secret import purpose_key
 
 HASH_BYTES = 16
 

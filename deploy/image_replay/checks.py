@@ -20,7 +20,7 @@ _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0
 
 _MODULES = {
-    "router": ("router", "router.autoscaler"),
+    "router": ("router", "twostep.autoscaler"),
     "worker-cpu": ("prefill_worker", "decode_worker", "router"),
     "worker-cuda": ("prefill_worker", "decode_worker", "router"),
 }

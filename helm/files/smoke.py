@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from twostep import Client, TwostepError
-from twostep.api_keys import system_key
+from twostep.keys.api_keys import system_key
 
 PROMPT = "Say hello."
 MAX_TOKENS = 4

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from router.access.limits import Bucket, Day, Shortage, duration, worst
-from router.targets import Reason, Refused
-from twostep.api_keys import Key
+from router.request.targets import Reason, Refused
 from twostep.errors import InvalidRequest
+from twostep.keys.api_keys import Key
 
 # Of calls that are in each other's way: their ends are not known.
 _CONCURRENCY_RETRY_S = 1.0

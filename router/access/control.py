@@ -13,10 +13,10 @@ from router.access.account import Account
 from router.access.identity import Identity
 from router.access.share import UsageShare, Use
 from router.access.sources import KeySource, unreachable, why
-from router.shared_clock import SharedClock
-from twostep.api_keys import Key, KeyTable, same_key, system_key
 from twostep.cluster.cancellation import end_if_cancelled
+from twostep.cluster.shared_clock import SharedClock
 from twostep.errors import NotFound, SetupError, TwostepError, Unauthenticated
+from twostep.keys.api_keys import Key, KeyTable, same_key, system_key
 
 log = logging.getLogger(__name__)
 

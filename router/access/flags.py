@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from twostep.flags import FlagParser
+from twostep.settings.flags import FlagParser
 
 
 def access_flags(parser: FlagParser) -> None:

@@ -3,13 +3,14 @@
 twostep:v1:api-usage:minute:{window}   hash: [router, key, "requests" | "tokens"] as JSON -> used on that router in those ten seconds
 twostep:v1:api-usage:day:{hour}        the same tokens by the hour, kept for a day
 
-Windows are named by the clock that all routers share (router/shared_clock.py). How long ago something was used, each router measures by its
-own: whatever becomes of any clock, nobody gets another day before the first is over.
+Windows are named by the clock that all routers share (twostep/cluster/shared_clock.py). How long ago something was used,
+each router measures by its own: whatever becomes of any clock, nobody gets another day before the first is over.
 
-As router/quota_share.py has it: each writes its own fields as totals, so that an exchange that broke may be repeated, and what has grown in
-the others' since the last time is what they have given. Beside the requests, never on their way. What is given between two exchanges is
-not known to the others: n routers may give a key up to n times what is left for it, all within half a second, and take it off what they
-give next. Without Redis each counts for itself. A router that starts reads the day's hours, so that a restart gives nobody another day.
+As router/waiting/quota_share.py has it: each writes its own fields as totals, so that an exchange that broke may be repeated, and what
+has grown in the others' since the last time is what they have given. Beside the requests, never on their way. What is given between two
+exchanges is not known to the others: n routers may give a key up to n times what is left for it, all within half a second, and take it
+off what they give next. Without Redis each counts for itself. A router that starts reads the day's hours, so that a restart gives nobody
+another day.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from router.access.limits import DAY_HOURS, HOUR_S
-from router.shared_clock import SharedClock
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.connection import EXCHANGE_S
+from twostep.cluster.shared_clock import SharedClock
 
 log = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from typing import NamedTuple, Protocol
 
 from redis.asyncio import Redis
 
-from router.bounded_threads import BoundedThreads
-from twostep.api_key_file import put_in_file, read_file, remove_from_file
-from twostep.api_keys import MAX_KEYS, BadKey, Key
 from twostep.cluster.hashes import hashes_in, read_hashes
 from twostep.cluster.signed import API_KEYS, Signer
 from twostep.errors import SetupError, TwostepError, Unauthenticated, Unavailable
+from twostep.keys.api_key_file import put_in_file, read_file, remove_from_file
+from twostep.keys.api_keys import MAX_KEYS, BadKey, Key
+from twostep.process.bounded_threads import BoundedThreads
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from twostep.flag_values import whole
-from twostep.flags import FlagParser
+from twostep.settings.flag_values import whole
+from twostep.settings.flags import FlagParser
 
 
 def batch_flags(parser: FlagParser) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.targets import Expired
+from router.request.targets import Expired
 from twostep.errors import DataLoss, DeadlineExceeded, Incompatible, InternalError, ResourceExhausted, TwostepError, Unavailable
 
 _FIRST_S = 0.5

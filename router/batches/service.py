@@ -25,8 +25,8 @@ from router.batches.records import COMPLETION_WINDOWS, Asked, new_id
 from router.batches.run import Endpoints, LeaseLost, Left, Run, RunLimits
 from router.batches.store import BatchStore, Stored
 from router.batches.threads import Threads
-from router.shared_clock import SharedClock
 from twostep.cluster.cancellation import end_if_cancelled
+from twostep.cluster.shared_clock import SharedClock
 from twostep.errors import DataLoss, NotFound, SetupError, TwostepError, Unavailable
 from twostep.metrics.batches import BatchMetrics, BatchState
 from twostep.metrics.registry import MetricsRegistry

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from router.bounded_threads import BoundedThreads
 from twostep.errors import Unavailable
+from twostep.process.bounded_threads import BoundedThreads
 
 P = ParamSpec("P")
 T = TypeVar("T")

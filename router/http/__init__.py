@@ -1,1 +1,1 @@
-"""The HTTP front: OpenAI's API over the same requests that gRPC clients make (router/inference.py)."""
+"""The HTTP front: OpenAI's API over the same requests that gRPC clients make (router/serving/inference.py)."""

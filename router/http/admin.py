@@ -31,11 +31,11 @@ from router.http.calls import json_body
 from router.http.connections import at_work
 from router.http.errors import Handler, errors
 from router.http.origins import ORIGINS, Origins, same_site
-from router.last_of_role import what_ends
-from router.status_board import StatusBoard
-from router.workers import WorkerPool
-from twostep.api_keys import Key, make_key, same_key
+from router.status.board import StatusBoard
+from router.status.last_of_role import what_ends
+from router.workers.pool import WorkerPool
 from twostep.errors import Incompatible, InvalidRequest, NotFound, Unauthenticated
+from twostep.keys.api_keys import Key, make_key, same_key
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.channel import TlsFiles
 from twostep.rpc.worker_role import switch_role

@@ -9,9 +9,9 @@ from pathlib import Path
 from router.http.admin import Administration, make_admin_app
 from router.http.listener import Listener
 from router.http.origins import Origins
-from twostep.api_keys import admin_key
 from twostep.errors import SetupError
-from twostep.secret import MIN_SECRET_BYTES
+from twostep.keys.api_keys import admin_key
+from twostep.keys.secret import MIN_SECRET_BYTES
 
 _KEEPALIVE_S = 15.0
 # Operators are few.

@@ -21,8 +21,8 @@ from router.http.sse import ANSWERS, EventStream
 from router.http.translate import choice_seed, drawn_seed_of, flag_of, keep_alive_of, request_of, timeout_of
 from router.http.whole_answer import ENCODER, WholeAnswer, check_repeated, check_size
 from router.json_pieces import json_pieces
-from router.memory_budget import Holding
-from router.prompt import Prompt
+from router.prompting.prompt import Prompt
+from router.request.memory_budget import Holding
 from twostep.errors import ContextExceeded
 from twostep.rpc.v1 import inference_pb2 as pb
 

@@ -30,7 +30,7 @@ from router.http.fields import parse_body
 from router.http.front import FRONT, IDENTITY, Front
 from router.http.whole_answer import ENCODER, INLINE_BYTES, Encoder, WholeAnswer
 from router.json_pieces import json_pieces, small
-from router.targets import tenant_of
+from router.request.targets import tenant_of
 from twostep.rpc.v1 import inference_pb2 as pb
 
 routes = web.RouteTableDef()

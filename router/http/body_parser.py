@@ -14,11 +14,11 @@ import pickle
 from collections.abc import Callable
 from typing import TypeVar
 
-from router.helper_pool import Helper, HelperPool, Line
-from router.helper_process import Lost
 from router.http.body_process import HEAD
 from router.http.errors import HttpError
 from router.json_size import JsonSize, checked_size, rough_size
+from router.prompting.helper_pool import Helper, HelperPool, Line
+from router.prompting.helper_process import Lost
 from twostep.errors import SetupError, Unavailable
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from router.http import chat_body, completion_body
 from router.http.errors import HttpError
 from router.json_size import checked_size
 from twostep.errors import InvalidRequest
-from twostep.helper_service import limit_memory, serve
+from twostep.process.helper_service import limit_memory, serve
 
 HEAD = struct.Struct("<I")
 _READERS = (chat_body, completion_body)

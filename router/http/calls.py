@@ -1,4 +1,4 @@
-"""One HTTP request as a caller of router.inference: who asks, until when, and what each of its answers is asked for."""
+"""One HTTP request as a caller of router.serving.inference: who asks, until when, and what each of its answers is asked for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from router.access.identity import Identity
 from router.http.bodies import BODIES
 from router.http.errors import HttpError
 from router.http.front import FRONT, IDENTITY, RECEIVED, REQUEST_ID, forwarded
-from router.inference import Inference
-from router.job import Metadata
-from router.prompt import Prompt, ReadPrompt
+from router.prompting.prompt import Prompt, ReadPrompt
+from router.request.job import Metadata
+from router.serving.inference import Inference
 from twostep.errors import TwostepError
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -68,7 +68,7 @@ class Reader(Protocol):
 
 
 class HttpCaller:
-    """See router.inference.Caller."""
+    """See router.serving.inference.Caller."""
 
     def __init__(self, call: Call, reader: Reader, timeout_s: float, *, repeated: bool = False) -> None:
         """`repeated`: a further answer to a prompt."""

@@ -21,8 +21,8 @@ from router.http.logprobs import ChatLogprobs
 from router.http.replies import ChatChunk, ChatCompletion
 from router.http.tool_use import ToolMessage, ToolUse, deltas_of, finish_with_calls
 from router.http.usage import usage_of, was_cut
-from router.memory_budget import Holding
-from router.prompt import Prompt
+from router.prompting.prompt import Prompt
+from router.request.memory_budget import Holding
 from twostep.rpc.v1 import inference_pb2 as pb
 
 routes = web.RouteTableDef()

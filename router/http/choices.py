@@ -16,7 +16,7 @@ from router.http.logprobs import KeptLogprobs, PieceLogprobs
 from router.http.sse import DONE
 from router.http.usage import finish_of, phases_of, stop_reason_of, total_usage, usage_of
 from router.http.whole_answer import JSON_ID_BYTES, JSON_LOGPROB_BYTES
-from router.memory_budget import Holding
+from router.request.memory_budget import Holding
 from twostep.rpc.v1 import inference_pb2 as pb
 
 Send = Callable[[bytes], Awaitable[None]]

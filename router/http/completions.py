@@ -20,8 +20,8 @@ from router.http.kept_text import KeptText
 from router.http.logprobs import TextLogprobs
 from router.http.replies import TextChunk, TextCompletion
 from router.http.tokens import decoded
-from router.memory_budget import Holding
-from router.prompt import Prompt
+from router.prompting.prompt import Prompt
+from router.request.memory_budget import Holding
 from twostep.errors import ContextExceeded
 from twostep.rpc.v1 import inference_pb2 as pb
 

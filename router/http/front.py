@@ -12,15 +12,15 @@ from router.access.control import Access
 from router.access.identity import Identity
 from router.batches.service import Batches
 from router.http.body_parser import BodyParser
-from router.inference import Inference
-from router.job import Metadata
-from router.status_board import StatusBoard
+from router.request.job import Metadata
+from router.serving.inference import Inference
+from router.status.board import StatusBoard
 from twostep.metrics.registry import MetricsRegistry
+from twostep.process.tracing import Span, Tracer
 from twostep.text.chat_format import ChatFormat
 from twostep.text.model_card import ModelCard
 from twostep.text.token_bytes import TokenBytes
 from twostep.text.tokenizer import Tokenizer
-from twostep.tracing import Span, Tracer
 
 # The caller's trace context goes on to the workers.
 _FORWARDED = ("traceparent", "tracestate")

@@ -8,7 +8,7 @@ from router.access.identity import NOBODY
 from router.http.bodies import BODIES
 from router.http.errors import Handler
 from router.http.front import FRONT, IDENTITY
-from router.targets import TENANT_HEADER
+from router.request.targets import TENANT_HEADER
 
 # For anybody: what a probe asks, and what is the same everywhere.
 _OPEN = frozenset({"/health", "/ready", "/version", "/openapi.json", "/ui", "/ui/"})

@@ -22,9 +22,9 @@ from router.http.origins import ORIGINS, Origins, same_site
 from router.http.sse import ANSWERS, Answers
 from router.http.whole_answer import ENCODER, Encoder
 from twostep.errors import SetupError
-from twostep.log import concerning
+from twostep.process.log import concerning
+from twostep.process.tracing import trace_id_of
 from twostep.rpc.channel import TlsFiles
-from twostep.tracing import trace_id_of
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _KEEPALIVE_S = 75.0

@@ -9,7 +9,7 @@ from aiohttp import web
 from router.http.counting import METHODS, route_of
 from router.http.errors import Handler
 from router.http.front import FRONT, SPAN, forwarded
-from twostep.tracing import Span
+from twostep.process.tracing import Span
 
 # Nobody wants to see every look at /health.
 _API = "/v1/"

@@ -1,4 +1,4 @@
-"""Bodies to requests of router.inference. Pure, but for seeds that are drawn."""
+"""Bodies to requests of router.serving.inference. Pure, but for seeds that are drawn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whole answers: how large they may become, and their way to the client, piece by piece.
 
 What an answer could come to is reckoned before it begins, from what was asked for; what it does come to is counted as it grows
-(router/memory_budget.py). Its JSON, ten times as much, is made as the client takes it, beside the event loop, and is nowhere whole.
+(router/request/memory_budget.py). Its JSON, ten times as much, is made as the client takes it, beside the event loop, and is nowhere whole.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from router.bounded_threads import BoundedThreads
 from router.http.errors import HttpError
 from router.json_pieces import in_chunks
+from twostep.process.bounded_threads import BoundedThreads
 
 # Of JSON, about: up to here an answer is made at once, in a millisecond or two.
 INLINE_BYTES = 256 << 10

@@ -13,8 +13,8 @@ from service_harness import WAIT_S, RedisServer, Writer, client, patient
 def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that a busy machine holds up for a second is not given up: tests have clocks and leases of their own, by which nobody comes
     again for an hour. A server that is killed fails at once all the same."""
-    monkeypatch.setattr("router.autoscaler.server.connect", patient)
-    monkeypatch.setattr("router.autoscaler.collect._TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr("twostep.autoscaler.server.connect", patient)
+    monkeypatch.setattr("twostep.autoscaler.collect._TIMEOUT_S", WAIT_S)
 
 
 @pytest.fixture

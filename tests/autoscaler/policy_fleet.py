@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from router.autoscaler.memory import Memory
-from router.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, PoolConfig, Role, Traffic, WorkerView
-from router.autoscaler.policy import decide
-from router.autoscaler.sizing import sequences
+from twostep.autoscaler.memory import Memory
+from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, PoolConfig, Role, Traffic, WorkerView
+from twostep.autoscaler.policy import decide
+from twostep.autoscaler.sizing import sequences
 from twostep.step_curve import StepCurve
 
-# An 8B model on one H200 (twostep/plan/presets), so that numbers are of the size they have.
+# An 8B model on one H200 (twostep/lab/plan/presets), so that numbers are of the size they have.
 PREFILL = StepCurve(fixed_s=0.00833, per_row_s=2.06e-05, knee=292.0, per_pair_s=1.085e-09)
 DECODE = StepCurve(fixed_s=0.004078, per_row_s=0.0, per_sequence_s=8.78e-06, per_context_s=2.983e-08)
 CURVES: Mapping[Role, StepCurve] = {"prefill": PREFILL, "decode": DECODE}

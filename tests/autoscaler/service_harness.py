@@ -20,8 +20,8 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from router.autoscaler.config import AutoscalerConfig
-from router.autoscaler.server import Autoscaler
+from twostep.autoscaler.config import AutoscalerConfig
+from twostep.autoscaler.server import Autoscaler
 from twostep.cluster.demand import WINDOW_S, DemandTotals, demand_key, signed_totals, window_of
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, worker_key
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer

@@ -11,11 +11,11 @@ from policy_fleet import config as policy_config
 from policy_fleet import pool, traffic, workers
 from service_harness import Clock, Load, RedisServer, Writer, config, eventually, keda, running, worker
 
-from router.autoscaler.beginning import why_wait
-from router.autoscaler.config import Pool
-from router.autoscaler.memory import Memory
-from router.autoscaler.model import Observation
-from router.autoscaler.policy import decide
+from twostep.autoscaler.beginning import why_wait
+from twostep.autoscaler.config import Pool
+from twostep.autoscaler.memory import Memory
+from twostep.autoscaler.model import Observation
+from twostep.autoscaler.policy import decide
 from twostep.cluster.records import WorkerRecord
 
 NOW = 10_000.0

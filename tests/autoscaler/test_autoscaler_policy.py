@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from policy_fleet import Fleet, config, pool, traffic, worker, workers
 
-from router.autoscaler.memory import Memory
-from router.autoscaler.model import Observation, Switch
-from router.autoscaler.policy import decide
+from twostep.autoscaler.memory import Memory
+from twostep.autoscaler.model import Observation, Switch
+from twostep.autoscaler.policy import decide
 
 RATE = 20.0  # needs 2 prefill workers and 1 decode worker, and as many when one is lost
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_fleet import traffic
 
-from router.autoscaler.forecast import DAMPING_S, Decoding, Forecast, Holt, observe
+from twostep.autoscaler.forecast import DAMPING_S, Decoding, Forecast, Holt, observe
 
 WINDOW_S = 30.0
 

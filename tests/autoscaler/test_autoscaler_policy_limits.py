@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_fleet import config, pool, traffic, workers
 
-from router.autoscaler.composition import Composition, compose
-from router.autoscaler.goal import Goal
-from router.autoscaler.limits import fit
-from router.autoscaler.memory import Memory
-from router.autoscaler.model import ROLES, Observation, PolicyConfig, PoolConfig, Role
+from twostep.autoscaler.composition import Composition, compose
+from twostep.autoscaler.goal import Goal
+from twostep.autoscaler.limits import fit
+from twostep.autoscaler.memory import Memory
+from twostep.autoscaler.model import ROLES, Observation, PolicyConfig, PoolConfig, Role
 from twostep.errors import InvalidRequest
 
 

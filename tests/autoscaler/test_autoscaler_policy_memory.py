@@ -7,7 +7,7 @@ import json
 import pytest
 from policy_fleet import Fleet, config, traffic
 
-from router.autoscaler.memory import Memory
+from twostep.autoscaler.memory import Memory
 from twostep.errors import InvalidRequest
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_fleet import Fleet, config, pool, traffic
 
-from router.autoscaler.memory import Memory
-from router.autoscaler.model import ROLES, PolicyConfig, Role
-from router.autoscaler.policy import decide
+from twostep.autoscaler.memory import Memory
+from twostep.autoscaler.model import ROLES, PolicyConfig, Role
+from twostep.autoscaler.policy import decide
 
 configs = st.builds(
     lambda least, most, surge, spare, switching, budget, price, cool_down_s, cold_start_s: config(

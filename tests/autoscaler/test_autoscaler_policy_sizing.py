@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_fleet import DECODE, PREFILL, config
 
-from router.autoscaler.sizing import (
+from twostep.autoscaler.sizing import (
     Demand,
     WorkerSpec,
     decode_holds,
@@ -22,11 +22,11 @@ from router.autoscaler.sizing import (
     seats,
     sequences,
 )
-from twostep.bench.serve.metrics import Targets
-from twostep.plan.deployment import Deployment, HandOver
-from twostep.plan.goodput import try_rate
-from twostep.plan.virtual_sequence import EngineSpec
-from twostep.plan.workload import parse_workload
+from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.plan.deployment import Deployment, HandOver
+from twostep.lab.plan.goodput import try_rate
+from twostep.lab.plan.virtual_sequence import EngineSpec
+from twostep.lab.plan.workload import parse_workload
 from twostep.step_curve import StepCurve
 
 CONFIG = config()

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from scraping import scrape
 from service_harness import SECRET, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
-from router.autoscaler.collect import traffic_of
-from router.autoscaler.config import AutoscalerConfig, parse_config
-from router.autoscaler.fleet import Fleet, owner_of
-from router.autoscaler.model import PolicyConfig, Role, Traffic
-from router.autoscaler.switches import last_of_role
+from twostep.autoscaler.collect import traffic_of
+from twostep.autoscaler.config import AutoscalerConfig, parse_config
+from twostep.autoscaler.fleet import Fleet, owner_of
+from twostep.autoscaler.model import PolicyConfig, Role, Traffic
+from twostep.autoscaler.switches import last_of_role
 from twostep.cluster.demand import Demand, DemandTotals
 from twostep.cluster.records import WORKERS_KEY, WorkerLoad, worker_key
 from twostep.cluster.scaling import ScalingRecord

@@ -9,15 +9,15 @@ from typing import Any
 
 from service_harness import SECRET, SIGNER, Load, RedisServer, Writer, client, worker
 
-from router.autoscaler.collect import Collector
-from router.autoscaler.fleet import Fleet
-from router.autoscaler.lease import Lease
-from router.demand_meter import DemandMeter
-from router.shared_clock import SharedClock
-from router.targets import Targets
+from router.request.targets import Targets
+from router.waiting.demand_meter import DemandMeter
+from twostep.autoscaler.collect import Collector
+from twostep.autoscaler.fleet import Fleet
+from twostep.autoscaler.lease import Lease
 from twostep.cluster.demand import demand_key, windows_to_read
 from twostep.cluster.records import worker_key
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY, ScalingRecord
+from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import DEMAND, Signer
 
 

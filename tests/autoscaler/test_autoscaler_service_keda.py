@@ -17,10 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hpa_formula import desired
 from service_harness import CURVE, WAIT_S, Clock, Keda, Load, RedisServer, Writer, client, config, eventually, keda, running, worker
 
-from router.autoscaler.config import Pool
-from router.autoscaler.memory import Memory
-from router.autoscaler.model import ROLES, Observation, Role, Traffic, WorkerView
-from router.autoscaler.policy import decide
+from twostep.autoscaler.config import Pool
+from twostep.autoscaler.memory import Memory
+from twostep.autoscaler.model import ROLES, Observation, Role, Traffic, WorkerView
+from twostep.autoscaler.policy import decide
 from twostep.cluster.records import WorkerRecord
 from twostep.rpc.channel import open_channel
 from twostep.rpc.keda import externalscaler_pb2
@@ -238,7 +238,7 @@ async def test_the_process_answers_is_alive_is_scraped_and_drains(redis_server: 
     secret = config(redis_server.url, tmp_path).secret_file
     flags = ["--redis-url", redis_server.url, "--secret-file", str(secret), "--host", "127.0.0.1", "--external-scaler-port", "0"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "router.autoscaler", *flags, "--interval", "0.2", "--leader-lease", "30", "--stale-after", "1000"),
+        *(sys.executable, "-P", "-m", "twostep.autoscaler", *flags, "--interval", "0.2", "--leader-lease", "30", "--stale-after", "1000"),
         *("--log-level", "debug"),
         stderr=asyncio.subprocess.PIPE,
         env={"PATH": "", "TWOSTEP_PREFILL_MIN_WORKERS": "3"},

@@ -12,12 +12,12 @@ import pytest
 import redis
 from service_harness import SIGNER, Clock, Load, RedisServer, Writer, client, config, eventually, keda, running, worker
 
-from router.autoscaler.config import AutoscalerConfig
-from router.autoscaler.lease import Lease
-from router.autoscaler.memory import Memory
-from router.autoscaler.model import Observation, PolicyConfig
-from router.autoscaler.policy import Step, decide
-from router.autoscaler.server import Autoscaler
+from twostep.autoscaler.config import AutoscalerConfig
+from twostep.autoscaler.lease import Lease
+from twostep.autoscaler.memory import Memory
+from twostep.autoscaler.model import Observation, PolicyConfig
+from twostep.autoscaler.policy import Step, decide
+from twostep.autoscaler.server import Autoscaler
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY, ScalingRecord
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from service_harness import CURVE, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
-from router.autoscaler import replay
-from router.autoscaler.decision_log import DecisionLog, Logged, head_of, read_decisions
-from router.autoscaler.memory import Memory
-from router.autoscaler.model import Observation, PolicyConfig, PoolConfig, Traffic, WorkerView
-from router.autoscaler.policy import decide
+from twostep.autoscaler import replay
+from twostep.autoscaler.decision_log import DecisionLog, Logged, head_of, read_decisions
+from twostep.autoscaler.memory import Memory
+from twostep.autoscaler.model import Observation, PolicyConfig, PoolConfig, Traffic, WorkerView
+from twostep.autoscaler.policy import decide
 from twostep.errors import InvalidRequest, SetupError
 
 CONFIG = PolicyConfig(prefill=PoolConfig(max_workers=6), decode=PoolConfig(price_per_gpu_hour=2.0), ttft_ms=900.0, tpot_ms=40.0, spare=1)

@@ -17,9 +17,9 @@ import pytest
 from aiohttp import web
 from service_harness import SIGNER, WAIT_S, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
-from router.autoscaler.config import AutoscalerConfig, Pool
-from router.autoscaler.lease import Lease
-from router.autoscaler.pods import ANNOTATION, FIRST_COST, LEASE_ANNOTATION, MarkLease, PatchResult, PodMarks
+from twostep.autoscaler.config import AutoscalerConfig, Pool
+from twostep.autoscaler.lease import Lease
+from twostep.autoscaler.pods import ANNOTATION, FIRST_COST, LEASE_ANNOTATION, MarkLease, PatchResult, PodMarks
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY
 from twostep.errors import SetupError
 
@@ -139,8 +139,8 @@ async def api(account: Path) -> AsyncIterator[ApiServer]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service's own rounds, too, are not given up because a machine is busy."""
-    monkeypatch.setattr("router.autoscaler.controller._MARK_S", WAIT_S)
-    monkeypatch.setattr("router.autoscaler.server.PodMarks", partial(PodMarks, call_s=WAIT_S))
+    monkeypatch.setattr("twostep.autoscaler.controller._MARK_S", WAIT_S)
+    monkeypatch.setattr("twostep.autoscaler.server.PodMarks", partial(PodMarks, call_s=WAIT_S))
 
 
 def marks_of(api: ApiServer, account: Path, call_s: float = WAIT_S) -> PodMarks:

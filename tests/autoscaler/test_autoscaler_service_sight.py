@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from service_harness import SECRET, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
-from router.autoscaler.board import DecisionBoard
-from router.autoscaler.collect import Collector
-from router.autoscaler.fleet import Fleet
-from router.autoscaler.model import Role, Switch
-from router.autoscaler.switches import Switcher
+from twostep.autoscaler.board import DecisionBoard
+from twostep.autoscaler.collect import Collector
+from twostep.autoscaler.fleet import Fleet
+from twostep.autoscaler.model import Role, Switch
+from twostep.autoscaler.switches import Switcher
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.scaling import ScalingRecord
 from twostep.prefix import secret_check

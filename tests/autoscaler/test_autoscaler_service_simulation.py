@@ -9,15 +9,15 @@ import pytest
 from hpa_formula import desired
 from service_harness import Clock, RedisServer, Writer, config, keda
 
-from router.autoscaler.config import Pool
-from router.autoscaler.decision_log import read_decisions
-from router.autoscaler.model import ROLES
-from router.autoscaler.server import Autoscaler
-from router.autoscaler.simulation.cluster import ClusterConfig
-from router.autoscaler.simulation.hardware import hardware_of
-from router.autoscaler.simulation.run import Setting
-from router.autoscaler.simulation.tape import decision_lines
-from router.autoscaler.simulation.traces import Curve, Loss, Trace, requests
+from twostep.autoscaler.config import Pool
+from twostep.autoscaler.decision_log import read_decisions
+from twostep.autoscaler.model import ROLES
+from twostep.autoscaler.server import Autoscaler
+from twostep.lab.simulation.cluster import ClusterConfig
+from twostep.lab.simulation.hardware import hardware_of
+from twostep.lab.simulation.run import Setting
+from twostep.lab.simulation.tape import decision_lines
+from twostep.lab.simulation.traces import Curve, Loss, Trace, requests
 
 # Up and down, from prompts to answers, and a worker lost, in ten minutes.
 TRACE = Trace(
@@ -41,7 +41,7 @@ async def test_the_service_follows_a_trace_as_the_simulation_says(
     assert len({tuple(each.decision.replicas.items()) for each in tape}) > 3, "it has something to follow"
     service = Autoscaler(settings, clock=clock)
     # The simulated deployment begins with workers that serve.
-    monkeypatch.setattr("router.autoscaler.controller.why_wait", lambda *seen, **since: "")
+    monkeypatch.setattr("twostep.autoscaler.controller.why_wait", lambda *seen, **since: "")
     # Step by step, and no faster than the test.
     monkeypatch.setattr(service.controller, "run", asyncio.Event().wait)
     await service.start()

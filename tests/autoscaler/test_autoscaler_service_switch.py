@@ -11,12 +11,12 @@ from typing import Any
 
 from service_harness import SECRET, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
-from router.autoscaler.config import Pool
-from router.autoscaler.model import Role, Switch
-from router.autoscaler.switches import Outcome, Switcher, last_of_role
+from twostep.autoscaler.config import Pool
+from twostep.autoscaler.model import Role, Switch
+from twostep.autoscaler.switches import Outcome, Switcher, last_of_role
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import Incompatible, Unavailable
-from twostep.role_pass import RolePass
+from twostep.rpc.role_pass import RolePass
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 

@@ -9,19 +9,19 @@ from statistics import median
 
 import pytest
 
-from router.autoscaler.model import PolicyConfig, Role
-from router.autoscaler.simulation.cluster import Cluster, ClusterConfig
-from router.autoscaler.simulation.hardware import Hardware, hardware_of
-from router.autoscaler.simulation.outcome import Ledger, most_reversals, recovery
-from router.autoscaler.simulation.run import Setting, simulate
-from router.autoscaler.simulation.scalers import FixedFleet
-from router.autoscaler.simulation.traces import Curve, Loss, Requests, Trace, requests
-from twostep.plan.goodput import latency_of
-from twostep.plan.machine import machine_of
-from twostep.plan.memory import worker_memory
-from twostep.plan.presets import load_preset
-from twostep.plan.simulator import simulate as plan_simulate
-from twostep.plan.workload import Request
+from twostep.autoscaler.model import PolicyConfig, Role
+from twostep.lab.plan.goodput import latency_of
+from twostep.lab.plan.machine import machine_of
+from twostep.lab.plan.memory import worker_memory
+from twostep.lab.plan.presets import load_preset
+from twostep.lab.plan.simulator import simulate as plan_simulate
+from twostep.lab.plan.workload import Request
+from twostep.lab.simulation.cluster import Cluster, ClusterConfig
+from twostep.lab.simulation.hardware import Hardware, hardware_of
+from twostep.lab.simulation.outcome import Ledger, most_reversals, recovery
+from twostep.lab.simulation.run import Setting, simulate
+from twostep.lab.simulation.scalers import FixedFleet
+from twostep.lab.simulation.traces import Curve, Loss, Requests, Trace, requests
 
 PRESET = "h200-llama-3.1-8b"
 POLICY = PolicyConfig(ttft_ms=500, tpot_ms=10)

@@ -9,7 +9,7 @@ from hpa_formula import desired
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.autoscaler.simulation.hpa import Hpa, Rules, average_value, pods_metric
+from twostep.lab.simulation.hpa import Hpa, Rules, average_value, pods_metric
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from router.autoscaler.decision_log import read_decisions
-from router.autoscaler.memory import Memory
-from router.autoscaler.model import PolicyConfig, PoolConfig
-from router.autoscaler.policy import decide
-from router.autoscaler.simulation.__main__ import main
-from router.autoscaler.simulation.cluster import ClusterConfig
-from router.autoscaler.simulation.contestants import contestant, hpa_grid
-from router.autoscaler.simulation.hardware import hardware_of
-from router.autoscaler.simulation.outcome import Outcome
-from router.autoscaler.simulation.run import Setting, simulate
-from router.autoscaler.simulation.tape import decision_lines
-from router.autoscaler.simulation.traces import Curve, Loss, Requests, Trace, requests, trace_names, trace_of
+from twostep.autoscaler.decision_log import read_decisions
+from twostep.autoscaler.memory import Memory
+from twostep.autoscaler.model import PolicyConfig, PoolConfig
+from twostep.autoscaler.policy import decide
 from twostep.errors import InvalidRequest
+from twostep.lab.simulation.__main__ import main
+from twostep.lab.simulation.cluster import ClusterConfig
+from twostep.lab.simulation.contestants import contestant, hpa_grid
+from twostep.lab.simulation.hardware import hardware_of
+from twostep.lab.simulation.outcome import Outcome
+from twostep.lab.simulation.run import Setting, simulate
+from twostep.lab.simulation.tape import decision_lines
+from twostep.lab.simulation.traces import Curve, Loss, Requests, Trace, requests, trace_names, trace_of
 
 # A rise and a fall, long prompts that turn into long answers, and a loss, in 20 minutes; cold starts are shorter to match.
 SHORT = Trace(

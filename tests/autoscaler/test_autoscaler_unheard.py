@@ -10,10 +10,10 @@ from policy_fleet import Fleet, config, traffic
 from service_harness import SECRET, Clock, Load, RedisServer, Writer, eventually, running, worker
 from service_harness import config as service_config
 
-from router.autoscaler.config import Pool
-from router.autoscaler.memory import Memory
-from router.autoscaler.model import Decision, Observation
-from router.autoscaler.policy import decide
+from twostep.autoscaler.config import Pool
+from twostep.autoscaler.memory import Memory
+from twostep.autoscaler.model import Decision, Observation
+from twostep.autoscaler.policy import decide
 from twostep.cluster.demand import WINDOW_S, DemandTotals, demand_key, signed_totals, window_of
 from twostep.cluster.records import WorkerLoad
 from twostep.cluster.signed import DEMAND, Signer

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.bench.batching import Arrival, Batching, BatchingResult, Load, RequestTimes, Rule, arrivals_of, num_to_start, run_load
 from twostep.cli import main
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner
 from twostep.errors import SetupError
+from twostep.lab.bench.batching import Arrival, Batching, BatchingResult, Load, RequestTimes, Rule, arrivals_of, num_to_start, run_load
 
 STEP_S = 0.01
 BLOCK = 4

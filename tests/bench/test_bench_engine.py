@@ -68,8 +68,8 @@ def test_what_does_not_fit_is_said_before_anything_is_measured(
     def never(*_: object) -> None:
         raise AssertionError("something was measured before")
 
-    monkeypatch.setattr("twostep.bench.limits.measure_limits", never)
-    monkeypatch.setattr("twostep.bench.engine.run_scenario", never)
+    monkeypatch.setattr("twostep.lab.bench.limits.measure_limits", never)
+    monkeypatch.setattr("twostep.lab.bench.engine.run_scenario", never)
     with pytest.raises(SystemExit) as ended:
         main(["bench", "engine", "--device", "cpu", "--model", str(tiny_llama_dir), *words.split()])
     assert ended.value.code == 1

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.bench.roofline import Bound, Limits, ModelShape, Work
 from twostep.engine.batch import KvShape
-from twostep.kernels.torch_ops import TorchOps
-from twostep.models.config import ModelConfig
-from twostep.models.registry import build_model
-from twostep.models.rope import Rope
+from twostep.lab.bench.roofline import Bound, Limits, ModelShape, Work
+from twostep.model.families.config import ModelConfig
+from twostep.model.families.registry import build_model
+from twostep.model.families.rope import Rope
+from twostep.model.kernels.torch_ops import TorchOps
 
 LLAMA_8B = ModelConfig(
     architecture="llama",

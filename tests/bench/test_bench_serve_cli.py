@@ -20,10 +20,10 @@ import pytest
 from scripted_server import serving_in_thread
 from timed_servers import Schedule, TimedInference
 
-from twostep.bench.serve.metrics import Targets
-from twostep.bench.serve.record import RequestRecord
-from twostep.bench.serve.summary import Windows, summarize
 from twostep.cli import main
+from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.record import RequestRecord
+from twostep.lab.bench.serve.summary import Windows, summarize
 from twostep.rpc.v1 import inference_pb2 as pb
 
 # Finds nothing but the base install.

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.bench.serve.content import Content
-from twostep.bench.serve.sse import EventReader, StreamEvent, read_event
-from twostep.bench.serve.traces import Trace, TraceRequest, prompt_of, read_sharegpt, read_trace, sharegpt_pairs
-from twostep.bench.serve.words import COMMON, Words
-from twostep.bench.serve.workloads import Text
 from twostep.errors import InvalidRequest
+from twostep.lab.bench.serve.content import Content
+from twostep.lab.bench.serve.sse import EventReader, StreamEvent, read_event
+from twostep.lab.bench.serve.traces import Trace, TraceRequest, prompt_of, read_sharegpt, read_trace, sharegpt_pairs
+from twostep.lab.bench.serve.words import COMMON, Words
+from twostep.lab.bench.serve.workloads import Text
 from twostep.text.tokenizer import Tokenizer
 
 ALPHABET = range(256, 4096)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.bench.serve import lengths
-from twostep.bench.serve.arrivals import Arrivals, until
-from twostep.bench.serve.content import Content
-from twostep.bench.serve.sweep import Search, Tried, knee
-from twostep.bench.serve.workloads import MixedPrompts, MultiTurn, Quoting, RandomPrompts, Session, SharedPrefix, Turn, Workload, fitted
 from twostep.errors import InvalidRequest
+from twostep.lab.bench.serve import lengths
+from twostep.lab.bench.serve.arrivals import Arrivals, until
+from twostep.lab.bench.serve.content import Content
+from twostep.lab.bench.serve.sweep import Search, Tried, knee
+from twostep.lab.bench.serve.workloads import MixedPrompts, MultiTurn, Quoting, RandomPrompts, Session, SharedPrefix, Turn, Workload, fitted
 
 ALPHABET = range(256, 4096)
 CONTENT = Content("a", ALPHABET)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.bench.serve.metrics import Distribution, Latency, Prices, Targets, cost, gaps_s, goodput, latency_of, percentile
-from twostep.bench.serve.record import REFUSED, RequestRecord
 from twostep.errors import InvalidRequest
+from twostep.lab.bench.serve.metrics import Distribution, Latency, Prices, Targets, cost, gaps_s, goodput, latency_of, percentile
+from twostep.lab.bench.serve.record import REFUSED, RequestRecord
 
 MILLISECONDS = st.floats(0.01, 5000)
 

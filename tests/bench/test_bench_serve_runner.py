@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from twostep.bench.serve import lengths
-from twostep.bench.serve.arrivals import Arrivals
-from twostep.bench.serve.content import Content
-from twostep.bench.serve.load import Load, TraceTimes, Users
-from twostep.bench.serve.metrics import Targets
-from twostep.bench.serve.record import RequestRecord
-from twostep.bench.serve.runner import Extent, Progress, Runner
-from twostep.bench.serve.sweep import Doom
-from twostep.bench.serve.target import Answer, Clock, Exchange, RequestFailed, Served
-from twostep.bench.serve.traces import Trace, TraceRequest
-from twostep.bench.serve.workloads import MultiTurn, Quoting, RandomPrompts, Replay, Session, Text, Turn, num_quoted
 from twostep.cli._bench_progress import _state
 from twostep.errors import InvalidRequest
+from twostep.lab.bench.serve import lengths
+from twostep.lab.bench.serve.arrivals import Arrivals
+from twostep.lab.bench.serve.content import Content
+from twostep.lab.bench.serve.load import Load, TraceTimes, Users
+from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.record import RequestRecord
+from twostep.lab.bench.serve.runner import Extent, Progress, Runner
+from twostep.lab.bench.serve.sweep import Doom
+from twostep.lab.bench.serve.target import Answer, Clock, Exchange, RequestFailed, Served
+from twostep.lab.bench.serve.traces import Trace, TraceRequest
+from twostep.lab.bench.serve.workloads import MultiTurn, Quoting, RandomPrompts, Replay, Session, Text, Turn, num_quoted
 
 SERVED = Served(model="fake", max_model_len=4096, alphabet=range(1000))
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.bench.serve.metrics import Distribution, Prices, Targets
-from twostep.bench.serve.record import REFUSED, RequestRecord
-from twostep.bench.serve.report import Point, as_json, sweep_table, table, warnings_of
-from twostep.bench.serve.runner import RunResult
-from twostep.bench.serve.summary import Window, Windows, bin_edges, summarize, throughput
+from twostep.lab.bench.serve.metrics import Distribution, Prices, Targets
+from twostep.lab.bench.serve.record import REFUSED, RequestRecord
+from twostep.lab.bench.serve.report import Point, as_json, sweep_table, table, warnings_of
+from twostep.lab.bench.serve.runner import RunResult
+from twostep.lab.bench.serve.summary import Window, Windows, bin_edges, summarize, throughput
 
 
 def answered(at: float, *, ttft: float = 0.25, gap: float = 0.125, tokens: int = 5, prompt: int = 100, index: int = 0) -> RequestRecord:

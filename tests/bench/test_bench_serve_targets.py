@@ -13,25 +13,25 @@ import grpc.aio
 import pytest
 from timed_servers import Schedule, TimedInference, serving, serving_http
 
-from twostep.bench.serve import lengths
-from twostep.bench.serve.arrivals import Arrivals
-from twostep.bench.serve.content import Content
-from twostep.bench.serve.grpc_target import GrpcOptions, GrpcTarget
-from twostep.bench.serve.load import Load, Users
-from twostep.bench.serve.metrics import Targets
-from twostep.bench.serve.record import REFUSED, RequestRecord
-from twostep.bench.serve.runner import Extent, Progress, RunResult
-from twostep.bench.serve.summary import Windows, summarize
-from twostep.bench.serve.target import Target
-from twostep.bench.serve.workloads import MultiTurn, RandomPrompts, Workload
 from twostep.errors import InvalidRequest, PermissionDenied, SetupError, Unauthenticated
+from twostep.lab.bench.serve import lengths
+from twostep.lab.bench.serve.arrivals import Arrivals
+from twostep.lab.bench.serve.content import Content
+from twostep.lab.bench.serve.grpc_target import GrpcOptions, GrpcTarget
+from twostep.lab.bench.serve.load import Load, Users
+from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.record import REFUSED, RequestRecord
+from twostep.lab.bench.serve.runner import Extent, Progress, RunResult
+from twostep.lab.bench.serve.summary import Windows, summarize
+from twostep.lab.bench.serve.target import Target
+from twostep.lab.bench.serve.workloads import MultiTurn, RandomPrompts, Workload
 from twostep.rpc.v1 import inference_pb2 as pb
 
 pytest.importorskip("aiohttp", reason="the extra [bench]")
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from twostep.bench.serve.openai_target import OpenAIOptions, OpenAITarget
+from twostep.lab.bench.serve.openai_target import OpenAIOptions, OpenAITarget
 
 # First token after 80 ms, second after 60 more, then one every 10 ms.
 WAITS = (0.08, 0.06, 0.01)

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from twostep.api_key_file import read_file
-from twostep.api_keys import KeyTable, admin_key
 from twostep.cli import main
+from twostep.keys.api_key_file import read_file
+from twostep.keys.api_keys import KeyTable, admin_key
 
 SECRET = b"sixteen bytes or more"
 

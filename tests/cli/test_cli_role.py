@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from twostep.errors import TwostepError
-from twostep.role_pass import RolePass
+from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 COMMAND = [sys.executable, "-P", "-W", "error", "-m", "twostep.cli", "role"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from twostep.exposure import is_loopback, open_door
+from twostep.keys.exposure import is_loopback, open_door
 
 PORTS = {"gRPC": 50051, "HTTP": 8000}
 

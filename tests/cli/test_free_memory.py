@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from twostep.errors import SetupError
-from twostep.free_memory import Free, check_memory, free_memory
 from twostep.local.options import LocalOptions
 from twostep.local.plan import make_plan
+from twostep.process.free_memory import Free, check_memory, free_memory
 from twostep.worker.config import WorkerConfig
 from twostep.worker.model import load_model
 
@@ -80,7 +80,7 @@ def test_a_worker_on_a_cpu_refuses_a_cache_that_memory_does_not_hold(tiny_llama_
 
 
 def test_a_whole_system_is_refused_where_its_workers_together_are_too_large(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostep.free_memory.free_memory", lambda: Free(8 * GIB, "this machine"))
+    monkeypatch.setattr("twostep.process.free_memory.free_memory", lambda: Free(8 * GIB, "this machine"))
     alone = LocalOptions(model=str(tiny_llama_dir), device="cpu", num_prefill=1, num_decode=1, port=0, kv_cache_memory_bytes=5 * GIB)
     with pytest.raises(SetupError, match="--kv-cache-memory-bytes"):
         make_plan(alone, environ={}, progress=lambda _: None)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from test_local_supervisor import Journal, alive, component, until
 
-from router.autoscaler.board import DecisionBoard
-from router.autoscaler.external_scaler import ExternalScaler
-from router.autoscaler.server import SERVICE
+from twostep.autoscaler.board import DecisionBoard
+from twostep.autoscaler.external_scaler import ExternalScaler
+from twostep.autoscaler.server import SERVICE
 from twostep.cluster.connection import connect
 from twostep.cluster.records import LayoutRecord, WorkerRecord, worker_key
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord

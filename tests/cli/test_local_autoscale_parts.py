@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from twostep.cli._flags import parser
 from twostep.cli._up import admin_url, options_of, to_come
 from twostep.errors import SetupError
-from twostep.free_memory import Free
 from twostep.local.capacity import Machine, Need, need_of, room_for, this_machine
 from twostep.local.components import Components
 from twostep.local.options import LocalOptions
 from twostep.local.plan import Plan, make_plan
 from twostep.local.probes import Probes
 from twostep.local.scaling import ROLES, Bounds, Changes, Running, Scale, changes
+from twostep.process.free_memory import Free
 
 GIB = 1 << 30
 
@@ -171,7 +171,7 @@ def test_the_autoscaler_is_started_with_the_bounds_of_the_machine(tiny_llama_dir
     assert plan.scale == Scale(prefill=Bounds(least=1, most=3), decode=Bounds(least=2, most=7), total=8)
     assert said == ["autoscaler: 1 to 3 prefill, 2 to 7 decode workers, 8 together at most for want of cores"]
     argv = commands["autoscaler"]
-    assert argv[:4] == (argv[0], "-P", "-m", "router.autoscaler")
+    assert argv[:4] == (argv[0], "-P", "-m", "twostep.autoscaler")
     bounds = [flag(argv, f"--{role}-{least}-workers") for role in ROLES for least in ("min", "max")]
     assert bounds == ["1", "3", "2", "7"]
     assert (flag(argv, "--max-workers"), flag(argv, "--max-cost")) == ("8", None)

@@ -23,7 +23,7 @@ from twostep.local.ports import check_free, free_ports
 from twostep.local.process import Process
 from twostep.local.report import LogFollower, Report
 from twostep.local.supervisor import Component, ComponentFailed, Supervisor
-from twostep.process_end import how_it_ended, oom_kills
+from twostep.process.ending import how_it_ended, oom_kills
 
 
 class Journal:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from twostep.process_end import how_it_ended, oom_kills
+from twostep.process.ending import how_it_ended, oom_kills
 
 
 @pytest.mark.parametrize("status", [1, 2, 255, 128])

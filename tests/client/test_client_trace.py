@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import TraceState
 
 from twostep.client._trace import trace_metadata
-from twostep.tracing import trace_id_of
+from twostep.process.tracing import trace_id_of
 
 TRACER = TracerProvider(shutdown_on_exit=False).get_tracer("application")
 

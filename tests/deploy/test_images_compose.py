@@ -13,9 +13,9 @@ import pytest
 import yaml
 from image_replay import dockerfile
 
-from kv_transfer import ray_node
+from kv_transfer.ray import node as ray_node
 from router import config as router_config
-from twostep.models.store import DEFAULT_MODEL
+from twostep.model.loading.store import DEFAULT_MODEL
 from twostep.worker import config as worker_config
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -93,13 +93,13 @@ def test_flags_and_variables_are_those_of_the_process(compose: dict[str, Any], n
         "router": router_config.parse_config,
         "prefill_worker": lambda argv: worker_config.parse_config("prefill", argv),
         "decode_worker": lambda argv: worker_config.parse_config("decode", argv),
-        "kv_transfer.ray_node": ray_node.parse_node,
+        "kv_transfer.ray.node": ray_node.parse_node,
     }
     given = {key: re.sub(r"\$\{\w+:-(.*)\}", r"\1", value) for key, value in service["environment"].items() if key.startswith("TWOSTEP_")}
     for key, value in given.items():
         monkeypatch.setenv(key, value)
     help_text: list[str] = []
-    monkeypatch.setattr("twostep.flags.FlagParser.print_help", lambda self, file=None: help_text.append(self.format_help()))
+    monkeypatch.setattr("twostep.settings.flags.FlagParser.print_help", lambda self, file=None: help_text.append(self.format_help()))
     with pytest.raises(SystemExit):
         parsers[module](["--help"])
     known = set(re.findall(r"\[(TWOSTEP_\w+)\]", re.sub(r"\s+", " ", help_text[0])))

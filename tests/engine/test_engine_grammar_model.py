@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest, FinishReason, TokenOutput
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 from twostep.text.tokenizer import Tokenizer
 

@@ -16,8 +16,8 @@ from tiny_models import save_tiny_model
 from twostep.engine.batch import Batch, InFlight, Sampled
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest, FinishReason, TokenOutput
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 
 VOCAB, CONTEXT = 1000, 128

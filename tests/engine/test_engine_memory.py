@@ -12,11 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from twostep.engine.batch import Batch
-from twostep.engine.memory import GIB, MemoryProfile, num_blocks_within, shortage_at_start
-from twostep.engine.model_runner import ModelRunner
-from twostep.engine.pool_sizing import PoolSizing, measured_blocks, widest_batch
 from twostep.errors import SetupError
-from twostep.startup import NoProgress
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.step.memory import GIB, MemoryProfile, num_blocks_within, shortage_at_start
+from twostep.model.step.pool_sizing import PoolSizing, measured_blocks, widest_batch
+from twostep.process.startup import NoProgress
 
 MIB = 1 << 20
 

@@ -19,10 +19,10 @@ from tiny_models import IM_END, save_poisoned_model
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, FailureKind, FinishReason
 from twostep.errors import InvalidRequest, ResourceExhausted
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.request_class import RequestClass
 from twostep.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, Grammar, GrammarKind, SamplingParams
 

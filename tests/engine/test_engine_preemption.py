@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.host_blocks import HostRows, HostSlabs
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.preemption import PreemptionMode, PreemptionRates, cheaper_to_swap, watermark
 from twostep.engine.sequence import SequenceState
 from twostep.engine.types import EngineRequest, TokenOutput
 from twostep.errors import ResourceExhausted
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.prefix import PrefixHasher
 from twostep.sampling_params import SamplingParams
 

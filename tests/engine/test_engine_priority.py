@@ -16,10 +16,10 @@ from engine_helpers import assert_idle, drain, expected_answer, make_request
 from twostep.engine.ageing import Patience
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import ResourceExhausted, SetupError
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepCurve

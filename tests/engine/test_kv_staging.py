@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from twostep.engine import kv_staging
-from twostep.engine.kv_staging import PinnedStaging
+from twostep.model.step import kv_staging
+from twostep.model.step.kv_staging import PinnedStaging
 
 ROW_BYTES = 64
 

@@ -22,8 +22,8 @@ import pytest
 from fault_system import FaultSystem
 from namespaces import Host
 
-import kv_transfer.agent_session
-import kv_transfer.ray_transport
+import kv_transfer.ray.agent_session
+import kv_transfer.ray.transport
 from kv_transfer.testing import StoreUsage
 
 _TESTS = Path(__file__).resolve().parents[1] / "kv_transfer"
@@ -48,8 +48,8 @@ class TwoRaylets:
         self._run(self._system.start_ray())
         rings = self.directory / "rings"
         rings.mkdir()
-        kv_transfer.ray_transport.default_ring_dir = lambda _: rings
-        kv_transfer.agent_session.sys = SimpleNamespace(executable=str(self._launcher()))  # type: ignore[assignment]
+        kv_transfer.ray.transport.default_ring_dir = lambda _: rings
+        kv_transfer.ray.agent_session.sys = SimpleNamespace(executable=str(self._launcher()))  # type: ignore[assignment]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

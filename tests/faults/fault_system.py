@@ -28,14 +28,14 @@ from components import Component
 from gates import Gates
 from namespaces import Host, Network, Plane
 
-from kv_transfer.ray_head import RayHead, ray_env
+from kv_transfer.ray.head import RayHead, ray_env
 from twostep import AsyncClient
 from twostep.cluster.records import worker_key
 from twostep.errors import TwostepError
+from twostep.keys.secret import load_secret
 from twostep.local.redis_server import server_binary
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
-from twostep.secret import load_secret
 
 START_S = 120.0
 _ASK_S = 30.0
@@ -299,7 +299,7 @@ class FaultSystem:
 
     @staticmethod
     def _is_helper(_: psutil.Process, words: list[str]) -> bool:
-        return "kv_transfer.agent" in words
+        return "kv_transfer.ray.agent" in words
 
     @staticmethod
     def _is_actor(_: psutil.Process, words: list[str]) -> bool:
@@ -353,7 +353,7 @@ class FaultSystem:
         flags = [f"--address={self.ray.address}", "--block", f"--node-ip-address={host.address(Plane.RAY)}"]
         flags += [f"--object-store-memory={_STORE_BYTES}", "--num-cpus=0", "--num-gpus=0", "--disable-usage-stats"]
         flags += ["--include-log-monitor=false", "--log-style=record", "--log-color=false", f"--temp-dir={self._ray_dir(host.name)}"]
-        return [sys.executable, "-P", "-m", "kv_transfer.ray_head", "start", *flags]
+        return [sys.executable, "-P", "-m", "kv_transfer.ray.head", "start", *flags]
 
     def _part_raylets(self) -> None:
         """No host sees another one's sockets of Ray."""

@@ -22,7 +22,7 @@ from typing import Any
 from gates import Gate
 
 import twostep.worker.model
-from kv_transfer.ray_transport import RayTransport
+from kv_transfer.ray.transport import RayTransport
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner
 

@@ -3,7 +3,7 @@
     python tests/faults/head_restart.py                   three minutes on two cores; prints a table, exits with 1 if anything was lost
     python tests/faults/head_restart.py --away-s 20
 
-A deployment of the fault matrix (namespaces, tests/faults/fault_system.py), whose raylets and head are kv_transfer.ray_node on fixed ports,
+A deployment of the fault matrix (namespaces, tests/faults/fault_system.py), whose raylets and head are kv_transfer.ray.node on fixed ports,
 as in the chart. Every request is handed over by Ray: decode workers compute no prompts. Requests go through one router, and are never
 repeated.
 
@@ -66,7 +66,7 @@ class RayInRedis(FaultSystem):
         env: dict[str, str] | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        argv = [sys.executable, "-P", "-m", "kv_transfer.ray_node", *flags, "--ray-address", self.ray.address]
+        argv = [sys.executable, "-P", "-m", "kv_transfer.ray.node", *flags, "--ray-address", self.ray.address]
         argv += ["--ray-node-ip", host.address(Plane.RAY), "--ray-temp-dir", str(directory), "--ray-store-bytes", str(_STORE_BYTES)]
         argv += ["--ray-first-port", "11001"]
         log = self.directory / f"{name}.log"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.ray_transport import RayTransport
+from kv_transfer.ray.transport import RayTransport
 from kv_transfer.testing import ArrayStore
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import TwostepError

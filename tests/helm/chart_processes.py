@@ -22,11 +22,11 @@ POD = "twostep.local.pod"
 # Modules that the images start, and where their configuration is parsed: module, function, arguments before argv.
 PARSERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "router": ("router.config", "parse_config", ()),
-    "router.autoscaler": ("router.autoscaler.config", "parse_config", ()),
+    "twostep.autoscaler": ("twostep.autoscaler.config", "parse_config", ()),
     "prefill_worker": ("twostep.worker.config", "parse_config", ("prefill",)),
     "decode_worker": ("twostep.worker.config", "parse_config", ("decode",)),
     POD: ("twostep.local.pod_config", "parse_pod", ()),
-    "kv_transfer.ray_node": ("kv_transfer.ray_node", "parse_node", ()),
+    "kv_transfer.ray.node": ("kv_transfer.ray.node", "parse_node", ()),
 }
 
 
@@ -50,11 +50,11 @@ class Process:
     def ports(self) -> set[int]:
         """Where it listens for others."""
         config = self.config
-        if self.module in (POD, "kv_transfer.ray_node"):
+        if self.module in (POD, "kv_transfer.ray.node"):
             return (
                 {config.pod_health_port} if self.module == POD else {int(config.ray_address.rpartition(":")[2])} if config.head else set()
             )
-        first = config.external_scaler_port if self.module == "router.autoscaler" else config.port
+        first = config.external_scaler_port if self.module == "twostep.autoscaler" else config.port
         # Among several in one container the supervisor alone asks each for its health.
         alone = self.container["command"][3] != POD
         found = {first} | ({first + 1 if config.health_port is None else config.health_port} if alone else set())

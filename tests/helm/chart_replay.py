@@ -37,7 +37,7 @@ from namespaces import enter
 from pod_sandbox import RunningPod, World
 
 from twostep.local.redis_server import server_binary
-from twostep.models.store import DEFAULT_MODEL, default_cache_dir, resolve
+from twostep.model.loading.store import DEFAULT_MODEL, default_cache_dir, resolve
 from twostep.rpc.health_check import check
 
 DEADLINE_S = 900.0

@@ -10,7 +10,7 @@ from chart_checks import lasting, matches
 from chart_processes import processes
 from chart_render import NAMESPACE, Chart, Object, merged, render
 
-from kv_transfer.ray_ports import RayPorts
+from kv_transfer.ray.ports import RayPorts
 
 RESTRICTED_ROUTERS = {"networkPolicy": {"routerFrom": [{"namespaceSelector": {"matchLabels": {"team": "web"}}}]}}
 CHART_VALUES = merged(SWITCHES["autoscaling"], SWITCHES["tls-job"], RESTRICTED_ROUTERS)
@@ -105,7 +105,7 @@ def test_every_pod_is_under_some_policy(case: str) -> None:
 @pytest.mark.parametrize("case", ["defaults", "ray-sizes", "kuberay"])
 def test_ports_of_ray_are_those_its_nodes_take(case: str) -> None:
     chart = render(CASES[case][1])
-    found = [process.config.ports for process in processes(chart) if process.module == "kv_transfer.ray_node"]
+    found = [process.config.ports for process in processes(chart) if process.module == "kv_transfer.ray.node"]
     assert found
     for ports in found:
         for source, target in (("decode", "prefill"), ("ray-head", "prefill"), ("prefill", "ray-head")):

@@ -73,7 +73,7 @@ def test_who_asks_for_no_gpu_sees_none(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("router", "router_id"), ("router.autoscaler", "autoscaler_id"), ("prefill_worker", "worker_id")]
+    ("module", "name"), [("router", "router_id"), ("twostep.autoscaler", "autoscaler_id"), ("prefill_worker", "worker_id")]
 )
 def test_processes_go_by_the_names_of_their_pods(module: str, name: str) -> None:
     """So that who a log, a decision or a lease names can be found."""
@@ -84,19 +84,19 @@ def test_processes_go_by_the_names_of_their_pods(module: str, name: str) -> None
 
 
 def test_the_autoscaler_knows_the_pools() -> None:
-    scaler = _config(render(CASES["everything"][1]), "router.autoscaler")
+    scaler = _config(render(CASES["everything"][1]), "twostep.autoscaler")
     assert (scaler.prefill.gpus_per_worker, scaler.decode.gpus_per_worker) == (2, 4)
     assert (scaler.prefill.min_workers, scaler.decode.max_workers) == (0, 8)
     assert scaler.scale_to_zero_after == 600
     assert scaler.worker_drain == 120
-    own = _config(render(CASES["autoscaling-without-rights"][1]), "router.autoscaler")
+    own = _config(render(CASES["autoscaling-without-rights"][1]), "twostep.autoscaler")
     assert (own.kubernetes_api, own.switch_roles) == ("", False)
 
 
 @pytest.mark.parametrize("case", ["autoscaling", "everything"])
 def test_routers_and_autoscalers_have_the_same_targets(case: str) -> None:
     chart = render(CASES[case][1])
-    router, scaler = _config(chart, "router"), _config(chart, "router.autoscaler")
+    router, scaler = _config(chart, "router"), _config(chart, "twostep.autoscaler")
     assert (router.target_ttft_ms, router.target_tpot_ms) == (scaler.target_ttft_ms, scaler.target_tpot_ms)
 
 

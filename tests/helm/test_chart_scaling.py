@@ -12,9 +12,9 @@ from chart_processes import processes
 from chart_render import NAMESPACE, Chart, Object, merged, refusal, render
 from google.protobuf.json_format import ParseDict
 
-from router.autoscaler import hpa
-from router.autoscaler.external_scaler import role_of
-from router.autoscaler.pods import MarkLease, PodMarks
+from twostep.autoscaler import hpa
+from twostep.autoscaler.external_scaler import role_of
+from twostep.autoscaler.pods import MarkLease, PodMarks
 from twostep.rpc.keda import externalscaler_pb2
 
 CHART_VALUES = merged(SWITCHES["autoscaling"], {"autoscaling": {"decode": {"maxReplicas": 40}}})
@@ -42,7 +42,7 @@ def test_decisions_are_carried_out_within_one_period(role: str) -> None:
     chart = render(CHART_VALUES)
     spec = chart.one("ScaledObject", role)["spec"]
     behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-    scaler = next(process.config for process in processes(chart) if process.module == "router.autoscaler")
+    scaler = next(process.config for process in processes(chart) if process.module == "twostep.autoscaler")
     for pods in range(1, spec["maxReplicaCount"] + 1):
         for wish in range(spec["minReplicaCount"], spec["maxReplicaCount"] + 1):
             asked = hpa.ask(wish, pods, None, scaler.hpa_tolerance)
@@ -71,7 +71,7 @@ def test_the_scaler_knows_what_keda_asks_for(role: str) -> None:
 
 def test_bounds_of_keda_and_of_the_autoscaler_are_the_same() -> None:
     chart = render(CHART_VALUES)
-    scaler = next(process.config for process in processes(chart) if process.module == "router.autoscaler")
+    scaler = next(process.config for process in processes(chart) if process.module == "twostep.autoscaler")
     for role in ("prefill", "decode"):
         spec, pool = chart.one("ScaledObject", role)["spec"], getattr(scaler, role)
         assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (pool.min_workers, pool.max_workers)
@@ -114,7 +114,7 @@ def test_keda_shows_a_certificate_that_is_its_own(source: str) -> None:
     for pod in chart.pods():
         mounted = [volume["secret"] for volume in pod.spec["volumes"] if volume.get("secret", {}).get("secretName") == own]
         assert [each["items"] for each in mounted] == [[{"key": "ca.crt", "path": "ca.crt"}]] * (pod.component == "autoscaler")
-    scaler = next(process.config for process in processes(chart) if process.module == "router.autoscaler")
+    scaler = next(process.config for process in processes(chart) if process.module == "twostep.autoscaler")
     worker = next(process.config for process in processes(chart) if process.module == "decode_worker")
     assert (str(scaler.tls.ca), str(worker.tls.ca)) == ("/tmp/authorities.crt", "/etc/twostep/tls/ca.crt")
     assert scaler.front_tls.ca == scaler.tls.ca
@@ -141,7 +141,7 @@ def test_without_a_secret_of_its_own_keda_shows_none() -> None:
     chart = render(merged(SWITCHES["autoscaling"], SWITCHES["tls-secret"]))
     (authentication,) = chart.of("TriggerAuthentication")
     assert authentication["spec"]["secretTargetRef"] == [{"parameter": "caCert", "name": "cert", "key": "ca.crt"}]
-    scaler = next(process.config for process in processes(chart) if process.module == "router.autoscaler")
+    scaler = next(process.config for process in processes(chart) if process.module == "twostep.autoscaler")
     assert scaler.front_tls.ca is None
     assert scaler.front_tls.cert is not None
     assert str(scaler.tls.ca) == "/etc/twostep/tls/ca.crt"

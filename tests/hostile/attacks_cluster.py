@@ -13,10 +13,10 @@ import aiohttp
 from attack import Attack, Target
 
 from router.access.sources import KEYS, VERSION
-from twostep.api_keys import make_key
 from twostep.cluster.connection import connect
 from twostep.cluster.records import WORKERS_KEY, WorkerRecord, claim_key, prefix_key, worker_key
 from twostep.cluster.scaling import DECISION_KEY
+from twostep.keys.api_keys import make_key
 
 _POLLS_S = 2.0
 _SERVED_S = 30.0

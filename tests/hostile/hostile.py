@@ -33,9 +33,9 @@ from attacks_engine import BROKEN
 from running import System, running
 from tiny_models import save_poisoned_model
 
-from twostep.api_key_file import put_in_file
-from twostep.api_keys import make_key
 from twostep.errors import TwostepError
+from twostep.keys.api_key_file import put_in_file
+from twostep.keys.api_keys import make_key
 from twostep.local.ports import free_ports
 
 _HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
+from twostep.model.step.kv_cache import KvCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

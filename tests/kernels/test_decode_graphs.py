@@ -16,14 +16,14 @@ import pytest
 import torch
 from kernel_pools import DEVICE
 
-from twostep.engine import decode_graphs
-from twostep.engine.decode_graphs import DecodeGraphs, ladder, sharing_ladder
-from twostep.engine.kv_cache import KvCache
-from twostep.engine.model_runner import ModelRunner
-from twostep.kernels import shared_prefix
-from twostep.kernels.triton_ops import TritonOps
-from twostep.models.decoder import Decoder
-from twostep.models.registry import build_model, load_weights
+from twostep.model.families.decoder import Decoder
+from twostep.model.families.registry import build_model, load_weights
+from twostep.model.kernels import shared_prefix
+from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.runner import decode_graphs
+from twostep.model.runner.decode_graphs import DecodeGraphs, ladder, sharing_ladder
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.step.kv_cache import KvCache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
 from forward_helpers import make_batch, save_model, scattered_sequences
@@ -36,7 +36,7 @@ def graphs_of(model: Decoder, cache: KvCache, ops: TritonOps, sizes: list[int]) 
     if DEVICE == "cuda":
         yield DecodeGraphs(model, cache, ops, sizes)
         return
-    with mock.patch("twostep.engine.decode_graphs.torch.cuda"):
+    with mock.patch("twostep.model.runner.decode_graphs.torch.cuda"):
         graphs = DecodeGraphs(model, cache, ops, sizes)
     for captured in [*graphs._graphs.values(), *graphs._sharing.values()]:
         captured.graph = mock.Mock(replay=mock.Mock(side_effect=lambda c=captured: c.logits.copy_(c._step(model, c._plan, ops.tokens))))
@@ -106,12 +106,12 @@ def test_sharing_proves_itself_or_is_off(tmp_path: Path, monkeypatch: pytest.Mon
             listed[0] = 256
             return listed
 
-        monkeypatch.setattr("twostep.kernels.triton_shared_prefix.pack", forgets_a_member)
+        monkeypatch.setattr("twostep.model.kernels.triton_shared_prefix.pack", forgets_a_member)
         assert "differ" in graphs.try_sharing()
         assert graphs._sharing == {}
         assert graphs.try_sharing() == ""
     with monkeypatch.context() as broken, torch.inference_mode():
-        broken.setattr("twostep.kernels.triton_ops.SharedPrefix", mock.Mock(side_effect=RuntimeError("no room on this card")))
+        broken.setattr("twostep.model.kernels.triton_ops.SharedPrefix", mock.Mock(side_effect=RuntimeError("no room on this card")))
         with graphs_of(model, cache, ops, [4]) as graphs:
             assert "no room on this card" in graphs.try_sharing()
             assert (graphs._sharing, list(graphs._graphs)) == ({}, [4])

@@ -17,9 +17,9 @@ from kernel_pools import DEVICE
 from test_device_steps import DeviceRunner
 
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.self_test import gives_tokens
 from twostep.engine.types import EngineRequest, FailureKind
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -12,14 +12,14 @@ import torch
 from kernel_pools import DEVICE
 
 from twostep.engine.batch import Batch, InFlight
-from twostep.engine.device_steps import DeviceSteps
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
-from twostep.engine.kv_cache import KvCache
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest, TokenOutput
-from twostep.kernels.triton_ops import TritonOps
-from twostep.models.registry import build_model, load_weights
+from twostep.model.families.registry import build_model, load_weights
+from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.runner.device_steps import DeviceSteps
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.step.kv_cache import KvCache
 from twostep.sampling_params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
 
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
 from twostep.errors import SetupError
-from twostep.kernels.oracles import paged_attention
-from twostep.kernels.triton_decode import decode_attention
-from twostep.kernels.triton_decode_plan import DecodeLayout, DecodePlan, DecodeWorkspace, decode_layout, fitted
+from twostep.model.kernels.oracles import paged_attention
+from twostep.model.kernels.triton_decode import decode_attention
+from twostep.model.kernels.triton_decode_plan import DecodeLayout, DecodePlan, decode_layout, fitted
+from twostep.model.kernels.triton_decode_workspace import DecodeWorkspace
+from twostep.model.step.kv_cache import KvCache
 
 LAYER = 1
 

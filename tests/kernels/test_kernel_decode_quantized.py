@@ -10,10 +10,10 @@ from kernel_pools import DEVICE
 from test_kernel_decode import layout, queries
 
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
-from twostep.kernels.oracles import paged_attention
-from twostep.kernels.triton_decode import decode_attention
-from twostep.kernels.triton_decode_plan import DecodeLayout, DecodePlan
+from twostep.model.kernels.oracles import paged_attention
+from twostep.model.kernels.triton_decode import decode_attention
+from twostep.model.kernels.triton_decode_plan import DecodeLayout, DecodePlan
+from twostep.model.step.kv_cache import KvCache
 
 LAYER = 1
 FORMATS = ["fp8", "int8"]

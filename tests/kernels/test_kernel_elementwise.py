@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
 
-from twostep.kernels import triton_elementwise as kernels
+from twostep.model.kernels import triton_elementwise as kernels
 
 ROWS = [1, 5, 37]
 WIDTHS = [24, 576, 1031]

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_pools import DEVICE
 
-from twostep.engine.device_sampler import DeviceSampler
-from twostep.engine.penalties import apply_masks
-from twostep.engine.sampler import sample, sampling_margin
 from twostep.engine.token_masks import TokenMasks, num_words
-from twostep.kernels.step_upload import StepUpload
-from twostep.kernels.triton_mask import mask_rows
+from twostep.model.kernels.step_upload import StepUpload
+from twostep.model.kernels.triton_mask import mask_rows
+from twostep.model.runner.device_sampler import DeviceSampler
+from twostep.model.runner.penalties import apply_masks
+from twostep.model.runner.sampler import sample, sampling_margin
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_kernel_sample import batch_of, row_of, sampling_rows

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from kv_transfer.nixl_device import DeviceMemory
+from kv_transfer.nixl.device import DeviceMemory
 from kv_transfer.sum64 import block_sums
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
 from twostep.errors import DataLoss
-from twostep.kernels.kv_sums import KvSums
+from twostep.model.kernels.triton_pull import slot_sums
+from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.kv_sums import KvSums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -66,7 +67,7 @@ def test_kept_sums_are_used_and_stay_true() -> None:
     shape = KvShape(num_blocks=5, block_size=3, num_layers=4, num_kv_heads=2, head_dim=16, dtype="bfloat16")
     cache = KvCache(shape, DEVICE)
     cache.tensor.copy_(torch.randn(cache.tensor.shape))
-    cache.sums = KvSums(cache, 4, 16)
+    cache.sums = KvSums(cache.tensor, cache.shape, 4, 16, slot_sums)
     pool = cache.tensor.view(5, -1).view(torch.uint8)
     memory = DeviceMemory(pool, arena_bytes=1 << 20, probe_bytes=100, sums=cache.sums)
     memory.enter_thread()

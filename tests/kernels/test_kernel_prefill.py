@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kernel_pools import DEVICE, DTYPES, poisoned_pool
 
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
-from twostep.kernels.prefill_choice import HOPPER_ROWS, num_leading_decodes, uses_hopper
-from twostep.kernels.triton_prefill import clear_tails, plan_tiles, prefill_attention, tile_shape
+from twostep.model.kernels.prefill_choice import HOPPER_ROWS, num_leading_decodes, uses_hopper
+from twostep.model.kernels.triton_prefill import clear_tails, plan_tiles, prefill_attention, tile_shape
+from twostep.model.step.kv_cache import KvCache
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -83,7 +83,7 @@ def check(
 
     inputs = {"query_start": upload(starts), "seq_lens": upload(np.array(lengths)), "block_tables": upload(tables)}
     if num_programs:
-        from twostep.kernels.hopper_prefill import hopper_attention  # noqa: PLC0415 (of use on a Hopper GPU only)
+        from twostep.model.kernels.hopper_prefill import hopper_attention  # noqa: PLC0415 (of use on a Hopper GPU only)
 
         tiles = upload(plan_tiles(counts, np.array(lengths), HOPPER_ROWS // share))
         clear_tails(cache, inputs["seq_lens"], inputs["block_tables"])

@@ -9,9 +9,9 @@ import torch
 from kernel_pools import DEVICE, DTYPES
 
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
-from twostep.kernels import triton_elementwise as kernels
-from twostep.kernels.triton_quantized_kv import DenseCopy
+from twostep.model.kernels import triton_elementwise as kernels
+from twostep.model.kernels.triton_quantized_kv import DenseCopy
+from twostep.model.step.kv_cache import KvCache
 
 LAYER = 1
 

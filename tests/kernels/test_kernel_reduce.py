@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_pools import DEVICE, DTYPES, tolerance
 
-from twostep.kernels.triton_reduce import RowExchange, inbox_bytes
+from twostep.model.kernels.triton_reduce import RowExchange, inbox_bytes
 
 
 def exchanges(size: int, width: int, dtype: torch.dtype, max_rows: int) -> tuple[list[RowExchange], list[torch.Tensor]]:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from kernel_pools import DEVICE
 
 from twostep.engine.batch import Batch, SamplingRow
-from twostep.engine.device_sampler import DeviceSampler
-from twostep.engine.sampler import sample, sampling_margin
-from twostep.kernels.step_upload import StepUpload
-from twostep.kernels.triton_tokens import NO_TOKEN, carry_tokens, pick_greedy
+from twostep.model.kernels.step_upload import StepUpload
+from twostep.model.kernels.triton_tokens import NO_TOKEN, carry_tokens, pick_greedy
+from twostep.model.runner.device_sampler import DeviceSampler
+from twostep.model.runner.sampler import sample, sampling_margin
 from twostep.sampling_params import SamplingParams
 
 INFINITY = float("inf")

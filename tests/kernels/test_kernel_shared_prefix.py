@@ -13,12 +13,12 @@ import torch
 from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
 
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
-from twostep.kernels.oracles import paged_attention
-from twostep.kernels.shared_prefix import PrefixGroup, pack
-from twostep.kernels.triton_decode import decode_attention
-from twostep.kernels.triton_decode_plan import DecodePlan
-from twostep.kernels.triton_shared_prefix import SharedPrefix, SharedTile, serves_shared
+from twostep.model.kernels.oracles import paged_attention
+from twostep.model.kernels.shared_prefix import PrefixGroup, pack
+from twostep.model.kernels.triton_decode import decode_attention
+from twostep.model.kernels.triton_decode_plan import DecodePlan
+from twostep.model.kernels.triton_shared_prefix import SharedPrefix, SharedTile, serves_shared
+from twostep.model.step.kv_cache import KvCache
 
 LAYER = 1
 NO_BLOCK = 2**31 - 1

@@ -14,15 +14,15 @@ from kernel_pools import DEVICE
 
 from kv_transfer.sum64 import block_sums
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
-from twostep.engine.model_runner import ModelRunner, kv_shape
-from twostep.kernels import triton_elementwise as kernels
-from twostep.kernels.kv_sums import KvSums, bytes_beside_block, can_keep
-from twostep.kernels.triton_ops import TritonOps
-from twostep.kernels.triton_prefill import clear_tails
-from twostep.kernels.triton_pull import PullShape, add_slot_sums, pull_blocks, sum_blocks
-from twostep.models.config import parse_config
-from twostep.models.registry import build_model, load_weights
+from twostep.model.families.config import parse_config
+from twostep.model.families.registry import build_model, load_weights
+from twostep.model.kernels import triton_elementwise as kernels
+from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.kernels.triton_prefill import clear_tails
+from twostep.model.kernels.triton_pull import PullShape, add_slot_sums, pull_blocks, slot_sums, sum_blocks
+from twostep.model.runner.model_runner import ModelRunner, kv_shape
+from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
 from forward_helpers import make_batch, save_model, scattered_sequences
@@ -85,7 +85,7 @@ def test_steps_keep_the_sums_of_what_they_write(
     shape = KvShape(num_blocks=5, block_size=block_size, num_layers=2, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=name)
     cache = KvCache(shape, DEVICE)
     cache.tensor.copy_(torch.randn(cache.tensor.shape))
-    cache.sums = KvSums(cache, num_heads, rotated)
+    cache.sums = KvSums(cache.tensor, cache.shape, num_heads, rotated, slot_sums)
     np.testing.assert_array_equal(sums_of(cache), block_sums(bytes_of(cache.tensor)))
     cos, sin = (torch.randn(50, rotated // 2, device=DEVICE) for _ in range(2))
     for layer in range(2):
@@ -127,7 +127,7 @@ def test_a_model_s_steps_keep_the_sums(family: str, tmp_path: Path) -> None:
         model = build_model(config, torch.float32, TritonOps(DEVICE), DEVICE)
         load_weights(model, tmp_path)
         cache = KvCache(kv_shape(config, "float32", 4, 16), DEVICE)
-        cache.sums = KvSums(cache, config.num_heads, 0 if config.rope is None else config.head_dim)
+        cache.sums = KvSums(cache.tensor, cache.shape, config.num_heads, 0 if config.rope is None else config.head_dim, slot_sums)
         forward = partial(model.forward, cache=cache)
     sequences = scattered_sequences([20, 6], 16, 4, random.Random(1))
     empty = sums_of(cache)

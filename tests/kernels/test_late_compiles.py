@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from triton import knobs
 
-from twostep.kernels.late_compiles import report_compiles
+from twostep.model.kernels.late_compiles import report_compiles
 
 
 def test_a_late_compile_is_logged_with_its_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

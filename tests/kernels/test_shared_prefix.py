@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.kernels.shared_prefix import (
+from twostep.model.kernels.shared_prefix import (
     GRANULE,
     ITEM_COLUMNS,
     OWN_COLUMNS,

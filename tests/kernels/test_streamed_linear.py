@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_pools import DEVICE, tolerance
 
-from twostep.kernels.triton_linear import StreamedLinear, can_stream, choose_tile
-from twostep.kernels.triton_linear_rows import RowTile
-from twostep.kernels.triton_linear_tiles import LinearTile
-from twostep.kernels.triton_ops import TritonOps
+from twostep.model.kernels.triton_linear import StreamedLinear, can_stream, choose_tile
+from twostep.model.kernels.triton_linear_rows import RowTile
+from twostep.model.kernels.triton_linear_tiles import LinearTile
+from twostep.model.kernels.triton_ops import TritonOps
 
 SHAPES = st.fixed_dictionaries({"num_out": st.integers(1, 200_000), "width": st.integers(1, 4000).map(lambda n: 8 * n)})
 
@@ -78,7 +78,7 @@ def test_a_layer_is_right(tokens: int, num_out: int, width: int, gated: bool, bi
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_layer_that_fails_its_trial_is_cublas(gated: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(1)
-    monkeypatch.setattr("twostep.kernels.triton_linear._TRIAL_TOKENS", (1, 3))
+    monkeypatch.setattr("twostep.model.kernels.triton_linear._TRIAL_TOKENS", (1, 3))
     x = torch.randn(3, 64, device=DEVICE, dtype=torch.bfloat16)
 
     def prepared(num_out: int) -> tuple[object, torch.Tensor]:
@@ -96,7 +96,7 @@ def test_a_layer_that_fails_its_trial_is_cublas(gated: bool, monkeypatch: pytest
     right, _ = prepared(48)
     assert isinstance(right, StreamedLinear)
     assert right.trial() == ""
-    module = "twostep.kernels.triton_linear"
+    module = "twostep.model.kernels.triton_linear"
     real = importlib.import_module(module).linear_tiles
     # Sums are off by a hundredth of what they should be, or the compiler gives up.
     for broken, said in ((lambda *a, **k: real(*a, **k) * 1.05, "differs"), (_raise, "no room")):

@@ -11,12 +11,12 @@ import torch
 from kernel_pools import DEVICE
 
 from twostep.engine.batch import Batch
-from twostep.engine.kv_cache import KvCache
-from twostep.engine.model_runner import ModelRunner, kv_shape
-from twostep.kernels.triton_ops import TritonOps
-from twostep.models.config import parse_config
-from twostep.models.decoder import Decoder
-from twostep.models.registry import build_model, load_weights
+from twostep.model.families.config import parse_config
+from twostep.model.families.decoder import Decoder
+from twostep.model.families.registry import build_model, load_weights
+from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.runner.model_runner import ModelRunner, kv_shape
+from twostep.model.step.kv_cache import KvCache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
 from forward_helpers import make_batch, save_model, scattered_sequences

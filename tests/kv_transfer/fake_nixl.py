@@ -1,4 +1,4 @@
-"""A NIXL library of one process: the part of its Python interface that kv_transfer.nixl_agent uses, over memmove. Reads can be held back
+"""A NIXL library of one process: the part of its Python interface that kv_transfer.nixl.agent uses, over memmove. Reads can be held back
 and fail, and what is registered, known and not released can be asked for."""
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kv_transfer.local import LocalHub, LocalTransport
-from kv_transfer.ray_transport import RayTransport
+from kv_transfer.local.transport import LocalHub, LocalTransport
+from kv_transfer.ray.transport import RayTransport
 from kv_transfer.testing import ArrayStore, LocalRay
 from kv_transfer.transport import KvTransport
 

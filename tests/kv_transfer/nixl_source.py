@@ -13,8 +13,8 @@ from dataclasses import asdict
 
 import numpy as np
 
-from kv_transfer.nixl_memory import HostMemory
-from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.nixl.memory import HostMemory
+from kv_transfer.nixl.transport import NixlTransport
 
 SEED = 11
 

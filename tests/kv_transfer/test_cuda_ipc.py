@@ -15,17 +15,17 @@ import pytest_asyncio
 import torch
 from kv_pairs import in_s, wait_for_stats, wait_until
 
-from kv_transfer import cuda_ipc
-from kv_transfer.cuda_ipc import CudaIpcTransport
-from kv_transfer.ipc_endpoint import IpcEndpoint
+from kv_transfer.cuda_ipc import transport as cuda_ipc
+from kv_transfer.cuda_ipc.endpoint import IpcEndpoint
+from kv_transfer.cuda_ipc.transport import CudaIpcTransport
 from kv_transfer.sum64 import block_sums, chunk_sum
 from kv_transfer.transport import ChunkInfo
 from twostep.engine.batch import KvShape, LayerRange
 from twostep.engine.fake import FakeRunner
-from twostep.engine.kv_cache import KvCache
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, SetupError, Unavailable
-from twostep.kernels.kv_sums import KvSums
-from twostep.kernels.triton_pull import PullShape
+from twostep.model.kernels.triton_pull import PullShape, slot_sums
+from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.kv_sums import KvSums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = KvShape(num_blocks=12, block_size=4, num_layers=3, num_kv_heads=2, head_dim=12, dtype="bfloat16")
@@ -75,7 +75,7 @@ async def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 async def test_blocks_arrive_bit_for_bit(pair: Pair, kept: bool) -> None:
     source, target = pair.source.cache, pair.target.cache
     if kept:
-        source.sums, target.sums = KvSums(source, 4, 8), KvSums(target, 4, 8)
+        source.sums, target.sums = (KvSums(x.tensor, x.shape, 4, 8, slot_sums) for x in (source, target))
     whole = await pair.publish(0, [7, 0, 3])
     assert (whole.num_bytes, whole.source_blocks, whole.layers) == (3 * SHAPE.block_bytes, (7, 0, 3), None)
     data = source.tensor[[7, 0, 3]].contiguous().view(torch.uint8).reshape(3, -1).cpu().numpy()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.ipc_endpoint import IpcEndpoint, ProcessId, _start_time
-from kv_transfer.ipc_peers import IpcPeers, PeerPool
+from kv_transfer.cuda_ipc.endpoint import IpcEndpoint, ProcessId, _start_time
+from kv_transfer.cuda_ipc.peers import IpcPeers, PeerPool
 from twostep.errors import ResourceExhausted, Unavailable
 
 OWN = ProcessId.own()

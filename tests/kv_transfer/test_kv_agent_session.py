@@ -16,10 +16,10 @@ import numpy.typing as npt
 import pytest
 from kv_pairs import in_s, make_store
 
-from kv_transfer.agent_session import AgentSession
-from kv_transfer.child import Child
-from kv_transfer.ray_transport import RayTransport
-from kv_transfer.ring import SharedMemory
+from kv_transfer.ray.agent_session import AgentSession
+from kv_transfer.ray.child import Child
+from kv_transfer.ray.ring import SharedMemory
+from kv_transfer.ray.transport import RayTransport
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import ResourceExhausted, Unavailable
 from twostep.worker.life import until
@@ -119,7 +119,7 @@ async def test_a_worker_killed_while_its_agent_starts_leaves_no_ring(tmp_path: P
     ring.write_bytes(bytes(4096))
     words = ["--address", "127.0.0.1:1", "--endpoint", "kv:w:1:1", "--socket", str(tmp_path / "s"), "--ring", str(ring)]
     helper = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "kv_transfer.agent", *words, "--budget-bytes", "1", "--start-timeout", "60"),
+        *(sys.executable, "-P", "-m", "kv_transfer.ray.agent", *words, "--budget-bytes", "1", "--start-timeout", "60"),
         stdin=asyncio.subprocess.PIPE,
     )
     assert helper.stdin is not None
@@ -195,7 +195,7 @@ async def test_what_ray_prints_is_not_taken_for_the_agents_word(tmp_path: Path) 
         (tmp_path / name).write_text(text)
     flags = ("--address", "h:1", "--endpoint", "e", "--socket", "s", "--ring", str(tmp_path / "ring"), "--budget-bytes", "1")
     helper = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "kv_transfer.agent", *flags, "--start-timeout", "1"),
+        *(sys.executable, "-P", "-m", "kv_transfer.ray.agent", *flags, "--start-timeout", "1"),
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

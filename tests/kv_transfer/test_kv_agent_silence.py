@@ -13,12 +13,12 @@ import grpc.aio
 import pytest
 from kv_pairs import SOON_S, in_s, make_store, wait_until
 
-from kv_transfer import agent_session
-from kv_transfer.agent_session import AgentSession
-from kv_transfer.child import Child
-from kv_transfer.patience import Patience
-from kv_transfer.ray_transport import RayTransport
-from kv_transfer.ring import SharedMemory
+from kv_transfer.ray import agent_session
+from kv_transfer.ray.agent_session import AgentSession
+from kv_transfer.ray.child import Child
+from kv_transfer.ray.patience import Patience
+from kv_transfer.ray.ring import SharedMemory
+from kv_transfer.ray.transport import RayTransport
 from twostep.errors import Unavailable
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
 

@@ -16,7 +16,7 @@ from kv_pairs import in_s
 from kv_transfer.checksum import checksum
 from kv_transfer.chunking import IN_PLACE, ChunkPlan, ChunkRange, ChunkSizes
 from kv_transfer.object_book import ObjectBook
-from kv_transfer.ring import RingAllocator, SharedMemory, default_ring_bytes, default_ring_dir
+from kv_transfer.ray.ring import RingAllocator, SharedMemory, default_ring_bytes, default_ring_dir
 from kv_transfer.waiting import FifoGate, finish
 from twostep.engine.batch import LayerRange
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted, SetupError
@@ -156,7 +156,7 @@ def test_shared_memory_is_one_memory_without_a_name(tmp_path: Path) -> None:
 def test_no_room_for_the_ring_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Others on this machine have theirs in the same directory.
     ours = secrets.token_hex(8)
-    monkeypatch.setattr("kv_transfer.ring.secrets", SimpleNamespace(token_hex=lambda _: ours))
+    monkeypatch.setattr("kv_transfer.ray.ring.secrets", SimpleNamespace(token_hex=lambda _: ours))
     with pytest.raises(SetupError, match="make room"):
         SharedMemory.create(tmp_path / "missing", 4096)
     with pytest.raises(SetupError, match="make room"):
@@ -262,7 +262,7 @@ async def test_finish_outlives_cancels() -> None:
 def test_a_ring_on_a_gpu_machine_leaves_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mib = 1 << 20
     for free, want in ((100 << 30, 256), (1 << 30, 128), (64 * mib, 64)):
-        monkeypatch.setattr("kv_transfer.ring.shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr("kv_transfer.ray.ring.shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         assert default_ring_bytes(tmp_path, on_gpu=True) == want * mib
         assert default_ring_bytes(tmp_path, on_gpu=False) == 64 * mib
 

@@ -15,10 +15,10 @@ from kv_transfer import convert, kv_numbers, wire_encoding
 from kv_transfer.convert import Assembler, block_bytes, needed_blocks, pack, unpack
 from twostep.cluster.convertible import cache_key_fields, check_convertible, same_numbers
 from twostep.cluster.records import LayoutRecord
-from twostep.engine import kv_quantization
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import DTYPES, KvCache
 from twostep.errors import DataLoss, Incompatible, InvalidRequest
+from twostep.model.step import kv_quantization
+from twostep.model.step.kv_cache import DTYPES, KvCache
 
 FORMATS = [("float32", "none"), ("bfloat16", "none"), ("float16", "none"), ("bfloat16", "int8"), ("float32", "fp8"), ("bfloat16", "fp8")]
 SPECIAL = [0.0, -0.0, 1.0, -448.0, 1e-40, 3e38, -3e38, float("inf"), float("-inf"), float("nan"), 65519.9, 65520.0, 2.0**-60, 1e-7]

@@ -15,9 +15,9 @@ import pytest
 from fake_nixl import FakeLibrary, fake_nixl
 from kv_pairs import wait_for_stats
 
-from kv_transfer.nixl_endpoint import NixlEndpoint
-from kv_transfer.nixl_memory import HostLanding, HostMemory
-from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.nixl.endpoint import NixlEndpoint
+from kv_transfer.nixl.memory import HostLanding, HostMemory
+from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.scattering import ScatterClock
 from kv_transfer.transport import ChunkInfo
 from twostep.engine.batch import LayerRange
@@ -39,7 +39,7 @@ class Side:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
-    monkeypatch.setattr("kv_transfer.nixl_transport._GRACE_S", 0.05)
+    monkeypatch.setattr("kv_transfer.nixl.transport._GRACE_S", 0.05)
     with fake_nixl(monkeypatch) as library:
         yield library
 
@@ -343,7 +343,7 @@ async def test_leases_expire_and_publish_is_once(library: FakeLibrary, monkeypat
 
 
 async def test_closed_sides_refuse_and_close_does_not_wait_for_ever(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.nixl_agent._CLOSE_S", 0.2)
+    monkeypatch.setattr("kv_transfer.nixl.agent._CLOSE_S", 0.2)
     async with side(seed=1) as source:
         async with side() as reader:
             chunk = await publish(source, [3])

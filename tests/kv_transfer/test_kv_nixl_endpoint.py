@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.nixl_endpoint import NixlEndpoint, laid_out, merge_runs
+from kv_transfer.nixl.endpoint import NixlEndpoint, laid_out, merge_runs
 from twostep.errors import DataLoss, Unavailable
 
 ENDPOINT = NixlEndpoint(

@@ -19,8 +19,8 @@ import nixl_source
 import numpy as np
 import pytest
 
-from kv_transfer.nixl_memory import HostMemory
-from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.nixl.memory import HostMemory
+from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import DataLoss, TwostepError, Unavailable
 

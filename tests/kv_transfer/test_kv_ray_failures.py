@@ -18,10 +18,11 @@ import pytest
 import pytest_asyncio
 from kv_pairs import SOON_S, TTL_S, Side, check_store_empty, in_s, make_store, ray_side, rings_left, running, wait_for_stats, wait_until
 
-from kv_transfer import agent_session, ray_transport
-from kv_transfer.agent_session import AgentSession
-from kv_transfer.patience import Patience
-from kv_transfer.ray_transport import RayTransport
+from kv_transfer.ray import agent_session
+from kv_transfer.ray import transport as ray_transport
+from kv_transfer.ray.agent_session import AgentSession
+from kv_transfer.ray.patience import Patience
+from kv_transfer.ray.transport import RayTransport
 from kv_transfer.testing import LocalRay
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import SetupError, Unavailable
@@ -158,8 +159,8 @@ _WORKER = """
 import asyncio, sys, time
 import numpy as np
 from pathlib import Path
-from kv_transfer.patience import Patience
-from kv_transfer.ray_transport import RayTransport
+from kv_transfer.ray.patience import Patience
+from kv_transfer.ray.transport import RayTransport
 from kv_transfer.testing import ArrayStore
 
 async def main():

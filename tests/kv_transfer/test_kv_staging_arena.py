@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_transfer.staging_arena import ArenaSlot, StagingArena
+from kv_transfer.nixl.staging_arena import ArenaSlot, StagingArena
 
 PAGE = 4096
 SIZE = 16 * PAGE

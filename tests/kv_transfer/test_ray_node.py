@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer import ray_node
-from kv_transfer.ray_head import free_port
-from kv_transfer.ray_node import NodeConfig, RayNode, node_env, parse_node
-from kv_transfer.ray_ports import RayPorts
+from kv_transfer.ray import node as ray_node
+from kv_transfer.ray.head import free_port
+from kv_transfer.ray.node import NodeConfig, RayNode, node_env, parse_node
+from kv_transfer.ray.ports import RayPorts
 from twostep.errors import SetupError
 
 
@@ -96,7 +96,7 @@ def test_a_signal_ends_it_and_what_it_started(tmp_path: Path) -> None:
         head.bind(("127.0.0.1", 0))
         head.listen()
         address = f"127.0.0.1:{head.getsockname()[1]}"
-        argv = [sys.executable, "-P", "-m", "kv_transfer.ray_node", "--ray-address", address, "--ray-temp-dir", str(tmp_path)]
+        argv = [sys.executable, "-P", "-m", "kv_transfer.ray.node", "--ray-address", address, "--ray-temp-dir", str(tmp_path)]
         if len(os.fsencode(tmp_path)) > 43:
             argv[-1] = f"/tmp/rn-{free_port()}"
         node = subprocess.Popen(argv, stderr=subprocess.PIPE, start_new_session=True)

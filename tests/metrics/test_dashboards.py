@@ -18,13 +18,13 @@ from promql import Reads, reads_of, result_labels
 
 from kv_transfer import observer
 from kv_transfer.observer import Direction
-from router.targets import Reason
+from router.request.targets import Reason
 from twostep import errors
-from twostep.flags import KV_TRANSPORTS
 from twostep.metrics import catalogue, dashboard
 from twostep.metrics.family import Family, Kind
 from twostep.metrics.registry import MetricsRegistry
 from twostep.request_class import RequestClass
+from twostep.settings.flags import KV_TRANSPORTS
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "twostep.json"

@@ -8,7 +8,6 @@ import logging
 from typing import Any
 
 import pytest
-
 from twostep.log import JsonLines, Plain, concerning, forget
 
 

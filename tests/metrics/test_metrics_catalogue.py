@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kv_transfer.transfer_metrics import TransferMetrics
 from router import config as router_flags
-from router.autoscaler import config as autoscaler_flags
-from router.autoscaler.config import AutoscalerConfig
 from router.config import RouterConfig
+from twostep.autoscaler import config as autoscaler_flags
+from twostep.autoscaler.config import AutoscalerConfig
 from twostep.engine.types import EngineStats
 from twostep.metrics import catalogue
 from twostep.metrics.autoscaler import AutoscalerMetrics, AutoscalerState

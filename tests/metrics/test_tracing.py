@@ -18,9 +18,9 @@ from otlp_receiver import collecting
 
 from router import config as router_flags
 from twostep.errors import SetupError
-from twostep.flags import traces_endpoint
-from twostep.tracing import context_of, start_tracer, trace_id_of
-from twostep.tracing_otel import OtelTracer
+from twostep.process.tracing import context_of, start_tracer, trace_id_of
+from twostep.process.tracing_otel import OtelTracer
+from twostep.settings.flags import traces_endpoint
 from twostep.worker import config as worker_flags
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -112,14 +112,14 @@ def test_without_an_endpoint_nothing_is_traced_and_nothing_imported() -> None:
     # redis-py imports OpenTelemetry's API by itself, where it is installed.
     code = (
         "import sys, router.server, prefill_worker.edge, decode_worker.edge, twostep.worker.worker\n"
-        "print([m for m in sys.modules if m.startswith(('opentelemetry.exporter', 'opentelemetry.sdk.trace', 'twostep.tracing_otel'))])"
+        "print([m for m in sys.modules if m.startswith(('opentelemetry.exporter', 'opentelemetry.sdk.trace', 'twostep.process.tracing_'))])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "[]"
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "twostep.tracing_otel", None)
+    monkeypatch.setitem(sys.modules, "twostep.process.tracing_otel", None)
     with pytest.raises(SetupError, match=r"install twostep\[tracing\]"):
         start_tracer("http://127.0.0.1:4317", role="router", instance="r", version="1")
 

@@ -16,8 +16,8 @@ from kv_transfer import transfer_metrics
 from kv_transfer.observer import Direction, ProbeResult, Transfer, TransferLedger, reason_of
 from kv_transfer.transfer_metrics import TransferLog, TransferMetrics, worker_observers
 from twostep.errors import DataLoss, ResourceExhausted, Unavailable
-from twostep.log import JsonLines
 from twostep.metrics.registry import MetricsRegistry
+from twostep.process.log import JsonLines
 
 MOVED = Transfer(
     transport="ray",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import tiny_models
 
+from twostep.checkpoint.fingerprint import dummy_fingerprint, is_same_model, model_fingerprint
 from twostep.errors import SetupError
-from twostep.fingerprint import dummy_fingerprint, is_same_model, model_fingerprint
 
 
 @pytest.fixture
@@ -74,7 +74,9 @@ def test_incomplete_models_are_refused(copy: Path) -> None:
 
 def test_neither_torch_nor_numpy_is_needed() -> None:
     """A router imports this and twostep.text."""
-    code = "import sys, twostep.fingerprint, twostep.text; assert not {'torch', 'numpy', 'transformers', 'ray'} & set(sys.modules)"
+    code = (
+        "import sys, twostep.checkpoint.fingerprint, twostep.text; assert not {'torch', 'numpy', 'transformers', 'ray'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

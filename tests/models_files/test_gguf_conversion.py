@@ -16,9 +16,9 @@ from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from twostep.errors import SetupError
-from twostep.models.config import parse_config
-from twostep.models.gguf_import import convert, main
-from twostep.models.rope import Rope
+from twostep.model.families.config import parse_config
+from twostep.model.families.rope import Rope
+from twostep.model.loading.gguf_import import convert, main
 from twostep.text import ChatTemplate, ModelCard, Tokenizer
 
 TEXTS = ["größer 🙂 日本語", "   1 and 1234", "<|im_start|>user\nhi<|im_end|>\n", " a\n\n  b\t"]

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from twostep.engine.weights import stored_tensors
+from twostep.checkpoint.directory import read_header, weight_files
+from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.errors import InvalidRequest, SetupError
-from twostep.fingerprint import model_fingerprint
-from twostep.model_dir import read_header, weight_files
-from twostep.models.config import parse_config
-from twostep.models.gguf_check import check_gguf
-from twostep.models.gguf_import import convert
+from twostep.model.families.config import parse_config
+from twostep.model.loading.gguf_check import check_gguf
+from twostep.model.loading.gguf_import import convert
+from twostep.model.loading.weights import stored_tensors
 from twostep.text import ModelCard, Tokenizer
 from twostep.text.slow_patterns import repeats_repetitions
 

@@ -22,8 +22,8 @@ import pytest
 from tiny_gguf import write_gguf
 
 from twostep.errors import SetupError
-from twostep.models import store
-from twostep.models.config import parse_config
+from twostep.model.families.config import parse_config
+from twostep.model.loading import store
 from twostep.text import ModelCard, Tokenizer
 
 REQUIREMENT = "twostep-test-model-that-nobody-published==1.0"

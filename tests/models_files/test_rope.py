@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from twostep.models.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rope_tables
+from twostep.model.families.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rope_tables
 
 factors = st.floats(1.0, 64.0)
 originals = st.integers(64, 8192)

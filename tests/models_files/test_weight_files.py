@@ -16,9 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from twostep.engine.weights import stored_tensors
+from twostep.checkpoint.directory import read_header, weight_files
 from twostep.errors import SetupError
-from twostep.model_dir import read_header, weight_files
+from twostep.model.loading.weights import stored_tensors
 
 
 @pytest.fixture(scope="session")

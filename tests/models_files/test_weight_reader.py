@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from twostep.engine import weight_reader
-from twostep.engine.weight_reader import read_weights
-from twostep.engine.weights import stored_tensors
 from twostep.errors import SetupError
-from twostep.models.modules import Place
+from twostep.model.loading import weight_reader
+from twostep.model.loading.places import Place
+from twostep.model.loading.weight_reader import read_weights
+from twostep.model.loading.weights import stored_tensors
 
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 

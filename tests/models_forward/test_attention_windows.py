@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.engine.batch import KvShape
-from twostep.engine.kv_cache import KvCache
-from twostep.kernels.oracles import paged_attention
-from twostep.kernels.torch_ops import TorchOps
+from twostep.model.kernels.oracles import paged_attention
+from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.step.kv_cache import KvCache
 
 NUM_BLOCKS = 150
 windows = st.integers(1, 20) | st.integers(1, 400)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from forward_helpers import FAMILIES, VOCAB, make_batch, reference_logits, save_model, scattered_sequences
 
-from twostep.engine.model_runner import ModelRunner
+from twostep.model.runner.model_runner import ModelRunner
 
 TOLERANCE = 1e-4
 NUM_BLOCKS = 320

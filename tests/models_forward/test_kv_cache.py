@@ -12,8 +12,8 @@ import torch
 from forward_helpers import make_batch, save_model, scattered_sequences
 
 from twostep.engine.batch import KvShape, LayerRange
-from twostep.engine.kv_cache import KvCache
-from twostep.engine.model_runner import ModelRunner
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.step.kv_cache import KvCache
 
 SHAPE = KvShape(num_blocks=6, block_size=4, num_layers=2, num_kv_heads=3, head_dim=8, dtype="bfloat16")
 

@@ -15,12 +15,12 @@ import transformers
 from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
 from safetensors.torch import load_file, save_file
 
-from twostep.engine.model_runner import ModelRunner, num_blocks_for
 from twostep.errors import SetupError
-from twostep.kernels.torch_ops import TorchOps
-from twostep.models import registry
-from twostep.models.config import parse_config
-from twostep.models.registry import build_model, load_weights
+from twostep.model.families import registry
+from twostep.model.families.config import parse_config
+from twostep.model.families.registry import build_model, load_weights
+from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.runner.model_runner import ModelRunner, num_blocks_for
 
 Tensors = dict[str, torch.Tensor]
 
@@ -207,6 +207,6 @@ def test_a_gpu_that_is_not_there_is_refused(directory: Path, monkeypatch: pytest
 
 
 def test_the_cpu_needs_no_triton(directory: Path) -> None:
-    load = f"from twostep.engine.model_runner import ModelRunner; ModelRunner({str(directory)!r}, num_blocks=4)"
+    load = f"from twostep.model.runner.model_runner import ModelRunner; ModelRunner({str(directory)!r}, num_blocks=4)"
     code = f"import sys; {load}; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

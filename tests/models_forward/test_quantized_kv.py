@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from twostep.engine.batch import KvShape
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
-from twostep.engine.kv_cache import KvCache
-from twostep.engine.kv_quantization import LEAST_SCALE, dequantize, quantize
-from twostep.engine.model_runner import ModelRunner, kv_shape, num_blocks_for
-from twostep.engine.parallel_blocks import BlockParts
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
-from twostep.models.config import parse_config
+from twostep.model.families.config import parse_config
+from twostep.model.parallel.blocks import BlockParts
+from twostep.model.runner.model_runner import ModelRunner, kv_shape, num_blocks_for
+from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.kv_quantization import LEAST_SCALE, dequantize, quantize
 from twostep.prefix import derive_key
 from twostep.sampling_params import SamplingParams
 from twostep.worker.model import layout_of

@@ -10,9 +10,9 @@ import pytest
 import torch
 from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
 
-from twostep.engine.model_runner import ModelRunner
-from twostep.kernels import torch_ops
-from twostep.kernels.torch_ops import TorchOps
+from twostep.model.kernels import torch_ops
+from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.runner.model_runner import ModelRunner
 
 OPS = TorchOps()
 

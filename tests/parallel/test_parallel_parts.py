@@ -12,17 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine import parallel_channel
 from twostep.engine.batch import Batch, KvShape, LayerRange
-from twostep.engine.kv_cache import KvCache
-from twostep.engine.parallel_blocks import BlockParts
-from twostep.engine.parallel_channel import Command, Kind, StepMemory, Transfer
 from twostep.errors import InternalError, SetupError, Unavailable
-from twostep.kernels.torch_ops import TorchOps
-from twostep.models.config import ModelConfig
-from twostep.models.config_rope import Rope
-from twostep.models.registry import build_model
-from twostep.models.sharding import ModelPart, shard_of
+from twostep.model.families.config import ModelConfig
+from twostep.model.families.config_rope import Rope
+from twostep.model.families.registry import build_model
+from twostep.model.families.sharding import ModelPart, shard_of
+from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.parallel import channel as parallel_channel
+from twostep.model.parallel.blocks import BlockParts
+from twostep.model.parallel.channel import Command, Kind, StepMemory, Transfer
+from twostep.model.step.kv_cache import KvCache
 
 
 def config_of(*, heads: int, kv_heads: int, features: int = 32, vocab: int = 37, tied: bool = False) -> ModelConfig:

@@ -20,9 +20,9 @@ from worker_harness import SECRET, RedisServer
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest
 from twostep.local.ports import free_ports
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -32,7 +32,7 @@ from twostep.sampling_params import SamplingParams
 # As python -m decode_worker, but for the transport: Ray takes longer to start than all the rest.
 _WORKER = """
 import sys
-from kv_transfer.local import LocalHub
+from kv_transfer.local.transport import LocalHub
 from role_harness import edges_of_both_roles
 from twostep.worker.process import run_worker
 sys.exit(run_worker("decode", sys.argv[1:], edges_of_both_roles(LocalHub())))
@@ -137,7 +137,7 @@ async def test_ranks_and_what_they_hold_outlive_a_switch_and_end_with_the_drain(
 ) -> None:
     model_dir = save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
     with worker(model_dir, redis, tmp_path) as (process, address, log):
-        ranks = [child for child in psutil.Process(process.pid).children() if "twostep.engine.parallel_rank" in child.cmdline()]
+        ranks = [child for child in psutil.Process(process.pid).children() if "twostep.model.runner.parallel_rank" in child.cmdline()]
         assert len(ranks) == 1, "the other one is the worker itself"
         alone = Engine(ModelRunner(model_dir, dtype="float32", num_blocks=64, block_size=16, num_threads=1), EngineConfig())
         vocab_size = alone.runner.vocab_size

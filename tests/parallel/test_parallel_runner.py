@@ -27,10 +27,10 @@ from twostep.engine.batch import LayerRange, Runner
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler
-from twostep.engine.model_runner import ModelRunner
-from twostep.engine.parallel_runner import ParallelRunner
 from twostep.engine.types import EngineRequest
 from twostep.errors import NonFiniteLogits, SetupError, Unavailable
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.runner.parallel_runner import ParallelRunner
 from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 
 BLOCK = 4
@@ -272,7 +272,7 @@ def test_a_rank_that_hangs_is_found_by_its_deadline(tmp_path: Path) -> None:
 
 _OWNER = """
 import sys, time
-from twostep.engine.parallel_runner import ParallelRunner
+from twostep.model.runner.parallel_runner import ParallelRunner
 runner = ParallelRunner(sys.argv[1], size=2, num_blocks=8, block_size=4, num_threads=1)
 print(runner._ranks._processes[0].pid, flush=True)
 time.sleep(600)

@@ -20,7 +20,7 @@ from twostep.local.ports import free_ports
 # As python -m prefill_worker, but for the transport: Ray takes longer to start than all the rest.
 _WORKER = """
 import sys
-from kv_transfer.local import LocalHub
+from kv_transfer.local.transport import LocalHub
 from twostep.worker.process import run_worker
 from worker_harness import prefill_edge
 sys.exit(run_worker("prefill", sys.argv[1:], prefill_edge(LocalHub())))
@@ -65,7 +65,7 @@ def worker(model_dir: Path, redis: RedisServer, directory: Path) -> Iterator[tup
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < give_up, log.read_text()
             time.sleep(0.05)
-        ranks = [child for child in psutil.Process(process.pid).children() if "twostep.engine.parallel_rank" in child.cmdline()]
+        ranks = [child for child in psutil.Process(process.pid).children() if "twostep.model.runner.parallel_rank" in child.cmdline()]
         assert len(ranks) == 1
         yield process, ranks[0], log
     finally:

@@ -17,9 +17,9 @@ from twostep.engine.fake import FakeRunner
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import ResourceExhausted
-from twostep.plan.deployment import Deployment
-from twostep.plan.virtual_sequence import EngineSpec
-from twostep.plan.workload import Request
+from twostep.lab.plan.deployment import Deployment
+from twostep.lab.plan.virtual_sequence import EngineSpec
+from twostep.lab.plan.workload import Request
 from twostep.sampling_params import SamplingParams
 
 

@@ -7,11 +7,11 @@ from engine_replay import Replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostep.plan.deployment import Deployment, HandOver
-from twostep.plan.placing import Choice
-from twostep.plan.simulator import simulate
-from twostep.plan.virtual_sequence import EngineSpec
-from twostep.plan.workload import Request
+from twostep.lab.plan.deployment import Deployment, HandOver
+from twostep.lab.plan.placing import Choice
+from twostep.lab.plan.simulator import simulate
+from twostep.lab.plan.virtual_sequence import EngineSpec
+from twostep.lab.plan.workload import Request
 from twostep.step_curve import StepCurve
 
 CURVE = StepCurve(fixed_s=0.004, per_row_s=2e-4, knee=8, per_pair_s=1e-6, per_sequence_s=3e-5, per_context_s=1e-6)

@@ -12,22 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.bench.serve.lengths import SHAREGPT_PROMPT, Normal, Uniform
-from twostep.bench.serve.metrics import Targets
-from twostep.bench.serve.record import RequestRecord
-from twostep.bench.shapes import LLAMA_8B, LLAMA_70B
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.errors import InvalidRequest, SetupError
-from twostep.plan.compare import compare, knee_of
-from twostep.plan.deployment import Deployment
-from twostep.plan.goodput import parse_slo
-from twostep.plan.machine import machine_of, machine_of_workers
-from twostep.plan.memory import GIB, in_flight, parse_bytes, worker_memory
-from twostep.plan.model_shape import model_of, read_model
-from twostep.plan.presets import load_preset, preset_names, read_curves
-from twostep.plan.simulator import simulate
-from twostep.plan.virtual_sequence import EngineSpec
-from twostep.plan.workload import Request, parse_workload
+from twostep.lab.bench.serve.lengths import SHAREGPT_PROMPT, Normal, Uniform
+from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.record import RequestRecord
+from twostep.lab.bench.shapes import LLAMA_8B, LLAMA_70B
+from twostep.lab.plan.compare import compare, knee_of
+from twostep.lab.plan.deployment import Deployment
+from twostep.lab.plan.goodput import parse_slo
+from twostep.lab.plan.machine import machine_of, machine_of_workers
+from twostep.lab.plan.memory import GIB, in_flight, parse_bytes, worker_memory
+from twostep.lab.plan.model_shape import model_of, read_model
+from twostep.lab.plan.presets import load_preset, preset_names, read_curves
+from twostep.lab.plan.simulator import simulate
+from twostep.lab.plan.virtual_sequence import EngineSpec
+from twostep.lab.plan.workload import Request, parse_workload
 from twostep.step_curve import StepCurve, StepWorkload
 
 CURVE = StepCurve(fixed_s=0.005, per_row_s=1e-4)

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_plan_inputs import CURVE, worker_record
 
-from twostep.bench.serve.metrics import Targets
-from twostep.bench.serve.record import RequestRecord
-from twostep.plan.compare import HostTime, compare
-from twostep.plan.deployment import Deployment, HandOver
-from twostep.plan.machine import machine_of_workers
-from twostep.plan.overheads import Overheads, overheads_of, with_typical
-from twostep.plan.presets import load_preset
-from twostep.plan.simulator import simulate
-from twostep.plan.virtual_sequence import EngineSpec
-from twostep.plan.workload import Request
+from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.record import RequestRecord
+from twostep.lab.plan.compare import HostTime, compare
+from twostep.lab.plan.deployment import Deployment, HandOver
+from twostep.lab.plan.machine import machine_of_workers
+from twostep.lab.plan.overheads import Overheads, overheads_of, with_typical
+from twostep.lab.plan.presets import load_preset
+from twostep.lab.plan.simulator import simulate
+from twostep.lab.plan.virtual_sequence import EngineSpec
+from twostep.lab.plan.workload import Request
 
 # No waiting for a step that runs: the decode worker of these tests serves one sequence at a time, or waits less than a step.
 SPEC = EngineSpec(curve=CURVE, step_tokens=512)

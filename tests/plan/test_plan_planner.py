@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostep.bench.serve.lengths import Fixed, Uniform
-from twostep.bench.serve.metrics import Targets
 from twostep.errors import InvalidRequest
-from twostep.plan.deployment import Deployment, HandOver
-from twostep.plan.goodput import try_rate
-from twostep.plan.planner import Question, decode_rate, plan_for_rate, plan_for_workers, prompt_work_s
-from twostep.plan.virtual_sequence import EngineSpec
-from twostep.plan.workload import Workload
+from twostep.lab.bench.serve.lengths import Fixed, Uniform
+from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.plan.deployment import Deployment, HandOver
+from twostep.lab.plan.goodput import try_rate
+from twostep.lab.plan.planner import Question, decode_rate, plan_for_rate, plan_for_workers, prompt_work_s
+from twostep.lab.plan.virtual_sequence import EngineSpec
+from twostep.lab.plan.workload import Workload
 from twostep.step_curve import StepCurve
 
 # Prefill of 20,000 tokens/s beyond 5 ms a step; a decode step of 5 ms and 0.05 for each sequence.

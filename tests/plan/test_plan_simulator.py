@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostep.bench.serve.lengths import Fixed, Uniform
-from twostep.bench.serve.metrics import Targets
 from twostep.errors import InvalidRequest
-from twostep.plan.deployment import Deployment, HandOver
-from twostep.plan.goodput import find_knee, latency_of, try_requests
-from twostep.plan.simulator import simulate
-from twostep.plan.virtual_sequence import EngineSpec
-from twostep.plan.workload import Request, Workload
+from twostep.lab.bench.serve.lengths import Fixed, Uniform
+from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.plan.deployment import Deployment, HandOver
+from twostep.lab.plan.goodput import find_knee, latency_of, try_requests
+from twostep.lab.plan.simulator import simulate
+from twostep.lab.plan.virtual_sequence import EngineSpec
+from twostep.lab.plan.workload import Request, Workload
 from twostep.step_curve import StepCurve
 
 # A step takes 10 ms, and 1 ms more for each row.

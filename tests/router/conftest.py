@@ -51,16 +51,16 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a router takes for a loss after a second or some: tests and workers may stand still for longer than that, all at once. Who tests
     one of these bounds gives a short one."""
     for name in (
-        "router.attempt._UNARY_TIMEOUT_S",
-        "router.attempt._DONE_TIMEOUT_S",
-        "router.attempt._MAX_EARLY_S",
-        "router.decode_stream._OPEN_TIMEOUT_S",
-        "router.decode_stream._CANCEL_SETTLES_S",
-        "router.prefill_run._ACCEPT_TIMEOUT_S",
-        "router.registry._TIMEOUT_S",
-        "router.demand_meter._TIMEOUT_S",
-        "router.quota_share._TIMEOUT_S",
-        "router.scaling_watch._TIMEOUT_S",
+        "router.serving.attempt._UNARY_TIMEOUT_S",
+        "router.serving.attempt._DONE_TIMEOUT_S",
+        "router.serving.attempt._MAX_EARLY_S",
+        "router.workers.decode_stream._OPEN_TIMEOUT_S",
+        "router.workers.decode_stream._CANCEL_SETTLES_S",
+        "router.serving.prefill_run._ACCEPT_TIMEOUT_S",
+        "router.workers.registry._TIMEOUT_S",
+        "router.waiting.demand_meter._TIMEOUT_S",
+        "router.waiting.quota_share._TIMEOUT_S",
+        "router.status.scaling_watch._TIMEOUT_S",
         "router.server.TRACES_FLUSH_S",
         "twostep.cluster.connection._TIMEOUT_S",
     ):

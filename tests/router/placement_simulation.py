@@ -16,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from router.load_meter import LoadMeter
-from router.placement import Candidate, Demand, NoPlacement, Placement, Snapshot
+from router.placing.placement import Candidate, Demand, NoPlacement, Placement, Snapshot
+from router.workers.load_meter import LoadMeter
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.step_curve import StepCurve
 

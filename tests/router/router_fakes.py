@@ -27,9 +27,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from router.config import RouterConfig
 from router.server import Router
 from twostep import __version__
+from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
 from twostep.cluster.signed import RECORDS, Signer
-from twostep.fingerprint import model_fingerprint
 from twostep.local.ports import free_ports
 from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
 from twostep.prefix import secret_check

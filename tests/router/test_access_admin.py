@@ -23,10 +23,10 @@ from http_fakes import CHAT, chat, url
 from router_fakes import SECRET, Cluster, RedisServer
 
 from router.http.admin_server import load_admin_key
-from twostep.api_keys import admin_key, system_key
 from twostep.errors import SetupError
+from twostep.keys.api_keys import admin_key, system_key
 from twostep.local.ports import free_ports
-from twostep.role_pass import RolePass
+from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 

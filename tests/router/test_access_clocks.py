@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 from router.access.account import Account
 from router.access.limits import DAY_S, HOUR_S, STEP_S
 from router.access.share import UsageShare
-from router.shared_clock import SharedClock
-from router.targets import Refused
-from twostep.api_keys import Limits, make_key
+from router.request.targets import Refused
+from twostep.cluster.shared_clock import SharedClock
+from twostep.keys.api_keys import Limits, make_key
 
 LIMIT = 1000
 

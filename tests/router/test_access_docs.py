@@ -18,9 +18,9 @@ from router_fakes import Cluster
 
 from router.config import RouterConfig, parse_config
 from router.http.admin import routes
-from twostep.api_keys import make_key
 from twostep.cli._flags import parser
 from twostep.hold_back import Held, HeldRequest, Stop
+from twostep.keys.api_keys import make_key
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {name: (DOCS / name).read_text() for name in ("access.md", "batches.md")}

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_fakes import ANSWER_TEXT, Cluster, Reply, until
 
-from router.hold_back import HoldBack, HoldBackConfig, hold_back_of, load_hook
+from router.serving.hold_back import HoldBack, HoldBackConfig, hold_back_of, load_hook
 from twostep.errors import SetupError, Unavailable
 from twostep.hold_back import Allow, Held, HeldRequest, Replace, Stop, Verdict
 from twostep.rpc.v1 import inference_pb2 as pb

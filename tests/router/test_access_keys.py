@@ -21,11 +21,11 @@ from router.access.account import Account
 from router.access.control import Access
 from router.access.share import UsageShare, Use
 from router.access.sources import KEYS, FileKeys, RedisKeys
-from router.shared_clock import SharedClock
-from router.targets import Refused
-from twostep.api_key_file import put_in_file, read_file
-from twostep.api_keys import BadKey, Key, KeyTable, Limits, hash_of, make_key, system_key
+from router.request.targets import Refused
+from twostep.cluster.shared_clock import SharedClock
 from twostep.errors import NotFound, SetupError, Unauthenticated, Unavailable
+from twostep.keys.api_key_file import put_in_file, read_file
+from twostep.keys.api_keys import BadKey, Key, KeyTable, Limits, hash_of, make_key, system_key
 from twostep.request_class import RequestClass
 
 

@@ -12,9 +12,9 @@ from router.access.account import Account
 from router.access.identity import Identity
 from router.access.limits import DAY_S, MINUTE_S, STEP_S, Bucket, Day, duration
 from router.access.share import Ledger, Use
-from router.targets import Refused
-from twostep.api_keys import Key, Limits, make_key
+from router.request.targets import Refused
 from twostep.errors import InvalidRequest, PermissionDenied
+from twostep.keys.api_keys import Key, Limits, make_key
 from twostep.request_class import RequestClass
 
 # What is asked for: seconds after the one before, and how much.

@@ -18,9 +18,9 @@ from http_fakes import CHAT, MESSAGES, TEXT, chat, open_http, raw_events, url
 from openai import AsyncOpenAI
 from router_fakes import ANSWER_TEXT, SECRET, Cluster, until
 
-from twostep.api_key_file import put_in_file
-from twostep.api_keys import Limits, make_key, system_key
 from twostep.errors import RETRY_AFTER
+from twostep.keys.api_key_file import put_in_file
+from twostep.keys.api_keys import Limits, make_key, system_key
 from twostep.prefix import derive_key, prefix_hashes
 from twostep.request_class import RequestClass
 from twostep.rpc.channel import open_channel

@@ -13,10 +13,10 @@ import redis.asyncio
 from router_fakes import SECRET
 
 from router.access.sources import KEYS, SIGNATURES, VERSION, FileKeys, RedisKeys
-from twostep.api_key_file import put_in_file, read_file, remove_from_file
-from twostep.api_keys import BadKey, Key, make_key
 from twostep.cluster.signed import API_KEYS, Signer
 from twostep.errors import InvalidRequest
+from twostep.keys.api_key_file import put_in_file, read_file, remove_from_file
+from twostep.keys.api_keys import BadKey, Key, make_key
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_a_broken_file_names_its_line_and_no_secret(tmp_path: Path) -> None:
 
 def test_writers_of_a_file_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As long as all the others may take on a slow disk.
-    monkeypatch.setattr("twostep.api_key_file._LOCK_S", 60.0)
+    monkeypatch.setattr("twostep.keys.api_key_file._LOCK_S", 60.0)
     path = tmp_path / "keys"
     threads = [threading.Thread(target=put_in_file, args=(path, make_key()[1])) for _ in range(20)]
     for thread in threads:
@@ -94,7 +94,7 @@ def test_a_file_that_is_changed_stays_where_and_whose_it_is(tmp_path: Path) -> N
 
 
 def test_a_writer_that_hangs_is_not_waited_for_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostep.api_key_file._LOCK_S", 0.05)
+    monkeypatch.setattr("twostep.keys.api_key_file._LOCK_S", 0.05)
     path = tmp_path / "keys"
     put_in_file(path, make_key()[1])
     with (tmp_path / ".keys.lock").open() as held:

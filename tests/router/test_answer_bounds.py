@@ -21,10 +21,10 @@ from router.http.calls import Call, ask_all
 from router.http.errors import HttpError
 from router.http.unread import Unread
 from router.http.whole_answer import check_size
-from router.inference import Inference
 from router.json_pieces import Json, in_chunks, json_pieces, small
-from router.memory_budget import MemoryBudget
-from router.output import Output
+from router.request.memory_budget import MemoryBudget
+from router.request.output import Output
+from router.serving.inference import Inference
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.rpc.v1 import decode_pb2, prefill_pb2
 from twostep.rpc.v1 import inference_pb2 as pb

@@ -15,7 +15,7 @@ from router.batches.lines import Request, body_bytes, parse_line, unanswered
 from router.batches.records import NEXT, Asked, BatchStatus, FileRecord, LineError, RunState, Tally, from_json, new_id, to_json, view
 from router.batches.retry import MAX_FAILURES, MAX_LOSSES, retry_s
 from router.batches.service import choose
-from router.targets import Expired
+from router.request.targets import Expired
 from twostep.errors import (
     DataLoss,
     DeadlineExceeded,

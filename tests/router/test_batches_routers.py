@@ -17,8 +17,8 @@ from router_fakes import Cluster, after, until
 
 from router.batches.lease import Lease
 from router.server import Router
-from twostep.api_key_file import put_in_file, remove_from_file
-from twostep.api_keys import Limits, make_key
+from twostep.keys.api_key_file import put_in_file, remove_from_file
+from twostep.keys.api_keys import Limits, make_key
 
 NUM = 12
 

@@ -10,8 +10,8 @@ import pytest
 from router_fakes import until
 
 from router.batches.threads import Threads
-from router.bounded_threads import BoundedThreads
 from twostep.errors import Unavailable
+from twostep.process.bounded_threads import BoundedThreads
 
 
 class Hanging:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from router.helper_pool import Helper, HelperPool, Line
-from router.helper_process import MEMORY, TIME, Lost
+from router.prompting.helper_pool import Helper, HelperPool, Line
+from router.prompting.helper_process import MEMORY, TIME, Lost
 from twostep.errors import ResourceExhausted, SetupError
 
 # Answers with its number and what it was asked, or does as it is told.
 MODULE = """
 import os, time
 from twostep.errors import SetupError
-from twostep.helper_service import serve
+from twostep.process.helper_service import serve
 
 def begin(setup):
     if setup == b"broken":

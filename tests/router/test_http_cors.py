@@ -14,7 +14,7 @@ from router_fakes import Cluster, after, until
 from router.config import parse_config
 from twostep.cli._flags import parser
 from twostep.cli._up import options_of
-from twostep.flags import allowed_origins
+from twostep.settings.flags import allowed_origins
 
 ORIGIN, OTHER = "https://chat.example", "https://evil.example"
 PREFLIGHT = {

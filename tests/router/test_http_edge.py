@@ -23,8 +23,8 @@ from router.http.bodies import BODIES, Bodies
 from router.http.connections import Connections, at_work
 from router.http.errors import errors
 from router.http.origins import Origins
-from twostep.api_keys import admin_key
-from twostep.flags import allowed_hosts
+from twostep.keys.api_keys import admin_key
+from twostep.settings.flags import allowed_hosts
 
 FORM = (
     b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'

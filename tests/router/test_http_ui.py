@@ -16,7 +16,7 @@ import pytest
 from router_fakes import Cluster
 
 from router.http.ui import PAGE_HEADERS, load_page
-from router.status import Sample, columns, point
+from router.status.status import Sample, columns, point
 from twostep.metrics.router import RouterState
 
 FOLDER = Path(__file__).parents[2] / "router" / "ui"

@@ -8,7 +8,7 @@ import pytest
 from router_fakes import Cluster
 
 from twostep.errors import SetupError
-from twostep.open_files import make_room
+from twostep.process.open_files import make_room
 
 
 @pytest.fixture

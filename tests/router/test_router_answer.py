@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_fakes import ANSWER_TEXT
 
-from router.answer import Answer
+from router.request.answer import Answer
 from twostep.rpc.v1 import inference_pb2, prefill_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.text.reasoning import REASONING_FORMATS, ReasoningSplitter

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import until
 
-from router.admission import Admission
-from router.cleanup import Cleanup
-from router.fair_queue import AGEING_S, Claim
-from router.memory_budget import MemoryBudget
-from router.output import Output
-from router.quota import Quota
-from router.room import Room
-from router.targets import Pace, Reason, Refused
+from router.request.cleanup import Cleanup
+from router.request.memory_budget import MemoryBudget
+from router.request.output import Output
+from router.request.targets import Pace, Reason, Refused
+from router.waiting.admission import Admission
+from router.waiting.fair_queue import AGEING_S, Claim
+from router.waiting.quota import Quota
+from router.waiting.room import Room
 from twostep.errors import InternalError, InvalidRequest, Unavailable
 from twostep.request_class import RequestClass
 from twostep.rpc.v1 import prefill_pb2
@@ -186,7 +186,7 @@ async def test_who_would_wait_beyond_its_target_is_refused_at_once(monkeypatch: 
     monkeypatch.setattr(Pace, "seconds", lambda self, num_tokens: 0.1 * num_tokens)
     tasks = await filled(admission, hold, claim(), claim(100, request_class=RequestClass.INTERACTIVE))
     its = claim(ttft_s=5.0)
-    monkeypatch.setattr("router.admission.time", SimpleNamespace(monotonic=lambda: its.arrived))
+    monkeypatch.setattr("router.waiting.admission.time", SimpleNamespace(monotonic=lambda: its.arrived))
     (late,) = await filled(admission, hold, its)
     with pytest.raises(Refused, match="ttft_ms") as refused:
         await late
@@ -500,7 +500,7 @@ async def test_output_cuts_who_is_too_far_behind_or_away_too_long() -> None:
 
 
 async def test_cleanups_are_bounded_and_their_failures_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.cleanup._MAX_PENDING", 2)
+    monkeypatch.setattr("router.request.cleanup._MAX_PENDING", 2)
     cleanup = Cleanup()
     done: list[int] = []
     hold = asyncio.Event()

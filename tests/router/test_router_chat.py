@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from router.chat import check_chat, conversation_of, num_chars
+from router.prompting.chat import check_chat, conversation_of, num_chars
 from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.chat_template import ChatTemplate

@@ -12,8 +12,8 @@ import pytest
 from router_fakes import Cluster, FakeDecode, FakePrefill, FakeWorker, Script, after, until
 from scraping import Scrape, scrape
 
-from router.fair_queue import Claim
-from router.room import Room
+from router.waiting.fair_queue import Claim
+from router.waiting.room import Room
 from twostep.cluster.records import WorkerLoad
 from twostep.errors import ResourceExhausted
 from twostep.rpc.channel import error_from_rpc

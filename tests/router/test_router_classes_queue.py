@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fair_queue import Claim, FairQueue
-from router.quota import OutputLengths, Quota, tenant_weights
+from router.waiting.fair_queue import Claim, FairQueue
+from router.waiting.quota import OutputLengths, Quota, tenant_weights
 from twostep.request_class import RequestClass
 
 INTERACTIVE, STANDARD, BATCH = RequestClass
@@ -275,7 +275,7 @@ def test_who_gives_way_when_it_is_full() -> None:
 
 
 def test_memory_is_bounded_however_many_tenants_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.fair_queue._MAX_COUNTERS", 100)
+    monkeypatch.setattr("router.waiting.fair_queue._MAX_COUNTERS", 100)
     queue = FairQueue()
     for i in range(5000):
         queue.take(claim(f"t{i}", 100), 0.0)

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import Cluster, RedisServer, until
 
-from router.quota_share import WINDOW_S, QuotaShare, Share, UsageBook, usage_key
 from router.server import Router
-from router.shared_clock import SharedClock
+from router.waiting.quota_share import WINDOW_S, QuotaShare, Share, UsageBook, usage_key
 from twostep.cluster.connection import connect
+from twostep.cluster.shared_clock import SharedClock
 from twostep.request_class import RequestClass
 
 STANDARD, BATCH = RequestClass.STANDARD, RequestClass.BATCH

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.config import parse_config
-from router.targets import Pace, Reason, Targets, refusal, retry_after
+from router.request.targets import Pace, Reason, Targets, refusal, retry_after
 from twostep.errors import status_of
 
 SECONDS = st.floats(0.0, 100.0)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from router_fakes import SECRET, Cluster, until
 
 from router.config import parse_config
-from router.demand_meter import DemandBook
-from router.job import Job
-from router.report import Report
-from router.targets import Reason, Targets
+from router.request.job import Job
+from router.request.report import Report
+from router.request.targets import Reason, Targets
+from router.waiting.demand_meter import DemandBook
 from twostep.cluster.demand import KEPT_WINDOWS, WINDOW_S, DemandTotals, demand_key, demand_of, said_in, window_of, windows_to_read
 from twostep.cluster.signed import DEMAND, Signer
 from twostep.metrics.registry import MetricsRegistry

@@ -16,9 +16,9 @@ import grpc.aio
 import pytest
 from router_fakes import Cluster, FakePrefill, FakeWorker, Hook, Reply, Script, after, refuse, until
 
-from router.dispatch import Dispatcher
-from router.job import Job
-from router.room import Room
+from router.request.job import Job
+from router.serving.dispatch import Dispatcher
+from router.waiting.room import Room
 from twostep.cluster.records import HEARTBEAT_S
 from twostep.rpc.v1 import inference_pb2_grpc
 
@@ -189,7 +189,7 @@ async def test_a_request_that_a_worker_calls_wrong_is_not_tried_elsewhere(cluste
 
 
 @pytest.mark.parametrize(
-    ("role", "bound"), [("decode", "router.attempt._UNARY_TIMEOUT_S"), ("prefill", "router.prefill_run._ACCEPT_TIMEOUT_S")]
+    ("role", "bound"), [("decode", "router.serving.attempt._UNARY_TIMEOUT_S"), ("prefill", "router.serving.prefill_run._ACCEPT_TIMEOUT_S")]
 )
 async def test_a_worker_that_never_answers_is_passed_over(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str, bound: str) -> None:
     monkeypatch.setattr(bound, 0.3)
@@ -272,7 +272,7 @@ async def test_the_grace_begins_when_the_workers_go_not_when_the_request_was_que
         absences.append(absent_for_s(dispatcher))
         return absences[-1]
 
-    monkeypatch.setattr("router.dispatch.time", clock)
+    monkeypatch.setattr("router.serving.dispatch.time", clock)
     monkeypatch.setattr(Dispatcher, "_absent_for_s", told)
     await cluster.prefill()
     decode = await cluster.decode()
@@ -383,7 +383,7 @@ async def test_a_prefill_lost_before_the_fetch_is_repeated_with_the_first_token_
 
 
 async def test_a_prefill_that_dies_after_its_first_token_while_decode_is_silent_is_noticed(cluster: Cluster, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.attempt._VERDICT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("router.serving.attempt._VERDICT_TIMEOUT_S", 0.2)
     prefill = await cluster.prefill()
     await cluster.decode()
     prefill.after_first.append(refuse(grpc.StatusCode.UNAVAILABLE, "it crashed"))
@@ -576,7 +576,7 @@ async def test_a_token_that_never_comes_begins_the_attempt_again(cluster: Cluste
     begin = decode.script.go_on
 
     async def patient_again(_request: Any, _context: Any) -> None:
-        monkeypatch.setattr("router.attempt._MAX_EARLY_S", 60.0)
+        monkeypatch.setattr("router.serving.attempt._MAX_EARLY_S", 60.0)
 
     # Not of what overtakes a first token.
     prefill.hooks.extend([after(0), patient_again])
@@ -585,14 +585,14 @@ async def test_a_token_that_never_comes_begins_the_attempt_again(cluster: Cluste
         async for response in cluster.stub.Generate(cluster.request(max_tokens=8), timeout=60):
             reply.add(response)
             if not begin.is_set():
-                monkeypatch.setattr("router.attempt._MAX_EARLY_S", 0.1)
+                monkeypatch.setattr("router.serving.attempt._MAX_EARLY_S", 0.1)
                 begin.set()
         await cluster.all_free()
     assert (reply.token_ids, attempts(reply)) == (cluster.expected(8), 2)
 
 
 async def test_the_end_does_not_wait_for_prefill_figures_for_long(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.attempt._DONE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("router.serving.attempt._DONE_TIMEOUT_S", 0.3)
     prefill = await cluster.prefill()
     await cluster.decode()
     prefill.never_done = True
@@ -609,7 +609,7 @@ async def test_the_end_does_not_wait_for_prefill_figures_for_long(cluster: Clust
 
 
 async def test_a_frozen_worker_is_noticed_by_its_silence(cluster: Cluster, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.workers._SILENT_S", 0.5)
+    monkeypatch.setattr("router.workers.pool._SILENT_S", 0.5)
     await cluster.prefill()
     frozen, other = await cluster.decode("d0"), await cluster.decode("d1")
     freezes = asyncio.Event()

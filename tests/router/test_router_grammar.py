@@ -13,8 +13,8 @@ import pytest
 from grammar_cases import save_tokenizer
 from router_fakes import Cluster
 
-from router import grammar_check, helper_pool
-from router.grammar_check import GrammarChecker
+from router.prompting import grammar_check, helper_pool
+from router.prompting.grammar_check import GrammarChecker
 from twostep.errors import InvalidRequest, ResourceExhausted, SetupError
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.sampling_params import Grammar, GrammarKind

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement import Candidate, Demand, MeanLoad, NoPlacement, Placement, Shortage, Snapshot, place
+from router.placing.placement import Candidate, Demand, MeanLoad, NoPlacement, Placement, Shortage, Snapshot, place
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 
 LAYOUT = LayoutRecord(model_fingerprint="m", dtype="bfloat16", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8)

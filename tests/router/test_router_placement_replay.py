@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from placement_simulation import GPU, LAYOUT, World, simulate
 from router_fakes import Cluster, until
 
-from router import placement_log, replay
-from router.placement import Candidate, Demand, MeanLoad, NoPlacement, Placement, Snapshot, place
-from router.placement_log import Decision, Encoder, PlacementLog, choice_of
-from router.replay import differs, main, read_decisions
+from router.placing import log as placement_log
+from router.placing import replay
+from router.placing.log import Decision, Encoder, PlacementLog, choice_of
+from router.placing.placement import Candidate, Demand, MeanLoad, NoPlacement, Placement, Snapshot, place
+from router.placing.replay import differs, main, read_decisions
 from twostep.cluster.records import WorkerLoad, WorkerRecord
 from twostep.errors import InvalidRequest, SetupError
 from twostep.request_class import RequestClass
@@ -122,7 +123,7 @@ def test_records_are_written_once_and_the_tool_finds_nothing_changed(tmp_path: P
 def test_the_tool_is_a_command_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "placement.jsonl"
     _log_of(path, 3)
-    done = subprocess.run([sys.executable, "-P", "-m", "router.replay", str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-m", "router.placing.replay", str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "3 decisions, 0 differ\n", "")
 
 

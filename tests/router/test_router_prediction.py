@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from router.placement import Candidate, Demand, MeanLoad, Placement, Snapshot, place
-from router.prediction import TRANSPORT_RATES, load_now, prompt_s, shares, token_bytes
+from router.placing.placement import Candidate, Demand, MeanLoad, Placement, Snapshot, place
+from twostep.cluster.prediction import TRANSPORT_RATES, load_now, prompt_s, shares, token_bytes
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve, StepWorkload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.prefix_index import CachedPrefix, Probe, WorkerLife
+from router.workers.prefix_index import CachedPrefix, Probe, WorkerLife
 
 UNIT = 64
 LIFE = WorkerLife("a", 1)

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import HASH_UNIT, SECRET, Cluster, RedisServer, signed, until
 
-from router.cleanup import Cleanup
-from router.job import Job
-from router.prefix_index import CachedPrefix, PrefixIndex, WorkerLife
-from router.prefix_lookup import PrefixLookup
-from router.registry import Deployment, Registry
-from router.workers import WorkerPool
+from router.placing.prefix_lookup import PrefixLookup
+from router.request.cleanup import Cleanup
+from router.request.job import Job
+from router.workers.pool import WorkerPool
+from router.workers.prefix_index import CachedPrefix, PrefixIndex, WorkerLife
+from router.workers.registry import Deployment, Registry
 from twostep import __version__
 from twostep.cluster.connection import connect
 from twostep.cluster.look import Look
@@ -256,7 +256,7 @@ async def test_what_is_in_host_memory_goes_on_where_the_pool_s_prefix_ends(clust
 
 
 async def test_very_long_prompts_are_probed_at_fewer_places(cluster: Cluster, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.prefix_index._MAX_PROBES", 250)
+    monkeypatch.setattr("router.workers.prefix_index._MAX_PROBES", 250)
     units = hashes(1000)
     await cluster.redis.sadd(prefix_key("a", 1), *units[:602])
     index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=60.0)
@@ -272,7 +272,7 @@ async def test_a_new_router_knows_what_the_one_before_it_knew(cluster: Cluster, 
     before = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=60.0)
     assert await before.lookup({A: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
     await before.close()
-    monkeypatch.setattr("router.prefix_index._OPEN_S", 60.0)
+    monkeypatch.setattr("router.workers.prefix_index._OPEN_S", 60.0)
     index = PrefixIndex(connection(), HASH_UNIT, timeout_s=60.0)
     await index.open()
     connected = (await cluster.redis.info("stats"))["total_connections_received"]
@@ -348,7 +348,7 @@ async def test_a_slow_redis_costs_two_milliseconds_and_then_nothing(
 
 
 async def test_a_dead_redis_is_not_asked_by_every_request(redis_server: RedisServer, connection: Connect, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.prefix_index._OPEN_S", 0.2)
+    monkeypatch.setattr("router.workers.prefix_index._OPEN_S", 0.2)
     units = hashes(4)
     index = PrefixIndex(connection(), HASH_UNIT, timeout_s=60.0)
     redis_server.kill()
@@ -422,7 +422,7 @@ async def test_a_cancellation_that_the_redis_client_takes_for_a_lost_connection_
             raise redis.exceptions.ConnectionError("closed") from None
         raise AssertionError("nobody waits so long")
 
-    monkeypatch.setattr("router.registry.look", lost)
+    monkeypatch.setattr("router.workers.registry.look", lost)
     task = asyncio.create_task(registry.run())
     await polling.wait()
     task.cancel()

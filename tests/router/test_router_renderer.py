@@ -13,9 +13,9 @@ from evil_templates import BYTES, STEPS, TIME
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.chat import conversation_of
-from router.render_process import Setup
-from router.renderer import Renderer
+from router.prompting.chat import conversation_of
+from router.prompting.render_process import Setup
+from router.prompting.renderer import Renderer
 from twostep.errors import InvalidRequest, ResourceExhausted, SetupError
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.chat_template import ChatTemplate

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_fakes import ANSWER_TEXT, EOS_ID, Cluster, Reply, Script
 
-from router.answer import Answer
-from router.resume import resumed_tokens
+from router.request.answer import Answer
+from router.request.resume import resumed_tokens
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.rpc.v1 import prefill_pb2
 from twostep.sampling_params import SamplingParams

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from router_fakes import SECRET, Cluster, signed, until
 
-from router.cleanup import Cleanup
-from router.prefix_index import WorkerLife
-from router.registry import Deployment, Registry
-from router.workers import WorkerPool
+from router.request.cleanup import Cleanup
+from router.workers.pool import WorkerPool
+from router.workers.prefix_index import WorkerLife
+from router.workers.registry import Deployment, Registry
 from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.errors import TwostepError

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import Cluster, Script, until
 
-from router import status_board
-from router.load_ratio import Waiting, prefill_decode_load_ratio, role_load
-from router.snapshot import Candidate, MeanLoad, Snapshot
-from router.status import Buckets, Sample, columns, point, router_load, sample_before, take_sample, waiting_requests, worker_status
+from router.placing.load_ratio import Waiting, prefill_decode_load_ratio, role_load
+from router.status import board as status_board
+from router.status.status import Buckets, Sample, columns, point, router_load, sample_before, take_sample, waiting_requests, worker_status
 from twostep import __version__
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
+from twostep.cluster.snapshot import Candidate, MeanLoad, Snapshot
 from twostep.errors import ResourceExhausted
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import SECRET, Cluster, RedisServer, until
 
-from router import scaling_watch
-from router.autoscaler.memory import Memory
-from router.scaling_watch import MAX_BYTES, REMEMBERED_S, ScalingWatch, SeenDecision, heard
-from router.status import scaling_status
+from router.status import scaling_watch
+from router.status.scaling_watch import MAX_BYTES, REMEMBERED_S, ScalingWatch, SeenDecision, heard
+from router.status.status import scaling_status
+from twostep.autoscaler.memory import Memory
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
 from twostep.cluster.signed import DECISIONS, Signer
@@ -187,7 +187,7 @@ def test_no_damage_is_too_much(name: str, value: Any, at: float) -> None:
 async def test_the_watch_outlives_whatever_redis_does(
     redis_server: RedisServer, redis_client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "router.scaling_watch")
+    caplog.set_level(logging.INFO, "router.status.scaling_watch")
     at = 1000.0
     watch = ScalingWatch(redis_client, SIGNER, clock=lambda: at)
     await watch.poll()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from otlp_receiver import Collector, collecting
 from router_fakes import Cluster, Script, refuse
 
-from router.report import Report
-from router.tracing import parts_of
+from router.request.report import Report
+from router.serving.tracing import parts_of
 from twostep.metrics.router import RouterMetrics
 from twostep.rpc.v1 import inference_pb2
 

@@ -6,9 +6,9 @@ import pytest
 from http_fakes import open_http, url
 from router_fakes import Cluster
 
-from router.prompt import PromptReader
-from router.render_process import Setup
-from router.renderer import Renderer
+from router.prompting.prompt import PromptReader
+from router.prompting.render_process import Setup
+from router.prompting.renderer import Renderer
 from twostep.errors import ContextExceeded
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.chat_format import ChatFormat

@@ -12,12 +12,13 @@ import pytest
 from browser import Page, chromium, running_browser, tab
 from router_fakes import ANSWER_TEXT, SECRET, Cluster, FakeWorker, Script, until
 
-from router import scaling_watch, status_board
-from twostep.api_key_file import put_in_file
-from twostep.api_keys import make_key
+from router.status import board as status_board
+from router.status import scaling_watch
 from twostep.cluster.records import WorkerLoad
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
 from twostep.cluster.signed import DECISIONS, Signer
+from twostep.keys.api_key_file import put_in_file
+from twostep.keys.api_keys import make_key
 from twostep.local.ports import free_ports
 from twostep.step_curve import StepCurve
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from twostep.api_keys import admin_key, system_key
+from twostep.keys.api_keys import admin_key, system_key
+from twostep.keys.secret import purpose_key
 from twostep.prefix import secret_check
-from twostep.secret import purpose_key
 
 SECRET = b"deployment secret, long enough"
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from twostep.engine.batch import NO_TOKEN, SamplingRow
-from twostep.engine.noise import uniform
-from twostep.engine.penalties import adjust
-from twostep.engine.sampler import sample, sampling_margin
+from twostep.model.runner.noise import uniform
+from twostep.model.runner.penalties import adjust
+from twostep.model.runner.sampler import sample, sampling_margin
 from twostep.sampling_params import SamplingParams
 
 VOCAB = 97
@@ -143,7 +143,7 @@ def test_draws_in_parts_equal_draws_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(2))
     batch = [row_of(i, top_p=0.9, temperature=0.0 if i == 4 else 1.0) for i in range(9)]
     whole = sample(logits, batch).token_ids
-    monkeypatch.setattr("twostep.engine.sampler._MAX_DRAW_ENTRIES", 2 * VOCAB)
+    monkeypatch.setattr("twostep.model.runner.sampler._MAX_DRAW_ENTRIES", 2 * VOCAB)
     assert sample(logits, batch).token_ids == whole
 
 

@@ -14,7 +14,7 @@ import pytest
 from whole_system import SECRET, WholeSystem, whole_system
 
 from twostep.errors import Unavailable
-from twostep.log import JsonLines
+from twostep.process.log import JsonLines
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
 

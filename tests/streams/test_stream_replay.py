@@ -11,7 +11,7 @@ import pytest
 from whole_system import WholeSystem, expected, until, whole_system
 
 from decode_worker.sequences import SequencesConfig
-from router.decode_stream import DecodeStream
+from router.workers.decode_stream import DecodeStream
 from twostep import AsyncClient, Completion
 from twostep.text.model_card import ModelCard
 

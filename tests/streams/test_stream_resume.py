@@ -16,8 +16,8 @@ import pytest
 from whole_system import WholeSystem, expected, whole_system
 
 from twostep import AsyncClient, Client, Completion, Piece, StreamBroken, TokenLogprobs, Unavailable
-from twostep.engine.model_runner import ModelRunner
 from twostep.local.ports import free_ports
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.text.model_card import ModelCard
 from twostep.text.tokenizer import Tokenizer
 

@@ -21,15 +21,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from decode_worker.edge import DecodeEdge
 from decode_worker.sequences import SequencesConfig
-from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from router.config import RouterConfig
 from router.server import Router
+from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Runner
 from twostep.engine.fake import FakeRunner, fake_next_token
-from twostep.fingerprint import model_fingerprint
 from twostep.local.redis_server import server_argv, server_binary, server_url
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import open_channel

@@ -20,13 +20,13 @@ from types import TracebackType
 from kv_transfer.testing import LocalRay
 from twostep import AsyncClient
 from twostep.errors import TwostepError
+from twostep.keys.secret import load_secret
 from twostep.local import redis_server
 from twostep.local.ports import free_ports
 from twostep.local.probes import Probes
 from twostep.local.process import Process, tail
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
-from twostep.secret import load_secret
 
 START_S = 400.0
 STOP_S = 60.0

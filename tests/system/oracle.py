@@ -11,9 +11,9 @@ from twostep import SamplingOptions
 from twostep.engine.batch import Batch, SamplingRow
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
-from twostep.engine.model_runner import ModelRunner
-from twostep.engine.sampler import sampling_margin
 from twostep.engine.types import EngineRequest
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.runner.sampler import sampling_margin
 from twostep.sampling_params import SamplingParams
 from twostep.text import ChatTemplate, ModelCard, Tokenizer
 

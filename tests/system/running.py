@@ -19,16 +19,16 @@ import psutil
 import pytest
 import redis
 
-from kv_transfer.ray_head import ray_env
+from kv_transfer.ray.head import ray_env
 from kv_transfer.testing import store_usage
 from twostep import Client
 from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
 from twostep.errors import TwostepError
+from twostep.keys.secret import load_secret
 from twostep.local.ports import free_ports
 from twostep.rpc.call_signing import CallSigner, challenge_in
 from twostep.rpc.channel import Signature
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
-from twostep.secret import load_secret
 
 START_TIMEOUT_S = 300.0
 _ASK_S = 30.0

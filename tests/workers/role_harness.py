@@ -16,16 +16,16 @@ import grpc.aio
 import pytest
 
 from decode_worker.edge import DecodeEdge
-from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from router.config import RouterConfig
 from router.server import Router
 from twostep import AsyncClient
+from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Runner
-from twostep.fingerprint import model_fingerprint
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.rpc.worker_role import switch_role

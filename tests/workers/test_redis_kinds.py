@@ -19,25 +19,25 @@ from test_worker_identity import registration
 from worker_harness import SECRET, WAIT_S
 
 from router.access.sources import RedisKeys
-from router.autoscaler.collect import Collector
-from router.autoscaler.fleet import Fleet
-from router.autoscaler.lease import Lease
 from router.batches.lease import Leases
-from router.demand_meter import DemandMeter
-from router.prefix_index import PrefixIndex, WorkerLife
-from router.quota_share import QuotaShare
-from router.redis_start import wait_for_redis
-from router.registry import Deployment, Registry
-from router.scaling_watch import ScalingWatch
-from router.shared_clock import SharedClock
-from router.targets import Targets
+from router.request.targets import Targets
+from router.status.scaling_watch import ScalingWatch
+from router.waiting.demand_meter import DemandMeter
+from router.waiting.quota_share import QuotaShare
+from router.workers.prefix_index import PrefixIndex, WorkerLife
+from router.workers.registry import Deployment, Registry
 from twostep import __version__
-from twostep.api_keys import make_key
+from twostep.autoscaler.collect import Collector
+from twostep.autoscaler.fleet import Fleet
+from twostep.autoscaler.lease import Lease
 from twostep.cluster.connection import connect
 from twostep.cluster.epochs import first_epoch
 from twostep.cluster.records import WORKERS_KEY
+from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
+from twostep.cluster.start import wait_for_redis
 from twostep.errors import SetupError
+from twostep.keys.api_keys import make_key
 from twostep.local.ports import free_ports
 from twostep.local.redis_server import server_binary
 from twostep.request_class import RequestClass

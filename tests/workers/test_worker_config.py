@@ -8,7 +8,7 @@ import pytest
 
 from prefill_worker.__main__ import main
 from twostep.errors import SetupError
-from twostep.secret import load_secret
+from twostep.keys.secret import load_secret
 from twostep.worker.config import parse_config
 from twostep.worker.model import load_model, settle
 
@@ -130,7 +130,7 @@ def test_how_much_a_step_takes_follows_from_the_device_unless_told(
     flags = ["--model", str(tiny_llama_dir)]
     here = settle(parse_config(role, [*flags, "--device", "cpu"]))
     assert (here.max_num_batched_tokens, here.max_num_seqs) == (512, 64)
-    monkeypatch.setattr("twostep.engine.device.choose_device", lambda name: ("cuda:3", "pretended"))
+    monkeypatch.setattr("twostep.model.runner.device.choose_device", lambda name: ("cuda:3", "pretended"))
     there = settle(parse_config(role, flags))
     assert (there.device, there.max_num_batched_tokens, there.max_num_seqs) == ("cuda:3", step_tokens, 256)
     assert settle(there) == there
@@ -142,7 +142,7 @@ def test_how_much_a_step_takes_follows_from_the_device_unless_told(
 
 @pytest.mark.parametrize(("native", "taken"), [(True, "auto"), (False, "float32")])
 def test_a_cpu_without_bfloat16_takes_float32(native: bool, taken: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostep.engine.device.cpu_computes_bfloat16", lambda: native)
+    monkeypatch.setattr("twostep.model.runner.device.cpu_computes_bfloat16", lambda: native)
     flags = ["--model", str(tiny_llama_dir), "--device", "cpu"]
     assert settle(parse_config("decode", flags)).dtype == taken
     assert settle(parse_config("decode", [*flags, "--dtype", "bfloat16"])).dtype == "bfloat16", "as told"

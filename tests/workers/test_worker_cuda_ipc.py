@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from worker_harness import BLOCK, prompt_of, routed, started
 
-from kv_transfer import cuda_ipc
-from kv_transfer.cuda_ipc import CudaIpcTransport
+from kv_transfer.cuda_ipc import transport as cuda_ipc
+from kv_transfer.cuda_ipc.transport import CudaIpcTransport
 from kv_transfer.transports import Transports
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest
-from twostep.kernels.triton_pull import PullShape
+from twostep.model.kernels.triton_pull import PullShape
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 from twostep.worker.edge import EdgeParts
 

@@ -33,7 +33,7 @@ from worker_harness import (
     worker_config,
 )
 
-from kv_transfer.local import LocalHub
+from kv_transfer.local.transport import LocalHub
 from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
 from twostep.errors import SetupError
 from twostep.rpc.channel import open_channel
@@ -83,7 +83,7 @@ async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str)
         ):
             call: Any = method(request, timeout=WAIT_S)  # type: ignore[operator]
             # The prefill worker has handed everything over and may be at its end: gRPC cancels what comes then, and routers take either for
-            # a worker that is gone (router/losses.py).
+            # a worker that is gone (router/serving/losses.py).
             with pytest.raises(grpc.aio.AioRpcError, match=refused):
                 await (call.read() if hasattr(call, "read") else call)
         runner.let_go()

@@ -17,7 +17,7 @@ from decode_worker.target import Target
 from kv_transfer import wire_encoding
 from kv_transfer.checksum import checksum
 from kv_transfer.convert import Assembler, block_bytes
-from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.testing import ArrayStore
 from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transport import ChunkInfo
@@ -25,9 +25,9 @@ from kv_transfer.transports import Transports
 from prefill_worker.encoder import Encoder
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.model_runner import ModelRunner
 from twostep.engine.types import EngineRequest, TokenOutput
 from twostep.errors import Incompatible, InvalidRequest, SetupError
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.rpc.v1 import kv_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.worker.edge import EdgeParts

@@ -29,7 +29,7 @@ from worker_harness import (
 )
 
 from decode_worker.sequences import SequencesConfig
-from kv_transfer.local import LocalHub
+from kv_transfer.local.transport import LocalHub
 from kv_transfer.transports import Transports
 from twostep.engine.batch import Batch, Sampled
 from twostep.rpc.v1 import decode_pb2, inference_pb2

@@ -370,7 +370,7 @@ async def test_a_step_that_fails_before_the_source_has_answered_is_not_the_sourc
         failed = await w.failed()
         assert "this device is broken" in failed.message
         assert failed.retryable
-        # Routers blame the decode worker for it (router/attempt.py).
+        # Routers blame the decode worker for it (router/serving/attempt.py).
         assert failed.code == "INTERNAL"
         go_on.set()
         call.cancel()

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from role_harness import SECRET, WAIT_S, Load, RoleSystem, ask, edges_of_both_roles, expected, make_model_dir, role_system, until, vocab_of
 from worker_harness import make_runner
 
-from kv_transfer.local import LocalHub
+from kv_transfer.local.transport import LocalHub
 from kv_transfer.testing_one_sided import OneSidedHub
 from router.config import RouterConfig
 from twostep import AsyncClient, Completion
@@ -27,10 +27,10 @@ from twostep.cluster.registration import Registration
 from twostep.engine.fake import FakeRunner
 from twostep.engine.types import PrefixDelta
 from twostep.errors import Unauthenticated, Unavailable
-from twostep.role_pass import RolePass
 from twostep.rpc.call_signing import CallSigner, channel_to_worker, introduced
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
+from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.sampling_params import SamplingParams
 from twostep.worker.model import layout_of

@@ -12,7 +12,7 @@ from role_harness import WAIT_S, ask, edges_of_both_roles, make_model_dir, role_
 from worker_harness import RedisServer
 
 from decode_worker.edge import DecodeEdge
-from kv_transfer.local import LocalHub
+from kv_transfer.local.transport import LocalHub
 from prefill_worker.edge import PrefillEdge
 from twostep import AsyncClient
 from twostep.cluster.records import WorkerRecord, prefix_key, worker_key

@@ -14,7 +14,7 @@ from tiny_models import save_tiny_model
 
 from twostep import AsyncClient, SamplingOptions
 from twostep.engine.batch import Runner
-from twostep.engine.model_runner import ModelRunner
+from twostep.model.runner.model_runner import ModelRunner
 
 sys.path.append(str(Path(__file__).parent.parent / "system"))
 from oracle import Oracle

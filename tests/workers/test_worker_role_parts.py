@@ -26,7 +26,7 @@ from twostep.metrics.engine import EngineMetrics
 from twostep.metrics.process import register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.worker import WorkerMetrics
-from twostep.role_pass import PASS_LIFE_S, RolePass
+from twostep.rpc.role_pass import PASS_LIFE_S, RolePass
 from twostep.rpc.v1 import worker_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.worker import model as worker_model
@@ -79,7 +79,7 @@ def test_whatever_is_changed_of_a_pass_breaks_it(given_pass: RolePass, data: st.
 
 def test_a_pass_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1_000_000 * 10**6]
-    monkeypatch.setattr("twostep.role_pass.time.time_ns", lambda: clock[0])
+    monkeypatch.setattr("twostep.rpc.role_pass.time.time_ns", lambda: clock[0])
     issued = RolePass.issue(SECRET, worker_id="w", epoch=1, role="decode", drain_timeout_s=1.0)
     clock[0] += int(PASS_LIFE_S * 1e9) - 1
     issued.verify(SECRET, worker_id="w", epoch=1)
@@ -94,7 +94,7 @@ def test_a_pass_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_s_step_budget_changes_with_the_role_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostep.engine.device.choose_device", lambda device: ("cuda:0", "there is one"))
+    monkeypatch.setattr("twostep.model.runner.device.choose_device", lambda device: ("cuda:0", "there is one"))
     for role, budgets in (("prefill", (8192, 2048)), ("decode", (2048, 8192))):
         config = settle(WorkerConfig(role=role, model="m", max_num_batched_tokens=0, max_num_seqs=0))
         assert settle(config) == config

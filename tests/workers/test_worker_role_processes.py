@@ -118,7 +118,7 @@ def system(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_an_operator_moves_workers_between_the_roles_while_clients_ask(system: System, vocab_size: int, tmp_path: Path) -> None:
     (prefill,), (first, second) = system.workers("prefill_worker"), system.workers("decode_worker")
-    agents = system.pids("kv_transfer.agent")
+    agents = system.pids("kv_transfer.ray.agent")
     seconds = []
     with Load(system, vocab_size) as load:
         load.more(4)
@@ -131,7 +131,7 @@ def test_an_operator_moves_workers_between_the_roles_while_clients_ask(system: S
     print("switches under load took", seconds, "beside their drains")
     print("switches of an idle worker took", [switch(system, first, role) for role in ("prefill", "decode")])
     # The KV agents are those of the start, which takes Ray seconds.
-    assert system.pids("kv_transfer.agent") == agents
+    assert system.pids("kv_transfer.ray.agent") == agents
     system.check_empty(timeout_s=WAIT_S)
     system.check_store_empty(timeout_s=WAIT_S)
     done = subprocess.run(role_command(system, first), capture_output=True, text=True, timeout=WAIT_S, check=False)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.device import choose_device
 from twostep.errors import SetupError
-from twostep.startup import StartUp, process_start
+from twostep.model.runner.device import choose_device
+from twostep.process.startup import StartUp, process_start
 from twostep.worker.config import parse_config
 from twostep.worker.model import load_model
 

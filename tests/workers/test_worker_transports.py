@@ -14,7 +14,7 @@ import grpc
 import pytest
 from worker_harness import SECRET, WAIT_S, Pair, RouterDouble, expected, local_transport, prompt_of, routed, started
 
-from kv_transfer.local import LocalHub
+from kv_transfer.local.transport import LocalHub
 from kv_transfer.probing import ProbePass
 from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transport import KvTransport, Probe

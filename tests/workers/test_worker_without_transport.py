@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_harness import WAIT_S, Pair, expected, prompt_of, routed, started
 
-from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transports import Transports
 from twostep.rpc.channel import open_channel
 from twostep.worker.edge import EdgeParts

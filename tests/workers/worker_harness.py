@@ -19,7 +19,7 @@ import grpc.aio
 
 from decode_worker.edge import DecodeEdge
 from decode_worker.sequences import SequencesConfig
-from kv_transfer.local import LocalHub, LocalTransport
+from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from twostep.cluster.epochs import first_epoch

@@ -19,9 +19,9 @@ from twostep.cli._extras import require_worker_extra
 from twostep.errors import SetupError
 
 if TYPE_CHECKING:
-    from twostep.bench.batching import BatchingResult
-    from twostep.bench.engine import PhaseResult, ScenarioResult
     from twostep.engine.batch import Runner
+    from twostep.lab.bench.batching import BatchingResult
+    from twostep.lab.bench.engine import PhaseResult, ScenarioResult
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         raise SetupError("--batch-size, --prompt-tokens and --max-num-batched-tokens start at 1, --output-tokens at 3")
     with tempfile.TemporaryDirectory() as directory:
         if args.shape:
-            shapes = importlib.import_module("twostep.bench.shapes").SHAPES
+            shapes = importlib.import_module("twostep.lab.bench.shapes").SHAPES
             (Path(directory) / "config.json").write_text(json.dumps(shapes[args.shape]))
             args.model, args.load_format = directory, "dummy"
         return _bench(args)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 def _model_dir(args: argparse.Namespace) -> Path:
     """Where the model is, if everything is in order that can be known without torch, which takes seconds to load. Raises SetupError."""
     gpus: Any = importlib.import_module("twostep.local.gpus")
-    store: Any = importlib.import_module("twostep.models.store")
+    store: Any = importlib.import_module("twostep.model.loading.store")
     gpus.check_device(args.device, os.environ)
     # Standard output is for results alone.
     model_dir: Path = store.resolve(
@@ -57,18 +57,18 @@ def _bench(args: argparse.Namespace) -> int:
     # torch is loaded here, and not for --help.
     import torch  # noqa: PLC0415
 
-    bench: Any = importlib.import_module("twostep.bench.engine")
-    measure_limits = importlib.import_module("twostep.bench.limits").measure_limits
-    roofline: Any = importlib.import_module("twostep.bench.roofline")
-    config_of = importlib.import_module("twostep.models.config").parse_config
+    bench: Any = importlib.import_module("twostep.lab.bench.engine")
+    measure_limits = importlib.import_module("twostep.lab.bench.limits").measure_limits
+    roofline: Any = importlib.import_module("twostep.lab.bench.roofline")
+    config_of = importlib.import_module("twostep.model.families.config").parse_config
     worker_config = importlib.import_module("twostep.worker.config").WorkerConfig
-    devices = importlib.import_module("twostep.engine.device")
+    devices = importlib.import_module("twostep.model.runner.device")
 
     name, why = devices.choose_device(args.device)
     device: torch.device = devices.device_of(name)
     model = config_of(model_dir)
     longest_answer = 2 * args.output_tokens - 1 if args.batching else args.output_tokens
-    importlib.import_module("twostep.bench.room").check_context(args.prompt_tokens, longest_answer, model.max_model_len)
+    importlib.import_module("twostep.lab.bench.room").check_context(args.prompt_tokens, longest_answer, model.max_model_len)
     dtype = model.dtype if args.dtype == "auto" else args.dtype
     # A model and its cache leave a GPU no memory to be measured in.
     limits = measure_limits(device, getattr(torch, dtype)) if device.type == "cuda" else None
@@ -118,7 +118,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _batchings(args: argparse.Namespace, runner: Runner) -> int:
-    bench: Any = importlib.import_module("twostep.bench.batching")
+    bench: Any = importlib.import_module("twostep.lab.bench.batching")
     load = bench.Load(
         num_requests=args.requests, rate=args.rate, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens, seed=0
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from twostep.flags import FlagParser
+from twostep.settings.flags import FlagParser
 
 WORKLOADS = ("fixed", "normal", "mixed", "sharegpt", "document", "shared-prefix", "quoting", "multi-turn", "mooncake", "azure")
 ARRIVALS = ("poisson", "gamma", "constant", "closed", "trace")

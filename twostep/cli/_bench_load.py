@@ -9,16 +9,16 @@ import json
 import math
 from typing import Any
 
-from twostep.bench.serve import lengths
-from twostep.bench.serve.arrivals import Arrivals
-from twostep.bench.serve.grpc_target import GrpcOptions, GrpcTarget
-from twostep.bench.serve.load import Load, TraceTimes, Users
-from twostep.bench.serve.metrics import Targets
-from twostep.bench.serve.runner import Extent
-from twostep.bench.serve.target import Served, Target
-from twostep.bench.serve.traces import Trace, read_sharegpt, read_trace
-from twostep.bench.serve.workloads import MAX_TURNS, MixedPrompts, MultiTurn, Quoting, RandomPrompts, SharedPrefix, Workload
 from twostep.errors import InvalidRequest, SetupError
+from twostep.lab.bench.serve import lengths
+from twostep.lab.bench.serve.arrivals import Arrivals
+from twostep.lab.bench.serve.grpc_target import GrpcOptions, GrpcTarget
+from twostep.lab.bench.serve.load import Load, TraceTimes, Users
+from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.runner import Extent
+from twostep.lab.bench.serve.target import Served, Target
+from twostep.lab.bench.serve.traces import Trace, read_sharegpt, read_trace
+from twostep.lab.bench.serve.workloads import MAX_TURNS, MixedPrompts, MultiTurn, Quoting, RandomPrompts, SharedPrefix, Workload
 from twostep.rpc.channel import TlsFiles
 
 _TRACES = ("mooncake", "azure")
@@ -86,7 +86,7 @@ def target_of(args: argparse.Namespace, targets: Targets) -> Target:
 def _openai_target(args: argparse.Namespace) -> Target:
     if importlib.util.find_spec("aiohttp") is None:
         raise SetupError("an http target needs aiohttp; pip install 'twostep[bench]'")
-    module: Any = importlib.import_module("twostep.bench.serve.openai_target")
+    module: Any = importlib.import_module("twostep.lab.bench.serve.openai_target")
     try:
         extra = json.loads(args.extra_body or "{}")
     except ValueError as error:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twostep.bench.serve.runner import Extent, Progress
+    from twostep.lab.bench.serve.runner import Extent, Progress
 
 _BAR_INTERVAL_S = 0.25
 _LINE_INTERVAL_S = 10.0

@@ -12,16 +12,16 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from twostep.bench.serve import report
-from twostep.bench.serve.load import Load
-from twostep.bench.serve.metrics import Prices, Targets
-from twostep.bench.serve.runner import Progress
-from twostep.bench.serve.summary import summarize
-from twostep.bench.serve.sweep import Doom, Search, Tried, knee
-from twostep.bench.serve.target import Served, Target
 from twostep.cli._bench_load import check_flags, load_of, target_of
 from twostep.cli._bench_progress import shown
 from twostep.errors import InvalidRequest, SetupError
+from twostep.lab.bench.serve import report
+from twostep.lab.bench.serve.load import Load
+from twostep.lab.bench.serve.metrics import Prices, Targets
+from twostep.lab.bench.serve.runner import Progress
+from twostep.lab.bench.serve.summary import summarize
+from twostep.lab.bench.serve.sweep import Doom, Search, Tried, knee
+from twostep.lab.bench.serve.target import Served, Target
 from twostep.rpc import event_loop
 
 
@@ -82,7 +82,7 @@ async def _main(args: argparse.Namespace, judgement: Judgement) -> int:
     if args.json:
         print(_document(args, served, points, judgement))
     if args.plots:
-        plots = importlib.import_module("twostep.bench.serve.plots")
+        plots = importlib.import_module("twostep.lab.bench.serve.plots")
         for path in plots.draw(
             points, best, judgement.targets, args.plots, title=args.title or served.model, attainment=judgement.attainment
         ):

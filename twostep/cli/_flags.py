@@ -9,7 +9,7 @@ from typing import Literal, TypedDict
 
 from twostep import __version__
 from twostep.cli import _bench_flags, _keys_flags, _plan_flags
-from twostep.flags import KV_WIRES, FlagParser, allowed_hosts, allowed_origins, kv_transports
+from twostep.settings.flags import KV_WIRES, FlagParser, allowed_hosts, allowed_origins, kv_transports
 
 # Also the SDK's default; not imported from there, that would load grpc.
 DEFAULT_TARGET = "localhost:50051"

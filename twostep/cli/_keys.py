@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
 
-from twostep.api_key_file import put_in_file, read_file, remove_from_file
-from twostep.api_keys import Key, admin_key, make_key
 from twostep.cli._keys_flags import LIMITS
 from twostep.errors import InvalidRequest, NotFound, SetupError, TwostepError, Unauthenticated, Unavailable
-from twostep.secret import load_secret
+from twostep.keys.api_key_file import put_in_file, read_file, remove_from_file
+from twostep.keys.api_keys import Key, admin_key, make_key
+from twostep.keys.secret import load_secret
 
 _FIELDS = ("name", "tenant", "most_urgent", *LIMITS, "expires", "speaks_for_tenants", "disabled")
 _TIMEOUT_S = 15.0

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _fetch(name: str) -> int:
     require_worker_extra("twostep models fetch")
-    store = importlib.import_module("twostep.models.store")
+    store = importlib.import_module("twostep.model.loading.store")
     directory = store.resolve(
         name or store.DEFAULT_MODEL,
         cache_dir=store.default_cache_dir(os.environ),

@@ -13,16 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twostep.bench.shapes import SHAPES
 from twostep.errors import InvalidRequest, SetupError
-from twostep.plan.goodput import parse_slo
-from twostep.plan.machine import Machine, machine_of, machine_of_workers
-from twostep.plan.memory import parse_bytes, worker_memory
-from twostep.plan.model_shape import PlannedModel, model_of, read_model
-from twostep.plan.planner import Question, plan_for_rate, plan_for_workers
-from twostep.plan.presets import Preset, load_preset, preset_names, read_curves
-from twostep.plan.report import plan_json, plan_text
-from twostep.plan.workload import parse_workload
+from twostep.lab.bench.shapes import SHAPES
+from twostep.lab.plan.goodput import parse_slo
+from twostep.lab.plan.machine import Machine, machine_of, machine_of_workers
+from twostep.lab.plan.memory import parse_bytes, worker_memory
+from twostep.lab.plan.model_shape import PlannedModel, model_of, read_model
+from twostep.lab.plan.planner import Question, plan_for_rate, plan_for_workers
+from twostep.lab.plan.presets import Preset, load_preset, preset_names, read_curves
+from twostep.lab.plan.report import plan_json, plan_text
+from twostep.lab.plan.workload import parse_workload
 
 if TYPE_CHECKING:
     from twostep.cluster.records import WorkerRecord
@@ -149,7 +149,7 @@ def _registered(url: str) -> list[WorkerRecord]:
     """Raises SetupError if nobody answers there."""
     if importlib.util.find_spec("redis") is None:
         raise SetupError("--redis-url needs the package redis, which this installation lacks; install 'twostep[router]'")
-    from twostep.plan.live import registered_workers  # noqa: PLC0415 - needs redis
+    from twostep.lab.plan.live import registered_workers  # noqa: PLC0415 - needs redis
 
     return registered_workers(url)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from twostep.flags import FlagParser
+from twostep.settings.flags import FlagParser
 
 DESCRIPTION = (
     "Simulates deployments until it has found the one to have: how many prefill and decode workers, beside workers that do both, what "

@@ -45,7 +45,7 @@ class ScalingRecord:
     replicas: Mapping[str, int]
     pods: Mapping[str, int]
     wanted: Mapping[str, int]
-    # Pods that are asked for instead, where whoever scales does not move for so few more; see router/autoscaler/hpa.py.
+    # Pods that are asked for instead, where whoever scales does not move for so few more; see twostep/autoscaler/hpa.py.
     asked: Mapping[str, int] = field(default_factory=dict)
     asked_for: Mapping[str, int] = field(default_factory=dict)  # what was wanted when that was asked for
     victims: tuple[str, ...] = ()  # worker ids, those that should go first

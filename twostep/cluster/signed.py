@@ -14,7 +14,7 @@ import hashlib
 import hmac
 
 from twostep.errors import Unauthenticated
-from twostep.secret import purpose_key
+from twostep.keys.secret import purpose_key
 
 RECORDS = "twostep.redis.worker.v1"
 DECISIONS = "twostep.redis.decision.v1"

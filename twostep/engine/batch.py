@@ -115,7 +115,7 @@ class KvShape:
     num_kv_heads: int
     head_dim: int
     dtype: str  # "float32" | "bfloat16" | "float16": the model's, whatever its KV is stored as
-    quantization: str = "none"  # "none" | "fp8" | "int8" (twostep/engine/kv_quantization.py)
+    quantization: str = "none"  # "none" | "fp8" | "int8" (twostep/model/step/kv_quantization.py)
 
     @property
     def block_bytes(self) -> int:

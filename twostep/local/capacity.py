@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from twostep.free_memory import free_memory
+from twostep.process.free_memory import free_memory
 
 # What a worker has in memory beside weights and KV: interpreter, PyTorch, its KV agent. Of a fake one there is little more.
 _PROCESS_BYTES = 1 << 30

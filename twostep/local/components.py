@@ -150,7 +150,7 @@ class Components:
         flags += ["--max-workers", str(scale.total)]
         return Component(
             name="autoscaler",
-            argv=(sys.executable, "-P", "-m", "router.autoscaler", *flags),
+            argv=(sys.executable, "-P", "-m", "twostep.autoscaler", *flags),
             env=self._env(),
             ready=lambda: self._probes.healthy(f"{LOOPBACK}:{health_port}", "readiness"),
             after=needs,
@@ -182,7 +182,7 @@ class Components:
         flags += ["--object-store-bytes", str(self._options.store_bytes)]
         return Component(
             name="ray",
-            argv=(sys.executable, "-P", "-m", "kv_transfer.ray_local", "--temp-dir", str(directory), *flags),
+            argv=(sys.executable, "-P", "-m", "kv_transfer.ray.local_head", "--temp-dir", str(directory), *flags),
             env=self._env(),
             ready=lambda: ray_up(directory, RAY_HOST, self._plan.ray_port),
             # An earlier life's sign of being up.

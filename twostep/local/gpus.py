@@ -45,7 +45,7 @@ def count_gpus(environ: Mapping[str, str]) -> int | None:
 
 def check_device(device: str, environ: Mapping[str, str]) -> None:
     """Refuses, before anything starts, a device that no worker can have. Raises SetupError. What only torch can tell is left to the
-    workers (twostep/engine/device.py)."""
+    workers (twostep/model/runner/device.py)."""
     match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", device or "auto")
     if match is None or device.startswith("cpu:"):
         raise SetupError(f"--device {device} is not understood; give auto, cpu, cuda or cuda:N")

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.errors import SetupError
-from twostep.free_memory import check_memory, gib
+from twostep.lab.plan.model_shape import weight_bytes
 from twostep.local import redis_server
 from twostep.local.capacity import CPU_KV_BYTES, need_of, room_for, this_machine
 from twostep.local.gpus import GpuShare, check_device, count_gpus, describe, share_gpus
 from twostep.local.options import LocalOptions
 from twostep.local.ports import check_free, free_ports
 from twostep.local.scaling import Bounds, Scale
-from twostep.models.store import default_cache_dir, resolve
-from twostep.plan.model_shape import weight_bytes
+from twostep.model.loading.store import default_cache_dir, resolve
+from twostep.process.free_memory import check_memory, gib
 
 LOOPBACK = "127.0.0.1"
 # Ray would replace 127.0.0.1 by an address of this machine's own.
 RAY_HOST = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
-# Of each worker, the least (kv_transfer/ring.py).
+# Of each worker, the least (kv_transfer/ray/ring.py).
 _RING_BYTES = 64 << 20
 # Ray's unix sockets lie deep below its directory, and a socket's name has 107 bytes.
 _MAX_RUN_DIR_BYTES = 36

@@ -28,7 +28,7 @@ from twostep.errors import SetupError
 from twostep.local.pod_config import PodConfig, PodWorker, parse_pod, pod_workers
 from twostep.local.probes import Probes
 from twostep.local.supervisor import Component, Supervisor
-from twostep.log import setup_logging
+from twostep.process.log import setup_logging
 from twostep.rpc.health import READINESS, HealthBoard
 from twostep.rpc.server import health_server
 

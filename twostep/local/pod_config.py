@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twostep.flag_values import seconds, whole
-from twostep.flags import FlagParser
+from twostep.settings.flag_values import seconds, whole
+from twostep.settings.flags import FlagParser
 
 PORTS_EACH = 10
 _MOST_WORKERS = 16

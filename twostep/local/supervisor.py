@@ -20,7 +20,7 @@ from typing import Protocol
 
 from twostep.errors import SetupError
 from twostep.local.process import Process, tail
-from twostep.process_end import how_it_ended, oom_kills
+from twostep.process.ending import how_it_ended, oom_kills
 
 PROBE_EVERY_S = 0.05
 _FIRST_PAUSE_S = 0.5

@@ -15,10 +15,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from twostep.api_keys import system_key
 from twostep.client import AsyncClient
 from twostep.errors import SetupError, TwostepError
-from twostep.exposure import open_door
+from twostep.keys.api_keys import system_key
+from twostep.keys.exposure import open_door
+from twostep.keys.secret import load_secret
 from twostep.local import redis_server
 from twostep.local.autoscale import LocalAutoscale
 from twostep.local.components import Components, write_secret
@@ -30,7 +31,6 @@ from twostep.local.report import Report
 from twostep.local.scaler import ScalerClient
 from twostep.local.scaling import Scale
 from twostep.local.supervisor import Component, ComponentFailed, Supervisor
-from twostep.secret import load_secret
 
 _POLL_S = 0.1
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from twostep import __version__
 from twostep.metrics.family import counter, gauge
 from twostep.metrics.registry import MetricsRegistry, Reading
-from twostep.tracing import Tracer
+from twostep.process.tracing import Tracer
 
 INFO = gauge("twostep_process_info", "1, with the process's role and the version it runs.", ["role", "version"])
 SPANS = counter(

@@ -128,7 +128,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterState:
-    """A moment of a router. `workers` by role; `load_ratio` as router/load_ratio.py says."""
+    """A moment of a router. `workers` by role; `load_ratio` as router/placing/load_ratio.py says."""
 
     num_running: int
     num_waiting: int

@@ -6,8 +6,8 @@ import grpc
 import grpc.aio
 
 from twostep.errors import Unavailable
-from twostep.role_pass import RolePass
 from twostep.rpc.channel import error_from_rpc
+from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 _ASK_S = 5.0

@@ -1,4 +1,4 @@
-"""A process that tries grammars of strangers, so that whoever asks it survives them (started by router/grammar_check.py).
+"""A process that tries grammars of strangers, so that whoever asks it survives them (started by router/prompting/grammar_check.py).
 
 Most of what a grammar may cost is bounded by llguidance's own limits, but not all: conjunctions of a dozen regular expressions take more
 memory than there is, and a library that gets none ends its process.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from twostep.errors import InvalidRequest
-from twostep.helper_service import limit_memory, serve
+from twostep.process.helper_service import limit_memory, serve
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text.grammar import library, limits, refused, source_of
 from twostep.text.grammar_tokenizer import grammar_tokenizer

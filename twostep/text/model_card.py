@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from twostep.checkpoint.context import context_of
+from twostep.checkpoint.directory import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE, read_json, read_optional_json, read_text
 from twostep.errors import InvalidRequest, SetupError
-from twostep.model_context import context_of
-from twostep.model_dir import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE, read_json, read_optional_json, read_text
 from twostep.sampling_params import SamplingParams
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

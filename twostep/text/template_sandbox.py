@@ -5,7 +5,7 @@ call, turn of a loop and piece of output, and what `range` and `*` make. It coun
 refused or always rendered.
 
 No count sees what one call of a filter or a method of Python's takes (`'a'.ljust(3000000000)`): strangers' chats are rendered in a process
-whose time and memory the kernel bounds (router/render_process.py).
+whose time and memory the kernel bounds (router/prompting/render_process.py).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 import tokenizers
 import tokenizers.processors
 
+from twostep.checkpoint.directory import MAX_TOKENIZER_BYTES, read_optional_json
 from twostep.errors import SetupError
-from twostep.model_dir import MAX_TOKENIZER_BYTES, read_optional_json
 from twostep.text.slow_patterns import slow_pattern
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

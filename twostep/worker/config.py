@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.engine.preemption import PreemptionMode
-from twostep.flag_values import not_negative, positive, share, whole
-from twostep.flags import KV_TRANSPORTS, KV_WIRES, FlagParser, kv_transports, tracing_flag
-from twostep.models.store import default_cache_dir
+from twostep.model.loading.store import default_cache_dir
 from twostep.rpc.channel import PLAINTEXT, TlsFiles
+from twostep.settings.flag_values import not_negative, positive, share, whole
+from twostep.settings.flags import KV_TRANSPORTS, KV_WIRES, FlagParser, kv_transports, tracing_flag
 
 # Others' tokens are held up no longer than this by a chunk of a prompt, of which it has some 700 tokens of an 8-billion model.
 GPU_MAX_STEP_MS = 20.0

@@ -10,8 +10,8 @@ from twostep.engine.engine import Engine
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.metrics.registry import MetricsRegistry
+from twostep.process.tracing import Tracer
 from twostep.rpc.v1 import worker_pb2
-from twostep.tracing import Tracer
 from twostep.worker.config import WorkerConfig
 from twostep.worker.model import ServedModel
 from twostep.worker.requests import RequestReader

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import KvShape, Runner
 from twostep.engine.fake import FakeRunner
 from twostep.engine.grammar import GrammarCompiler
 from twostep.engine.self_test import gives_tokens
 from twostep.errors import InvalidRequest, SetupError
-from twostep.fingerprint import dummy_fingerprint, model_fingerprint
-from twostep.free_memory import check_memory
-from twostep.models.store import resolve
-from twostep.plan.model_shape import weight_bytes
-from twostep.startup import NoProgress, Progress
+from twostep.lab.plan.model_shape import weight_bytes
+from twostep.model.loading.store import resolve
+from twostep.process.free_memory import check_memory
+from twostep.process.startup import NoProgress, Progress
 from twostep.step_curve import StepCurve, knee_of
 from twostep.text.model_card import ModelCard
 from twostep.worker.calibration import calibrate
@@ -32,8 +32,8 @@ from twostep.worker.config import (
 )
 
 if TYPE_CHECKING:
-    from twostep.engine.parallel_runner import ParallelRunner
-    from twostep.engine.pool_sizing import PoolSizing
+    from twostep.model.runner.parallel_runner import ParallelRunner
+    from twostep.model.step.pool_sizing import PoolSizing
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def settle(config: WorkerConfig) -> WorkerConfig:
     on_gpu = False
     if config.runner == "model" and config.model:
         # Importing torch takes seconds and hundreds of megabytes, which a fake runner does without.
-        from twostep.engine.device import choose_device, cpu_computes_bfloat16  # noqa: PLC0415
+        from twostep.model.runner.device import choose_device, cpu_computes_bfloat16  # noqa: PLC0415
 
         device, why = choose_device(config.device)
         if device != config.device:
@@ -182,7 +182,7 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
 
 
 def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> Runner:
-    from twostep.engine.model_runner import ModelRunner  # noqa: PLC0415
+    from twostep.model.runner.model_runner import ModelRunner  # noqa: PLC0415
 
     # What others read out of this worker's memory is summed as it is written; what they are sent is summed on its way.
     one_sided = not {"cuda_ipc", "nixl", "auto"}.isdisjoint(config.kv_transfer.split(","))
@@ -192,7 +192,7 @@ def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> 
 
 
 def _parallel_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> ParallelRunner:
-    from twostep.engine.parallel_runner import ParallelRunner  # noqa: PLC0415
+    from twostep.model.runner.parallel_runner import ParallelRunner  # noqa: PLC0415
 
     return ParallelRunner(
         model_dir,
@@ -206,8 +206,8 @@ def _parallel_runner(config: WorkerConfig, model_dir: Path, progress: Progress) 
 
 def _check_memory(config: WorkerConfig, model_dir: Path) -> None:
     """On CPUs, before any of it is taken: the kernel would kill this process, or another one, without a word. Raises SetupError."""
-    from twostep.engine.model_runner import kv_shape  # noqa: PLC0415
-    from twostep.models.config import parse_config  # noqa: PLC0415
+    from twostep.model.families.config import parse_config  # noqa: PLC0415
+    from twostep.model.runner.model_runner import kv_shape  # noqa: PLC0415
 
     if config.device != "cpu":
         return
@@ -240,9 +240,9 @@ def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
 
 def _pool(config: WorkerConfig, model_dir: Path) -> int | PoolSizing:
     """Blocks of the KV pool, or how to find out once the weights are loaded."""
-    from twostep.engine.model_runner import num_blocks_for  # noqa: PLC0415
-    from twostep.engine.pool_sizing import PoolSizing  # noqa: PLC0415
-    from twostep.models.config import parse_config  # noqa: PLC0415
+    from twostep.model.families.config import parse_config  # noqa: PLC0415
+    from twostep.model.runner.model_runner import num_blocks_for  # noqa: PLC0415
+    from twostep.model.step.pool_sizing import PoolSizing  # noqa: PLC0415
 
     if config.num_blocks:
         return config.num_blocks

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 from twostep.cluster.epochs import first_epoch
 from twostep.errors import SetupError
-from twostep.log import setup_logging
+from twostep.keys.secret import load_secret
+from twostep.process.log import setup_logging
+from twostep.process.startup import StartUp, process_start, start_up
 from twostep.rpc import event_loop
 from twostep.rpc.collector import collect_in_quiet_moments
 from twostep.rpc.lifecycle import stop_event
-from twostep.secret import load_secret
-from twostep.startup import StartUp, process_start, start_up
 from twostep.worker.config import WorkerConfig, parse_config
 from twostep.worker.edge import Edge, EdgeParts
 from twostep.worker.model import ServedModel, at_knee, load_model, settle
@@ -79,7 +79,7 @@ async def _serve(config: WorkerConfig, model: ServedModel, secret: bytes, make_e
         failing = asyncio.create_task(worker.engine_failed.wait())
         log.info(start.finish())
         if "triton" in sys.modules:
-            importlib.import_module("twostep.kernels.late_compiles").report_compiles()
+            importlib.import_module("twostep.model.kernels.late_compiles").report_compiles()
         collecting = asyncio.create_task(collect_in_quiet_moments(lambda: worker.engine.stats().steps), name="collector")
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
         collecting.cancel()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,16 @@ SERVICE_NAMES = tuple(name for services in _SERVICES.values() for name in servic
 
 class RoleConflict(Exception):
     """Another change of the worker is under way, or came in between: a switch, a stop. Says what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleChange:
+    """What a switch came to: the role and its epoch, how long the drain took and how long all that came after it."""
+
+    role: str
+    epoch: int
+    drain_s: float = 0.0
+    switch_s: float = 0.0
 
 
 def edges_of_packages(run_dir: Path) -> Callable[[EdgeParts], Edge]:

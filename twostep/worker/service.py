@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
+from twostep.engine.engine import Engine
 from twostep.errors import InternalError
-from twostep.role_pass import RolePass
+from twostep.keys.vouch import vouch
+from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
-from twostep.vouch import vouch
-from twostep.worker.roles import RoleConflict
-
-if TYPE_CHECKING:
-    from twostep.worker.worker import Worker
+from twostep.worker.roles import RoleChange, RoleConflict
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+class ServedWorker(Protocol):
+    """The worker that the service speaks for (twostep/worker/worker.py)."""
+
+    worker_id: str
+    engine: Engine
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def address(self) -> str: ...
+
+    def describe(self) -> worker_pb2.WorkerStats: ...
+
+    async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None: ...
+
+    async def switch_role(self, role: str, drain_timeout_s: float) -> RoleChange: ...
+
+
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, worker: Worker, secret: bytes) -> None:
+    def __init__(self, worker: ServedWorker, secret: bytes) -> None:
         """`secret` is the deployment's, whose holders may change the worker's role."""
         self._worker = worker
         self._secret = secret

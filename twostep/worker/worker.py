@@ -16,7 +16,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from twostep import __version__
 from twostep.cluster.records import WorkerRecord
@@ -41,7 +40,7 @@ from twostep.worker.life import Life
 from twostep.worker.model import ServedModel
 from twostep.worker.readiness import Readiness
 from twostep.worker.requests import RequestReader
-from twostep.worker.roles import ROLES, SERVICE_NAMES, RoleConflict, Switchboard, check_services, config_in_role, swap_bytes
+from twostep.worker.roles import ROLES, SERVICE_NAMES, RoleChange, RoleConflict, Switchboard, check_services, config_in_role, swap_bytes
 from twostep.worker.service import WorkerService
 from twostep.worker.telemetry import Telemetry
 
@@ -52,16 +51,6 @@ _GOODBYE_S = 2.0
 # Launched steps end within it once nothing is left in them; one that does not hangs.
 _ENGINE_IDLE_S = 10.0
 _IDLE_POLL_S = 0.005
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleChange:
-    """What a switch came to: the role and its epoch, how long the drain took and how long all that came after it."""
-
-    role: str
-    epoch: int
-    drain_s: float = 0.0
-    switch_s: float = 0.0
 
 
 class Worker:

@@ -39,7 +39,7 @@
         path: ray-token
 {{- end -}}
 
-{{/* Flags of kv_transfer.ray_node that head and raylets share. */}}
+{{/* Flags of kv_transfer.ray.node that head and raylets share. */}}
 {{- define "twostep.rayNodeEnv" -}}
 - name: POD_IP
   valueFrom:
@@ -57,7 +57,7 @@
   value: {{ .Values.ray.ports.workers | quote }}
 {{- end -}}
 
-{{/* The last port of a Ray node: as kv_transfer/ray_ports.py counts them. */}}
+{{/* The last port of a Ray node: as kv_transfer/ray/ports.py counts them. */}}
 {{- define "twostep.rayLastPort" -}}
 {{- sub (add (int .Values.ray.ports.first) 9 (int .Values.ray.ports.workers)) 1 -}}
 {{- end -}}
@@ -68,7 +68,7 @@
 - name: raylet
   image: {{ include "twostep.image" (dict "root" $root "image" "worker") }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-  command: [python, -P, -m, kv_transfer.ray_node]
+  command: [python, -P, -m, kv_transfer.ray.node]
   env:
     {{- include "twostep.commonEnv" $root | nindent 4 }}
     # Without a GPU of its own: the image asks for all of them.

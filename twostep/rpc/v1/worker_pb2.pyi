@@ -37,7 +37,7 @@ class SwitchRoleRequest(_message.Message):
     epoch: _builtins.int
     expires_unix_ms: _builtins.int
     mac: _builtins.bytes
-    """HMAC-SHA256 of the fields above under the deployment secret (twostep/role_pass.py)."""
+    """HMAC-SHA256 of the fields above under the deployment secret (twostep/rpc/role_pass.py)."""
     def __init__(
         self,
         *,
@@ -180,7 +180,7 @@ class WorkerStats(_message.Message):
     """Prefixes kept in host memory, below the pool: blocks there now, tokens found there since the start."""
     num_host_hit_tokens: _builtins.int
     vouched: _builtins.bytes
-    """If a challenge was given: HMAC-SHA256 of it, of the worker's id, address and epoch (twostep/vouch.py)."""
+    """If a challenge was given: HMAC-SHA256 of it, of the worker's id, address and epoch (twostep/keys/vouch.py)."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStats]: ...
     @_builtins.property

@@ -1,0 +1,227 @@
+"""The KV agent's actor: the only code of the project that runs inside a Ray worker process.
+
+    its worker   ──gRPC over a unix socket──▶ Put, Fetch, Drop, Status      bytes lie in the ring
+    other agents ──actor call by name───────▶ fetch(lease_id, chunk)        answered with [ref], in-band, or []
+
+It owns every object it puts, so its death frees them all. Only strs, ints and refs cross Ray's protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from kv_transfer.object_book import ObjectBook
+from kv_transfer.probing import PROBE_BYTES, PROBE_LEASE, probe_pattern
+from kv_transfer.ray.ring import SharedMemory
+from kv_transfer.waiting import finish
+from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, Unavailable
+from twostep.rpc.guard import Guard
+from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
+
+NAMESPACE = "twostep"
+# Calls of other agents and of the worker that run at once; a worker's ring bounds its own far below that.
+MAX_CONCURRENCY = 256
+
+# A copy of a chunk is bound by one processor: what several hand-overs, or one in a hurry, want at once.
+_NUM_THREADS = 16
+# Of other agents by their names, at once.
+_NUM_LOOKUPS = 4
+_SWEEP_S = 0.2
+# Less is kept by Ray in the process itself, and never gets to the object store.
+_TRIAL_BYTES = 256 << 10
+_COLLECT_EVERY = 25
+_SWITCH_S = 0.0005
+_MAX_PEERS = 256
+_MAX_RPCS = 512
+
+T = TypeVar("T")
+
+
+class KvAgentActor:
+    """An async actor: its methods run on one event loop, and everything that may block runs in threads."""
+
+    def __init__(self, ring_path: str, socket_path: str, endpoint: str, budget_bytes: int) -> None:
+        # How long a thread may keep the interpreter from the event loop; Python's own 5 ms are longer than a chunk takes.
+        sys.setswitchinterval(_SWITCH_S)
+        self._ring = SharedMemory.open(Path(ring_path))
+        self._socket_path = socket_path
+        self._endpoint = endpoint
+        self._book: ObjectBook[Any] = ObjectBook(budget_bytes)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-agent")
+        self._lookups = ThreadPoolExecutor(_NUM_LOOKUPS, thread_name_prefix="kv-agent-lookup")
+        # Of its own: the others may all be waiting for sources.
+        self._store_trial = ThreadPoolExecutor(1, thread_name_prefix="kv-agent-store")
+        self._peers: OrderedDict[str, Any] = OrderedDict()
+        # Probes take memory that no budget counts: one at a time.
+        self._probing = asyncio.Semaphore(1)
+
+    async def serve(self) -> int:
+        """Opens the unix socket (0600) and returns this process's id."""
+        server = grpc.aio.server(interceptors=[Guard(_MAX_RPCS)])
+        kv_pb2_grpc.add_KvAgentServicer_to_server(_Service(self), server)
+        server.add_insecure_port(f"unix:{self._socket_path}")
+        await server.start()
+        os.chmod(self._socket_path, 0o600)
+        self._server = server
+        return os.getpid()
+
+    async def run(self) -> None:
+        """Drops what nobody asked for in time. Never returns: whoever awaits it learns of the actor's death."""
+        sweeps = 0
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self._book.expire(time.monotonic())
+            sweeps += 1
+            # A call that failed may leave its ref in a ring of exception and frames, and an idle process would never look for that.
+            if sweeps % _COLLECT_EVERY == 0:
+                gc.collect()
+
+    async def fetch(self, lease_id: str, chunk: int) -> list[Any]:
+        """Another agent's call. The ref travels inside the answer: Ray then keeps count of who borrows it."""
+        ref = self._book.get(lease_id, chunk, now=time.monotonic())
+        return [] if ref is None else [ref]
+
+    async def probe(self, num_bytes: int) -> list[Any]:
+        """Another agent's call: the pattern of kv_transfer.probing, put for the caller alone. Freed once the caller lets go of it."""
+        if not 0 < num_bytes <= PROBE_BYTES:
+            return []
+        async with self._probing:
+            return [await self._in_thread(lambda: ray.put(probe_pattern(num_bytes)))]
+
+    async def put(self, lease_id: str, chunk: int, offset: int, num_bytes: int, ttl_s: float) -> int:
+        """Copies a slot of the ring into the object store. The copy is over when this returns or raises."""
+        self._check_slot(offset, num_bytes)
+        entry = self._book.reserve(lease_id, chunk, num_bytes, ttl_s=ttl_s, now=time.monotonic())
+        if entry is None:
+            raise ResourceExhausted(f"the KV agent's budget of {self._book.budget_bytes} bytes is used up; wait for leases to end")
+        try:
+            ref = await self._in_thread(ray.put, self._ring.bytes[offset : offset + num_bytes])
+            self._book.fill(entry, ref, now=time.monotonic())
+        except RayError as error:
+            self._book.cancel(entry)
+            raise Unavailable(f"Ray did not take the chunk ({_first_line(error)}); prefill again") from error
+        except BaseException:
+            self._book.cancel(entry)
+            raise
+        return self._book.stats.stored_bytes
+
+    async def pull(self, request: kv_pb2.AgentFetchRequest) -> None:
+        """Copies a chunk of another agent into a slot of the ring. The slot is not written any more when this returns or raises."""
+        self._check_slot(request.offset, request.num_bytes)
+        deadline = time.monotonic() + request.timeout_s
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                peer = await self._peer(request.endpoint)
+                if request.lease_id == PROBE_LEASE:
+                    refs = await peer.probe.remote(request.num_bytes)
+                else:
+                    refs = await peer.fetch.remote(request.lease_id, request.chunk)
+        except TimeoutError:
+            raise Unavailable(f"Ray's KV agent {request.endpoint} did not answer in {request.timeout_s:.1f} s; prefill again") from None
+        except Exception as error:  # while a peer dies Ray raises more than its own errors, and all of it means the same here
+            self._peers.pop(request.endpoint, None)
+            raise _source_lost(request.endpoint, error) from error
+        if not refs:
+            raise NotFound(
+                f"chunk {request.chunk} of lease {request.lease_id} is not at {request.endpoint}; the lease ended: prefill again"
+            )
+        try:
+            # Not ray.get: one that waits keeps all else of this process from the object store, for a second each time.
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                view = await refs.pop()
+            await self._in_thread(self._copy_in, view, request.offset, request.num_bytes)
+        except DataLoss:
+            raise
+        except Exception as error:
+            raise _source_lost(request.endpoint, error) from error
+        finally:
+            refs.clear()
+            view = None
+
+    def drop(self, lease_id: str) -> int:
+        return self._book.drop(lease_id)
+
+    async def status(self, *, try_store: bool) -> kv_pb2.AgentStatusResponse:
+        """With `try_store` it hangs for as long as this node's object store does."""
+        if try_store:
+            await asyncio.get_running_loop().run_in_executor(self._store_trial, ray.put, np.zeros(_TRIAL_BYTES, np.uint8))
+        stats = self._book.stats
+        return kv_pb2.AgentStatusResponse(
+            endpoint=self._endpoint,
+            num_leases=stats.num_leases,
+            num_objects=stats.num_objects,
+            stored_bytes=stats.stored_bytes,
+            budget_bytes=self._book.budget_bytes,
+        )
+
+    def _copy_in(self, view: Any, offset: int, num_bytes: int) -> None:
+        """Runs in a thread. The view pins the object's memory, so it does not outlive the call of this."""
+        if not isinstance(view, np.ndarray) or view.dtype != np.uint8 or view.shape != (num_bytes,):
+            raise DataLoss("the object is not the chunk that was announced; prefill again")
+        self._ring.bytes[offset : offset + num_bytes] = view
+
+    async def _peer(self, endpoint: str) -> Any:
+        """Handle of another agent's actor; names are never used twice, so it may be kept. Raises ValueError if there is none."""
+        handle = self._peers.get(endpoint)
+        if handle is None:
+            # Without a GCS this takes a minute. Nothing waits for its end: it touches no memory of ours.
+            handle = await asyncio.get_running_loop().run_in_executor(self._lookups, ray.get_actor, endpoint, NAMESPACE)
+            self._peers[endpoint] = handle
+            if len(self._peers) > _MAX_PEERS:
+                self._peers.popitem(last=False)
+        return handle
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Ends when the thread's work ends, cancelled or not."""
+
+        async def work() -> T:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+        return await finish(work())
+
+    def _check_slot(self, offset: int, num_bytes: int) -> None:
+        if not 0 < num_bytes <= self._ring.num_bytes or offset + num_bytes > self._ring.num_bytes:
+            raise InvalidRequest(f"slot {offset}+{num_bytes} lies outside the ring of {self._ring.num_bytes} bytes")
+
+
+class _Service(kv_pb2_grpc.KvAgentServicer):
+    """The edge: protobuf in and out; the Guard in front of it maps errors to statuses."""
+
+    def __init__(self, actor: KvAgentActor) -> None:
+        self._actor = actor
+
+    async def Put(self, request: kv_pb2.AgentPutRequest, context: Any) -> kv_pb2.AgentPutResponse:
+        stored = await self._actor.put(request.lease_id, request.chunk, request.offset, request.num_bytes, request.ttl_s)
+        return kv_pb2.AgentPutResponse(stored_bytes=stored)
+
+    async def Fetch(self, request: kv_pb2.AgentFetchRequest, context: Any) -> kv_pb2.AgentFetchResponse:
+        await self._actor.pull(request)
+        return kv_pb2.AgentFetchResponse()
+
+    async def Drop(self, request: kv_pb2.AgentDropRequest, context: Any) -> kv_pb2.AgentDropResponse:
+        return kv_pb2.AgentDropResponse(objects=self._actor.drop(request.lease_id))
+
+    async def Status(self, request: kv_pb2.AgentStatusRequest, context: Any) -> kv_pb2.AgentStatusResponse:
+        return await self._actor.status(try_store=request.try_store)
+
+
+def _source_lost(endpoint: str, error: Exception) -> Unavailable:
+    return Unavailable(f"Ray's KV agent {endpoint} is gone ({type(error).__name__}: {_first_line(error)}); prefill again")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,425 @@
+"""One life of a KV agent, as its worker sees it: helper process, ring, unix socket, and what it holds. Ends once, and is replaced.
+
+    answers   it is asked twice a second; once a call waits, also whether its object store takes anything
+    silent    an answer is overdue (1.5 s; longer where answers are slow), or its network is gone: who waits for it gets Unavailable, and
+              nobody asks anything of it. It keeps all it holds, and is back with its next answer: a false alarm costs those who waited a
+              new attempt, and nothing else
+    lost      it has ended, or owed an answer for 10 s: another one is started
+
+The worker never imports ray: everything Ray does happens in the helper and in the actor that it owns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.object_book import ObjectBook
+from kv_transfer.probing import PROBE_LEASE
+from kv_transfer.ray.child import Child
+from kv_transfer.ray.patience import Patience
+from kv_transfer.ray.ring import Pin, RingAllocator, SharedMemory
+from kv_transfer.waiting import FifoGate
+from twostep.errors import InvalidRequest, TwostepError, Unavailable, error_from_grpc
+from twostep.process.ending import how_it_ended, oom_kills
+from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+# A call to the agent is given up so long after the agent itself should have: then the agent hangs, and is replaced.
+_GRACE_S = 5.0
+_PUT_S = 10.0
+_POLL_S = 0.5
+_POLL_TIMEOUT_S = 10.0
+# Time is counted in pieces of this event loop's own life: if it was itself held up, nobody else was slow.
+_PIECE_S = 0.25
+_SILENT_S = 1.5
+_MOST_SILENT_S = 8.0
+# So long nothing at all may come from another agent while something is waited for.
+_STALLED_S = 2.0
+_MOST_STALLED_S = 10.0
+# To Ray's head, and for an answer of this node's object store, where a source is silent already.
+_CONNECT_S = 0.5
+_STOP_S = 3.0
+_STDERR_LINES = 20
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """How to start an agent. `budget_bytes` 0: 70 % of the node's object store."""
+
+    ray_address: str
+    run_dir: Path
+    ring_dir: Path
+    ring_bytes: int
+    budget_bytes: int
+    start_timeout_s: float
+    pin: Pin | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A part of the ring: `bytes` is uint8 [num_bytes]. Whoever took it gives it back with `AgentSession.give_back`."""
+
+    offset: int
+    bytes: npt.NDArray[np.uint8]
+
+
+class AgentSession:
+    """Made by `launch`, ended by `close`; every call of an ended session raises Unavailable. Belongs to one event loop."""
+
+    def __init__(self, endpoint: str, ring: SharedMemory, socket_path: Path, process: Child, ray_address: str = "") -> None:
+        self.endpoint = endpoint
+        self.process = process
+        self.actor_pid = 0
+        self.room = FifoGate("published KV in the object store")
+        self.book: ObjectBook[bool] = ObjectBook(0)
+        self._ring = ring
+        self._slots = RingAllocator(ring.num_bytes)
+        self._slots_freed = FifoGate("a slot of the KV agent's ring")
+        self._socket_path = socket_path
+        self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
+        self._stderr_reader = asyncio.create_task(self._read_stderr(), name="kv-agent-stderr")
+        self._channel = grpc.aio.insecure_channel(f"unix:{socket_path}")
+        self._stub: Any = kv_pb2_grpc.KvAgentStub(self._channel)
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._suspicion = asyncio.Event()
+        self._ray_address = ray_address
+        self._oom_kills = oom_kills()
+        self._silence: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._cut_off = False
+        self._waiting: OrderedDict[object, float] = OrderedDict()  # calls under way, by when they began
+        self._own = Patience(least_s=_SILENT_S, most_s=_MOST_SILENT_S)
+        self._sources = Patience(least_s=_STALLED_S, most_s=_MOST_STALLED_S)
+        self._unused = asyncio.Event()  # no slot is taken
+        self._unused.set()
+        self._unpin: Callable[[], None] | None = None
+
+    @classmethod
+    async def launch(cls, config: AgentConfig, *, endpoint: str, life: int) -> AgentSession:
+        """Starts an agent and waits until it serves, at most `start_timeout_s`. Raises Unavailable, and SetupError for the ring."""
+        ring = SharedMemory.create(config.ring_dir, config.ring_bytes)
+        socket_path = config.run_dir / f"agent-{life}.sock"
+        session: AgentSession | None = None
+        try:
+            socket_path.unlink(missing_ok=True)
+            process = await Child.start(
+                [
+                    *(sys.executable, "-P", "-m", "kv_transfer.ray.agent"),
+                    *("--address", config.ray_address, "--endpoint", endpoint),
+                    *("--socket", str(socket_path), "--ring", str(ring.path)),
+                    *("--budget-bytes", str(config.budget_bytes), "--start-timeout", str(config.start_timeout_s)),
+                ]
+            )
+            session = cls(endpoint, ring, socket_path, process, config.ray_address)
+            if config.pin is not None:
+                await session.pin_ring(config.pin)
+            await session._wait_ready(config.start_timeout_s)
+        except BaseException:
+            if session is not None:
+                await session.close()
+            raise
+        finally:
+            ring.unlink()
+        return session
+
+    async def wait_lost(self) -> str:
+        """Watches the agent until it is of no use any more, and says why."""
+        exited: asyncio.Future[Any] = asyncio.ensure_future(self.process.wait())
+        try:
+            while True:
+                why = await self._look(exited)
+                if why:
+                    return why
+        finally:
+            exited.cancel()
+
+    async def _look(self, exited: asyncio.Future[Any]) -> str:
+        """Asks once and pauses, at most until a sign that something is wrong. Says why the agent is lost; empty if it is not."""
+        began = time.monotonic()
+        asking = asyncio.ensure_future(self.status(try_store=self._waits_long(began)))
+        try:
+            waited_s = 0.0
+            while not asking.done():
+                await asyncio.wait({exited, self._lost, asking}, timeout=_PIECE_S, return_when=asyncio.FIRST_COMPLETED)
+                if why := self._why_lost(exited):
+                    return why
+                waited_s += _PIECE_S
+                if not asking.done() and waited_s >= self._own.of(self.endpoint, began):
+                    self._fall_silent("it does not answer, or its object store does not")
+            try:
+                asking.result()
+            except TwostepError as error:
+                return f"its actor does not answer: {error.message}"
+        finally:
+            asking.cancel()
+        now = time.monotonic()
+        self._own.answered(self.endpoint, now - began, now)
+        if not self._cut_off or await self._reaches_ray():
+            self._answer_again()
+        suspected: asyncio.Future[Any] = asyncio.ensure_future(self._suspicion.wait())
+        try:
+            await asyncio.wait({exited, suspected, self._lost}, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            suspected.cancel()
+        self._suspicion.clear()
+        return self._why_lost(exited)
+
+    def _why_lost(self, exited: asyncio.Future[Any]) -> str:
+        if self._lost.done():
+            return self._lost.result()
+        if exited.done():
+            return f"its helper process {how_it_ended(self.process.returncode, oom_kills_before=self._oom_kills)}{self._last_words()}"
+        return ""
+
+    def _waits_long(self, now: float) -> bool:
+        """A call has been under way for so long that the object store may be what holds it up."""
+        return bool(self._waiting) and now - next(iter(self._waiting.values())) >= _POLL_S
+
+    @property
+    def silence(self) -> str:
+        """Why nothing should be asked of it now; empty if it answers."""
+        return self._silence.result() if self._silence.done() else ""
+
+    def _fall_silent(self, why: str) -> None:
+        if not self._silence.done():
+            log.warning("KV agent %s: %s; hand-overs take another way until it is back", self.endpoint, why)
+            self._silence.set_result(why)
+
+    def _answer_again(self) -> None:
+        self._cut_off = False
+        if self._silence.done():
+            log.info("KV agent %s answers again", self.endpoint)
+            self._silence = asyncio.get_running_loop().create_future()
+
+    async def unless_silent(self, call: asyncio.Task[T]) -> T:
+        """What the call returns or raises; Unavailable once the agent is silent. The call goes on then, as it does if this is cancelled."""
+        silence = self._silence
+        waited: set[asyncio.Future[Any]] = {call, silence}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if call.done():
+            return call.result()
+        raise Unavailable(f"Ray's KV agent is away: {silence.result()}; prefill again")
+
+    async def _look_at_own_side(self, endpoint: str) -> None:
+        """Nothing came from there. Falls silent if that is for want of an object store, or of a network, on this side."""
+        reaches, answers = await asyncio.gather(self._reaches_ray(), self._store_answers())
+        if not reaches:
+            self._cut_off = True
+            self._fall_silent(f"neither {endpoint} nor Ray's head can be reached from here")
+        elif not answers:
+            self._fall_silent("its object store does not answer")
+
+    async def _store_answers(self) -> bool:
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                await self.status(try_store=True)
+        except (TimeoutError, TwostepError):
+            return False
+        return True
+
+    async def _reaches_ray(self) -> bool:
+        try:
+            await reach(self._ray_address, _CONNECT_S)
+        except Unavailable:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Ends the helper, and with it the actor and its objects; what waits for them gets Unavailable. Idempotent."""
+        if not self._lost.done():
+            self._lost.set_result("it was closed")
+        self.book.drop_all()
+        self.room.pump()
+        self._slots_freed.pump()
+        self.process.close_stdin()
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+        await self._channel.close()
+        self._stderr_reader.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._stderr_reader
+        self.process.close()
+        self._socket_path.unlink(missing_ok=True)
+        await self._unpin_ring()
+
+    async def take_slot(self, num_bytes: int, *, deadline: float) -> Slot:
+        """Raises ResourceExhausted at the deadline, InvalidRequest if the ring is too small for it at all, Unavailable."""
+        if num_bytes > self._ring.num_bytes:
+            raise InvalidRequest(
+                f"a chunk of {num_bytes} bytes does not fit the ring of {self._ring.num_bytes}; make the ring larger or chunks smaller"
+            )
+
+        def attempt() -> int | None:
+            self.check_alive()
+            return self._slots.allocate(num_bytes)
+
+        offset = await self._slots_freed.take(attempt, deadline=deadline)
+        self._unused.clear()
+        return Slot(offset, self._ring.bytes[offset : offset + num_bytes])
+
+    def give_back(self, slot: Slot) -> None:
+        """Nothing reads or writes it any more."""
+        self._slots.free(slot.offset)
+        self._slots_freed.pump()
+        if not self._slots.used_bytes:
+            self._unused.set()
+
+    @property
+    def ring_used_bytes(self) -> int:
+        return self._slots.used_bytes
+
+    async def put(self, lease_id: str, chunk: int, slot: Slot, *, ttl_s: float) -> None:
+        """The slot is the caller's again when this ends. Raises what the agent's error says."""
+        request = kv_pb2.AgentPutRequest(lease_id=lease_id, chunk=chunk, offset=slot.offset, num_bytes=slot.bytes.size, ttl_s=ttl_s)
+        await self._call(lambda: self._stub.Put(request, timeout=_PUT_S))
+
+    async def fetch(self, endpoint: str, lease_id: str, chunk: int, slot: Slot, *, deadline: float) -> None:
+        """The slot holds the chunk, or is garbage; no other process writes it any more when this ends. It ends before the deadline if
+        nothing at all has come from that source for a while."""
+        while True:
+            began, before = time.monotonic(), self._sources.num_answers(endpoint)
+            patience_s = self._sources.of(endpoint, began)
+            try:
+                await self._fetch(endpoint, lease_id, chunk, slot, timeout_s=min(deadline - began, patience_s))
+            except Unavailable:
+                now = time.monotonic()
+                if now - began < patience_s or now >= deadline:
+                    raise
+                if self._sources.num_answers(endpoint) != before:
+                    # Slow, but not dead: others came.
+                    continue
+                await self._look_at_own_side(endpoint)
+                raise Unavailable(f"nothing came from Ray's KV agent {endpoint} for {patience_s:.1f} s; prefill again") from None
+            self._came(endpoint, began)
+            return
+
+    async def probe(self, endpoint: str, slot: Slot, *, deadline: float) -> None:
+        """Fills the slot with the source's pattern. Takes all the time there is, so that patience with a slow source is learned."""
+        began = time.monotonic()
+        await self._fetch(endpoint, PROBE_LEASE, 0, slot, timeout_s=deadline - began)
+        self._came(endpoint, began)
+
+    def _came(self, endpoint: str, began: float) -> None:
+        now = time.monotonic()
+        self._sources.answered(endpoint, now - began, now)
+
+    async def _fetch(self, endpoint: str, lease_id: str, chunk: int, slot: Slot, *, timeout_s: float) -> None:
+        timeout_s = max(0.001, timeout_s)
+        request = kv_pb2.AgentFetchRequest(
+            endpoint=endpoint, lease_id=lease_id, chunk=chunk, offset=slot.offset, num_bytes=slot.bytes.size, timeout_s=timeout_s
+        )
+        await self._call(lambda: self._stub.Fetch(request, timeout=timeout_s + _GRACE_S))
+
+    async def drop(self, lease_id: str) -> None:
+        await self._call(lambda: self._stub.Drop(kv_pb2.AgentDropRequest(lease_id=lease_id), timeout=_GRACE_S))
+
+    async def status(self, *, try_store: bool = False) -> kv_pb2.AgentStatusResponse:
+        request = kv_pb2.AgentStatusRequest(try_store=try_store)
+        return await self._call(lambda: self._stub.Status(request, timeout=_POLL_TIMEOUT_S), counts=False)
+
+    def check_alive(self) -> None:
+        """Raises Unavailable."""
+        if self._lost.done():
+            raise Unavailable(f"Ray's KV agent is gone: {self._lost.result()}; prefill again")
+
+    async def _call(self, begin: Callable[[], Awaitable[T]], *, counts: bool = True) -> T:
+        """One RPC. Raises TwostepErrors only; a call that outlives its own deadline ends the session. `counts`: somebody waits for it."""
+        self.check_alive()
+        call = object()
+        if counts:
+            self._waiting[call] = time.monotonic()
+        try:
+            return await begin()
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+            if code is grpc.StatusCode.UNAVAILABLE:
+                # Perhaps a chunk's source is away, perhaps this agent: look at once.
+                self._suspicion.set()
+                raise Unavailable(f"Ray's KV agent does not serve: {error.details() or code.name}; prefill again") from None
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                if not self._lost.done():
+                    self._lost.set_result("it hangs")
+                raise Unavailable("Ray's KV agent hangs and is being replaced; prefill again") from None
+            raise error_from_grpc(code.name, error.details() or code.name) from None
+        except asyncio.CancelledError:
+            # Closing the channel cancels its calls, which is not the caller's own cancellation.
+            task = asyncio.current_task()
+            if self._lost.done() and (task is None or not task.cancelling()):
+                self.check_alive()
+            raise
+        finally:
+            self._waiting.pop(call, None)
+
+    async def pin_ring(self, pin: Pin) -> None:
+        """While the agent starts, which takes longer."""
+        try:
+            self._unpin = await asyncio.to_thread(pin, self._ring.bytes)
+        except RuntimeError as error:
+            log.warning("the KV agent's ring is not pinned, so that KV is copied once more on its way: %s", error)
+
+    async def _unpin_ring(self) -> None:
+        """Once no copy can be under way: whoever took a slot gives it back when its copy has ended."""
+        unpin, self._unpin = self._unpin, None
+        if unpin is None:
+            return
+        await self._unused.wait()
+        try:
+            await asyncio.to_thread(unpin)
+        except RuntimeError as error:
+            log.warning("the KV agent's ring stays pinned: %s", error)
+
+    async def _wait_ready(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await self.process.stdout.readline()
+        except TimeoutError:
+            raise Unavailable(f"the KV agent did not start in {timeout_s:g} s{self._last_words()}; look at Ray") from None
+        try:
+            said: dict[str, Any] = json.loads(line or b"{}")
+        except ValueError:
+            said = {"error": repr(line[:200])}
+        if not said.get("ready"):
+            raise Unavailable(f"the KV agent did not start: {str(said.get('error', 'it ended'))[:300]}{self._last_words()}; look at Ray")
+        self.book.budget_bytes = int(said["budget_bytes"])
+        self.actor_pid = int(said["actor_pid"])
+
+    async def _read_stderr(self) -> None:
+        # In pieces, not lines: a line has no bound.
+        while piece := await self.process.stderr.read(4096):
+            self._stderr.extend(line for line in piece.decode("utf-8", "replace").splitlines() if line.strip())
+
+    def _last_words(self) -> str:
+        return f" (its last words: {self._stderr[-1][:300]})" if self._stderr else ""
+
+
+async def reach(ray_address: str, within_s: float) -> None:
+    """A connection to Ray's head and nothing more. Raises Unavailable."""
+    host, _, port = ray_address.rpartition(":")
+    try:
+        async with asyncio.timeout(within_s):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError):
+        raise Unavailable(f"Ray does not answer at {ray_address}") from None
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()

@@ -1,0 +1,262 @@
+"""A node of a Ray that outlives its parts: `python -P -m kv_transfer.ray.node`, one in each pod or machine with workers, and one as head.
+
+1. A raylet's node waits until the head answers: `ray start` itself gives up, and whoever starts it again may wait minutes in between.
+2. `ray start` runs in the foreground, its log and those of all its processes on stdout and stderr, until one of them ends.
+3. It is started again, at once the first time and then less and less often.
+4. SIGTERM and SIGINT end all of it. Processes that Ray leaves behind are buried here, where this is the first of a container.
+
+Workers need none of this to start: without it they have no `ray` transport (docs/ray.md). Never imports ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kv_transfer.ray.head import MIN_OBJECT_STORE_BYTES, check_temp_dir
+from kv_transfer.ray.ports import RayPorts
+from twostep.errors import SetupError
+from twostep.process.ending import how_it_ended, oom_kills
+from twostep.process.log import setup_logging
+from twostep.settings.flags import FlagParser
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_CONNECT_S = 1.0
+_FIRST_BACKOFF_S = 0.5
+_MAX_BACKOFF_S = 8.0
+# A node that served for so long begins its next trouble with the first pause again.
+_SETTLED_S = 30.0
+_STOP_S = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """`ray_address` is the GCS's: of a head, where it listens. `ports` None: Ray takes any."""
+
+    head: bool
+    ray_address: str
+    node_ip: str
+    temp_dir: Path
+    store_bytes: int
+    client_port: int
+    ports: RayPorts | None
+    redis_username: str = ""
+    redis_password: str = field(default="", repr=False)
+    log_level: str = "info"
+    log_json: bool = False
+
+    def argv(self) -> list[str]:
+        """`ray start` in the foreground, in a process that ends with this one."""
+        where = self._head_flags() if self.head else [f"--address={self.ray_address}"]
+        return [
+            *(sys.executable, "-P", "-m", "kv_transfer.ray.head", "start", *where),
+            "--block",
+            *([f"--node-ip-address={self.node_ip}"] if self.node_ip else []),
+            f"--object-store-memory={self.store_bytes}",
+            f"--temp-dir={self.temp_dir}",
+            *(self.ports.flags() if self.ports else []),
+            "--num-cpus=0",
+            "--num-gpus=0",
+            "--include-log-monitor=false",
+            "--no-redirect-output",
+            "--disable-usage-stats",
+            "--log-style=record",
+            "--log-color=false",
+        ]
+
+    def _head_flags(self) -> list[str]:
+        return [
+            "--head",
+            f"--port={self.ray_address.rpartition(':')[2]}",
+            f"--ray-client-server-port={self.client_port}",
+            "--include-dashboard=false",
+            "--no-monitor",
+            # Of the Redis that RAY_REDIS_ADDRESS names. Ray does not take them from the environment.
+            *([f"--redis-username={self.redis_username}"] if self.redis_username else []),
+            *([f"--redis-password={self.redis_password}"] if self.redis_password else []),
+            # It holds for all nodes. The byte budgets of the KV agents keep the stores from filling up.
+            '--system-config={"automatic_object_spilling_enabled":false}',
+        ]
+
+
+def node_env(base: Mapping[str, str]) -> dict[str, str]:
+    """`base`, and what it does not say. Of Ray's own: RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH, and of a head RAY_REDIS_ADDRESS and so on."""
+    return {
+        "RAY_enable_worker_prestart": "0",
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # How long nodes, agents and their helpers go on while no GCS answers; Ray's own 60 s are less than a head may take to come back.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+        "RAY_BACKEND_LOG_LEVEL": "warning",
+        # Nobody collects Ray's own metrics here, and each process would complain of that every ten seconds.
+        "RAY_enable_metrics_collection": "0",
+        "RAY_enable_open_telemetry": "0",
+        # Ray would count its neighbours' memory, and kill agents for it.
+        "RAY_memory_monitor_refresh_ms": "0",
+        **base,
+    }
+
+
+def parse_node(argv: Sequence[str] | None = None) -> NodeConfig:
+    """Exits with a usage message if a flag does not make sense. Raises SetupError."""
+    parser = FlagParser(prog="python -P -m kv_transfer.ray.node", description="One node of Ray, started again whenever it ends.")
+    parser.flag("--ray-head", action="store_true", default=False, help="this node is the head: the GCS runs here")
+    parser.flag("--ray-address", default="127.0.0.1:6379", help="host:port of the GCS; of a head only the port is used")
+    parser.flag("--ray-node-ip", default="", help="address under which other nodes reach this one; what Ray finds if not given")
+    parser.flag("--ray-temp-dir", type=Path, default=Path("/tmp/ray"), help="for sockets: private and short")
+    parser.flag(
+        "--ray-store-bytes", type=int, default=MIN_OBJECT_STORE_BYTES, help="shared memory for KV on its way; /dev/shm must be larger"
+    )
+    parser.flag("--ray-client-port", type=int, default=10001, help="of a head: Ray's client server, which nobody uses")
+    parser.flag("--ray-first-port", type=int, default=0, help="fixed ports from here on, see kv_transfer/ray/ports.py; 0: any")
+    parser.flag("--ray-worker-ports", type=int, default=40, help="how many of them are for KV agents, two each")
+    parser.flag("--ray-redis-username", default="", help="of a head: for the Redis of RAY_REDIS_ADDRESS")
+    parser.flag("--ray-redis-password-file", type=Path, default=None, help="of a head: its first line is that Redis's password")
+    parser.flag("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="least severe level that is logged")
+    parser.flag("--log-json", action="store_true", default=False, help="one JSON object a line; not of Ray's own lines")
+    flags = parser.parse_args(argv)
+    return _checked(flags, parser)
+
+
+def _checked(flags: argparse.Namespace, parser: FlagParser) -> NodeConfig:
+    host, _, port = flags.ray_address.rpartition(":")
+    if not host or not port.isdecimal():
+        parser.error(f"--ray-address {flags.ray_address!r} is not host:port")
+    if flags.ray_store_bytes < MIN_OBJECT_STORE_BYTES:
+        parser.error(f"--ray-store-bytes {flags.ray_store_bytes} is too little for Ray; give at least {MIN_OBJECT_STORE_BYTES}")
+    check_temp_dir(flags.ray_temp_dir)
+    ports = RayPorts(first=flags.ray_first_port, num_worker_ports=flags.ray_worker_ports) if flags.ray_first_port else None
+    return NodeConfig(
+        head=flags.ray_head,
+        ray_address=flags.ray_address,
+        node_ip=flags.ray_node_ip,
+        temp_dir=flags.ray_temp_dir,
+        store_bytes=flags.ray_store_bytes,
+        client_port=flags.ray_client_port,
+        ports=ports,
+        redis_username=flags.ray_redis_username,
+        redis_password=_first_line(flags.ray_redis_password_file),
+        log_level=flags.log_level,
+        log_json=flags.log_json,
+    )
+
+
+def _first_line(path: Path | None) -> str:
+    """Raises SetupError."""
+    try:
+        return (path.read_text().splitlines() or [""])[0].strip() if path is not None else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise SetupError(f"cannot read --ray-redis-password-file {path}: {error}; give a text file") from error
+
+
+class RayNode:
+    """run(), until `stop` is called, by a signal's handler or another thread."""
+
+    def __init__(self, config: NodeConfig, env: Mapping[str, str]) -> None:
+        self._config = config
+        self._env = env
+        self._stop_asked = False
+
+    def stop(self) -> None:
+        self._stop_asked = True
+
+    def _stopped(self) -> bool:
+        return self._stop_asked
+
+    def run(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while not self._stopped():
+            if not self._config.head and not self._wait_for_head():
+                break
+            begin, kills = time.monotonic(), oom_kills()
+            status = self._live()
+            if self._stopped():
+                break
+            if time.monotonic() - begin >= _SETTLED_S:
+                backoff_s = _FIRST_BACKOFF_S
+            log.warning("Ray %s; it is started again in %g s", how_it_ended(status, oom_kills_before=kills), backoff_s)
+            self._pause(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    def _wait_for_head(self) -> bool:
+        """False: it is to stop."""
+        host, _, port = self._config.ray_address.rpartition(":")
+        said = False
+        while not self._stopped():
+            try:
+                with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
+                    return True
+            except OSError as error:
+                if not said:
+                    log.warning("Ray's head does not answer at %s (%s); this node joins once it does", self._config.ray_address, error)
+                    said = True
+            self._pause(_POLL_S * 5)
+        return False
+
+    def _live(self) -> int:
+        """From the start of `ray start` to its end, which `stop` brings about. Returns its exit status."""
+        pid = os.posix_spawn(sys.executable, self._config.argv(), self._env)
+        log.info("Ray's %s starts", "head" if self._config.head else f"node of {self._config.ray_address}")
+        kill_at: float | None = None
+        while True:
+            status = _bury(pid)
+            if status is not None:
+                return status
+            if self._stopped() and kill_at is None:
+                os.kill(pid, signal.SIGTERM)
+                kill_at = time.monotonic() + _STOP_S
+            if kill_at is not None and time.monotonic() > kill_at:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL_S)
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._stopped() and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
+
+def _bury(wanted: int) -> int | None:
+    """Every child that has ended; the exit status of `wanted` if it is among them (negative: the signal that ended it)."""
+    found: int | None = None
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == wanted:
+                found = os.waitstatus_to_exitcode(status)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 after a signal, 2 if it cannot start."""
+    try:
+        config = parse_node(argv)
+        setup_logging(level=config.log_level, json_lines=config.log_json, process="ray-head" if config.head else "ray-node")
+        try:
+            config.temp_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise SetupError(f"cannot make --ray-temp-dir {config.temp_dir}: {error.strerror}; give another one") from error
+    except SetupError as error:
+        sys.stderr.write(f"cannot start: {error.message}\n")
+        return 2
+    node = RayNode(config, node_env(os.environ))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: node.stop())
+    node.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

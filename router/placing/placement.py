@@ -1,0 +1,232 @@
+"""Which workers serve a request: a pure function of a snapshot.
+
+1. who can     ready, not draining, large enough; in pairs with a layout and a transport in common, or decode workers that compute prompts
+2. predict     what each would do for this request, and to the others                                            prediction.py
+3. choose      first among those that keep the request's targets (else those that miss them by least), the least cost in seconds
+
+The two sides of a pair are chosen apart, among workers of one kind (layout and transports), and then joined: what a prefill worker decides
+(time to the first token) and what a decode worker decides (hand-over, time per token) add up. So it is linear in the number of workers.
+
+What differs by less than is known about loads is equal: of such near-equals two are drawn by a hash of the request, and the better one is
+taken (Mitzenmacher, "The power of two choices in randomized load balancing", 2001). The same request falls the same way everywhere; many
+are spread, and several routers with the same stale view do not all run to the one that looks best.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from router.placing import reasons as placement_reasons
+from twostep.cluster.convertible import HOST_TRANSPORTS, joinable
+from twostep.cluster.prediction import Decoding, Prediction, Predictor, conversion_cost, fallback_curve, hand_over_s, mean_load, shares
+from twostep.cluster.records import LayoutRecord, WorkerRecord
+from twostep.cluster.snapshot import Candidate, Demand, MeanLoad, Snapshot
+from twostep.version_skew import together
+
+__all__ = ["Candidate", "Demand", "MeanLoad", "NoPlacement", "Placement", "Shortage", "Snapshot", "place"]
+
+# Of what hangs on the load of the best one: what comes within it is as good.
+_NEAR = 0.05
+_LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Who serves a request. `prefill` is None where the decode worker computes the prompt itself.
+
+    Of the choice, as predicted now: time to the first token, time per token after it, whether both are within the demand's targets, and if
+    not, after how many seconds it is worth asking again (0 otherwise). Not `attainable`: these workers would miss them without any load.
+    """
+
+    prefill: WorkerRecord | None
+    decode: WorkerRecord
+    cost: float
+    reason: str
+    predicted_ttft_s: float = 0.0
+    predicted_tpot_s: float = 0.0
+    meets_targets: bool = True
+    attainable: bool = True
+    retry_after_s: float = 0.0
+
+
+class Shortage(Enum):
+    MISSING = "missing"  # a role has no worker that could serve this request
+    NO_TRANSPORT = "no transport"  # workers are there, but KV cannot travel between any two of them
+    EXCLUDED = "excluded"  # every pair that could serve it has an excluded worker
+    INCOMPATIBLE = "incompatible"  # no prefill worker's KV means anything to any decode worker
+    TOO_LARGE = "too large"  # no live worker could ever hold it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoPlacement:
+    """Why nobody can serve the request now; `reason` is a sentence for the client."""
+
+    shortage: Shortage
+    reason: str
+
+
+def place(snapshot: Snapshot, demand: Demand) -> Placement | NoPlacement:
+    """The best pair, or the best decode worker alone. Ties fall by a hash of request and worker: the same for the same request, spread
+    evenly over requests."""
+    prefill = [c for c in snapshot.prefill if _serves(c.record)]
+    decode = [c for c in snapshot.decode if _serves(c.record)]
+    missing = [] if prefill or any(c.record.local_prefill for c in decode) else ["prefill"]
+    missing += [] if decode else ["decode"]
+    if missing:
+        return NoPlacement(shortage=Shortage.MISSING, reason=placement_reasons.missing(missing, snapshot))
+    total = demand.num_tokens + demand.max_new_tokens
+    fitting_prefill = [c for c in prefill if _fits(c.record, demand.num_tokens, total)]
+    fitting_decode = [c for c in decode if _fits(c.record, total, total)]
+    if not fitting_decode or not (fitting_prefill or any(c.record.local_prefill for c in fitting_decode)):
+        return NoPlacement(shortage=Shortage.TOO_LARGE, reason=placement_reasons.too_large(demand, prefill, decode))
+    best = _Choice(fitting_prefill, fitting_decode, demand, skip_excluded=True).best()
+    if best is not None:
+        return best
+    if _Choice(fitting_prefill, fitting_decode, demand, skip_excluded=False).best() is not None:
+        return NoPlacement(shortage=Shortage.EXCLUDED, reason="every worker that could serve the request is full or has just failed")
+    versions = {c.record.version for c in fitting_prefill}, {c.record.version for c in fitting_decode}
+    if fitting_prefill and not any(together(there, here) for there in versions[0] for here in versions[1]):
+        return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=placement_reasons.versions_apart(fitting_prefill, fitting_decode))
+    layouts = {c.record.layout for c in fitting_prefill}, {c.record.layout for c in fitting_decode}
+    if not any(there == here or joinable(there, here) for there in layouts[0] for here in layouts[1]):
+        return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=placement_reasons.incompatible(fitting_prefill, fitting_decode))
+    return NoPlacement(shortage=Shortage.NO_TRANSPORT, reason=placement_reasons.no_transport(fitting_prefill, fitting_decode))
+
+
+def _serves(record: WorkerRecord) -> bool:
+    return record.ready and not record.draining
+
+
+def _fits(record: WorkerRecord, num_tokens: int, total: int) -> bool:
+    """Whether `num_tokens` fit its pool and `total` its context."""
+    return total <= record.max_model_len and -(-num_tokens // record.layout.block_size) <= record.num_blocks
+
+
+# Layout, transports and version: all that says whether two workers can be paired, and by which transport. Layouts are numbered: hashing one
+# takes longer than predicting.
+_Kind = tuple[int, tuple[str, ...], str]
+# By which transports are compared: a short prompt's KV, so that latency counts too.
+_SOME_BYTES = 64e6
+
+
+class _Choice:
+    """Among workers that are large enough."""
+
+    def __init__(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], demand: Demand, *, skip_excluded: bool) -> None:
+        self._demand = demand
+        self._predictor = Predictor(demand, fallback_curve((*prefill, *decode)))
+        # The excluded ones count where it is about loads: what is on them is somebody's.
+        self._prefill = [(c, mean_load(c, demand.num_tokens)) for c in prefill]
+        decoding = [(c, mean_load(c, demand.num_tokens)) for c in decode]
+        self._prefill_share, share = shares(self._prefill), shares(decoding)
+        if skip_excluded:
+            self._prefill = [(c, mean) for c, mean in self._prefill if not c.excluded]
+            decoding = [(c, mean) for c, mean in decoding if not c.excluded]
+        self._decoding = [self._predictor.decoding(c, mean, share) for c, mean in decoding]
+        self._layouts: list[LayoutRecord] = []
+        self._numbers: dict[LayoutRecord, int] = {}
+        self._numbers_by_id: dict[int, int] = {}
+
+    def best(self) -> Placement | None:
+        pair, local = self._pair(), self._local()
+        if pair is None or (local is not None and local.cost <= pair.cost):
+            return local
+        return pair
+
+    def _pair(self) -> Placement | None:
+        sources: dict[_Kind, list[Prediction]] = {}
+        for candidate, mean in self._prefill:
+            sources.setdefault(self._kind(candidate), []).append(self._predictor.prefill(candidate, mean, self._prefill_share))
+        targets: dict[_Kind, list[Decoding]] = {}
+        for decoding in self._decoding:
+            targets.setdefault(self._kind(decoding.candidate), []).append(decoding)
+        rails = [
+            (there, here, transport) for there in sources for here in targets if (transport := self._transport(there, here)) is not None
+        ]
+        best_sources = {there: self._pick(sources[there]) for there, _, _ in rails}
+        best_targets = {
+            (here, transport): self._pick([self._predictor.decode(decoding, transport) for decoding in targets[here]])
+            for here, transport in {(here, transport) for _, here, transport in rails}
+        }
+        pairs = [
+            (p.cost + d.cost + conversion_cost(self._layouts[there[0]], self._layouts[here[0]], self._demand.num_tokens), p, d)
+            for there, here, transport in rails
+            for p, d in ((best_sources[there], best_targets[here, transport]),)
+        ]
+        if not pairs:
+            return None
+        cost, p, d = min(pairs, key=lambda pair: pair[0])
+        return self._placement(cost, p, d)
+
+    def _local(self) -> Placement | None:
+        predictions = [self._predictor.local(decoding) for decoding in self._decoding if decoding.candidate.record.local_prefill]
+        if not predictions:
+            return None
+        picked = self._pick(predictions)
+        return self._placement(picked.cost, None, picked)
+
+    def _kind(self, candidate: Candidate) -> _Kind:
+        layout = candidate.record.layout
+        number = self._numbers_by_id.get(id(layout))
+        if number is None:
+            number = self._numbers_by_id[id(layout)] = self._numbers.setdefault(layout, len(self._layouts))
+            if number == len(self._layouts):
+                self._layouts.append(layout)
+        return number, candidate.record.transports, candidate.record.version
+
+    def _transport(self, there: _Kind, here: _Kind) -> str | None:
+        """By which KV goes: the fastest in common, of those that pass through the reader's host memory where it has to be cut anew."""
+        if not together(there[2], here[2]):
+            return None
+        common = [transport for transport in there[1] if transport in here[1]]
+        if there[0] != here[0]:
+            common = [transport for transport in common if transport in HOST_TRANSPORTS]
+            if common and not joinable(self._layouts[there[0]], self._layouts[here[0]]):
+                return None
+        return min(common, key=lambda transport: hand_over_s(_SOME_BYTES, transport), default=None)
+
+    def _pick(self, predictions: Sequence[Prediction]) -> Prediction:
+        """The better of two among those that are near the best."""
+        best = min(predictions, key=lambda p: p.cost)
+        limit = best.cost + _NEAR * best.load_s
+        near = [p for p in predictions if p.cost <= limit]
+        if len(near) == 1:
+            return best
+        drawn = sorted((_tie(self._demand.request_id, p.candidate.record.worker_id), i) for i, p in enumerate(near))[:2]
+        first, second = near[drawn[0][1]], near[drawn[1][1]]
+        return second if second.cost < first.cost else first
+
+    def _placement(self, cost: float, p: Prediction | None, d: Prediction) -> Placement:
+        demand = self._demand
+        ttft, idle_ttft = (d.ttft_s, self._predictor.idle_local_s(d.candidate)) if p is None else (p.ttft_s, p.idle_ttft_s)
+        late = _beyond(ttft, demand.ttft_ms), _beyond(d.tpot_s, demand.tpot_ms)
+        met = not any(late)
+        # A queue becomes shorter by a second each second. Steps become shorter as answers end.
+        retry = late[0] + demand.max_new_tokens * late[1]
+        decode = f"decode {d.candidate.record.worker_id}: {d.candidate.cached_tokens} cached"
+        prefill = (
+            "the prompt computed there" if p is None else f"prefill {p.candidate.record.worker_id}: {p.candidate.cached_tokens} cached"
+        )
+        return Placement(
+            prefill=None if p is None else p.candidate.record,
+            decode=d.candidate.record,
+            cost=cost,
+            reason=f"{prefill} of {demand.num_tokens} tokens; {decode}; {ttft * 1e3:.1f} ms, then {d.tpot_s * 1e3:.2f} ms a token",
+            predicted_ttft_s=ttft,
+            predicted_tpot_s=d.tpot_s,
+            meets_targets=met,
+            attainable=not (_beyond(idle_ttft, demand.ttft_ms) or _beyond(d.idle_tpot_s, demand.tpot_ms)),
+            retry_after_s=0.0 if met else min(_MOST_RETRY_S, max(_LEAST_RETRY_S, retry)),
+        )
+
+
+def _beyond(predicted_s: float, target_ms: float | None) -> float:
+    """Seconds beyond the target."""
+    return 0.0 if target_ms is None else max(0.0, predicted_s - target_ms / 1e3)
+
+
+def _tie(request_id: str, worker_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{request_id}/{worker_id}".encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,151 @@
+"""Processes of one kind that may die of what they are asked, as a router keeps them: a few, started when they are needed.
+
+question ─ its line is full? ─┬─ yes ─────────────────────────────────────────────▶ refused
+                              └─ no ─ in turn ─ a process that is free, or a new ──▶ answer
+                                                   └─ lost, or too slow: it is ended, and another one takes its place
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from router.prompting.helper_process import HelperProcess, Lost
+from twostep.errors import ResourceExhausted, SetupError
+
+log = logging.getLogger(__name__)
+
+# On the clock, however busy the machine is.
+_WAIT_S = 30.0
+_START_S = 60.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Helper:
+    """Says how to start one: `module` is asked to take `setup` first, for which it has `setup_s` of the processor (0: for ever).
+    `purpose`, as in "is there to render chats", and `lost`, with a place for "time" or "memory", are for messages."""
+
+    module: str
+    setup: bytes
+    purpose: str
+    setup_s: float = 0.0
+    lost: str = "the process took too much {} to start"
+
+
+class Line:
+    """Those who wait for a pool together: at most `most`, of whom at most `at_once` have a process. `what`: as a message says it."""
+
+    def __init__(self, what: str, *, most: int, at_once: int) -> None:
+        self.what, self.most = what, most
+        self.num = 0
+        self.gate = asyncio.Semaphore(at_once)
+
+
+class HelperPool:
+    """Of one router. Belongs to its event loop."""
+
+    def __init__(self, helper: Helper, num_processes: int) -> None:
+        """Starts nothing yet."""
+        self._helper = helper
+        self._places = asyncio.Semaphore(num_processes)
+        self._idle: list[HelperProcess] = []
+        self._busy: set[HelperProcess] = set()
+        # What goes on whoever waits for it: answers, processes that are ended, those that are started in their place.
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    async def start(self) -> None:
+        """Starts one, so that the first question does not wait for it. Raises SetupError."""
+        async with self._places:
+            if not self._idle:
+                self._idle.append(await self._started())
+
+    async def ask(self, line: Line, *question: bytes, cpu_s: float) -> bytes:
+        """`cpu_s`: of the processor. Raises Lost, ResourceExhausted (too many wait, or the machine is too busy), SetupError."""
+        if line.num >= line.most:
+            raise ResourceExhausted(f"{line.num} {line.what}; repeat later", retry_after_s=1.0)
+        line.num += 1
+        try:
+            with ExitStack() as held:
+                for gate in (line.gate, self._places):
+                    await gate.acquire()
+                    held.callback(gate.release)
+                answer = self._begin(self._answer(question, cpu_s))
+                over = held.pop_all()
+                answer.add_done_callback(lambda _: over.close())
+            # A client that leaves takes no process with it.
+            await asyncio.wait((answer,))
+            return answer.result()
+        finally:
+            line.num -= 1
+
+    async def close(self) -> None:
+        """When nobody waits for an answer any more."""
+        self._closed = True
+        while self._tasks or self._idle:
+            while self._idle or self._busy:
+                self._begin((self._idle or self._busy).pop().end())
+            await asyncio.wait(self._tasks)
+
+    async def _answer(self, question: tuple[bytes, ...], cpu_s: float) -> bytes:
+        process = self._idle.pop() if self._idle else await self._started()
+        self._busy.add(process)
+        try:
+            answer = await process.ask(*question, cpu_s=cpu_s, timeout_s=_WAIT_S)
+        except (TimeoutError, Lost) as error:
+            self._begin(process.end())
+            if not self._closed:
+                self._begin(self._replace())
+            if isinstance(error, Lost):
+                raise
+            raise ResourceExhausted(f"the machine is too busy to {self._helper.purpose}; repeat later", retry_after_s=1.0) from error
+        finally:
+            self._busy.discard(process)
+        self._idle.append(process)
+        return answer
+
+    async def _replace(self) -> None:
+        """The next question need not wait for the start of a process."""
+        try:
+            await self.start()
+        except SetupError as error:
+            log.warning("there is no process to %s: %s", self._helper.purpose, error.message)
+
+    async def _started(self) -> HelperProcess:
+        """Raises SetupError."""
+        helper, trouble = self._helper, "its start was given up"
+        process = await HelperProcess.start(helper.module)
+        try:
+            trouble = (await process.ask(helper.setup, cpu_s=helper.setup_s, timeout_s=_START_S)).decode("utf-8", "surrogatepass")
+        except Lost as lost:
+            trouble = helper.lost.format(lost)
+        except TimeoutError:
+            trouble = f"the process that is to {helper.purpose} was not there after {_START_S:g} s"
+        finally:
+            if trouble:
+                self._begin(process.end())
+        if trouble:
+            raise SetupError(trouble)
+        return process
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+        return task
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # Seen, so that nobody logs what it may quote if its caller is gone.
+            task.exception()

@@ -1,0 +1,253 @@
+"""From a client's message to token ids and resolved sampling parameters; everything wrong with either is said here."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from router.prompting.chat import check_chat, continued_content, num_content_chars
+from router.prompting.grammar_check import GrammarChecker
+from router.prompting.renderer import Renderer
+from router.request.answer import Answer
+from router.request.resume import resumed_tokens
+from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted
+from twostep.rpc.convert import grammar_from_proto
+from twostep.rpc.v1 import inference_pb2
+from twostep.sampling_params import SamplingParams
+from twostep.text.answer_grammar import after_reasoning
+from twostep.text.chat_format import ChatFormat
+from twostep.text.detokenizer import Detokenizer
+from twostep.text.model_card import ModelCard
+from twostep.text.reasoning import Begun, ReasoningFormat, ReasoningSplitter
+from twostep.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
+
+# Detokenizing goes token by token.
+_CHARS_FOR_TOKEN = 32
+_MAX_THREADED = 64
+
+_NUMBERS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+# Optional fields of the message that a model's generation config may have a default for.
+_MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and how the answer is to be read: `tokenizer` shows the special tokens that it is made of; `reasoning` is what the model
+    marks its reasoning with, None for prompts that are no chats, and `begun` whether the prompt has begun it."""
+
+    ids: Sequence[int]
+    tokenizer: Tokenizer
+    reasoning: ReasoningFormat | None = None
+    begun: Begun = Begun.OVER
+
+    def answer(self, sampling: SamplingParams) -> Answer:
+        splitter = None if self.reasoning is None else ReasoningSplitter(self.reasoning, begun=self.begun is Begun.YES)
+        # A grammar is of what tokens add to a text: it does not know that a prompt without any would take their first space.
+        before = self.ids if sampling.grammar is None else self.tokenizer.anchor or self.ids
+        return Answer(self.tokenizer, sampling, splitter, prompt=before)
+
+    def held(self, sampling: SamplingParams) -> SamplingParams:
+        """A grammar is of the answer: the model thinks freely before it."""
+        if self.reasoning is None or sampling.grammar is None:
+            return sampling
+        return replace(sampling, grammar=after_reasoning(sampling.grammar, self.reasoning, self.tokenizer, self.begun))
+
+
+ReadPrompt = Callable[[], Awaitable[Prompt]]
+
+
+class PromptReader:
+    """Shared by all requests."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        card: ModelCard,
+        renderer: Renderer,
+        *,
+        default_max_tokens: int,
+        chat_format: ChatFormat | None = None,
+        grammars: GrammarChecker | None = None,
+    ) -> None:
+        """`chat_format`: of the answers to chats; None: they are nothing but text. `grammars` None: only workers look at them."""
+        self._grammars = grammars
+        self._tokenizer = tokenizer
+        self._format = chat_format or ChatFormat()
+        # Parsers have to see the special tokens that a format is made of.
+        self._chat_tokenizer = tokenizer.showing(self._format.special_ids(tokenizer, with_tools=False))
+        self._tools_tokenizer = tokenizer.showing(self._format.special_ids(tokenizer, with_tools=True))
+        self._open_tokenizer = tokenizer.showing(tokenizer.special_ids)
+        self._card = card
+        self._renderer = renderer
+        self._default_max_tokens = default_max_tokens
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._num_threaded = 0
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def text_ids(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Raises InvalidRequest for an empty text, ResourceExhausted if too many long ones are being tokenized."""
+        if not text:
+            raise InvalidRequest("text is empty; send at least one character")
+        self._check_length(len(text))
+
+        def encoded() -> Sequence[int]:
+            self._check_tokens(text)
+            return self._tokenizer.encode(text, add_special_tokens)
+
+        return await self._in_thread_if_long(encoded, len(text))
+
+    async def chat_ids(self, chat: inference_pb2.Chat) -> Sequence[int]:
+        """Raises InvalidRequest, ResourceExhausted if too many long ones are being tokenized."""
+        return (await self._chat(chat)).ids
+
+    async def _chat(self, chat: inference_pb2.Chat) -> Prompt:
+        check_chat(chat)
+        self._check_length(num_content_chars(chat))
+        tokenizer = self._tools_tokenizer if chat.tools else self._chat_tokenizer
+        reasoning = self._format.reasoning
+        rendered = await self._renderer.render(chat)
+        text = rendered.text
+        self._check_length(len(text))
+        begun = Begun.OVER if reasoning is None else reasoning.begun_in(text, continued_content(chat))
+
+        def encoded() -> Sequence[int]:
+            self._check_tokens(text)
+            return self._tokenizer.encode_chat(text, rendered.clients)
+
+        return Prompt(await self._in_thread_if_long(encoded, len(text)), tokenizer, reasoning, begun)
+
+    async def prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
+        """Of a Generate request: at least one token, all within the vocabulary. Raises InvalidRequest (ContextExceeded),
+        ResourceExhausted."""
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
+        if kind == "token_ids":
+            prompt = Prompt(self._given_ids(request.token_ids.ids), self._tokenizer)
+        elif kind == "text":
+            prompt = Prompt(await self.text_ids(request.text), self._tokenizer)
+        else:
+            prompt = await self._chat(request.chat)
+        if not prompt.ids:
+            raise InvalidRequest(f"{kind} gives no tokens; send some text")
+        return replace(prompt, tokenizer=self._open_tokenizer) if request.keep_special_tokens else prompt
+
+    def _given_ids(self, given: Sequence[int]) -> Sequence[int]:
+        num_ids = len(given)
+        if not num_ids:
+            raise InvalidRequest("token_ids is empty; send at least one id")
+        if num_ids >= self._card.max_model_len:
+            # Looking at each of millions would hold up everybody else.
+            raise _no_room(num_ids, self._card.max_model_len)
+        ids = list(given)
+        if max(ids) >= self._card.vocab_size:
+            at = next(i for i, token_id in enumerate(ids) if token_id >= self._card.vocab_size)
+            raise InvalidRequest(
+                f"token_ids[{at}] is {ids[at]}; the vocabulary of this model has ids from 0 to {self._card.vocab_size - 1}"
+            )
+        return ids
+
+    def sampling(
+        self, proto: inference_pb2.SamplingParams, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int
+    ) -> SamplingParams:
+        """What the client asked for, then the model's defaults, then neutral ones; bounded by the context, and where
+        max_tokens is not given by `pool_tokens`, the most that a worker could hold.
+
+        Raises InvalidRequest (a value out of range), ContextExceeded (no room for the prompt and one, or max_tokens, more)."""
+        room = max_model_len - num_prompt_tokens
+        if room < 1:
+            raise _no_room(num_prompt_tokens, max_model_len)
+        max_tokens = proto.max_tokens if proto.HasField("max_tokens") else self._unasked(room, num_prompt_tokens, pool_tokens)
+        if max_tokens > room:
+            raise ContextExceeded(
+                f"the prompt has {num_prompt_tokens} tokens, max_tokens is {max_tokens}, and the context has {max_model_len}; "
+                f"shorten the prompt or ask for at most {room}"
+            )
+        values = {name: getattr(self._card.generation, name) for name in _MODEL_DEFAULTS}
+        given = {field.name: value for field, value in proto.ListFields()}
+        values |= {name: given[name] for name in _NUMBERS if name in given}
+        for i, token_id in enumerate(proto.stop_token_ids):
+            if not 0 <= token_id < self._card.vocab_size:
+                raise InvalidRequest(
+                    f"stop_token_ids[{i}] is {token_id}; the vocabulary of this model has ids from 0 to {self._card.vocab_size - 1}"
+                )
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=proto.seed if proto.HasField("seed") else secrets.randbits(63),
+            stop=tuple(proto.stop),
+            stop_token_ids=tuple(proto.stop_token_ids),
+            logprobs=proto.logprobs if proto.HasField("logprobs") else None,
+            grammar=grammar_from_proto(proto.grammar) if proto.HasField("grammar") else None,
+            **values,
+        )
+
+    def most_unasked(self, max_model_len: int) -> int:
+        """The most that max_tokens may be where it is not given."""
+        return min(self._default_max_tokens or max_model_len, max_model_len)
+
+    def _unasked(self, room: int, num_prompt_tokens: int, pool_tokens: int) -> int:
+        """max_tokens of a request that gives none."""
+        return max(1, min(self._default_max_tokens or room, room, pool_tokens - num_prompt_tokens))
+
+    async def check_grammar(self, sampling: SamplingParams) -> None:
+        """Raises InvalidRequest naming what is wrong with the answer's grammar, ResourceExhausted, SetupError."""
+        if sampling.grammar is not None and self._grammars is not None:
+            await self._grammars.check(sampling.grammar)
+
+    async def resume(self, answer: Answer, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Brings `answer` to where a client is that has `token_ids` of it. Raises InvalidRequest, ResourceExhausted."""
+        tokens = resumed_tokens(token_ids, sampling, eos_token_ids=self._card.eos_token_ids, vocab_size=self._card.vocab_size)
+        await self._in_thread_if_long(lambda: answer.resume(tokens), len(tokens) * _CHARS_FOR_TOKEN)
+
+    def text_of(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
+        """As a client sees it that has these tokens of an answer."""
+        return Detokenizer(self._tokenizer, prompt).push(token_ids) if token_ids else ""
+
+    def _check_length(self, num_chars: int) -> None:
+        """Megabytes that can never fit would keep the tokenizer's threads from everybody else for seconds."""
+        if (least := self._tokenizer.least_tokens(num_chars)) >= self._card.max_model_len:
+            raise ContextExceeded(
+                f"the prompt has {num_chars} characters, at least {least} tokens, and the context {self._card.max_model_len}; shorten it"
+            )
+
+    def _check_tokens(self, text: str) -> None:
+        if self._tokenizer.is_beyond(text, self._card.max_model_len):
+            raise ContextExceeded(
+                f"the prompt has {len(text)} characters and more tokens than the context, which has {self._card.max_model_len}; shorten it"
+            )
+
+    async def _in_thread_if_long(self, work: Callable[[], T], num_chars: int) -> T:
+        if num_chars <= MAX_INLINE_CHARS:
+            return work()
+        if self._num_threaded >= _MAX_THREADED:
+            raise ResourceExhausted(f"{self._num_threaded} long prompts are being tokenized; repeat later")
+        self._num_threaded += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._num_threaded -= 1
+
+
+def _no_room(num_prompt_tokens: int, max_model_len: int) -> ContextExceeded:
+    return ContextExceeded(
+        f"the prompt has {num_prompt_tokens} tokens and the context {max_model_len}; shorten it, leaving one for the answer"
+    )

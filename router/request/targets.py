@@ -1,0 +1,197 @@
+"""What a request was promised, and whether it can be kept: decided before anything is asked of a worker, by pure functions.
+
+A request with targets is refused as soon as they cannot be met any more: what it has waited, what it would still wait in the router's
+queue, and what placement predicts on the workers, add up to more than its time to the first token; or a token would take longer than its
+time per token. Batch requests are not refused for that: they wait. Nor is an answer that has begun: its client holds a part of it.
+
+The refusal says after how long to come again: by then what is too much should be gone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from twostep.errors import DeadlineExceeded, InvalidRequest, ResourceExhausted
+from twostep.request_class import MAX_TARGET_MS, RequestClass
+from twostep.rpc.convert import class_from_proto
+from twostep.rpc.v1 import inference_pb2
+
+# A front that knows who its callers are says so here, and takes away what they say themselves.
+TENANT_HEADER = "x-twostep-tenant"
+_MAX_TENANT_CHARS = 128
+
+_MIN_RETRY_S = 0.1
+_MAX_RETRY_S = 30.0
+# Over how long the pace of the queue is averaged, of the time in which anybody waits.
+_PACE_S = 5.0
+
+
+class Reason(StrEnum):
+    """Why a request got no worker."""
+
+    BOUNDED = "bounded"
+    TARGET_TTFT = "target_ttft"
+    TARGET_TPOT = "target_tpot"
+    DEADLINE = "deadline"
+    QUOTA = "quota"
+
+
+class Refused(ResourceExhausted):
+    """No room, or none in time: nothing was asked of any worker."""
+
+    def __init__(self, reason: Reason, message: str, *, retry_after_s: float | None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.reason = reason
+
+
+class Expired(DeadlineExceeded):
+    """Its time was up while it waited: nothing was asked of any worker."""
+
+    reason = Reason.DEADLINE
+
+
+def retry_after(seconds: float) -> float:
+    """What a client is told to wait: not so little that it comes for nothing, not so much that it finds everything idle."""
+    return min(_MAX_RETRY_S, max(_MIN_RETRY_S, seconds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """In seconds; None: as soon as can be."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    @classmethod
+    def of(cls, request: inference_pb2.GenerateRequest) -> Targets:
+        """Raises InvalidRequest."""
+        return cls(
+            ttft_s=_seconds("ttft_ms", request.ttft_ms) if request.HasField("ttft_ms") else None,
+            tpot_s=_seconds("tpot_ms", request.tpot_ms) if request.HasField("tpot_ms") else None,
+        )
+
+    def __bool__(self) -> bool:
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    def missed(self, ttft_s: float | None, tpot_s: float | None) -> frozenset[Reason]:
+        """Those that an answer did not keep. A `ttft_s` of None: no token came; a `tpot_s` of None: there was but one."""
+        late = self.ttft_s is not None and (ttft_s is None or ttft_s > self.ttft_s)
+        slow = self.tpot_s is not None and tpot_s is not None and tpot_s > self.tpot_s
+        return frozenset({Reason.TARGET_TTFT} if late else ()) | frozenset({Reason.TARGET_TPOT} if slow else ())
+
+
+def _seconds(field: str, milliseconds: float) -> float:
+    if not 0 < milliseconds <= MAX_TARGET_MS:
+        raise InvalidRequest(f"{field} is {milliseconds:g}; give milliseconds above 0, up to {MAX_TARGET_MS}, or leave it out")
+    return milliseconds / 1e3
+
+
+def class_of(request: inference_pb2.GenerateRequest) -> RequestClass:
+    """Raises InvalidRequest for one that is not known here."""
+    if request.request_class not in inference_pb2.RequestClass.values():
+        names = ", ".join(str(known) for known in inference_pb2.RequestClass.values())
+        raise InvalidRequest(f"request_class is {int(request.request_class)}; give one of {names}")
+    return class_from_proto(request.request_class)
+
+
+def tenant_of(request: inference_pb2.GenerateRequest, known: str | None) -> str:
+    """Whose share the request uses: what is `known` of its caller, else its own word. Raises InvalidRequest."""
+    tenant = request.tenant if known is None else known
+    if len(tenant) > _MAX_TENANT_CHARS or not tenant.isprintable():
+        where = "tenant" if known is None else f"the metadata {TENANT_HEADER}"
+        raise InvalidRequest(f"{where} is {tenant[:_MAX_TENANT_CHARS]!r}; give at most {_MAX_TENANT_CHARS} printable characters")
+    return tenant
+
+
+# ---- can it be kept? --------------------------------------------------------------------------------------------------------
+
+
+class Predicted(Protocol):
+    """What placement says of its choice (router.placing.placement.Placement)."""
+
+    @property
+    def predicted_ttft_s(self) -> float: ...
+
+    @property
+    def predicted_tpot_s(self) -> float: ...
+
+    @property
+    def meets_targets(self) -> bool: ...
+
+    @property
+    def retry_after_s(self) -> float: ...
+
+
+def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Predicted, attainable: bool) -> Refused | None:
+    """Why a request that has waited for `waited_s` and would wait `queue_s` more must be refused; None: it need not be. Placement was asked
+    about the rest of its time. `attainable`: idle workers would keep what was promised, to a request that comes to them at once; otherwise
+    there is no telling when to come again."""
+    if targets.tpot_s is not None and placed.predicted_tpot_s > targets.tpot_s and not placed.meets_targets:
+        return Refused(
+            Reason.TARGET_TPOT,
+            f"a token would take {placed.predicted_tpot_s * 1e3:.1f} ms and tpot_ms is {targets.tpot_s * 1e3:g}; "
+            f"{_advice('tpot_ms', attainable=attainable)}",
+            retry_after_s=retry_after(placed.retry_after_s) if attainable else None,
+        )
+    if targets.ttft_s is None:
+        return None
+    ttft_s = waited_s + queue_s + placed.predicted_ttft_s
+    # That the sum says so too: placement's own was of the rest of the time. Once that is up, nothing meets it, however soon it would come.
+    late = (not placed.meets_targets or waited_s > targets.ttft_s) and waited_s + placed.predicted_ttft_s > targets.ttft_s
+    if not late and not (queue_s > 0.0 and ttft_s > targets.ttft_s):
+        return None
+    # What it has waited is nobody's queue the next time.
+    excess_s = max(placed.predicted_ttft_s + queue_s - targets.ttft_s, placed.retry_after_s)
+    return Refused(
+        Reason.TARGET_TTFT,
+        f"the first token would come after {ttft_s * 1e3:.0f} ms ({waited_s * 1e3:.0f} waited, {queue_s * 1e3:.0f} more in the queue) and "
+        f"ttft_ms is {targets.ttft_s * 1e3:g}; {_advice('ttft_ms', attainable=attainable)}",
+        retry_after_s=retry_after(excess_s) if attainable else None,
+    )
+
+
+def _advice(field: str, *, attainable: bool) -> str:
+    return "repeat later, or allow more" if attainable else f"idle workers would not keep it either: allow more, or leave {field} out"
+
+
+def out_of_time(queue_s: float) -> Refused:
+    """For one whose time to the first token was up before its turn came; `queue_s`: what it would have waited yet."""
+    return Refused(
+        Reason.TARGET_TTFT,
+        "ttft_ms was up before there was room for the request; repeat later, or allow more",
+        retry_after_s=retry_after(queue_s),
+    )
+
+
+class Pace:
+    """How fast a queue is being served, in tokens a second, learnt while anybody waits. Pure: `now` is an argument."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def served(self, num_tokens: int, now: float, *, waiting: bool) -> None:
+        """A turn was given. `waiting`: somebody else still waits, so that the time until the next turn counts."""
+        if self._since is not None:
+            span = max(0.0, now - self._since)
+            keep = math.exp(-span / _PACE_S)
+            self._tokens = self._tokens * keep + num_tokens
+            self._seconds = self._seconds * keep + span
+        self._since = now if waiting else None
+
+    def begins(self, now: float) -> None:
+        """Somebody waits, where nobody did."""
+        if self._since is None:
+            self._since = now
+
+    def ends(self) -> None:
+        """Nobody waits any more."""
+        self._since = None
+
+    def seconds(self, num_tokens: float) -> float:
+        """How long so many tokens will take. 0 while nothing is known: then nobody is refused for it."""
+        return num_tokens * self._seconds / self._tokens if self._tokens > 0.0 else 0.0

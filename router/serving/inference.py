@@ -1,0 +1,380 @@
+"""What clients ask for, whatever protocol they speak: service.py (gRPC) and http/ are its two fronts. The life of a Generate request:
+
+    1. name it (the client's id or a new one; sent back at once), find the model, read prompt and parameters    prompt.py
+    2. wait for a place among the requests served at once, by class, share and deadline        admission.py, fair_queue.py
+    3. place it on a prefill and a decode worker, again if one is lost                       dispatch.py, placement.py, attempt.py
+    4. tokens come from the prefill worker's call (the first) and the decode worker's shared stream (the others), each
+       position once and in order, into this request's bounded buffer                        decode_stream.py, output.py
+    5. this call takes what is there, makes text of it, looks for stop strings, and writes one piece             answer.py
+    6. after the last token the end: why, how many tokens, how long each phase took, how the KV travelled        report.py
+
+A client that has the beginning of an answer, from a router that is gone, sends it along: step 1 brings text and stop strings to where it
+is, and steps 3 to 5 go on from there, as they do after a lost worker.
+
+Whatever ends the call early (the client, a deadline, a stop string, a client too slow) cancels step 3, and that frees
+what both workers hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.access.identity import Identity
+from router.prompting.prompt import Prompt, PromptReader, ReadPrompt
+from router.request.answer import Answer, Finish
+from router.request.job import Job, Metadata
+from router.request.memory_budget import MemoryBudget
+from router.request.output import Output
+from router.request.report import Report
+from router.request.targets import Targets, class_of, tenant_of
+from router.serving.dispatch import Dispatcher, time_is_up
+from router.serving.hold_back import HeldAnswer, HoldBack
+from router.serving.recorder import Record, recorded
+from router.waiting.admission import Admission
+from router.waiting.demand_meter import DemandMeter
+from router.waiting.fair_queue import AGEING_S, Claim
+from router.waiting.quota import OutputLengths
+from router.workers.pool import WorkerPool
+from twostep.errors import InternalError, InvalidRequest, NotFound
+from twostep.hold_back import HeldRequest, class_name
+from twostep.metrics.router import RouterMetrics
+from twostep.process.tracing import Tracer
+from twostep.rpc.v1 import inference_pb2
+
+log = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_MAX_SALT_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceConfig:
+    """`max_model_len` is the model's own; workers may have less."""
+
+    model_name: str
+    fingerprint: str
+    max_model_len: int
+    max_buffered_tokens: int = 1024
+    request_timeout_s: float = 600.0
+    client_write_timeout_s: float = 30.0
+    ageing_s: float = AGEING_S
+
+
+class Caller(Protocol):
+    """One client's call, which came at `received` (time.monotonic()). `metadata` goes along with every call to a worker: the caller's trace
+    context."""
+
+    @property
+    def received(self) -> float: ...
+
+    @property
+    def identity(self) -> Identity: ...
+
+    @property
+    def metadata(self) -> Metadata: ...
+
+    def remaining_s(self) -> float:
+        """Until the client's own deadline; infinite without."""
+        ...
+
+    async def begin(self, request_id: str, seed: int) -> None:
+        """What the request is called, and what it is sampled with: known before anything else is."""
+        ...
+
+    def accepted(self, prompt: Sequence[int]) -> None:
+        """The prompt's token ids, before the first piece."""
+        ...
+
+    @property
+    def write(self) -> Callable[[inference_pb2.GenerateResponse], Awaitable[None]]:
+        """Sends the next piece. Waits while the client has enough to read."""
+        ...
+
+
+class Inference:
+    def __init__(
+        self,
+        config: InferenceConfig,
+        *,
+        prompts: PromptReader,
+        admission: Admission,
+        dispatcher: Dispatcher,
+        pool: WorkerPool,
+        metrics: RouterMetrics,
+        tracer: Tracer | None = None,
+        hold_back: HoldBack | None = None,
+        demand: DemandMeter | None = None,
+    ) -> None:
+        self._config = config
+        self._demand = demand
+        self._tracer = tracer
+        self._hold_back = hold_back
+        self._metrics = metrics
+        self._prompts = prompts
+        self._admission = admission
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._outputs: set[Output] = set()
+        # Of what answers hold that their clients have not taken: streams that are behind, and answers that are kept until they are whole.
+        self.memory = MemoryBudget()
+        self._lengths = OutputLengths()
+        self._last_pool_tokens = config.max_model_len
+
+    # ---- what is asked ------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, read_prompt: ReadPrompt | None = None
+    ) -> inference_pb2.End:
+        """Pieces go to `caller`; the end is returned once everything that the request held is free. `read_prompt`: instead of what the
+        request says, where several have one prompt. Raises TwostepError."""
+        caller.identity.complete(request)
+        about = recorded(
+            self._metrics,
+            request,
+            caller.metadata,
+            self._tracer,
+            received=caller.received,
+            model=self.model_name,
+            demand=self._demand,
+        )
+        with about as record:
+            record.end = await self._generate(request, caller, record, read_prompt)
+            return record.end
+
+    async def read_prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
+        """Raises InvalidRequest, ResourceExhausted if too many long ones are being tokenized."""
+        return await self._prompts.prompt(request)
+
+    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
+        self.check_model(request.model)
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequest("the input is missing; set text or chat")
+        ids = await (self._prompts.text_ids(request.text) if kind == "text" else self._prompts.chat_ids(request.chat))
+        return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self.max_model_len)
+
+    async def text_ids(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Raises InvalidRequest for an empty text or one too long, ResourceExhausted if too many long ones are being tokenized."""
+        return await self._prompts.text_ids(text, add_special_tokens=add_special_tokens)
+
+    def models(self) -> inference_pb2.ListModelsResponse:
+        roles = [record.role for record in self._pool.records() if record.ready and not record.draining]
+        model = inference_pb2.Model(
+            name=self._config.model_name,
+            max_model_len=self.max_model_len,
+            fingerprint=self._config.fingerprint,
+            prefill_workers=roles.count("prefill"),
+            decode_workers=roles.count("decode"),
+        )
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    @property
+    def model_name(self) -> str:
+        return self._config.model_name
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model, its configuration and its tokenizer."""
+        return self._config.fingerprint
+
+    # ---- a Generate request -------------------------------------------------------------------------------------------
+
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, record: Record, read_prompt: ReadPrompt | None
+    ) -> inference_pb2.End:
+        started = caller.received
+        request_id = _request_id(request.request_id)
+        name = _unique(request_id) if request.request_id else request_id
+        record.named(name)
+        if not request.sampling.HasField("seed"):
+            request.sampling.seed = secrets.randbits(63)
+        # While the request is read and placed. Whoever wants to go on elsewhere needs the seed, however early this call breaks.
+        told = asyncio.create_task(caller.begin(request_id, request.sampling.seed))
+        try:
+            self._check(request)
+            caller.identity.check_solvent()
+            prompt = await (self.read_prompt(request) if read_prompt is None else read_prompt())
+            job = record.job = self._job(request, prompt, name, caller, started, record.metadata)
+            await self._prompts.check_grammar(job.sampling)
+            with caller.identity.spending(len(job.prompt)) as spending:
+                if self._demand is not None:
+                    record.offered = True
+                    self._demand.arrived(job)
+                caller.accepted(job.prompt)
+                report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
+                answer = record.answer = prompt.answer(job.sampling)
+                await self._prompts.resume(answer, job.resumed, job.sampling)
+                try:
+                    # What the client has may be all of it but the end.
+                    finish = answer.finish or await self._stream(job, report, answer, caller, told)
+                finally:
+                    spending.placed, spending.num_output = report.placed, answer.num_tokens - len(job.resumed)
+            return report.end(finish.reason, finish.stop_reason, answer.num_tokens, answer.num_reasoning_tokens)
+        finally:
+            # grpc cannot end a call that is still being told its metadata.
+            await asyncio.wait((told,))
+            if not told.cancelled():
+                told.exception()  # of a client that is gone: whoever writes next learns it too
+
+    def _check(self, request: inference_pb2.GenerateRequest) -> None:
+        self.check_model(request.model)
+        if len(request.cache_salt) > _MAX_SALT_CHARS:
+            raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters; use at most {_MAX_SALT_CHARS}")
+
+    def _job(
+        self,
+        request: inference_pb2.GenerateRequest,
+        prompt: Prompt,
+        request_id: str,
+        caller: Caller,
+        started: float,
+        metadata: Metadata,
+    ) -> Job:
+        request_class, targets = class_of(request), Targets.of(request)
+        tenant = tenant_of(request, caller.identity.tenant) or caller.identity.fallback
+        caller.identity.check_class(request_class)
+        sampling = self._prompts.sampling(request.sampling, len(prompt.ids), self.max_model_len, pool_tokens=self._pool_tokens())
+        sampling = prompt.held(sampling)
+        return Job(
+            request_id=request_id,
+            prompt=prompt.ids,
+            sampling=sampling,
+            deadline=min(started + self._config.request_timeout_s, time.monotonic() + caller.remaining_s()),
+            cache_salt=request.cache_salt,
+            resumed=list(request.resume_token_ids),
+            migrate=not request.no_migration,
+            metadata=metadata,
+            tenant=tenant,
+            request_class=request_class,
+            ttft_s=targets.ttft_s,
+            tpot_s=targets.tpot_s,
+            arrived=started,
+            expected_tokens=self._lengths.expected(tenant, max(1, sampling.max_tokens - len(request.resume_token_ids))),
+        )
+
+    async def _stream(self, job: Job, report: Report, answer: Answer, caller: Caller, told: asyncio.Task[None]) -> Finish:
+        """Writes the pieces, after the metadata of which the client is `told`. They are written here rather than yielded, so that cutting a
+        client that does not read interrupts this coroutine, which then says why."""
+        task = asyncio.current_task()
+        assert task is not None, "every call runs in a task"
+        holding = self.memory.hold(caller.identity.caller)
+        output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel, holding=holding, resumed=job.resumed)
+        claim, num_tokens = Claim.of(job, ageing_s=self._config.ageing_s), len(job.prompt) + len(job.resumed)
+        slot = self._admission.slot(claim, num_tokens, lambda: len(job.prompt) + output.next_position if report.placed else 0)
+        held = None if self._hold_back is None else self._held_answer(self._hold_back, job, report, caller)
+        try:
+            async with asyncio.timeout(job.remaining_s()), slot, holding, self._serving(job, output, report):
+                await asyncio.shield(told)
+                while True:
+                    batch = await output.take()
+                    response = answer.response(batch.tokens)
+                    if held is not None:
+                        last = answer.finish is not None and (batch.last or answer.stopped_by_text)
+                        if not await held.push(response, last=last):
+                            return Finish(inference_pb2.FINISH_REASON_CONTENT_FILTER)
+                    elif response is not None:
+                        if response.piece.text:
+                            report.on_visible()
+                        self._metrics.num_generation_tokens += len(response.piece.token_ids)
+                        await caller.write(response)
+                    if answer.finish is not None and (batch.last or answer.stopped_by_text):
+                        return answer.finish
+                    if batch.last:
+                        raise InternalError("the answer ended without its last token; look in the router's log")
+        except TimeoutError as error:
+            raise time_is_up(placed=report.placed) from error
+        except asyncio.CancelledError:
+            if output.cut is None or task.uncancel() > 0:
+                raise
+            log.warning("request %s: %s", job.request_id, output.cut)
+            raise output.cut from None
+        finally:
+            if report.placed:
+                self._lengths.observe(job.tenant, output.next_position)
+
+    def _held_answer(self, hold_back: HoldBack, job: Job, report: Report, caller: Caller) -> HeldAnswer:
+        """What passes the operator's hook is written as other answers are."""
+
+        async def write(response: inference_pb2.GenerateResponse) -> None:
+            if response.piece.text:
+                report.on_visible()
+            self._metrics.num_generation_tokens += len(response.piece.token_ids)
+            await caller.write(response)
+
+        request = HeldRequest(
+            request_id=job.request_id,
+            model=self.model_name,
+            tenant=job.tenant,
+            key_id=caller.identity.key_id,
+            request_class=class_name(job.request_class),
+        )
+        return hold_back.begin(request, write, sent=self._prompts.text_of(job.prompt, job.resumed), position=len(job.resumed))
+
+    @asynccontextmanager
+    async def _serving(self, job: Job, output: Output, report: Report) -> AsyncIterator[None]:
+        """Dispatch under way beside this call; its end frees what it holds."""
+        dispatch = asyncio.create_task(self._dispatcher.serve(job, output, report))
+        # Whatever ends it, the client's call must not wait for more.
+        dispatch.add_done_callback(lambda _: output.fail(InternalError("the request ended without an answer; repeat it")))
+        self._outputs.add(output)
+        try:
+            yield
+        finally:
+            self._outputs.discard(output)
+            dispatch.cancel()
+            await asyncio.wait((dispatch,))
+
+    async def cut_stuck_clients(self) -> None:
+        """Looks once a second for clients that take nothing; runs until cancelled."""
+        while True:
+            await asyncio.sleep(1.0)
+            for output in list(self._outputs):
+                output.cut_if_stuck(self._config.client_write_timeout_s)
+
+    # ---- small things ---------------------------------------------------------------------------------------------------
+
+    def check_model(self, name: str) -> None:
+        if name and name != self._config.model_name:
+            raise NotFound(f"model {name[:64]!r} is not served here; ask for {self._config.model_name!r}, or leave the name empty")
+
+    @property
+    def max_model_len(self) -> int:
+        """The model's context, or less if no pair of live workers has so much, nor a decode worker that computes prompts."""
+        records = self._pool.records()
+        longest_prefill = max((r.max_model_len for r in records if r.role == "prefill"), default=self._config.max_model_len)
+        decode = [r.max_model_len if r.local_prefill else min(r.max_model_len, longest_prefill) for r in records if r.role == "decode"]
+        return min(self._config.max_model_len, max(decode, default=longest_prefill))
+
+    @property
+    def most_tokens(self) -> int:
+        """Of an answer that says nothing of it."""
+        return self._prompts.most_unasked(self.max_model_len)
+
+    def _pool_tokens(self) -> int:
+        """The most that a decode worker's pool holds of one request. Without workers: as it was when there were some."""
+        pools = [r.num_blocks * r.layout.block_size for r in self._pool.records() if r.role == "decode"]
+        self._last_pool_tokens = max(pools, default=self._last_pool_tokens)
+        return self._last_pool_tokens
+
+
+def _request_id(given: str) -> str:
+    if given and not _REQUEST_ID.fullmatch(given):
+        raise InvalidRequest(
+            f"request_id {given[:140]!r} is not 1 to 128 of the characters A-Z a-z 0-9 . _ : -; change it or leave it empty"
+        )
+    return given or uuid.uuid4().hex
+
+
+def _unique(name: str) -> str:
+    """The workers' name for one call. Clients may use a name twice, at once (two clients, a repeated call) or later; to workers it names
+    blocks, leases and tokens, of which a second holder would get or cancel the first one's. `~` occurs in no client's name."""
+    return f"{name}~{uuid.uuid4().hex[:16]}"

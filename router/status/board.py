@@ -1,0 +1,158 @@
+"""The router looks at itself once a second: what `GetStatus`, `twostep status` and the page are told, and the last minutes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from router.placing.load_ratio import role_load
+from router.status.scaling_watch import SeenDecision
+from router.status.status import (
+    WINDOW_S,
+    Point,
+    Sample,
+    columns,
+    point,
+    refused_worker,
+    router_load,
+    sample_before,
+    scaling_status,
+    take_sample,
+    waiting_requests,
+    worker_status,
+)
+from router.workers.pool import WorkerPool
+from router.workers.prefix_index import NO_HINTS
+from router.workers.registry import Refusal
+from twostep.errors import ResourceExhausted
+from twostep.metrics.process import package_version
+from twostep.metrics.router import RouterMetrics, RouterState
+from twostep.rpc.v1 import status_pb2
+
+_EVERY_S = 1.0
+# Ten minutes: some hundred kilobytes.
+HISTORY_POINTS = 600
+# Each open page is one.
+MAX_LISTENERS = 64
+_MAX_REFUSED = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterView:
+    """Who the router is, and what it knows of itself now. Called on the event loop; all return at once."""
+
+    router_id: str
+    model: str
+    state: Callable[[], RouterState]
+    ready: Callable[[], bool]
+    draining: Callable[[], bool]
+    refusals: Callable[[], Sequence[Refusal]] = lambda: ()
+    decision: Callable[[], SeenDecision | None] = lambda: None
+
+
+class StatusBoard:
+    """run() until it is cancelled; close() before a drain, so that pages that are open do not hold it up."""
+
+    def __init__(self, view: RouterView, metrics: RouterMetrics, pool: WorkerPool) -> None:
+        self._view = view
+        self._metrics = metrics
+        self._pool = pool
+        self._started = time.monotonic()
+        self._samples: deque[Sample] = deque([take_sample(metrics, self._started)], maxlen=int(WINDOW_S / _EVERY_S) + 2)
+        self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
+        self._ratio: float | None = None
+        self._listeners: set[asyncio.Event] = set()
+        self._event: bytes | None = None
+        self._closed = False
+
+    @property
+    def prefill_decode_load_ratio(self) -> float | None:
+        """As of the last second; see router/placing/load_ratio.py."""
+        return self._ratio
+
+    def status(self) -> status_pb2.ClusterStatus:
+        """Of now; what is counted, as of the last second."""
+        before, now = sample_before(self._samples, WINDOW_S), self._samples[-1]
+        state = self._view.state()
+        records = sorted(self._pool.records(), key=lambda record: (record.role, record.worker_id))
+        decision = self._view.decision()
+        return status_pb2.ClusterStatus(
+            router_id=self._view.router_id,
+            version=package_version(),
+            model=self._view.model,
+            uptime_s=time.monotonic() - self._started,
+            ready=self._view.ready(),
+            draining=self._view.draining(),
+            registry_connected=state.registry_connected,
+            workers=[worker_status(record) for record in records],
+            load=router_load(before, now, state, self._ratio),
+            refused=[refused_worker(refusal) for refusal in self._view.refusals()[:_MAX_REFUSED]],
+            scaling=None if decision is None else scaling_status(decision, time.monotonic(), records),
+        )
+
+    def status_json(self) -> dict[str, Any]:
+        """Protobuf's JSON mapping with the proto's field names: unset optional fields are missing, 64-bit integers are strings."""
+        found: dict[str, Any] = MessageToDict(self.status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        return found
+
+    def history_json(self) -> dict[str, Any]:
+        """By name, a value for each second, the oldest first; null: nothing was there to be observed."""
+        return {"every_s": _EVERY_S, "columns": columns(list(self._history))}
+
+    async def run(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(_EVERY_S)
+
+    def close(self) -> None:
+        """Listeners get what there is now, and then their end."""
+        self._closed = True
+        self._tell()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """One JSON object a second: {"status": as status_json(), "point": the second in the history}. Who is too slow for that misses some.
+        Raises ResourceExhausted: too many listen."""
+        if len(self._listeners) >= MAX_LISTENERS:
+            raise ResourceExhausted(
+                f"{MAX_LISTENERS} pages listen to this router already; close one, or ask /ui/api/status now and then", retry_after_s=5.0
+            )
+        told = asyncio.Event()
+        told.set()
+        self._listeners.add(told)
+        try:
+            while True:
+                await told.wait()
+                told.clear()
+                yield self._latest()
+                if self._closed:
+                    return
+        finally:
+            self._listeners.discard(told)
+
+    def _look(self) -> None:
+        view, now = self._view, time.monotonic()
+        state, records = view.state(), self._pool.records()
+        self._samples.append(take_sample(self._metrics, now))
+        lengths = waiting_requests(sample_before(self._samples, WINDOW_S), self._samples[-1], state.num_waiting)
+        self._ratio = role_load(self._pool.snapshot(NO_HINTS, frozenset()), lengths).ratio
+        self._history.append(point(list(self._samples), state, self._ratio, records, time.time()))
+        self._tell()
+
+    def _tell(self) -> None:
+        self._event = None
+        for told in self._listeners:
+            told.set()
+
+    def _latest(self) -> bytes:
+        """Made once a second, for all who listen, if anybody does."""
+        if self._event is None:
+            last = self._history[-1] if self._history else None
+            self._event = json.dumps({"status": self.status_json(), "point": last}, separators=(",", ":")).encode()
+        return self._event

@@ -1,0 +1,355 @@
+"""What a router shows of itself, of its workers and of the autoscaler's decision: pure functions from records in Redis, and from what its
+counters said before and now.
+
+    Sample   everything that the router has counted so far, taken once a second (router/status/board.py)
+    load     two samples: what came between them, as rates and percentiles
+    point    a second in the history that charts are drawn from
+
+Percentiles are read off the histograms' buckets as Prometheus does it (histogram_quantile: straight lines within a bucket), so that the
+page, `twostep status` and a dashboard say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from prometheus_client.registry import Collector
+
+from router.placing.load_ratio import Waiting
+from router.status.scaling_watch import SeenDecision
+from router.workers.registry import Refusal
+from twostep.cluster.records import WorkerRecord
+from twostep.metrics.router import RouterMetrics, RouterState
+from twostep.rpc.v1 import status_pb2
+
+# What GetStatus tells is over so many seconds; of a point in the history, rates are over fewer, and percentiles, which need observations.
+WINDOW_S = 60.0
+_RATE_S = 5.0
+_PERCENTILE_S = 15.0
+# A record that cannot be read may say anything.
+_MAX_REASON_CHARS = 1000
+_MAX_NAME_CHARS = 200
+_MAX_SWITCHES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Observations of a histogram: `counts[i]` of them at most `bounds[i]` and above the bound before, the last ones above all bounds."""
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = (0,)
+
+    def since(self, before: Buckets) -> Buckets:
+        """Those that came since."""
+        if before.bounds != self.bounds:
+            return self
+        return Buckets(self.bounds, tuple(max(0, now - then) for now, then in zip(self.counts, before.counts, strict=True)))
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def quantile(self, share: float) -> float:
+        """Below it lies `share` of the observations. 0 without any; the last bound for what is above all of them."""
+        rank, below = share * self.total, 0
+        if not self.bounds or not self.total:
+            return 0.0
+        for index, count in enumerate(self.counts[:-1]):
+            if count and below + count >= rank:
+                low = self.bounds[index - 1] if index else 0.0
+                return low + (self.bounds[index] - low) * max(0.0, rank - below) / count
+            below += count
+        return self.bounds[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Since the router's start; `at` in seconds of a clock that does not go back."""
+
+    at: float
+    requests: float = 0
+    # Neither OK nor cancelled by their clients.
+    failures: float = 0
+    started: float = 0  # those that got a first token
+    prompt_tokens: float = 0
+    cached_tokens: float = 0
+    generation_tokens: float = 0
+    slo: float = 0
+    slo_attained: float = 0
+    handed_over: float = 0
+    local: float = 0
+    ttft: Buckets = field(default_factory=Buckets)
+    itl: Buckets = field(default_factory=Buckets)
+    queue: Buckets = field(default_factory=Buckets)
+    tpot: Buckets = field(default_factory=Buckets)
+
+
+_NO_FAILURE = frozenset({"OK", "CANCELLED"})
+
+
+def take_sample(metrics: RouterMetrics, at: float) -> Sample:
+    """Less than a millisecond, whatever has been counted."""
+    requests = dict(_counted(metrics.requests, "status"))
+    paths = dict(_counted(metrics.placements, "path"))
+    ttft = _buckets(metrics.ttft)
+    return Sample(
+        at=at,
+        requests=sum(requests.values()),
+        failures=sum(count for status, count in requests.items() if status not in _NO_FAILURE),
+        started=ttft.total,
+        prompt_tokens=_sum(metrics.prompt_tokens),
+        cached_tokens=_sum(metrics.cached_tokens),
+        generation_tokens=metrics.num_generation_tokens,
+        slo=_sum(metrics.slo),
+        slo_attained=_sum(metrics.slo_attained),
+        handed_over=paths.get("handed_over", 0.0),
+        local=paths.get("local", 0.0),
+        ttft=ttft,
+        itl=_buckets(metrics.itl),
+        queue=_buckets(metrics.queue),
+        tpot=_buckets(metrics.tpot),
+    )
+
+
+def _counted(counter: Collector, label: str) -> Mapping[str, float]:
+    """By the values of one label."""
+    sums: dict[str, float] = {}
+    for metric in counter.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                value = sample.labels.get(label, "")
+                sums[value] = sums.get(value, 0.0) + sample.value
+    return sums
+
+
+def _sum(counter: Collector) -> float:
+    return sum(_counted(counter, "").values())
+
+
+def _buckets(histogram: Collector) -> Buckets:
+    """Over all label values."""
+    cumulative: dict[float, float] = {}
+    for metric in histogram.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_bucket"):
+                bound = float(sample.labels["le"])
+                cumulative[bound] = cumulative.get(bound, 0.0) + sample.value
+    bounds = sorted(cumulative)
+    if not bounds:
+        return Buckets()
+    below = [0, *(int(cumulative[bound]) for bound in bounds)]
+    return Buckets(tuple(bounds[:-1]), tuple(now - before for before, now in pairwise(below)))
+
+
+# ---- two samples -----------------------------------------------------------------------------------------------------------
+
+
+def sample_before(samples: Sequence[Sample], seconds: float) -> Sample:
+    """The latest that is at least so much older than the last one, or the oldest there is. `samples` in order, one at least."""
+    last = samples[-1].at
+    for sample in reversed(samples):
+        if last - sample.at >= seconds:
+            return sample
+    return samples[0]
+
+
+def router_load(before: Sample, now: Sample, state: RouterState, ratio: float | None) -> status_pb2.RouterLoad:
+    """What came between two samples."""
+    load = status_pb2.RouterLoad(
+        window_s=now.at - before.at,
+        num_running=state.num_running,
+        num_waiting=state.num_waiting,
+        num_streams=state.num_streams,
+        requests_per_s=_rate(before, now, "requests"),
+        failures_per_s=_rate(before, now, "failures"),
+        prompt_tokens_per_s=_rate(before, now, "prompt_tokens"),
+        cached_tokens_per_s=_rate(before, now, "cached_tokens"),
+        generation_tokens_per_s=_rate(before, now, "generation_tokens"),
+        handed_over_per_s=_rate(before, now, "handed_over"),
+        local_per_s=_rate(before, now, "local"),
+        ttft_s=_percentiles(now.ttft.since(before.ttft)),
+        itl_s=_percentiles(now.itl.since(before.itl)),
+        queue_s=_percentiles(now.queue.since(before.queue)),
+        tpot_s=_percentiles(now.tpot.since(before.tpot)),
+    )
+    with_targets = now.slo - before.slo
+    if with_targets > 0:
+        load.slo_attainment = (now.slo_attained - before.slo_attained) / with_targets
+    if ratio is not None:
+        load.prefill_decode_load_ratio = ratio
+    return load
+
+
+def waiting_requests(before: Sample, now: Sample, num_waiting: int) -> Waiting:
+    """With the lengths that prompts and answers had between two samples."""
+    started = now.started - before.started
+    if started <= 0:
+        return Waiting(num_requests=num_waiting)
+    return Waiting(
+        num_requests=num_waiting,
+        prompt_tokens=(now.prompt_tokens - before.prompt_tokens) / started,
+        answer_tokens=(now.generation_tokens - before.generation_tokens) / started,
+    )
+
+
+def _rate(before: Sample, now: Sample, name: str) -> float:
+    elapsed = now.at - before.at
+    more: float = getattr(now, name) - getattr(before, name)
+    return max(0.0, more) / elapsed if elapsed > 0 else 0.0
+
+
+def _percentiles(buckets: Buckets) -> status_pb2.Percentiles:
+    return status_pb2.Percentiles(p50=buckets.quantile(0.5), p95=buckets.quantile(0.95), p99=buckets.quantile(0.99))
+
+
+# ---- workers -----------------------------------------------------------------------------------------------------------
+
+
+def worker_status(record: WorkerRecord) -> status_pb2.WorkerStatus:
+    load = record.load
+    return status_pb2.WorkerStatus(
+        worker_id=record.worker_id,
+        role=record.role,
+        address=record.address,
+        epoch=_unsigned(record.epoch, 64),
+        ready=record.ready,
+        draining=record.draining,
+        local_prefill=record.local_prefill,
+        transports=record.transports,
+        num_running=_unsigned(load.num_running),
+        num_waiting=_unsigned(load.num_waiting),
+        num_reserved=_unsigned(load.num_reserved),
+        num_held=_unsigned(load.num_held),
+        num_blocks=_unsigned(record.num_blocks),
+        num_free_blocks=_unsigned(load.num_free_blocks),
+        num_queued_tokens=_unsigned(load.num_queued_tokens, 64),
+        num_context_tokens=_unsigned(load.num_context_tokens, 64),
+        max_num_seqs=_unsigned(record.max_num_seqs),
+        queried_tokens_per_s=load.queried_tokens_per_s,
+        hit_tokens_per_s=load.hit_tokens_per_s,
+        fetched_bytes_per_s=load.fetched_bytes_per_s,
+        tokens_per_s=load.tokens_per_s,
+        version=record.version,
+        not_ready_reason=record.not_ready_reason,
+    )
+
+
+def refused_worker(refusal: Refusal) -> status_pb2.RefusedWorker:
+    return status_pb2.RefusedWorker(
+        worker_id=refusal.worker_id, role=refusal.role, version=refusal.version, reason=refusal.reason[:_MAX_REASON_CHARS]
+    )
+
+
+def _unsigned(value: int, bits: int = 32) -> int:
+    """A record may say anything: one worker that is wrong must not hide the others."""
+    return min(max(0, value), (1 << bits) - 1)
+
+
+# ---- the autoscaler ------------------------------------------------------------------------------------------------------
+
+
+def scaling_status(seen: SeenDecision, at: float, workers: Sequence[WorkerRecord]) -> status_pb2.Scaling:
+    """`at`: now, by the clock of `seen`. A switch is under way until the worker's own record has the role."""
+    record = seen.record
+    if record is None:
+        return status_pb2.Scaling(problem=_text(seen.problem, _MAX_REASON_CHARS))
+    serving = [worker.role for worker in workers if worker.serves]
+    roles = {worker.worker_id: worker.role for worker in workers}
+    under_way = [(worker_id, role) for worker_id, role in sorted(seen.switches.items()) if roles.get(worker_id) != role]
+    return status_pb2.Scaling(
+        leader=_text(record.leader, _MAX_NAME_CHARS),
+        age_s=seen.age_s(at),
+        stale=seen.stale(at),
+        roles=[
+            status_pb2.RoleScaling(
+                role=role,
+                pods=record.pods[role],
+                wanted_pods=record.replicas[role],
+                wanted_workers=record.wanted[role],
+                serving_workers=serving.count(role),
+            )
+            for role in ("prefill", "decode")
+        ],
+        switches=[
+            status_pb2.RoleSwitch(worker_id=_text(worker_id, _MAX_NAME_CHARS), role=_text(role, _MAX_NAME_CHARS))
+            for worker_id, role in under_way[:_MAX_SWITCHES]
+        ],
+        reason=_text(record.reason, _MAX_REASON_CHARS),
+        limit=_text(record.limit, _MAX_NAME_CHARS),
+        problem=_text(seen.problem, _MAX_REASON_CHARS),
+    )
+
+
+def _text(value: object, most: int) -> str:
+    """Half a surrogate pair, which JSON may hold, is nothing that can be sent."""
+    return str(value)[:most].encode(errors="replace").decode()
+
+
+# ---- history -------------------------------------------------------------------------------------------------------------
+
+# Of one second; None: there was nothing to observe.
+Point = Mapping[str, float | None]
+
+
+def point(samples: Sequence[Sample], state: RouterState, ratio: float | None, records: Iterable[WorkerRecord], unix_s: float) -> Point:
+    """The last of `samples`, with what came before it. Figures of workers are sums over them as of their last heartbeats; shares (of cached
+    tokens, of KV blocks in use) are of what all of them have."""
+    now = samples[-1]
+    load = router_load(sample_before(samples, _RATE_S), now, state, ratio)
+    before = sample_before(samples, _PERCENTILE_S)
+    values: dict[str, float | None] = {
+        "unix_s": round(unix_s, 1),
+        "num_running": state.num_running,
+        "num_waiting": state.num_waiting,
+        "slo_attainment": None,
+        "prefill_decode_load_ratio": ratio,
+    }
+    for name in _POINT_RATES:
+        values[name] = getattr(load, name)
+    if now.slo > before.slo:
+        values["slo_attainment"] = (now.slo_attained - before.slo_attained) / (now.slo - before.slo)
+    for name in ("ttft", "tpot", "itl", "queue"):
+        buckets: Buckets = getattr(now, name).since(getattr(before, name))
+        for label, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
+            values[f"{name}_s_{label}"] = buckets.quantile(share) if buckets.total else None
+    by_role: dict[str, list[WorkerRecord]] = {"prefill": [], "decode": []}
+    for record in records:
+        by_role.setdefault(record.role, []).append(record)
+    workers = [record for group in by_role.values() for record in group]
+    queried, hit = (sum(getattr(w.load, f"{kind}_tokens_per_s") for w in workers) for kind in ("queried", "hit"))
+    values["hit_rate"] = hit / queried if queried > 0 else None
+    values["fetched_bytes_per_s"] = sum(w.load.fetched_bytes_per_s for w in workers)
+    for role in ("prefill", "decode"):
+        blocks = sum(w.num_blocks for w in by_role[role])
+        free = sum(w.load.num_free_blocks for w in by_role[role])
+        values[f"{role}_kv_usage"] = max(0.0, 1 - free / blocks) if blocks > 0 else None
+        values[f"{role}_workers"] = len(by_role[role])
+        values[f"{role}_running"] = sum(w.load.num_running for w in by_role[role])
+        values[f"{role}_waiting"] = sum(w.load.num_waiting + w.load.num_reserved for w in by_role[role])
+    return {name: _short(value) for name, value in values.items()}
+
+
+_POINT_RATES = (
+    "requests_per_s",
+    "failures_per_s",
+    "prompt_tokens_per_s",
+    "cached_tokens_per_s",
+    "generation_tokens_per_s",
+    "handed_over_per_s",
+    "local_per_s",
+)
+
+
+def columns(points: Sequence[Point]) -> Mapping[str, Sequence[float | None]]:
+    """The same by name: a third of the bytes in JSON."""
+    names = points[-1] if points else ()
+    return {name: [each.get(name) for each in points] for name in names}
+
+
+def _short(value: float | None) -> float | None:
+    """Four digits are enough to draw."""
+    if value is None or float(value).is_integer():
+        return value
+    return float(f"{value:.4g}") if abs(value) < 1e4 else round(value, 1)

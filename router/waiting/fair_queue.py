@@ -1,0 +1,318 @@
+"""Whose turn it is among requests that wait: classes by urgency, tenants of a class by fair shares, a tenant's own by deadline. Pure: time
+is an argument, and nothing waits here.
+
+    classes   the most urgent one that has anybody waiting. Ageing: a class whose oldest request has waited for `ageing_s` gets one turn in
+              every nine, however much comes before it
+    tenants   weighted fair queueing by tokens. Each tenant has a counter of what it was given, divided by its weight; the lowest is next.
+              Who has had nothing waiting begins at the level of the others, so that idleness earns no credit. A request is charged with the
+              tokens that it is expected to take when its turn comes, and with the real ones when it is over
+    a tenant  the earliest due; requests without a target are due `ageing_s` after they came
+
+Counters: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), the virtual token counter. The level that newcomers begin
+at is the virtual time of start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996), whose bound holds: while two tenants of a class both
+wait, what they are charged, divided by their weights, grows apart by no more than one request of each, however long it goes on. A turn is
+never left unused while anybody may take it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from router.request.job import Job
+from router.waiting.quota import EVERYBODY_ALIKE, Quota
+from twostep.request_class import RequestClass
+
+# Long enough for what is urgent to pass, short beside a request's own deadline.
+AGEING_S = 10.0
+# Turns that an aged class is passed over before it gets one.
+_AGED_TURNS = 8
+# What a tenant gets from other routers counts here, but slows it to an eighth of its share at most: its requests here must not starve.
+_ELSEWHERE_SHARE = 7 / 8
+# Counters of tenants that do not wait are dropped once they are level with the rest; above so many, the lowest are.
+_MAX_COUNTERS = 4096
+_FEW_COUNTERS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Claim:
+    """One request's place in line. `num_tokens`: of prompt and answer, as expected. `due` orders a tenant's own requests; after `lapses`
+    a turn is of no use to it. Times are those of one monotonic clock, in seconds."""
+
+    request_class: RequestClass
+    tenant: str
+    num_tokens: int
+    arrived: float
+    due: float
+    lapses: float | None = None
+
+    @classmethod
+    def of(cls, job: Job, *, ageing_s: float = AGEING_S) -> Claim:
+        """Batch requests wait however long it takes, and an answer that was begun goes on."""
+        refusable = job.ttft_s is not None and job.request_class is not RequestClass.BATCH and not job.resumed
+        return cls(
+            request_class=job.request_class,
+            tenant=job.tenant,
+            num_tokens=len(job.prompt) + len(job.resumed) + job.expected_tokens,
+            arrived=job.arrived,
+            due=job.arrived + (ageing_s if job.ttft_s is None else job.ttft_s),
+            lapses=job.arrived + job.ttft_s if job.ttft_s is not None and refusable else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a turn changed but the charge: for whoever gives it back."""
+
+    number: int
+    passed_over: int
+    level_before: float
+    level_after: float
+    aged: tuple[RequestClass, ...]  # that were passed over
+
+
+class FairQueue:
+    """join() or leave() a claim; first() says whose turn it is; take() charges whoever gets it, waiting or not; give_back() if nothing
+    came of it, settle() with what came of it."""
+
+    def __init__(self, quota: Quota = EVERYBODY_ALIKE, *, ageing_s: float = AGEING_S) -> None:
+        self._quota = quota
+        self._ageing_s = ageing_s
+        self._lanes = {request_class: _Lane(quota) for request_class in sorted(RequestClass)}
+
+    def __len__(self) -> int:
+        return sum(len(lane.waiting) for lane in self._lanes.values())
+
+    def __contains__(self, claim: Claim) -> bool:
+        return claim in self._lanes[claim.request_class].waiting
+
+    def __iter__(self) -> Iterator[Claim]:
+        """In no particular order."""
+        return itertools.chain.from_iterable(lane.waiting for lane in self._lanes.values())
+
+    def num_waiting(self, tenant: str) -> int:
+        return sum(lane.num_waiting(tenant) for lane in self._lanes.values())
+
+    def join(self, claim: Claim) -> None:
+        self._lanes[claim.request_class].join(claim)
+
+    def leave(self, claim: Claim) -> None:
+        """Without a turn. One that is not here is ignored."""
+        self._lanes[claim.request_class].leave(claim)
+
+    def first(self, may_go: Callable[[str], bool] = lambda tenant: True) -> Claim | None:
+        """Whose turn it is, of the tenants that `may_go`. The same until something changes."""
+        lanes = self._lanes.values()
+        for lane in itertools.chain((lane for lane in lanes if lane.passed_over >= _AGED_TURNS), lanes):
+            claim = lane.first(may_go)
+            if claim is not None:
+                return claim
+        return None
+
+    def take(self, claim: Claim, now: float) -> Turn:
+        """It gets a turn, and is charged; it need not have waited."""
+        mine = self._lanes[claim.request_class]
+        number, passed_over, before = mine.waiting.get(claim, 0), mine.passed_over, mine.level
+        mine.take(claim)
+        mine.passed_over = 0
+        aged: list[RequestClass] = []
+        for request_class, lane in self._lanes.items():
+            if request_class > claim.request_class:
+                oldest = lane.oldest()
+                if oldest is not None and now - oldest.arrived >= self._ageing_s:
+                    lane.passed_over += 1
+                    aged.append(request_class)
+                else:
+                    lane.passed_over = 0
+        return Turn(number, passed_over, before, mine.level, tuple(aged))
+
+    def give_back(self, claim: Claim, turn: Turn) -> None:
+        """The turn that was taken was of no use: it waits again, as if it had not been."""
+        lane = self._lanes[claim.request_class]
+        if lane.level == turn.level_after:
+            lane.level = turn.level_before
+        lane.passed_over = max(lane.passed_over, turn.passed_over)
+        for request_class in turn.aged:
+            self._lanes[request_class].passed_over = max(0, self._lanes[request_class].passed_over - 1)
+        self.settle(claim, 0)
+        lane.join(claim, turn.number)
+
+    def settle(self, claim: Claim, num_tokens: int) -> None:
+        """One that had a turn is over: this is what it really took."""
+        self._lanes[claim.request_class].charge(claim.tenant, num_tokens - claim.num_tokens)
+
+    def elsewhere(self, tokens: Mapping[tuple[RequestClass, str], int]) -> None:
+        """What tenants were given by other routers since the last call."""
+        for request_class, lane in self._lanes.items():
+            lane.elsewhere({tenant: count for (its_class, tenant), count in tokens.items() if its_class == request_class})
+
+    def tokens_before(self, claim: Claim) -> float:
+        """Tokens that will be given out before `claim`, which need not be here, gets its turn, if nobody else comes. As in a fluid: all
+        that is more urgent, its tenant's own earlier ones, and what these drag along of the others' by their shares."""
+        urgent = sum(lane.num_tokens for known, lane in self._lanes.items() if known < claim.request_class)
+        return urgent + self._lanes[claim.request_class].tokens_before(claim)
+
+    def gives_way(self, claim: Claim) -> Claim | None:
+        """Who should be sent away when there is no place left for `claim`: the last of what is less urgent, else of the tenant that holds
+        most places for its weight, if that is more than this one's would. None: `claim` itself should."""
+        for request_class in sorted(RequestClass, reverse=True):
+            if request_class < claim.request_class:
+                return None
+            lane = self._lanes[request_class]
+            holder = lane.largest()
+            if holder is None:
+                continue
+            if request_class > claim.request_class:
+                return lane.last(holder)
+            own = (lane.num_waiting(claim.tenant) + 1) / self._quota.weight(claim.tenant)
+            return lane.last(holder) if lane.num_waiting(holder) / self._quota.weight(holder) > own else None
+        return None
+
+
+class _Lane:
+    """One class: counters of its tenants, and who waits."""
+
+    def __init__(self, quota: Quota) -> None:
+        self._quota = quota
+        self.waiting: dict[Claim, int] = {}  # with the number of its coming
+        self.num_tokens = 0
+        self.passed_over = 0
+        self.level = 0.0  # the virtual time: the highest counter that anybody had when a turn came
+        self._level_heard = 0.0
+        self._tenants: dict[str, _Backlog] = {}  # those with somebody waiting
+        self._counters: dict[str, float] = {}
+        self._most_counters = _FEW_COUNTERS  # above so many, those that say nothing are looked for
+        self._numbers = itertools.count(1)
+        self._by_coming: list[tuple[int, Claim]] = []  # a heap, with some that have left
+
+    def num_waiting(self, tenant: str) -> int:
+        backlog = self._tenants.get(tenant)
+        return 0 if backlog is None else len(backlog.claims)
+
+    def oldest(self) -> Claim | None:
+        while self._by_coming and self._by_coming[0][1] not in self.waiting:
+            heapq.heappop(self._by_coming)
+        return self._by_coming[0][1] if self._by_coming else None
+
+    def join(self, claim: Claim, number: int = 0) -> None:
+        """`number`: which it had before."""
+        assert claim not in self.waiting, "a claim joins once"
+        self.waiting[claim] = number = number or next(self._numbers)
+        heapq.heappush(self._by_coming, (number, claim))
+        self.num_tokens += claim.num_tokens
+        backlog = self._tenants.get(claim.tenant)
+        if backlog is None:
+            backlog = self._tenants[claim.tenant] = _Backlog()
+            self._counters[claim.tenant] = max(self.level, self._counters.get(claim.tenant, 0.0))
+        backlog.add(claim, number)
+
+    def leave(self, claim: Claim) -> None:
+        if self.waiting.pop(claim, None) is None:
+            return
+        self.num_tokens -= claim.num_tokens
+        if len(self._by_coming) > 2 * len(self.waiting) + 16:
+            self._by_coming = sorted((number, waiting) for waiting, number in self.waiting.items())
+        backlog = self._tenants[claim.tenant]
+        backlog.discard(claim)
+        if not backlog.claims:
+            del self._tenants[claim.tenant]
+            self._forget_level_ones()
+
+    def first(self, may_go: Callable[[str], bool]) -> Claim | None:
+        """Ties go to who has been waiting."""
+        allowed = [tenant for tenant in self._tenants if may_go(tenant)]
+        if not allowed:
+            return None
+        lowest = min(self._counters[tenant] for tenant in allowed)
+        level = [self._tenants[tenant] for tenant in allowed if self._counters[tenant] == lowest]
+        return (level[0] if len(level) == 1 else min(level, key=lambda backlog: backlog.oldest)).first()
+
+    def last(self, tenant: str) -> Claim:
+        return self._tenants[tenant].last()
+
+    def largest(self) -> str | None:
+        """Who holds most places for its weight."""
+        return max(self._tenants, key=lambda t: self.num_waiting(t) / self._quota.weight(t), default=None)
+
+    def take(self, claim: Claim) -> None:
+        start = self._counters.get(claim.tenant, 0.0)
+        if claim.tenant not in self._tenants:
+            start = max(start, self.level)
+        self._counters[claim.tenant] = start + claim.num_tokens / self._quota.weight(claim.tenant)
+        self.level = max(self.level, start)
+        self.leave(claim)
+        self._forget_level_ones()
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """More, or less, than its counter has. One that was forgotten is at the level of the others: less is nothing to it."""
+        if tenant in self._counters or num_tokens > 0:
+            self._counters[tenant] = self._counters.get(tenant, self.level) + num_tokens / self._quota.weight(tenant)
+            self._forget_level_ones()
+
+    def elsewhere(self, tokens: Mapping[str, int]) -> None:
+        room = _ELSEWHERE_SHARE * (self.level - self._level_heard)
+        self._level_heard = self.level
+        if room <= 0.0:
+            return
+        for tenant, count in tokens.items():
+            counter = self._counters.get(tenant, self.level)
+            if tenant not in self._tenants:
+                counter = max(counter, self.level)
+            self._counters[tenant] = counter + max(0.0, min(count / self._quota.weight(tenant), room))
+        self._forget_level_ones()
+
+    def tokens_before(self, claim: Claim) -> float:
+        backlog = self._tenants.get(claim.tenant)
+        own = 0 if backlog is None else sum(c.num_tokens for c in backlog.claims if c is not claim and c.due <= claim.due)
+        others = sum(self._quota.weight(tenant) for tenant in self._tenants if tenant != claim.tenant)
+        others_tokens = self.num_tokens - (0 if backlog is None else backlog.num_tokens)
+        return own + min(others_tokens, (own + claim.num_tokens) * others / self._quota.weight(claim.tenant))
+
+    def _forget_level_ones(self) -> None:
+        """Who does not wait and is not above the level begins there anyway."""
+        if len(self._counters) <= self._most_counters:
+            return
+        for tenant in [t for t, counter in self._counters.items() if t not in self._tenants and counter <= self.level]:
+            del self._counters[tenant]
+        idle = len(self._counters) - len(self._tenants)
+        if idle > _MAX_COUNTERS:
+            lowest = sorted((t for t in self._counters if t not in self._tenants), key=self._counters.__getitem__)
+            for tenant in lowest[: idle - _MAX_COUNTERS // 2]:
+                del self._counters[tenant]
+        # Not again before there are twice as many: a tenant costs the same however many there are.
+        self._most_counters = max(_FEW_COUNTERS, min(2 * len(self._counters), len(self._tenants) + _MAX_COUNTERS))
+
+
+class _Backlog:
+    """A tenant's own: earliest due first, of equals who came first."""
+
+    def __init__(self) -> None:
+        self.claims: dict[Claim, int] = {}  # with the number of its coming
+        self.num_tokens = 0
+        self._heap: list[tuple[float, int, Claim]] = []  # with some that have left
+
+    @property
+    def oldest(self) -> int:
+        return min(self.claims.values())
+
+    def add(self, claim: Claim, number: int) -> None:
+        self.claims[claim] = number
+        self.num_tokens += claim.num_tokens
+        heapq.heappush(self._heap, (claim.due, number, claim))
+
+    def discard(self, claim: Claim) -> None:
+        del self.claims[claim]
+        self.num_tokens -= claim.num_tokens
+        if len(self._heap) > 2 * len(self.claims) + 16:
+            self._heap = [entry for entry in self._heap if entry[2] in self.claims]
+            heapq.heapify(self._heap)
+
+    def first(self) -> Claim:
+        while self._heap[0][2] not in self.claims:
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+    def last(self) -> Claim:
+        return max(self.claims, key=lambda claim: (claim.due, self.claims[claim]))

@@ -1,0 +1,224 @@
+"""Connections to the workers: one channel for each life (worker id and epoch), and to each decode worker one stream of tokens.
+
+A life that the registry no longer lists gets no new work. It is closed once nothing of this router is left on it, or at once if
+another life has taken its name, or if it is silent as well: no heartbeat and no event for some seconds is a frozen process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from router.request.cleanup import Cleanup
+from router.workers.decode_stream import DecodeStream
+from router.workers.load_meter import LoadMeter
+from router.workers.prefix_index import NOT_CACHED, CachedPrefix, WorkerLife
+from twostep.cluster.records import WorkerRecord
+from twostep.cluster.snapshot import Candidate, Snapshot
+from twostep.errors import TwostepError, Unavailable
+from twostep.request_class import RequestClass
+from twostep.rpc.call_signing import CallSigner
+from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
+from twostep.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_SILENT_S = 3.0
+
+OpenTo = Callable[[WorkerRecord], grpc.aio.Channel]
+
+
+class Tenant(Protocol):
+    """Whoever uses a link and must know when it is lost."""
+
+    def on_worker_lost(self, life: WorkerLife, error: TwostepError) -> None: ...
+
+
+class WorkerLink:
+    """One life of a worker: its channel, and what this router has there."""
+
+    def __init__(self, record: WorkerRecord, open_to: OpenTo) -> None:
+        self.record = record
+        self.life = WorkerLife.of(record)
+        self.channel = open_to(record)
+        self.tenants: set[Tenant] = set()
+        self.meter = LoadMeter(time.monotonic())
+        self.retired = False
+        self._last_event = time.monotonic()
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens sent there whose first token has not come yet."""
+        return self.meter.queued_tokens
+
+    def queue(self, num_tokens: int, request_class: RequestClass) -> None:
+        """So many more of them are there; below 0: fewer."""
+        self.meter.queue(num_tokens, time.monotonic(), batch=request_class is RequestClass.BATCH)
+
+    def touch(self) -> None:
+        """Something was heard from it."""
+        self._last_event = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._last_event
+
+    def lose(self, error: TwostepError) -> None:
+        """Tells everybody who has something there."""
+        for tenant in list(self.tenants):
+            tenant.on_worker_lost(self.life, error)
+
+    async def close(self) -> None:
+        self.lose(Unavailable(f"{self.record.role} worker {self.record.worker_id} is gone"))
+        await self.channel.close()
+
+
+class PrefillLink(WorkerLink):
+    def __init__(self, record: WorkerRecord, open_to: OpenTo) -> None:
+        super().__init__(record, open_to)
+        self.stub = prefill_pb2_grpc.PrefillStub(self.channel)
+
+
+class DecodeLink(WorkerLink):
+    def __init__(
+        self,
+        record: WorkerRecord,
+        open_to: OpenTo,
+        *,
+        router_id: str,
+        cleanup: Cleanup,
+        stream_lease_s: float,
+    ) -> None:
+        super().__init__(record, open_to)
+        self.stub = decode_pb2_grpc.DecodeStub(self.channel)
+        self.stream = DecodeStream(
+            self.stub,
+            router_id=router_id,
+            worker_id=record.worker_id,
+            lease_s=stream_lease_s,
+            cleanup=cleanup,
+            on_message=self.touch,
+            on_lost=self.lose,
+        )
+
+    async def close(self) -> None:
+        await self.stream.close()
+        await super().close()
+
+
+class WorkerPool:
+    """All links. `changed` is notified whenever a worker comes, goes, or changes what it can do."""
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        cleanup: Cleanup,
+        signer: CallSigner,
+        tls: TlsFiles = PLAINTEXT,
+        stream_lease_s: float = 5.0,
+        compression: grpc.Compression = grpc.Compression.NoCompression,
+    ) -> None:
+        """`stream_lease_s`: a broken token stream that is open again within it costs no attempt."""
+        self._router_id = router_id
+        self._stream_lease_s = stream_lease_s
+        self._cleanup = cleanup
+        self._signer = signer
+        self._tls = tls
+        self._compression = compression
+        self._prefill: dict[WorkerLife, PrefillLink] = {}
+        self._decode: dict[WorkerLife, DecodeLink] = {}
+        self._state: object = None
+        self.changed = asyncio.Event()
+
+    @property
+    def prefill(self) -> Mapping[WorkerLife, PrefillLink]:
+        return self._prefill
+
+    @property
+    def decode(self) -> Mapping[WorkerLife, DecodeLink]:
+        return self._decode
+
+    def channel_of(self, life: WorkerLife) -> grpc.aio.Channel | None:
+        """None: there is no link to it."""
+        link: WorkerLink | None = self._prefill.get(life) or self._decode.get(life)
+        return None if link is None else link.channel
+
+    def records(self) -> Sequence[WorkerRecord]:
+        """Workers that may get new work, ready or not."""
+        links: Sequence[WorkerLink] = (*self._prefill.values(), *self._decode.values())
+        return [link.record for link in links if not link.retired]
+
+    def snapshot(self, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife]) -> Snapshot:
+        now = time.monotonic()
+        return Snapshot(
+            prefill=[_candidate(link, cached, excluded, now) for link in self._prefill.values() if not link.retired],
+            decode=[_candidate(link, cached, excluded, now) for link in self._decode.values() if not link.retired],
+        )
+
+    def sync(self, workers: Sequence[WorkerRecord]) -> None:
+        """Makes the links match the registry; called after every poll."""
+        listed = {WorkerLife.of(record): record for record in workers}
+        newest = {record.worker_id: record.epoch for record in workers}
+        for life, record in listed.items():
+            link: WorkerLink | None = self._prefill.get(life) or self._decode.get(life)
+            if link is not None and (link.record.address, link.record.role) == (record.address, record.role):
+                link.record, link.retired = record, False
+            elif link is None and record.role == "prefill":
+                self._prefill[life] = PrefillLink(record, self.open_to)
+            elif link is None:
+                self._decode[life] = DecodeLink(
+                    record,
+                    self.open_to,
+                    router_id=self._router_id,
+                    cleanup=self._cleanup,
+                    stream_lease_s=self._stream_lease_s,
+                )
+            else:
+                log.warning("worker %s changed its address or role without a new epoch; it is not used until it has one", record.worker_id)
+                link.retired = True
+        for links in (self._prefill, self._decode):
+            for life in links.keys() - listed.keys():
+                gone = links[life]
+                gone.retired = True
+                replaced = newest.get(life.worker_id, life.epoch) != life.epoch
+                if replaced or not gone.tenants or gone.silent_s > _SILENT_S:
+                    del links[life]
+                    self._cleanup.spawn(gone.close())
+        for link in (*self._prefill.values(), *self._decode.values()):
+            link.meter.observe(link.record.load, len(link.tenants), time.monotonic())
+        state = sorted((r.worker_id, r.epoch, r.ready, r.draining, r.transports) for r in workers)
+        if state != self._state:
+            self._state = state
+            self.changed.set()
+
+    def open_to(self, record: WorkerRecord) -> grpc.aio.Channel:
+        """A channel of the caller's own, whose calls are meant for that life alone."""
+        signature = self._signer.sign(record.worker_id, record.epoch)
+        return open_channel(record.address, tls=self._tls, compression=self._compression, signature=signature)
+
+    async def close(self) -> None:
+        links: Sequence[WorkerLink] = (*self._prefill.values(), *self._decode.values())
+        self._prefill, self._decode = {}, {}
+        await asyncio.gather(*(link.close() for link in links))
+
+
+def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife], now: float) -> Candidate:
+    held = cached.get(link.life, NOT_CACHED)
+    return Candidate(
+        record=link.record,
+        cached_tokens=held.num_tokens,
+        host_cached_tokens=held.host_tokens,
+        queued_tokens=link.queued_tokens,
+        batch_tokens=link.meter.batch_tokens,
+        recent_tokens=link.meter.recent_tokens(now),
+        num_attempts=len(link.tenants),
+        excluded=link.life in excluded,
+        mean=link.meter.mean,
+    )

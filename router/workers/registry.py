@@ -1,0 +1,306 @@
+"""The router's mirror of the live workers, read from Redis twice a second.
+
+poll ok        a worker is there as long as its record is; one whose record goes is kept for a short grace, because a
+               Redis that came back empty is filled again by the next heartbeats, and then as long as it answers itself, because a
+               Redis that takes no writes loses all heartbeats (router/workers/vouching.py)
+poll failed    the last known workers stay; said once, and once more when Redis is back
+refused        a record that does not fit this deployment (other model, secret, hash unit, a version too far from the router's) is left
+               out, with its reason logged once
+no record      one that is not signed, or has another's name: nobody of this deployment wrote it there. So is a copy of an earlier
+               heartbeat, and a life before the newest that was seen, unless that one is gone and the earlier one answers itself
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from router.workers.prefix_index import WorkerLife
+from router.workers.witnesses import Lives, Witnesses
+from twostep import __version__
+from twostep.checkpoint.fingerprint import is_same_model
+from twostep.cluster.cancellation import end_if_cancelled
+from twostep.cluster.connection import EXCHANGE_S
+from twostep.cluster.look import Look, look, tidy
+from twostep.cluster.records import HEARTBEAT_S, HEARTBEAT_TTL_S, MAX_RECORD_BYTES, WorkerRecord
+from twostep.cluster.signed import Signer
+from twostep.errors import InvalidRequest, TwostepError, Unauthenticated
+from twostep.version_skew import why_not
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+_TIMEOUT_S = EXCHANGE_S
+# Two heartbeats, and what a worker needs to reconnect.
+_MISSING_GRACE_S = 2 * HEARTBEAT_S
+_AFTER_OUTAGE_GRACE_S = HEARTBEAT_TTL_S + HEARTBEAT_S
+# A worker that has said itself that it lives is believed as long as a heartbeat is.
+_VOUCHED_S = HEARTBEAT_TTL_S
+# A record that says the same heartbeat for so long is no worker's; no worker's own lasts as long.
+_SAME_BEAT_S = 30.0
+# Listed, and logged by one poll: whoever can write to Redis can make up more.
+_MAX_REFUSALS = 256
+_MAX_SAID_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What every worker of this deployment has in common with the router."""
+
+    model_fingerprint: str
+    secret_check: str
+    signer: Signer = field(repr=False)
+    hash_unit: int
+    version: str = __version__
+
+    def refuse(self, record: WorkerRecord) -> str | None:
+        """Why a worker cannot belong here, or None."""
+        # First: what else a record of another version says may mean something else.
+        if reason := why_not(self.version, record.version, us="the router", them="it"):
+            return reason
+        if record.role not in ("prefill", "decode"):
+            return f"role {record.role!r} is neither prefill nor decode; upgrade the router"
+        if not is_same_model(self.model_fingerprint, record.layout.model_fingerprint):
+            return "it serves another model than the router's --model"
+        if record.secret_check != self.secret_check:
+            return "it has another deployment secret; give all processes the same --secret-file"
+        if record.hash_unit != self.hash_unit:
+            return f"its hash unit is {record.hash_unit} and the router's {self.hash_unit}; give all processes the same --hash-unit"
+        if record.layout.block_size < 1 or self.hash_unit % record.layout.block_size:
+            return f"its block size {record.layout.block_size} does not divide the hash unit {self.hash_unit}; choose one that does"
+        if record.num_blocks < 1 or record.max_num_seqs < 1 or record.max_model_len < 1:
+            return "its capacity is zero; restart it with room for at least one block and sequence"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A worker that registers and gets no request. `role` and `version` are empty where its record cannot be read."""
+
+    worker_id: str
+    role: str
+    version: str
+    reason: str
+
+
+class Registry:
+    """`workers` is the current set; `on_poll` callbacks get it after every successful look at Redis. `lives` asks a worker itself; None:
+    nobody is asked. `clock` in seconds, does not go back."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        deployment: Deployment,
+        *,
+        lives: Lives | None = None,
+        poll_s: float = POLL_S,
+        missing_grace_s: float = _MISSING_GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._redis = redis
+        self._deployment = deployment
+        self._poll_s = poll_s
+        self._missing_grace_s = missing_grace_s
+        self._clock = clock
+        self._witnesses = None if lives is None else Witnesses(lives, clock)
+        self._workers: dict[str, WorkerRecord] = {}
+        self._missing_since: dict[str, float] = {}
+        # By name: the last heartbeat of its newest life.
+        self._newest: dict[str, _Beat] = {}
+        # What was said of whom.
+        self._said: dict[str, str] = {}
+        self._refusals: Sequence[Refusal] = ()
+        self._callbacks: list[Callable[[Sequence[WorkerRecord]], None]] = []
+        self._connected = True
+        self._recovered_at = -float("inf")
+
+    @property
+    def workers(self) -> Sequence[WorkerRecord]:
+        """Live workers that fit the deployment, ready or not."""
+        return tuple(self._workers.values())
+
+    @property
+    def refusals(self) -> Sequence[Refusal]:
+        """Of the workers that registered and do not fit, in the order of their names; the first of them, where there are very many."""
+        return self._refusals
+
+    @property
+    def connected(self) -> bool:
+        """False while Redis does not answer."""
+        return self._connected
+
+    def on_poll(self, callback: Callable[[Sequence[WorkerRecord]], None]) -> None:
+        self._callbacks.append(callback)
+
+    async def run(self) -> None:
+        """Polls until cancelled."""
+        try:
+            while True:
+                await self.poll()
+                end_if_cancelled()
+                await asyncio.sleep(self._poll_s)
+        finally:
+            if self._witnesses is not None:
+                await self._witnesses.close()
+
+    async def poll(self) -> None:
+        """One look at Redis; never raises for what Redis does or holds."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                found = await look(self._redis, list(self._workers))
+        except (RedisError, OSError, TimeoutError) as error:
+            if self._connected:
+                self._connected = False
+                log.warning(
+                    "Redis does not answer (%s): serving goes on with the %d last known workers and without prefix hints; "
+                    "see that the server of --redis-url is up",
+                    str(error) or type(error).__name__,
+                    len(self._workers),
+                )
+            return
+        if not self._connected:
+            self._connected = True
+            self._recovered_at = self._clock()
+            log.warning("Redis answers again")
+        self._update(found)
+        if found.num_empty:
+            await self._tidy()
+
+    async def _tidy(self) -> None:
+        """Names of workers that died would pile up. A Redis that takes no writes keeps them."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await tidy(self._redis)
+        except (RedisError, OSError, TimeoutError) as error:
+            log.debug("names of workers that are gone stay in Redis: %s", error)
+
+    def _update(self, found: Look) -> None:
+        now, before = self._clock(), self._workers
+        after: dict[str, WorkerRecord] = {}
+        doubtful: dict[str, WorkerRecord] = {}
+        unfit: set[str] = set()
+        refusals: list[Refusal] = []
+        for name, text in found.records.items():
+            try:
+                record = self._read(name, text)
+            except TwostepError as error:
+                refusals.append(Refusal(worker_id=name, role="", version="", reason=error.message))
+                continue
+            if reason := self._deployment.refuse(record):
+                unfit.add(name)
+                refusals.append(_refusal(record, reason))
+                continue
+            newest = self._newest.get(name)
+            if newest is not None and record.epoch < newest.epoch:
+                doubtful[name] = record
+            elif newest is None or newest.is_followed_by(record, now):
+                self._take(after, record, now)
+        grace = _AFTER_OUTAGE_GRACE_S if now - self._recovered_at < _AFTER_OUTAGE_GRACE_S else self._missing_grace_s
+        for name, record in before.items():
+            if name in after or name in unfit:
+                self._missing_since.pop(name, None)
+                continue
+            # Asked at once, so that the answer is there before the grace is over.
+            vouched = self._is_vouched(record, now)
+            if vouched or now - self._missing_since.setdefault(name, now) < grace:
+                after[name] = record
+            else:
+                self._missing_since.pop(name, None)
+                if record.draining:
+                    log.info("worker %s has left after its drain", name)
+                else:
+                    log.warning("worker %s is gone: no heartbeat", name)
+        for name, record in doubtful.items():
+            # Of two lives the one that is used stays as long as it can.
+            if name not in after and self._is_vouched(record, now):
+                self._take(after, record, now)
+            else:
+                reason = f"epoch {record.epoch} is older than {self._newest[name].epoch}, which was seen before; a newer life of it exists"
+                refusals.append(_refusal(record, reason))
+        if self._witnesses is not None:
+            self._witnesses.forget_all_but({WorkerLife.of(record) for record in (*after.values(), *doubtful.values())})
+        self._say(refusals)
+        self._trim(after)
+        for name, record in after.items():
+            if name not in before or before[name].epoch != record.epoch:
+                log.info(
+                    "%s worker %s at %s, epoch %d, transports %s",
+                    record.role,
+                    name,
+                    record.address,
+                    record.epoch,
+                    ",".join(record.transports),
+                )
+        self._workers = after
+        for callback in self._callbacks:
+            callback(self.workers)
+
+    def _read(self, name: str, text: bytes) -> WorkerRecord:
+        """Raises TwostepError with what to change."""
+        if not text:
+            raise InvalidRequest(f"its record is no text, or has more than {MAX_RECORD_BYTES} bytes; look who writes to Redis")
+        try:
+            record = WorkerRecord.from_json(self._deployment.signer.read_object(text))
+        except Unauthenticated as error:
+            raise InvalidRequest(
+                f"of its record: {error.message}; give all processes the same --secret-file, upgrade workers of an older version, and "
+                "look who else writes to Redis"
+            ) from error
+        if record.worker_id != name:
+            raise InvalidRequest(f"its record says it is {record.worker_id!r}; give every worker a name of its own")
+        return record
+
+    def _take(self, after: dict[str, WorkerRecord], record: WorkerRecord, now: float) -> None:
+        newest = self._newest.get(record.worker_id)
+        if newest is None or (newest.epoch, newest.number) != (record.epoch, record.beat):
+            self._newest[record.worker_id] = _Beat(record.epoch, record.beat, now)
+        self._said.pop(record.worker_id, None)
+        after[record.worker_id] = record
+
+    def _is_vouched(self, record: WorkerRecord, now: float) -> bool:
+        """Whether its worker has said of late that it lives; it is asked again. Who drains ends by itself."""
+        if self._witnesses is None or record.draining:
+            return False
+        self._witnesses.ask(record)
+        return now - self._witnesses.heard_at(WorkerLife.of(record)) < _VOUCHED_S
+
+    def _say(self, refusals: Sequence[Refusal]) -> None:
+        """Each once, and again when its reason changes; of very many some at a time."""
+        self._refusals = sorted(refusals, key=lambda refusal: refusal.worker_id)[:_MAX_REFUSALS]
+        num_said = 0
+        for refusal in self._refusals:
+            if self._said.get(refusal.worker_id) != refusal.reason and num_said < _MAX_SAID_AT_ONCE:
+                num_said += 1
+                self._said[refusal.worker_id] = refusal.reason
+                log.warning("worker %s is refused: %s", refusal.worker_id, refusal.reason)
+
+    def _trim(self, alive: dict[str, WorkerRecord]) -> None:
+        """Memories of workers long gone must not grow for ever."""
+        for memory in (self._newest, self._said):
+            for name in [n for n in memory if n not in alive][: max(0, len(memory) - 4096)]:
+                del memory[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Beat:
+    """A heartbeat, and when it was seen first."""
+
+    epoch: int
+    number: int
+    at: float
+
+    def is_followed_by(self, record: WorkerRecord, now: float) -> bool:
+        """Whether a record of this epoch or a later one is newer, or this one and not long past: what stays longer is a copy."""
+        if (record.epoch, record.beat) == (self.epoch, self.number):
+            return not record.beat or now - self.at < _SAME_BEAT_S
+        return (record.epoch, record.beat) > (self.epoch, self.number)
+
+
+def _refusal(record: WorkerRecord, reason: str) -> Refusal:
+    return Refusal(worker_id=record.worker_id, role=record.role, version=record.version, reason=reason)

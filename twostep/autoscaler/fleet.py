@@ -1,0 +1,151 @@
+"""The workers as the policy sees them: made of their records, and of what only somebody who looks again and again can know.
+
+first seen    a life (worker id and epoch) begins with the first look at it; one that was there at the very first look, with its epoch
+pods          a Deployment has those that are registered. Those that were asked for and are not there yet count for twice the cold start;
+              after that they are not thought to come any more
+cannot switch a worker that has refused a change of its role is not asked again in that life
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+from twostep import __version__
+from twostep.autoscaler.model import ROLES, Role, WorkerView
+from twostep.cluster.records import WorkerRecord
+from twostep.version_skew import why_not
+
+log = logging.getLogger(__name__)
+
+Life = tuple[str, int]
+# Pods that do not come count no longer than this beyond twice their cold start.
+_PENDING_BEYOND_S = 30.0
+_MAX_REMEMBERED = 4096
+
+
+def life_of(record: WorkerRecord) -> Life:
+    return record.worker_id, record.epoch
+
+
+def owner_of(record: WorkerRecord) -> Role:
+    """Of the Deployment that its pod counts for."""
+    return cast(Role, record.pod_owner if record.pod_owner in ROLES else record.role)
+
+
+class Fleet:
+    """Records in, views out. `cold_start_s` by role of the Deployment."""
+
+    def __init__(self, secret_check: str, cold_start_s: Mapping[Role, float]) -> None:
+        """An empty `secret_check`: workers of any deployment secret belong here."""
+        self._secret_check = secret_check
+        self._pending_s = {role: longest_start_s(cold_start_s[role]) for role in ROLES}
+        self._first_seen: dict[Life, float] = {}
+        self._looked = False
+        # What was said of whom.
+        self._said: dict[str, str] = {}
+        self._unwilling: set[Life] = set()
+        # Pods that were asked for and are not there: how many are wanted in all, and since when.
+        self._asked: dict[Role, tuple[int, float]] = {}
+
+    def refuse(self, name: str, why: str) -> None:
+        """Logged once."""
+        self._say(name, f"is not counted: {why}")
+
+    def take(self, name: str, record: WorkerRecord) -> WorkerRecord | None:
+        """As it counts here: a pod whose version keeps it from serving is there, and not ready. None: it does not count."""
+        if why := self._why_foreign(name, record):
+            self.refuse(name, why)
+            return None
+        if why := why_not(__version__, record.version, us="the autoscaler", them="it"):
+            self._say(name, f"counts as a pod that serves nobody: {why}")
+            return replace(record, ready=False, not_ready_reason=why)
+        self._said.pop(name, None)
+        return record
+
+    def _why_foreign(self, name: str, record: WorkerRecord) -> str:
+        if record.role not in ROLES:
+            return f"its role is {record.role!r}; upgrade the autoscaler"
+        if record.worker_id != name:
+            return f"its record says it is {record.worker_id!r}; give every worker a name of its own"
+        if self._secret_check and record.secret_check != self._secret_check:
+            return "it has another deployment secret; give all processes the same --secret-file"
+        return ""
+
+    def _say(self, name: str, what: str) -> None:
+        if self._said.get(name) != what:
+            log.warning("worker %s %s", name, what)
+            self._said[name] = what
+
+    def would_not_switch(self, record: WorkerRecord) -> None:
+        self._unwilling.add(life_of(record))
+
+    def views(self, records: Sequence[WorkerRecord], now_s: float) -> tuple[WorkerView, ...]:
+        """By name."""
+        lives = {life_of(record) for record in records}
+        for record in records:
+            self._first_seen.setdefault(life_of(record), now_s if self._looked else begun(record, now_s))
+        self._looked = True
+        for life in [known for known in self._first_seen if known not in lives][: max(0, len(self._first_seen) - _MAX_REMEMBERED)]:
+            del self._first_seen[life]
+        self._unwilling &= lives
+        for name in list(self._said)[: max(0, len(self._said) - _MAX_REMEMBERED)]:
+            del self._said[name]
+        return tuple(self._view(record) for record in sorted(records, key=lambda record: record.worker_id))
+
+    def pods(
+        self, records: Sequence[WorkerRecord], asked: Mapping[str, int] | None, now_s: float, *, switching: Collection[str] = ()
+    ) -> dict[Role, int]:
+        """Of each Deployment. `asked`: what it was told last; None: nothing yet. A pod whose worker drains is on its way out and counts no
+        more, unless it is one of `switching`, which only change their role."""
+        found: dict[Role, int] = {}
+        staying = [record for record in records if not record.draining or record.worker_id in switching]
+        for role in ROLES:
+            here = sum(1 for record in staying if owner_of(record) == role)
+            wanted = here if asked is None else asked.get(role, here)
+            if wanted <= here:
+                self._asked.pop(role, None)
+            elif role not in self._asked or self._asked[role][0] < wanted:
+                self._asked[role] = wanted, now_s
+            pending = self._asked.get(role)
+            found[role] = wanted if pending is not None and now_s - pending[1] <= self._pending_s[role] else here
+        return found
+
+    def _view(self, record: WorkerRecord) -> WorkerView:
+        load, life = record.load, life_of(record)
+        return WorkerView(
+            worker_id=record.worker_id,
+            role=cast(Role, record.role),
+            owner=owner_of(record),
+            pod_name=record.pod_name,
+            # One that is ready itself and that no KV reaches serves nobody.
+            ready=record.ready and not record.not_ready_reason,
+            draining=record.draining,
+            # Who hands nothing over stays a decode worker.
+            can_switch=bool(record.transports) and life not in self._unwilling,
+            curve=record.curve,
+            step_tokens=record.step_tokens,
+            max_num_seqs=max(0, record.max_num_seqs),
+            num_blocks=max(0, record.num_blocks),
+            block_size=record.layout.block_size,
+            num_running=max(0, load.num_running + load.num_reserved),
+            num_waiting=max(0, load.num_waiting),
+            queued_tokens=max(0, load.num_queued_tokens),
+            context_tokens=max(0, load.num_context_tokens),
+            tokens_per_s=max(0.0, load.tokens_per_s),
+            started_s=self._first_seen[life],
+        )
+
+
+def longest_start_s(cold_start_s: float) -> float:
+    """After which a pod that was asked for is not thought to come any more."""
+    return 2 * cold_start_s + _PENDING_BEYOND_S
+
+
+def begun(record: WorkerRecord, now_s: float) -> float:
+    """The instant at which this life began, by its own clock: epochs are microseconds since 1970. What makes no sense as such begins
+    now."""
+    begun = record.epoch / 1e6
+    return begun if 0.0 < begun <= now_s else now_s

@@ -1,0 +1,185 @@
+"""An autoscaler as one object: everything it is made of, started and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from twostep.autoscaler.board import DecisionBoard
+from twostep.autoscaler.collect import LOOK_AGAIN_S, Collector
+from twostep.autoscaler.config import AutoscalerConfig
+from twostep.autoscaler.controller import Controller, ControllerParts
+from twostep.autoscaler.decision_log import DecisionLog
+from twostep.autoscaler.external_scaler import ExternalScaler
+from twostep.autoscaler.fleet import Fleet
+from twostep.autoscaler.lease import Lease
+from twostep.autoscaler.model import ROLES, Role
+from twostep.autoscaler.pods import PodMarks
+from twostep.autoscaler.switches import Outcome, Switcher
+from twostep.cluster.cancellation import end_if_cancelled
+from twostep.cluster.connection import connect
+from twostep.cluster.records import WorkerRecord
+from twostep.cluster.signed import DECISIONS, Signer
+from twostep.cluster.start import wait_for_redis
+from twostep.keys.secret import load_secret
+from twostep.metrics.autoscaler import AutoscalerMetrics
+from twostep.metrics.process import register_process
+from twostep.metrics.registry import MetricsRegistry
+from twostep.metrics.server import MetricsServer
+from twostep.prefix import secret_check
+from twostep.rpc.health import READINESS
+from twostep.rpc.keda import externalscaler_pb2_grpc
+from twostep.rpc.server import GrpcServer, ServerConfig
+
+log = logging.getLogger(__name__)
+
+SERVICE = "externalscaler.ExternalScaler"
+_TICK_S = 0.25
+# A loop that has not come round for so long beyond its interval is stuck: liveness fails and the process is restarted. One round may wait
+# for Redis, for workers that seem to be gone, and for the API server.
+_STUCK_S = 30.0
+
+
+class Autoscaler:
+    """start(), then drain(). Constructing it reads the secret, and raises SetupError for what cannot be."""
+
+    def __init__(self, config: AutoscalerConfig, *, clock: Callable[[], float] | None = None, look_again_s: float = LOOK_AGAIN_S) -> None:
+        """Needs a running event loop. `clock`: instead of Redis' own, seconds since 1970."""
+        self.config = config
+        secret = load_secret(config.secret_file)
+        policy = config.policy()
+        self.autoscaler_id = config.autoscaler_id or f"autoscaler-{uuid.uuid4().hex[:12]}"
+        self._redis = connect(config.redis_url)
+        self.lease = Lease(self._redis, self.autoscaler_id, Signer(secret, DECISIONS), ttl_s=config.leader_lease)
+        cold_start_s: dict[Role, float] = {role: policy.pool(role).cold_start_s for role in ROLES}
+        self._fleet = Fleet(secret_check(secret), cold_start_s)
+        self.board = DecisionBoard(stale_s=config.stale_after * config.interval, max_listeners=config.max_streams)
+        self._switcher = Switcher(
+            secret, drain_s=config.worker_drain, tls=config.tls, on_result=self._on_switch, may=lambda: self.lease.held
+        )
+        self._decisions = None if config.decision_log is None else DecisionLog(config.decision_log, policy)
+        marks = None
+        if config.kubernetes_api:
+            marks = PodMarks(config.kubernetes_api, config.kubernetes_dir, namespace=config.pod_namespace)
+        parts = ControllerParts(
+            lease=self.lease,
+            collector=Collector(self._redis, self._fleet, secret, span_s=config.demand_window, clock=clock, look_again_s=look_again_s),
+            board=self.board,
+            switcher=self._switcher,
+            marks=marks,
+            decisions=self._decisions,
+        )
+        registry = MetricsRegistry()
+        register_process(registry, "autoscaler")
+        self.metrics = AutoscalerMetrics(registry, lambda: self.controller.state())
+        self.controller = Controller(policy, parts, self.metrics, name=self.autoscaler_id, hpa_tolerance=config.hpa_tolerance)
+        self._metrics_server = MetricsServer.beside(
+            registry, host=config.host, port=config.external_scaler_port, metrics_port=config.metrics_port
+        )
+        self._ended = False
+        self._server = GrpcServer(
+            ServerConfig(
+                host=config.host,
+                port=config.external_scaler_port,
+                health_port=config.health_port,
+                tls=config.front_tls,
+                max_message_bytes=1 << 20,
+                max_concurrent_rpcs=config.max_streams + 64,
+            ),
+            alive=self._alive,
+        )
+        scaler = ExternalScaler(self.board, hpa_tolerance=config.hpa_tolerance)
+        self._server.add(scaler, externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server, SERVICE)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    @property
+    def health_port(self) -> int:
+        return self._server.health_port
+
+    @property
+    def metrics_port(self) -> int:
+        """0: no metrics are served."""
+        return 0 if self._metrics_server is None else self._metrics_server.port
+
+    async def start(self) -> None:
+        """Returns once it listens; whether it leads is up to the lease. Raises SetupError: no Redis, port taken."""
+        try:
+            if self._metrics_server is not None:
+                self._metrics_server.start()
+            await wait_for_redis(self._redis, self.config.redis_start_timeout)
+            await self.lease.renew()
+            await self._server.start()
+        except BaseException:
+            await self.lease.release()
+            await self._close()
+            raise
+        for work in (self.controller.run(), self._renew(), self._tick()):
+            self._keep(work)
+        log.info("autoscaler %s listens on %s:%d", self.autoscaler_id, self.config.host, self.port)
+
+    async def drain(self, grace_s: float) -> None:
+        """Stops deciding, hands the lease back, and lets calls end for `grace_s`."""
+        self._server.health.set(READINESS, False)
+        await self._stop_tasks()
+        await self.lease.release()
+        self.board.close()
+        await self._server.drain(grace_s)
+        await self._close()
+
+    async def _close(self) -> None:
+        await self._stop_tasks()
+        await self._switcher.close()
+        await self._redis.aclose()
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.close)
+        if self._decisions is not None:
+            self._decisions.close()
+
+    async def _stop_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    def _alive(self) -> bool:
+        return not self._ended and time.monotonic() - self.controller.progress_at < self.config.interval + _STUCK_S
+
+    def _on_switch(self, record: WorkerRecord, to: Role, outcome: Outcome) -> None:
+        self.metrics.switches.labels(outcome).inc()
+        if outcome == "refused":
+            self._fleet.would_not_switch(record)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a task that never ends by itself. If it does, that is a bug, and liveness must show it."""
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+
+        def ended(done: asyncio.Task[None]) -> None:
+            if not done.cancelled():
+                log.error("a task that keeps the autoscaler going has ended; restart the autoscaler", exc_info=done.exception())
+                self._ended = True
+
+        task.add_done_callback(ended)
+
+    async def _renew(self) -> None:
+        while True:
+            held = self.lease.held
+            if await self.lease.renew() and not held:
+                self.controller.wake()
+            end_if_cancelled()
+            await asyncio.sleep(self.lease.renew_every_s)
+
+    async def _tick(self) -> None:
+        """Ready once it has looked at Redis; from then on, since it says itself where it does not know."""
+        while True:
+            if self.controller.looked:
+                self._server.health.set(READINESS, True)
+            await asyncio.sleep(_TICK_S)

@@ -1,0 +1,68 @@
+"""What router and workers compare to know that they speak of the same model. Torch-free, milliseconds whatever the size."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+from twostep.checkpoint.directory import read_header, read_json, weight_files
+from twostep.errors import SetupError
+
+_SAMPLES_PER_FILE = 64
+_SAMPLE_BYTES = 4096
+_DUMMY = "dummy-"
+_ANY = "any"
+
+
+def model_fingerprint(model_dir: Path) -> str:
+    """Hex sha256 over config.json (canonical), tokenizer.json, and of each safetensors file: name, size, header, and 64 evenly
+    spaced samples of 4 KiB of its data.
+
+    It tells apart: other shapes, dtypes, configurations, vocabularies, layouts of shards; other checkpoints and fine-tunes (which
+    move nearly every weight); truncated or exchanged files. It does not see a change between the samples (a flipped bit, one edited
+    tensor), nor generation_config.json and the chat template, which do not change what a worker computes. The directory's own
+    name and the order of config.json's keys do not matter.
+
+    Raises SetupError, naming the file, for a directory that is no complete model."""
+    digest = hashlib.sha256(b"twostep model 1")
+    config = read_json(model_dir / "config.json")
+    _add(digest, json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
+    tokenizer = model_dir / "tokenizer.json"
+    try:
+        _add(digest, tokenizer.read_bytes())
+        for path in weight_files(model_dir):
+            header = read_header(path)
+            _add(digest, path.name.encode())
+            _add(digest, struct.pack("<Q", header.num_bytes))
+            _add(digest, header.raw)
+            last = max(header.data_start, header.num_bytes - _SAMPLE_BYTES)
+            with path.open("rb", buffering=0) as file:
+                for i in range(_SAMPLES_PER_FILE):
+                    file.seek(header.data_start + (last - header.data_start) * i // (_SAMPLES_PER_FILE - 1))
+                    _add(digest, file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise SetupError(f"{error.filename or model_dir} cannot be read: {error.strerror or error}; download the model again") from error
+    return digest.hexdigest()
+
+
+def dummy_fingerprint(model_dir: Path, kind: str = _ANY) -> str:
+    """Of weights that are made up: they follow from the shape and from `kind`, the device and the parts they are made in. Without a kind:
+    of all of them, for who only wants to know whether it is the same model."""
+    shape = json.dumps(read_json(model_dir / "config.json"), sort_keys=True)
+    return f"{_DUMMY}{kind}-{hashlib.sha256(shape.encode()).hexdigest()}"
+
+
+def is_same_model(wanted: str, found: str) -> bool:
+    """Whether the fingerprint `found` is `wanted`, or is of made-up weights and `wanted` is of any such."""
+    any_kind = f"{_DUMMY}{_ANY}-"
+    if wanted.startswith(any_kind):
+        return found.startswith(_DUMMY) and found.endswith(wanted.removeprefix(any_kind))
+    return found == wanted
+
+
+def _add(digest: hashlib._Hash, part: bytes) -> None:
+    """With its length, so that no two sequences of parts look the same."""
+    digest.update(struct.pack("<Q", len(part)))
+    digest.update(part)

@@ -1,0 +1,140 @@
+"""One load, ready to be put on a target at any rate: workload, arrival process and extent together."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from twostep.errors import InvalidRequest
+from twostep.lab.bench.serve.arrivals import Arrivals
+from twostep.lab.bench.serve.content import Content
+from twostep.lab.bench.serve.record import RequestRecord
+from twostep.lab.bench.serve.runner import Extent, Progress, Runner, RunResult
+from twostep.lab.bench.serve.summary import Windows
+from twostep.lab.bench.serve.target import Served, Target
+from twostep.lab.bench.serve.traces import Trace
+from twostep.lab.bench.serve.workloads import MultiTurn, Session, Workload, fitted
+
+_MAX_LEFT_OUT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """Closed loop: so many users, each of whom asks again when answered."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceTimes:
+    """The times of the trace, so many times as fast."""
+
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.speed < float("inf"):
+            raise InvalidRequest(f"the trace's speed is {self.speed:g}; give a factor above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    workload: Workload
+    arrivals: Arrivals | Users | TraceTimes
+    extent: Extent
+    seed: str
+    max_model_len: int = 0
+    """Longer sessions are cut to it; 0: what the server tells."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.arrivals, Arrivals) and math.isinf(self.arrivals.rate) and self.extent.duration_s:
+            raise InvalidRequest("a rate of inf sends all requests at once: say how many with --num-requests instead of a duration")
+
+    @property
+    def rate(self) -> float | None:
+        """Sessions per second; None: no such thing is given."""
+        match self.arrivals:
+            case Arrivals(rate=rate):
+                return rate
+            case TraceTimes(speed=speed):
+                return None if (natural := self._trace_rate()) is None else natural * speed
+            case Users():
+                return None
+
+    @property
+    def label(self) -> str:
+        match self.arrivals:
+            case Users(count):
+                return f"{count} users"
+            case TraceTimes(speed=speed):
+                return f"trace at {speed:.3g} times its speed"
+            case Arrivals(kind=kind, rate=rate, burstiness=burstiness):
+                how = {"poisson": "Poisson", "constant": "evenly", "gamma": f"gamma, burstiness {burstiness:g}"}[kind]
+                return f"{rate:.4g} requests/s ({how})"
+
+    def at_rate(self, rate: float) -> Load:
+        """The same at another rate. Raises InvalidRequest for a closed loop, which has none to set."""
+        match self.arrivals:
+            case Arrivals():
+                return replace(self, arrivals=replace(self.arrivals, rate=rate))
+            case TraceTimes():
+                natural = self._trace_rate()
+                if natural is not None:
+                    return replace(self, arrivals=TraceTimes(rate / natural))
+        raise InvalidRequest(
+            "users that wait for their answers have no arrival rate: sweep with --arrivals poisson, gamma, constant or trace"
+        )
+
+    def _trace_rate(self) -> float | None:
+        return self.workload.rate if isinstance(self.workload, Trace) else None
+
+    def sessions(self, served: Served, run: str) -> Iterator[Session]:
+        """Lengths depend on the seed alone, and are the same for every run; what the prompts say differs from run to run, so that none
+        finds another's in a cache."""
+        content = Content(f"{self.seed}/{run}", served.alphabet)
+        length = min((n for n in (self.max_model_len, served.max_model_len) if n), default=0)
+        left_out = 0
+        for session in self.workload.sessions(content, random.Random(f"lengths/{self.seed}")):
+            cut = fitted(session, length)
+            left_out = 0 if cut.turns else left_out + 1
+            if cut.turns:
+                yield cut
+            elif left_out >= _MAX_LEFT_OUT:
+                raise InvalidRequest(
+                    f"none of {left_out} texts in a row fits a context of {length} tokens; give others, or a longer context"
+                )
+
+    def num_measured(self) -> int | None:
+        """Requests that will be measured, where that can be known before."""
+        if isinstance(self.workload, MultiTurn) or isinstance(self.arrivals, Users):
+            return None
+        if self.extent.num_requests:
+            most = len(self.workload.requests) if isinstance(self.workload, Trace) else self.extent.num_requests
+            return min(most, self.extent.num_requests)
+        if isinstance(self.arrivals, TraceTimes):
+            requests = self.workload.requests if isinstance(self.workload, Trace) else ()
+            return sum(self.extent.measures(r.arrival_s / self.arrivals.speed) for r in requests)
+        return sum(map(self.extent.measures, self.arrivals.within(self.seed, self.extent.end_s)))
+
+    async def put_on(
+        self, target: Target, served: Served, run: str, progress: Progress, stop: Callable[[RequestRecord], bool] | None = None
+    ) -> tuple[RunResult, Windows]:
+        """Runs it once. Returns when the last answer is there, or when `stop` says that there is no point in going on."""
+        sessions = self.sessions(served, run)
+        runner = Runner(target=target, extent=self.extent, run=run, progress=progress, stop=stop)
+        match self.arrivals:
+            case Users(count):
+                result = await runner.closed_loop(sessions, count)
+            case TraceTimes(speed=speed):
+                result = await runner.open_loop(((s.arrival_s or 0.0) / speed, s) for s in sessions)
+            case Arrivals() as arrivals:
+                length_s = self.extent.end_s
+                times = arrivals.times(self.seed) if math.isinf(length_s) else chain(arrivals.within(self.seed, length_s), (length_s,))
+                result = await runner.open_loop(zip(times, sessions, strict=False))
+        if self.extent.duration_s and not result.exhausted and not result.stopped:
+            windows = Windows.of_duration(self.extent.warmup_s, self.extent.duration_s)
+        else:
+            windows = Windows.of_requests(result.records, open_loop=not isinstance(self.arrivals, Users))
+        return result, windows

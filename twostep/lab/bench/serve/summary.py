@@ -1,0 +1,247 @@
+"""All figures of one run, out of its records. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from twostep.lab.bench.serve.metrics import Cost, Distribution, Goodput, Latency, Prices, Targets, cost, gaps_s, goodput, latency_of
+from twostep.lab.bench.serve.record import REFUSED, RequestRecord
+
+_MAX_BINS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A span of a run, in seconds since its start; the end does not belong to it."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.start_s
+
+    def __contains__(self, at_s: float) -> bool:
+        return self.start_s <= at_s < self.end_s
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """`arrivals`: in which measured requests came; goodput and the offered rate refer to it. `busy`: in which work is counted;
+    throughput and cost refer to it. They differ only where a number of requests, not a duration, ends the run."""
+
+    arrivals: Window
+    busy: Window
+
+    @classmethod
+    def of_duration(cls, warmup_s: float, duration_s: float) -> Windows:
+        """Both are the duration after the warm-up: in a steady state as much work flows in at its start as flows out at its end."""
+        window = Window(warmup_s, warmup_s + duration_s)
+        return cls(window, window)
+
+    @classmethod
+    def of_requests(cls, records: Sequence[RequestRecord], *, open_loop: bool) -> Windows:
+        """A run of n measured requests. Busy: first sending to last end. Arrivals: in open loop, n times the mean gap between arrivals
+        (100 requests, one every 0.6 s, are a minute's); else, or if all came at once, or of conversations, whose later turns come when
+        answers allow, the busy window."""
+        measured = [r for r in records if r.measured]
+        if not measured:
+            return cls(Window(0.0, 0.0), Window(0.0, 0.0))
+        busy = Window(
+            min((r.sent_s for r in measured if not math.isnan(r.sent_s)), default=0.0),
+            # The last end belongs to it.
+            math.nextafter(max((r.ended_s for r in measured if not math.isnan(r.ended_s)), default=0.0), math.inf),
+        )
+        came = sorted(r.scheduled_s for r in measured)
+        if not open_loop or any(r.turn for r in measured) or len(came) < 2 or came[-1] == came[0]:
+            return cls(busy, busy)
+        span = came[-1] - came[0]
+        return cls(Window(came[0], came[0] + span * len(came) / (len(came) - 1)), busy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """Work that got done within the window, of whichever request, over its length."""
+
+    window_s: float
+    requests_per_s: float
+    """Answers completed."""
+    input_tokens_per_s: float
+    """Prompt tokens, cached ones included, of the requests whose first token came."""
+    output_tokens_per_s: float
+    mean_concurrency: float
+    """Requests under way, on average over the window (from sending to end)."""
+
+    @property
+    def requests_per_minute(self) -> float:
+        return self.requests_per_s * 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthBin:
+    """Requests whose prompt has from `low` tokens to fewer than `high`."""
+
+    low: int
+    high: int
+    mean_cached_tokens: float
+    ttft_s: Distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    num_requests: int
+    """Measured ones; figures below are theirs, unless they say otherwise."""
+    num_completed: int
+    num_refused: int
+    errors: dict[str, int]
+    """What was not answered, refusals included, by kind."""
+    error_messages: dict[str, str]
+    """One message of each kind."""
+    offered_rate: float
+    """Requests that came, per second."""
+    throughput: Throughput
+    goodput: Goodput | None
+    """None: no targets were given."""
+    ttft_s: Distribution
+    tpot_s: Distribution
+    itl_s: Distribution
+    longest_gap_s: Distribution
+    e2e_s: Distribution
+    user_tokens_per_s: Distribution
+    """1 / TPOT: the speed at which one user's answer runs. Its slow end is at the low percentiles: `min`, not `max`."""
+    prompt_tokens: Distribution
+    output_tokens: Distribution
+    cached_share: float
+    """Prompt tokens that came out of a cache / all prompt tokens, where the server tells."""
+    short_answers: int
+    """Completed ones with fewer tokens than were asked for."""
+    quoted_share: float
+    """Of answers that should repeat a passage: tokens that did / tokens. NaN: none should."""
+    phases_s: dict[str, Distribution]
+    ttft_by_prompt: list[LengthBin]
+    cost: Cost | None
+    slip_s: Distribution
+
+
+def summarize(
+    records: Sequence[RequestRecord],
+    windows: Windows,
+    *,
+    targets: Targets | None = None,
+    num_gpus: int | None = None,
+    prices: Prices | None = None,
+) -> Summary:
+    measured = [r for r in records if r.measured]
+    latencies = [latency_of(r) for r in measured]
+    answered = [(r, latency) for r, latency in zip(measured, latencies, strict=True) if latency is not None]
+    done = [latency for _, latency in answered]
+    completed = [r for r in measured if r.completed]
+    errors = Counter(r.error for r in measured if r.error)
+    work = throughput(records, windows.busy)
+    good = goodput(latencies, targets, windows.arrivals.length_s, num_gpus) if targets else None
+    prompts = sum(r.prompt_tokens for r in completed)
+    quoting = [r for r in completed if r.quoted_tokens is not None]
+    quotable = sum(r.output_tokens for r in quoting)
+    return Summary(
+        num_requests=len(measured),
+        num_completed=len(completed),
+        num_refused=errors[REFUSED],
+        errors=dict(errors.most_common()),
+        error_messages={r.error: r.message for r in reversed(measured) if r.error},
+        offered_rate=len(measured) / windows.arrivals.length_s if windows.arrivals.length_s > 0 else math.nan,
+        throughput=work,
+        goodput=good,
+        ttft_s=Distribution.of(x.ttft_s for x in done),
+        tpot_s=Distribution.of(_there(x.tpot_s for x in done)),
+        itl_s=Distribution.of(gap for r in completed for gap in gaps_s(r.times_s)),
+        longest_gap_s=Distribution.of(_there(x.longest_gap_s for x in done)),
+        e2e_s=Distribution.of(x.e2e_s for x in done),
+        user_tokens_per_s=Distribution.of(1 / x.tpot_s for x in done if x.tpot_s),
+        prompt_tokens=Distribution.of(r.prompt_tokens for r in completed),
+        output_tokens=Distribution.of(r.output_tokens for r in completed),
+        cached_share=sum(r.cached_tokens for r in completed) / prompts if prompts else math.nan,
+        short_answers=sum(r.output_tokens < r.max_tokens for r in completed),
+        quoted_share=sum(r.quoted_tokens or 0 for r in quoting) / quotable if quotable else math.nan,
+        phases_s=_phases(completed),
+        ttft_by_prompt=ttft_by_prompt(answered),
+        cost=cost(
+            prices,
+            requests_per_s=work.requests_per_s,
+            good_per_s=math.nan if good is None else good.per_s,
+            input_tokens_per_s=work.input_tokens_per_s,
+            output_tokens_per_s=work.output_tokens_per_s,
+        )
+        if prices
+        else None,
+        slip_s=Distribution.of(r.slip_s for r in records if not math.isnan(r.sent_s)),
+    )
+
+
+def throughput(records: Iterable[RequestRecord], window: Window) -> Throughput:
+    """All records count, warm-up's too: what the machine did in the window is what it can do."""
+    requests = prompts = tokens = 0
+    under_way = 0.0
+    for r in records:
+        if math.isnan(r.sent_s):
+            continue
+        if not math.isnan(r.ended_s):
+            requests += r.completed and r.ended_s in window
+            under_way += max(0.0, min(r.ended_s, window.end_s) - max(r.sent_s, window.start_s))
+        if r.times_s and r.times_s[0] in window:
+            prompts += r.prompt_tokens
+        if r.times_s and window.start_s <= r.times_s[0] and r.times_s[-1] < window.end_s:
+            # The server's count, where it tells one: a message over HTTP does not say how many tokens it carries.
+            tokens += r.output_tokens
+        else:
+            tokens += sum(n for at, n in zip(r.times_s, r.num_tokens, strict=True) if at in window)
+    length = window.length_s
+    if length <= 0:
+        nan = math.nan
+        return Throughput(window_s=0.0, requests_per_s=nan, input_tokens_per_s=nan, output_tokens_per_s=nan, mean_concurrency=nan)
+    return Throughput(
+        window_s=length,
+        requests_per_s=requests / length,
+        input_tokens_per_s=prompts / length,
+        output_tokens_per_s=tokens / length,
+        mean_concurrency=under_way / length,
+    )
+
+
+def ttft_by_prompt(answered: Sequence[tuple[RequestRecord, Latency]]) -> list[LengthBin]:
+    """At most ten bins between the shortest and the longest prompt; of equal ratio where these lie further apart than 1 to 8, else of
+    equal width. Empty ones are left out."""
+    if not answered:
+        return []
+    bins = []
+    for low, high in pairwise(bin_edges([r.prompt_tokens for r, _ in answered])):
+        inside = [(r, latency) for r, latency in answered if low <= r.prompt_tokens < high]
+        if inside:
+            cached = math.fsum(r.cached_tokens for r, _ in inside) / len(inside)
+            times = Distribution.of(latency.ttft_s for _, latency in inside)
+            bins.append(LengthBin(low=low, high=high, mean_cached_tokens=cached, ttft_s=times))
+    return bins
+
+
+def bin_edges(lengths: Sequence[int], max_bins: int = _MAX_BINS) -> list[int]:
+    """Ascending whole numbers; the first is the least length, the last is above the greatest."""
+    low, high = min(lengths), max(lengths) + 1
+    num = min(max_bins, high - low)
+    if low > 0 and high / low > 8:
+        edges = [round(low * (high / low) ** (i / num)) for i in range(num + 1)]
+    else:
+        edges = [round(low + (high - low) * i / num) for i in range(num + 1)]
+    edges[0], edges[-1] = low, high
+    return sorted(set(edges))
+
+
+def _phases(completed: Sequence[RequestRecord]) -> dict[str, Distribution]:
+    names: dict[str, None] = dict.fromkeys(name for r in completed for name in r.phases or ())
+    return {name: Distribution.of(_there((r.phases or {}).get(name) for r in completed)) for name in names}
+
+
+def _there(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]

@@ -1,0 +1,127 @@
+"""What simulated users felt, by the definitions of `twostep bench serve` (docs/benchmarking.md), and the rate at which too many of them
+would feel too much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import sub
+
+from twostep.errors import InvalidRequest
+from twostep.lab.bench.serve.metrics import Goodput, Latency, Targets, goodput
+from twostep.lab.plan.deployment import Deployment
+from twostep.lab.plan.placing import Placement, shortest_ttft
+from twostep.lab.plan.simulator import Run, Served, simulate
+from twostep.lab.plan.workload import Request, Workload, fields_of, number_of
+
+# Share of the requests that must keep all targets, and the least time over which they must.
+SHARE = 0.95
+LEAST_SECONDS = 60.0
+# So that a share of 0.95 is known to about 0.6 %.
+LEAST_REQUESTS = 1200
+_LONGEST_SECONDS = 600.0
+
+
+def parse_slo(text: str) -> Targets:
+    """`ttft=500,tpot=10,gap=25` in milliseconds, any of them. Raises InvalidRequest."""
+    fields = fields_of(text, ("ttft", "tpot", "gap", "e2e"), "the targets")
+    values = {f"{name}_ms": number_of(name, value) for name, value in fields.items()}
+    if any(value <= 0 for value in values.values()):
+        raise InvalidRequest(f"--slo {text}: targets are milliseconds above 0, as in ttft=500,tpot=10,gap=25")
+    return Targets(**values)
+
+
+def latency_of(served: Served) -> Latency:
+    times, arrival = served.token_times, served.request.arrival_s
+    gaps = map(sub, times[1:], times)
+    return Latency(
+        ttft_s=times[0] - arrival,
+        tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+        longest_gap_s=max(gaps, default=None),
+        e2e_s=times[-1] - arrival,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One rate tried. `run.stopped`: it was clear before its end that too many requests missed their targets, and `goodput` counts the rest
+    as missed."""
+
+    rate: float
+    goodput: Goodput
+    latencies: Sequence[Latency]
+    run: Run
+
+    @property
+    def met(self) -> bool:
+        return self.goodput.num_requests > 0 and self.goodput.attainment >= SHARE
+
+
+def seconds_for(rate: float) -> float:
+    """How long a rate is simulated: 60 s, more where that is too few requests to judge by."""
+    return min(_LONGEST_SECONDS, max(LEAST_SECONDS, LEAST_REQUESTS / rate))
+
+
+def try_requests(
+    deployment: Deployment,
+    requests: Sequence[Request],
+    seconds: float,
+    targets: Targets,
+    *,
+    to_the_end: bool = True,
+    placement: Placement = shortest_ttft,
+) -> Trial:
+    """Serves all `requests`, which came within `seconds`. Not `to_the_end`: only until it is clear that too many missed."""
+    latencies: list[Latency] = []
+    most_missed = (1 - SHARE) * len(requests)
+    num_missed = 0
+
+    def watch(served: Served) -> bool:
+        nonlocal num_missed
+        latency = latency_of(served)
+        latencies.append(latency)
+        num_missed += bool(targets.missed(latency))
+        return not to_the_end and num_missed > most_missed
+
+    run = simulate(deployment, requests, placement=placement, watch=watch)
+    lost: list[Latency | None] = [None] * (len(requests) - len(latencies))
+    judged = goodput([*latencies, *lost], targets, seconds, deployment.num_workers)
+    return Trial(rate=len(requests) / seconds, goodput=judged, latencies=latencies, run=run)
+
+
+def try_rate(
+    deployment: Deployment,
+    workload: Workload,
+    rate: float,
+    targets: Targets,
+    *,
+    seed: int = 0,
+    seconds: float | None = None,
+    to_the_end: bool = True,
+) -> Trial:
+    """`seconds` of arrivals; None: enough to judge by."""
+    seconds = seconds_for(rate) if seconds is None else seconds
+    return try_requests(deployment, workload.requests(rate, seconds, seed=seed), seconds, targets, to_the_end=to_the_end)
+
+
+def find_knee(meets: Callable[[float], bool], *, guess: float, precision: float = 0.01, most_tries: int = 40, least: float = 1e-3) -> float:
+    """The highest rate that meets its targets, to `precision` of itself; 0.0 where not even `least` does. Doubling or halving from `guess`,
+    then bisection (in ratios): rates below the knee are taken to meet them."""
+    low, high = 0.0, float("inf")
+    rate = max(guess, least)
+    for _ in range(most_tries):
+        if meets(rate):
+            low = rate
+        else:
+            high = rate
+        if low == 0.0:
+            if rate <= least:
+                return 0.0
+            rate = max(least, rate / 2)
+        elif high == float("inf"):
+            rate = low * 2
+        elif high / low <= 1 + precision:
+            break
+        else:
+            rate = (low * high) ** 0.5
+    return low

@@ -1,0 +1,338 @@
+"""How many workers of each role: the cheapest that keep the targets at a rate, or those of a number of GPUs that keep them at the highest.
+
+Every candidate is judged by simulating it. Arithmetic on the curves only says where to begin, and which candidates are not worth trying:
+
+    prefill    rate · the work of a prompt in full steps                 no fewer workers can keep up
+    decode     rate / (sequences whose step keeps TPOT / time that each stays)
+
+Searched are (prefill, decode) pairs, and deployments of one kind of worker that do both, for each of some step budgets. More workers are
+taken to be never worse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from twostep.errors import InvalidRequest
+from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.plan.deployment import Deployment
+from twostep.lab.plan.goodput import Trial, find_knee, latency_of, try_rate
+from twostep.lab.plan.simulator import simulate
+from twostep.lab.plan.virtual_sequence import EngineSpec
+from twostep.lab.plan.workload import Request, Workload
+from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
+
+AGGREGATED_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+# What arithmetic says is exceeded by this much at most before a simulation is asked.
+_SLACK = 1.15
+_MOST_WORKERS = 4096
+# To which highest rates are found, of themselves.
+_PRECISION = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be planned. `base` has the workers' specs and the hand-over; its numbers of workers do not matter. Prices are of one
+    worker (all its GPUs) for an hour; an aggregated worker costs what a prefill worker does."""
+
+    base: Deployment
+    workload: Workload
+    targets: Targets
+    prefill_hour: float = 1.0
+    decode_hour: float = 1.0
+    budgets: Sequence[int] = AGGREGATED_BUDGETS
+    seed: int = 0
+    # Of arrivals in each simulation; None: a minute, or what it takes to judge by.
+    seconds: float | None = None
+
+    def aggregated(self, budget: int, num_workers: int) -> Deployment:
+        # Launching prompts takes the host about as long as the device needs for a small chunk: steps are planned at once.
+        spec = replace(self.base.decode, step_tokens=budget, ahead_s=math.inf)
+        return replace(self.base, num_prefill=0, num_decode=num_workers, decode=spec)
+
+    def hour(self, deployment: Deployment) -> float:
+        """What it costs an hour."""
+        if deployment.aggregated:
+            return deployment.num_decode * self.prefill_hour
+        return deployment.num_prefill * self.prefill_hour + deployment.num_decode * self.decode_hour
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A deployment that keeps the targets. `goodput` is the highest rate at which it does; `trial` the simulation at the rate that it is
+    planned for."""
+
+    deployment: Deployment
+    hour: float
+    trial: Trial
+    goodput: float
+
+    @property
+    def goodput_per_worker(self) -> float:
+        return self.goodput / self.deployment.num_workers
+
+    @property
+    def worth(self) -> float:
+        """Goodput for the money."""
+        return self.goodput / self.hour
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The best of either kind; None: none keeps the targets. `tried` counts simulations."""
+
+    disaggregated: Option | None
+    aggregated: Option | None
+    by_rate: bool
+    tried: int
+
+    @property
+    def best(self) -> Option:
+        """For a rate the cheaper one, and of equally cheap ones, as for a number of workers, that of the higher goodput for the money."""
+        options = [option for option in (self.disaggregated, self.aggregated) if option is not None]
+        return min(options, key=lambda option: (option.hour if self.by_rate else 0.0, -option.worth))
+
+    @property
+    def gain(self) -> float | None:
+        """Goodput for the money of disaggregated over aggregated, less 1; None: one of them keeps the targets at no rate."""
+        if self.disaggregated is None or self.aggregated is None:
+            return None
+        return self.disaggregated.worth / self.aggregated.worth - 1
+
+
+Report = Callable[[str], None]
+
+
+def plan_for_rate(question: Question, rate: float, report: Report = lambda line: None) -> Plan:
+    """The cheapest deployments that keep the targets at `rate` requests a second. Raises InvalidRequest if none does."""
+    search = _Search(question, report)
+    search.refuse_impossible()
+    pair = search.cheapest_pair(rate)
+    alike = search.cheapest_aggregated(rate)
+    if pair is None and alike is None:
+        raise InvalidRequest(
+            f"no deployment of up to {_MOST_WORKERS} workers keeps {question.targets} at {rate:g} requests/s; relax a target"
+        )
+    return Plan(disaggregated=search.option(pair, rate), aggregated=search.option(alike, rate), by_rate=True, tried=search.tried)
+
+
+def plan_for_workers(question: Question, num_workers: int, report: Report = lambda line: None) -> Plan:
+    """Of so many workers: the split, and the step budget without a split, that keep the targets at the highest rate. Raises InvalidRequest
+    if none does at any."""
+    search = _Search(question, report)
+    search.refuse_impossible()
+    splits = [question.base.sized(p, num_workers - p) for p in range(1, num_workers)]
+    pair = search.best_of(splits)
+    alike = search.best_of([question.aggregated(budget, num_workers) for budget in question.budgets])
+    if pair is None and alike is None:
+        raise InvalidRequest(f"{num_workers} workers keep {question.targets} at no rate; relax a target, or shorten prompts")
+    return Plan(disaggregated=pair, aggregated=alike, by_rate=False, tried=search.tried)
+
+
+@dataclass(slots=True)
+class _Search:
+    question: Question
+    report: Report
+    tried: int = 0
+    _sample: list[Request] = field(default_factory=list)
+    _known: dict[tuple[Deployment, float], Trial] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._sample = self.question.workload.sample()
+
+    # ---- judging ----------------------------------------------------------------------------------------------------
+
+    def met(self, deployment: Deployment, rate: float) -> bool:
+        return self.trial(deployment, rate, to_the_end=False).met
+
+    def trial(self, deployment: Deployment, rate: float, *, to_the_end: bool) -> Trial:
+        known = self._known.get((deployment, rate))
+        if known is not None and not (to_the_end and known.run.stopped):
+            return known
+        question = self.question
+        trial = try_rate(
+            deployment,
+            question.workload,
+            rate,
+            question.targets,
+            seed=question.seed,
+            seconds=question.seconds,
+            to_the_end=to_the_end,
+        )
+        self.tried += 1
+        self._known[deployment, rate] = trial
+        self.report(f"{deployment.name} at {rate:.4g} requests/s: {'kept' if trial.met else 'missed'}")
+        return trial
+
+    def option(self, deployment: Deployment | None, rate: float) -> Option | None:
+        if deployment is None:
+            return None
+        goodput = self.knee(deployment, guess=rate)
+        trial = self.trial(deployment, rate, to_the_end=True)
+        return Option(deployment=deployment, hour=self.question.hour(deployment), trial=trial, goodput=goodput)
+
+    def knee(self, deployment: Deployment, guess: float) -> float:
+        return find_knee(lambda rate: self.met(deployment, rate), guess=guess, precision=_PRECISION)
+
+    def refuse_impossible(self) -> None:
+        """Raises InvalidRequest where a request that is alone misses a target as often as not."""
+        question = self.question
+        ordinary = sorted(self._sample, key=lambda r: r.num_uncached)[len(self._sample) // 2]
+        alone = replace(ordinary, arrival_s=0.0)
+        missed: list[str] = []
+        for deployment in (question.base.sized(1, 1), question.aggregated(max(question.budgets), 1)):
+            latency = latency_of(simulate(deployment, [alone]).served[0])
+            if not (missed := list(question.targets.missed(latency))):
+                return
+        tpot = "" if latency.tpot_s is None else f", TPOT {latency.tpot_s * 1e3:.1f} ms"
+        raise InvalidRequest(
+            f"no number of workers keeps {question.targets}: alone, a request of {alone.num_prompt} tokens misses {', '.join(missed)} "
+            f"(TTFT {latency.ttft_s * 1e3:.0f} ms{tpot}); relax these targets, or take faster workers"
+        )
+
+    # ---- a number of workers ----------------------------------------------------------------------------------------
+
+    def best_of(self, deployments: Sequence[Deployment]) -> Option | None:
+        """Of the highest goodput, the most promising tried first; those that arithmetic rules out are not."""
+        promising = sorted(((self.most_rate(d), d) for d in deployments), key=lambda pair: (self._strain(pair[1]), -pair[0]))
+        best: tuple[float, Deployment] | None = None
+        for most, deployment in promising:
+            if best is not None and (most <= best[0] or not self.met(deployment, best[0] * 1.001)):
+                continue
+            goodput = self.knee(deployment, guess=most * 0.8 if best is None else best[0] * 1.02)
+            if goodput > 0 and (best is None or goodput > best[0]):
+                best = goodput, deployment
+        if best is None:
+            return None
+        goodput, deployment = best
+        trial = self.trial(deployment, goodput, to_the_end=True)
+        return Option(deployment=deployment, hour=self.question.hour(deployment), trial=trial, goodput=goodput)
+
+    def most_rate(self, deployment: Deployment) -> float:
+        """No deployment keeps its targets beyond this rate."""
+        sample, targets = self._sample, self.question.targets
+        if deployment.aggregated:
+            return deployment.num_decode / prompt_work_s(deployment.decode, sample) * _SLACK
+        assert deployment.prefill is not None
+        prefill = deployment.num_prefill / prompt_work_s(deployment.prefill, sample)
+        return min(prefill, deployment.num_decode * decode_rate(deployment.decode, sample, targets)) * _SLACK
+
+    def _strain(self, deployment: Deployment) -> float:
+        """How far a full step is from the longest that the targets leave, if that is known. Orders budgets, and rules out none."""
+        targets, spec = self.question.targets, deployment.decode
+        limits = [ms / 1e3 for ms in (targets.gap_ms, targets.tpot_ms) if ms is not None]
+        if not deployment.aggregated or not limits:
+            return 0.0
+        return abs(math.log(spec.prompt_curve.step_s(StepWorkload(prompt_tokens=spec.step_tokens)) / limits[0]))
+
+    # ---- a rate -----------------------------------------------------------------------------------------------------
+
+    def cheapest_pair(self, rate: float) -> Deployment | None:
+        """Prefill workers from the least that can keep up; for each number of them the least decode workers that will do."""
+        question, base = self.question, self.question.base
+        assert base.prefill is not None
+        least_prefill = max(1, math.ceil(rate * prompt_work_s(base.prefill, self._sample) / _SLACK))
+        least_decode = max(1, math.ceil(rate / decode_rate(base.decode, self._sample, question.targets) / _SLACK))
+        best: Deployment | None = None
+        for num_prefill in range(least_prefill, _MOST_WORKERS):
+            most = self._most_decode(best, num_prefill, least_decode)
+            if most < least_decode:
+                break
+            found = self._fewest(partial(base.sized, num_prefill), rate, least_decode, most)
+            if found is not None:
+                best = found
+            elif best is None and num_prefill > 4 * least_prefill + 8:
+                break
+        return best
+
+    def _most_decode(self, best: Deployment | None, num_prefill: int, least_decode: int) -> int:
+        """Decode workers beside so many prefill workers that would still be cheaper than `best`."""
+        if best is None:
+            return 4 * least_decode + 8
+        question = self.question
+        left = question.hour(best) - num_prefill * question.prefill_hour
+        return min(best.num_decode - 1, math.ceil(left / question.decode_hour - 1e-9) - 1) if question.decode_hour else best.num_decode - 1
+
+    def cheapest_aggregated(self, rate: float) -> Deployment | None:
+        """Of any step budget, the fewest workers."""
+        best: Deployment | None = None
+        for budget in self.question.budgets:
+            least = max(1, math.ceil(rate * prompt_work_s(self.question.aggregated(budget, 1).decode, self._sample) / _SLACK))
+            most = 8 * least + 8 if best is None else best.num_decode - 1
+            found = self._fewest(partial(self.question.aggregated, budget), rate, least, most)
+            best = best if found is None else found
+        return best
+
+    def _fewest(self, sized: Callable[[int], Deployment], rate: float, least: int, most: int) -> Deployment | None:
+        """By bisection between `least` and `most`; None: not even `most` will do."""
+        if most < least:
+            return None
+        for num_workers in _rising(least, most):
+            if self.met(sized(num_workers), rate):
+                break
+            least = num_workers + 1
+        else:
+            return None
+        high = num_workers
+        while least < high:
+            middle = (least + high) // 2
+            if self.met(sized(middle), rate):
+                high = middle
+            else:
+                least = middle + 1
+        return sized(high)
+
+
+def _rising(least: int, most: int) -> Iterator[int]:
+    """`least`, then in growing strides up to `most`, which is always the last."""
+    stride, at = 1, least
+    while at < most:
+        yield at
+        at += stride
+        stride *= 2
+    yield most
+
+
+# ---- arithmetic ---------------------------------------------------------------------------------------------------------
+
+
+def prompt_work_s(spec: EngineSpec, sample: Sequence[Request]) -> float:
+    """Seconds of a worker that a prompt takes at least, on average: its share of full steps."""
+    curve = spec.prompt_curve
+    rows = sum(r.num_uncached for r in sample) / len(sample)
+    pairs = sum(chunk_pairs(r.num_uncached, r.num_prompt - r.num_uncached) for r in sample) / len(sample)
+    share = max(0.0, curve.fixed_s - curve.per_row_s * curve.knee) / spec.step_tokens
+    return max(1e-9, rows * (curve.per_row_s + share) + pairs * curve.per_pair_s)
+
+
+def decode_rate(spec: EngineSpec, sample: Sequence[Request], targets: Targets) -> float:
+    """Requests a second that one decode worker can keep up with, with as many sequences as its seats, its blocks and the TPOT target
+    allow."""
+    num_later = sum(r.num_output - 1 for r in sample) / len(sample)
+    if num_later <= 0:
+        return float("inf")
+    context = sum((r.num_prompt + r.num_output / 2) * (r.num_output - 1) for r in sample) / len(sample) / num_later
+    seats = max(1, min(spec.max_num_seqs, spec.step_tokens, int(spec.num_blocks * spec.block_size / context)))
+    limit = float("inf") if targets.tpot_ms is None else targets.tpot_ms / 1e3
+    num_seqs = _most(lambda n: step_s(spec.curve, n, context) <= limit, seats)
+    return num_seqs / (step_s(spec.curve, num_seqs, context) * num_later)
+
+
+def step_s(curve: StepCurve, num_seqs: int, context: float) -> float:
+    """A decode step of so many sequences of `context` tokens each."""
+    return curve.decode_step_s(num_seqs, round(num_seqs * context))
+
+
+def _most(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` of which it holds; 1 if it holds of none."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

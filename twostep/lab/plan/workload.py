@@ -1,0 +1,146 @@
+"""What arrives: how long prompts and answers are, and when requests come, drawn as `twostep bench serve` draws them. Seeded: the same
+workload, rate and seed give the same requests.
+
+    prompts=2600+-30%,outputs=128+-30%              evenly spread over 1820 to 3380, and 90 to 166
+    prompts=2600~30%,outputs=128                    normal, with a standard deviation of 30 % of the mean
+    prompts=1200..2600,outputs=128,cached=0.5       evenly spread over a range; half of every prompt's tokens are cached
+    prompts=sharegpt,outputs=sharegpt               long-tailed, as published (also: document)
+    prompts=512,outputs=64,burstiness=0.25          in bursts: gaps of a gamma distribution of this shape (1 is Poisson)
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twostep.errors import InvalidRequest
+from twostep.lab.bench.serve.arrivals import Arrivals, until
+from twostep.lab.bench.serve.lengths import (
+    DOCUMENT_OUTPUT,
+    DOCUMENT_PROMPT,
+    SHAREGPT_OUTPUT,
+    SHAREGPT_PROMPT,
+    Fixed,
+    Lengths,
+    Normal,
+    Uniform,
+)
+
+_EXAMPLE = "prompts=2600+-30%,outputs=128+-30%"
+_PUBLISHED: dict[str, dict[str, Lengths]] = {
+    "prompts": {"sharegpt": SHAREGPT_PROMPT, "document": DOCUMENT_PROMPT},
+    "outputs": {"sharegpt": SHAREGPT_OUTPUT, "document": DOCUMENT_OUTPUT},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request of a simulation. `arrival_s` counts from the start; of the prompt, the first `num_cached` tokens need not be computed.
+    `edge_s` and `hand_over_s` (bytes included) are its own, where they were measured; None: as the deployment says."""
+
+    arrival_s: float
+    num_prompt: int
+    num_output: int
+    num_cached: int = 0
+    edge_s: float | None = None
+    hand_over_s: float | None = None
+
+    @property
+    def num_uncached(self) -> int:
+        """Tokens to compute: one at least, for its logits."""
+        return max(1, self.num_prompt - self.num_cached)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`cached` is the share of each prompt's tokens that the worker which computes it holds already. `text` is what it was parsed from."""
+
+    prompts: Lengths
+    outputs: Lengths
+    cached: float = 0.0
+    burstiness: float = 1.0
+    text: str = ""
+
+    def requests(self, rate: float, seconds: float, *, seed: int = 0) -> list[Request]:
+        """All that arrive within `seconds` at `rate` requests a second, in order. Another rate with the same seed has the same requests,
+        nearer to each other or further apart: rates can be compared."""
+        arrivals = Arrivals(kind="poisson" if self.burstiness == 1 else "gamma", rate=rate, burstiness=self.burstiness)
+        lengths = random.Random(f"lengths/{seed}")
+        return [self._request(at, lengths) for at in until(arrivals.times(str(seed)), seconds)]
+
+    def sample(self, count: int = 2000) -> list[Request]:
+        """Some of its requests, to reckon averages from."""
+        lengths = random.Random("lengths/sample")
+        return [self._request(float(i), lengths) for i in range(count)]
+
+    def _request(self, arrival_s: float, lengths: random.Random) -> Request:
+        num_prompt = self.prompts.draw(lengths)
+        num_output = self.outputs.draw(lengths)
+        num_cached = min(num_prompt - 1, int(self.cached * num_prompt))
+        return Request(arrival_s=arrival_s, num_prompt=num_prompt, num_output=num_output, num_cached=num_cached)
+
+    def __str__(self) -> str:
+        return self.text or f"prompts {self.prompts}, outputs {self.outputs}"
+
+
+def parse_workload(text: str) -> Workload:
+    """Raises InvalidRequest with what is wrong and an example."""
+    fields = fields_of(text, ("prompts", "outputs", "cached", "burstiness"), "a workload")
+    missing = [name for name in ("prompts", "outputs") if name not in fields]
+    if missing:
+        raise InvalidRequest(f"the workload {text!r} lacks {' and '.join(missing)}; give for example {_EXAMPLE}")
+    cached = number_of("cached", fields.get("cached", "0"))
+    burstiness = number_of("burstiness", fields.get("burstiness", "1"))
+    if not 0 <= cached <= 1:
+        raise InvalidRequest(f"cached={cached:g} is no share of a prompt; give 0 to 1")
+    if not 0.01 <= burstiness <= 1000:
+        raise InvalidRequest(f"burstiness={burstiness:g} is out of range; give 1 for Poisson, less (to 0.01) for bursts, more for evenness")
+    return Workload(
+        prompts=parse_lengths("prompts", fields["prompts"]),
+        outputs=parse_lengths("outputs", fields["outputs"]),
+        cached=cached,
+        burstiness=burstiness,
+        text=text,
+    )
+
+
+def parse_lengths(name: str, text: str) -> Lengths:
+    """Of `prompts` or `outputs`. Raises InvalidRequest."""
+    if (published := _PUBLISHED[name].get(text)) is not None:
+        return published
+    if match := re.fullmatch(r"\d+", text):
+        return Fixed(int(text))
+    if match := re.fullmatch(r"(\d+)(?:\+-|±)(\d+(?:\.\d+)?)%", text):
+        middle, share = int(match[1]), float(match[2]) / 100
+        return Uniform(max(1, round(middle * (1 - share))), round(middle * (1 + share)))
+    if match := re.fullmatch(r"(\d+)~(\d+(?:\.\d+)?)%", text):
+        return Normal(int(match[1]), float(match[2]) / 100)
+    if match := re.fullmatch(r"(\d+)\.\.(\d+)", text):
+        return Uniform(int(match[1]), int(match[2]))
+    known = ", ".join(_PUBLISHED[name])
+    raise InvalidRequest(f"{name}={text} is no length in tokens; give 512, 2600+-30%, 2600~30%, 1200..2600, or one of {known}")
+
+
+def fields_of(text: str, known: Sequence[str], what: str) -> dict[str, str]:
+    """`a=1,b=2` as a dict. Raises InvalidRequest for unknown, repeated or malformed ones."""
+    fields: dict[str, str] = {}
+    for part in text.replace(" ", "").split(","):
+        name, equals, value = part.partition("=")
+        if not equals or not value or name not in known or name in fields:
+            names = ", ".join(f"{name}=…" for name in known)
+            raise InvalidRequest(f"{part!r} is no part of {what}; give some of {names}, each once, with commas")
+        fields[name] = value
+    return fields
+
+
+def number_of(name: str, text: str) -> float:
+    """Raises InvalidRequest unless it is a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if value != value or abs(value) == float("inf"):
+        raise InvalidRequest(f"{name}={text} is not a number; give one such as {name}=0.5")
+    return value

@@ -1,0 +1,154 @@
+"""The skeleton of every decoder served here: layers of attention and MLP, each behind a norm, around one residual.
+
+    embedded ─ norm ─ qkv ─ KV write ─ attention ─ o ─ + ─ norm ─ MLP ─ + ─ … ─ norm ─ lm_head
+
+A family says what its norms, its MLP and its embedding are, and what a checkpoint calls them. q, k and v are one product, their
+weights in that order of rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from twostep.engine.batch import Batch
+from twostep.model.families.config import ModelConfig
+from twostep.model.families.modules import LinearLayer, Maker, Norm
+from twostep.model.families.rope import rope_tables
+from twostep.model.families.sharding import ModelPart
+from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
+from twostep.model.loading.places import Place, Places
+from twostep.model.step.kv_cache import KvCache
+
+
+class DecoderLayer(ABC):
+    """One layer's weights. Families add an MLP."""
+
+    def __init__(self, index: int, config: ModelConfig, make: Maker, input_norm: Norm, post_norm: Norm) -> None:
+        c = config
+        self.index = index
+        self.config = c
+        self.input_norm = input_norm
+        self.post_norm = post_norm
+        self.qkv = make.linear((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, bias=c.qkv_bias)
+        self.o = make.linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.o_bias)
+
+    @abstractmethod
+    def place(self, places: Places, prefix: str) -> None:
+        """Registers all weights under the checkpoint's names."""
+
+    @property
+    @abstractmethod
+    def mlp_in(self) -> Linear:
+        """The MLP up to its last product: [T, anything] from [T, hidden_size]."""
+
+    @property
+    @abstractmethod
+    def mlp_out(self) -> Linear:
+        """The MLP's last product."""
+
+    @abstractmethod
+    def linears(self) -> list[LinearLayer]:
+        """All linear layers, in the order of their use."""
+
+    def attend(self, plan: AttentionPlan, qkv: torch.Tensor) -> torch.Tensor:
+        """[T, num_heads * head_dim] from what `self.qkv` gave; writes the tokens' keys and values."""
+        plan.rotate_and_write(self.index, qkv)
+        return plan.attend(self.index, qkv)
+
+    def _place_qkv(self, places: Places, prefix: str) -> None:
+        q, kv = self.config.num_heads * self.config.head_dim, self.config.num_kv_heads * self.config.head_dim
+        self.qkv.place(places, f"{prefix}.q_proj", 0, q)
+        self.qkv.place(places, f"{prefix}.k_proj", q, kv)
+        self.qkv.place(places, f"{prefix}.v_proj", q + kv, kv)
+
+
+class Decoder(ABC):
+    """A model whose KV lives in a KvCache. Use: build, fill the `places()`, `finish_loading()`, then `forward`."""
+
+    # What a checkpoint calls the embedding, the layers and the last norm.
+    embed_name: str
+    layers_name: str
+    norm_name: str
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu", part: ModelPart | None = None) -> None:
+        """With a `part`, `config` is that rank's, and norms add up the ranks' partial sums (see `parallel_ops.py`)."""
+        self.config = config
+        self.dtype = dtype
+        self._ops = ops
+        self._part = part
+        self._make = make = Maker(ops, dtype, device, config.norm_eps)
+        self._embed_weight = make.empty(config.vocab_size, config.hidden_size)
+        self._layers = [self._layer(i) for i in range(config.num_layers)]
+        self._norm = self._last_norm()
+        self._head = LinearLayer(self._embed_weight[self._head_rows], None) if config.tie_word_embeddings else self._untied_head()
+        self._cos, self._sin = rope_tables(config.rope, config.head_dim, config.max_model_len, device)
+
+    @abstractmethod
+    def _layer(self, index: int) -> DecoderLayer: ...
+
+    @abstractmethod
+    def _last_norm(self) -> Norm: ...
+
+    @property
+    def _head_rows(self) -> slice:
+        """The part of the vocabulary that the output layer is for."""
+        return slice(0, self.config.vocab_size) if self._part is None else self._part.shard.vocabulary.slice
+
+    def _untied_head(self) -> LinearLayer:
+        rows = self._head_rows
+        return self._make.linear(rows.stop - rows.start, self.config.hidden_size, bias=False)
+
+    def places(self) -> Places:
+        """Where each tensor of the checkpoint goes."""
+        places = {f"{self.embed_name}.weight": Place.whole(self._embed_weight)}
+        self._norm.place(places, self.norm_name)
+        if not self.config.tie_word_embeddings:
+            self._head.place(places, "lm_head", 0, self._head_rows.stop - self._head_rows.start)
+        for layer in self._layers:
+            layer.place(places, f"{self.layers_name}.{layer.index}")
+        return places if self._part is None else self._part.shard.places(places)
+
+    def finish_loading(self) -> None:
+        """Hands the linear weights to the device, layer by layer. What `places` gave out is dead after it."""
+        for layer in self._layers:
+            for linear in layer.linears():
+                linear.finish_loading(self._ops)
+        self._head.finish_loading(self._ops)
+
+    @property
+    def rope_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [max_model_len, R / 2] each, on the device; R is head_dim, or 0 without RoPE."""
+        return self._cos, self._sin
+
+    def forward(self, batch: Batch, cache: KvCache, passed: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype.
+        `passed` is called with a number of layers whenever what writes their KV has been queued."""
+        c = self.config
+        plan = self._ops.plan_attention(batch, cache, num_heads=c.num_heads, cos=self._cos, sin=self._sin, windows=c.windows)
+        return self.compute(plan, passed)
+
+    def compute(self, plan: AttentionPlan, passed: Callable[[int], None] | None = None) -> torch.Tensor:
+        """forward of a planned step. All it takes is on the device already: it can be captured."""
+        rows = plan.sample_rows
+        residual = self._embed(plan)
+        projected = self._layers[0].qkv(self._layers[0].input_norm(residual))
+        following = [(layer.input_norm, layer.qkv) for layer in self._layers[1:]] + [(self._norm, self._head)]
+        for layer, (next_norm, next_linear) in zip(self._layers, following, strict=True):
+            attended = layer.attend(plan, projected)
+            if passed is not None:
+                passed(layer.index + 1)
+            if layer is self._layers[-1] and rows is not None:
+                # Past the last attention, only the rows to sample matter.
+                if not len(rows):
+                    return residual.new_empty(0, self.config.vocab_size)
+                attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
+            entered = layer.post_norm.join(layer.o.run, attended, residual, layer.mlp_in)
+            projected = next_norm.join(layer.mlp_out, entered, residual, next_linear.run)
+        return projected if self._part is None else self._part.gather(projected)
+
+    def _embed(self, plan: AttentionPlan) -> torch.Tensor:
+        return F.embedding(plan.token_ids, self._embed_weight)

@@ -1,0 +1,150 @@
+"""Which part of a model each of several ranks holds (tensor parallelism: Shoeybi et al., Megatron-LM, 2019, section 3).
+
+    q, k, v, gate, up, fc1     rows     rank r holds its heads, its part of the MLP: nothing to exchange
+    o, down, fc2               columns  a rank's result is one of `size` terms of a sum; their bias is rank 0's
+    lm_head                    rows     a rank has the logits of its part of the vocabulary; a tied one is those rows of the embedding
+    embedding, norms           whole on every rank
+
+Fewer KV heads than ranks: each head is on size / num_kv_heads ranks, beside the query heads that read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from twostep.errors import SetupError
+from twostep.model.families.config import ModelConfig
+from twostep.model.loading.places import Place, Places
+
+_BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "lm_head"})
+_BY_COLUMNS = frozenset({"o_proj", "out_proj", "down_proj", "fc2"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """[start, stop) of something that counts `whole`."""
+
+    start: int
+    stop: int
+    whole: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+    def times(self, unit: int) -> Span:
+        return Span(start=self.start * unit, stop=self.stop * unit, whole=self.whole * unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Rank `rank`'s part of a model of `config`. Made by `shard_of`."""
+
+    config: ModelConfig
+    rank: int
+    size: int
+
+    @property
+    def local(self) -> ModelConfig:
+        """The shape of this rank's layers. The vocabulary stays whole: embeddings are looked up everywhere."""
+        return replace(self.config, num_heads=len(self.heads), num_kv_heads=len(self.kv_heads), intermediate_size=len(self.features))
+
+    @property
+    def heads(self) -> Span:
+        return self._part(self.config.num_heads)
+
+    @property
+    def kv_heads(self) -> Span:
+        count = self.config.num_kv_heads
+        if count >= self.size:
+            return self._part(count)
+        start = self.rank * count // self.size
+        return Span(start=start, stop=start + 1, whole=count)
+
+    @property
+    def owns_kv(self) -> bool:
+        """Whether this is the first of the ranks that hold these KV heads."""
+        return self.rank == 0 or shard_of(self.config, self.rank - 1, self.size).kv_heads != self.kv_heads
+
+    @property
+    def features(self) -> Span:
+        """Of the MLP, between its two products."""
+        return self._part(self.config.intermediate_size)
+
+    @property
+    def vocabulary(self) -> Span:
+        """Rows of the output layer. The last ranks may have fewer, or none."""
+        whole = self.config.vocab_size
+        each = -(-whole // self.size)
+        return Span(start=min(whole, self.rank * each), stop=min(whole, (self.rank + 1) * each), whole=whole)
+
+    def places(self, places: Places) -> Places:
+        """Where the checkpoint's tensors go, from the `places()` of a model of `local` shape: each takes this rank's part of a whole one.
+        A bias that is another rank's becomes zero and takes nothing."""
+        return {name: self._place(name, place) for name, place in places.items()}
+
+    def _place(self, name: str, place: Place) -> Place:
+        path, _, kind = name.rpartition(".")
+        layer = path.rpartition(".")[2]
+        if layer in _BY_ROWS:
+            rows = self._rows(layer)
+            assert len(place.tensor) == len(rows), f"{name} has {len(place.tensor)} rows for {rows}"
+            return Place(place.tensor, (rows.whole, *place.shape[1:]), (rows.start, *place.start[1:]))
+        if layer not in _BY_COLUMNS:
+            return place
+        if kind == "weight":
+            columns = self.heads.times(self.config.head_dim) if layer in ("o_proj", "out_proj") else self.features
+            assert place.tensor.shape[1] == len(columns), f"{name} has {place.tensor.shape[1]} columns for {columns}"
+            return Place(place.tensor, (place.shape[0], columns.whole), (0, columns.start))
+        if self.rank == 0:
+            return place
+        place.tensor.zero_()
+        return Place(place.tensor[:0], place.shape, place.start)
+
+    def _rows(self, layer: str) -> Span:
+        if layer == "lm_head":
+            return self.vocabulary
+        if layer == "q_proj":
+            return self.heads.times(self.config.head_dim)
+        if layer in ("k_proj", "v_proj"):
+            return self.kv_heads.times(self.config.head_dim)
+        return self.features
+
+    def _part(self, whole: int) -> Span:
+        each = whole // self.size
+        return Span(start=self.rank * each, stop=(self.rank + 1) * each, whole=whole)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPart:
+    """A shard, and how a step's logits of its part of the vocabulary [R, n] become those of the whole [R, vocab_size]."""
+
+    shard: Shard
+    gather: Callable[[torch.Tensor], torch.Tensor]
+
+
+def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
+    """Raises SetupError, saying which sizes would do, if the model cannot be cut into `size` equal parts."""
+    for name, value in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+        if value % size:
+            raise SetupError(f"--tensor-parallel-size {size} does not divide the model's {name} ({value}); give one of {_sizes(config)}")
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        raise SetupError(
+            f"--tensor-parallel-size {size} neither divides the model's num_key_value_heads ({config.num_kv_heads}) nor is a multiple "
+            f"of it; give one of {_sizes(config)}"
+        )
+    assert 0 <= rank < size
+    return Shard(config=config, rank=rank, size=size)
+
+
+def _sizes(config: ModelConfig) -> str:
+    """The sizes that do, up to what one host has."""
+    kv = config.num_kv_heads
+    fit = [n for n in range(1, 17) if config.num_heads % n == 0 == config.intermediate_size % n and (kv % n == 0 or n % kv == 0)]
+    return ", ".join(map(str, fit))

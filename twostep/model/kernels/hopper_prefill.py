@@ -1,0 +1,361 @@
+"""Prefill attention for Hopper (sm_90): tensor cores and softmax overlap as in FlashAttention-3 (Shah et al., 2024), blocks by TMA.
+
+    warp group 0    64 rows of queries    scores of tile i + 1 | values of tile i        both products run on the tensor cores
+    warp group 1    the other 64 rows     softmax of tile i + 1 meanwhile                while the other group's softmax runs too
+    one warp        block table → TMA: 16 tokens at once straight into the tiles of keys and values, STAGES tiles ahead
+
+    rows    token 0: the SHARE query heads of the KV head, token 1: the same, ...      128 rows a program
+    tiles   NUM_KEYS keys, the last (which needs the causal mask) first
+
+A program takes several tiles of queries, there and back over the list that is sorted by weight, so that all end at about the same time
+and the next tile's keys are on their way while the last one's results are written.
+
+Written in Gluon, Triton's lower language, which its interpreter does not run: this kernel is under test on a Hopper GPU only
+(tests/kernels/test_kernel_prefill.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from twostep.model.kernels.prefill_choice import HOPPER_ROWS
+from twostep.model.step.kv_cache import KvCache
+
+_NUM_KEYS = 128
+# Columns of one TMA box: rows of 128 bytes are what the tensor cores' swizzle is made of.
+_BOX_COLUMNS = 64
+_NUM_STAGES = 2
+
+
+def hopper_attention(
+    qkv: torch.Tensor,
+    out: torch.Tensor,
+    cache: KvCache,
+    layer: int,
+    *,
+    num_heads: int,
+    tiles: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    num_programs: int,
+    window: int = 0,
+) -> None:
+    """triton_prefill.prefill_attention for shapes that prefill_choice.uses_hopper allows: tiles of HOPPER_ROWS // share tokens, no
+    TileShape. Slots past a sequence's end in its last block are read and have to be finite: clear_tails comes before.
+
+    num_programs  how many run at once: the number of multiprocessors
+    """
+    kv = cache.shape
+    share = num_heads // kv.num_kv_heads
+    num_items = len(tiles) * kv.num_kv_heads
+    if not num_items:
+        return
+    assert qkv.stride(1) == 1
+    assert out.is_contiguous()
+    assert block_tables.stride(1) == 1
+    rows = cache.tensor.view(-1, kv.head_dim)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    blocks = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [kv.block_size, _BOX_COLUMNS], layout)
+    rows_of_layer = 2 * kv.num_kv_heads * kv.block_size
+    _attention_kernel[(min(num_items, num_programs),)](
+        qkv,
+        out,
+        blocks,
+        tiles,
+        query_start,
+        seq_lens,
+        block_tables,
+        num_items,
+        qkv.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        layer * rows_of_layer,
+        len(rows),
+        math.log2(math.e) / math.sqrt(kv.head_dim),
+        NUM_KV_HEADS=kv.num_kv_heads,
+        SHARE=share,
+        HEAD_DIM=kv.head_dim,
+        BLOCK_SIZE=kv.block_size,
+        BLOCK_ROWS=kv.num_layers * rows_of_layer,
+        WINDOW=window,
+        NUM_KEYS=_NUM_KEYS,
+        STAGES=_NUM_STAGES,
+        ROWS=HOPPER_ROWS,
+        num_warps=4,
+        maxnreg=168,
+    )
+
+
+@gluon.jit
+def _tile_of(
+    item, tiles_ptr, query_start_ptr, seq_lens_ptr,
+    NUM_KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr,
+):  # fmt: skip
+    """KV head, sequence, first query, rows and length of an item, and its tiles of keys: [first_tile, num_tiles)."""
+    tile = item // NUM_KV_HEADS
+    kv_head = item % NUM_KV_HEADS
+    seq = gl.load(tiles_ptr + tile * 2)
+    first = gl.load(tiles_ptr + tile * 2 + 1)
+    row_start = gl.load(query_start_ptr + seq)
+    num_queries = gl.load(query_start_ptr + seq + 1) - row_start
+    seq_len = gl.load(seq_lens_ptr + seq)
+    context = seq_len - num_queries
+    num_tiles = (gl.minimum(context + first + TOKENS, seq_len) + NUM_KEYS - 1) // NUM_KEYS
+    first_tile = num_tiles * 0
+    if WINDOW > 0:
+        first_tile = gl.maximum(context + first + 1 - WINDOW, 0) // NUM_KEYS
+    return kv_head, seq, first, row_start, num_queries, seq_len, first_tile, num_tiles
+
+
+@gluon.jit
+def _item_of(turn):
+    """There and back over the list: who has the heaviest item of one turn has the lightest of the next."""
+    width = gl.num_programs(0)
+    me = gl.program_id(0)
+    return turn * width + gl.where(turn % 2 == 0, me, width - 1 - me)
+
+
+@gluon.jit
+def _fill(
+    blocks, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, num_items,
+    stride_table, layer_row, num_rows,
+    NUM_KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr,
+    WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warp. A tile [NUM_KEYS, HEAD_DIM] lies in shared memory as HEAD_DIM / 64 columns of [NUM_KEYS, 64]."""
+    BOX_COLUMNS: gl.constexpr = 64
+    TILE_BYTES: gl.constexpr = NUM_KEYS * HEAD_DIM * 2
+    count = 0
+    for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        item = _item_of(turn)
+        if item < num_items:
+            kv_head, seq, _, _, _, seq_len, first_tile, num_tiles = _tile_of(
+                item, tiles_ptr, query_start_ptr, seq_lens_ptr, NUM_KV_HEADS, TOKENS, WINDOW, NUM_KEYS
+            )
+            table_ptr = tables_ptr + seq.to(gl.int64) * stride_table
+            num_blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+            for i in range(first_tile, num_tiles):
+                first_block = (num_tiles - 1 - i + first_tile) * (NUM_KEYS // BLOCK_SIZE)
+                stage = count % STAGES
+                phase = (count // STAGES) & 1 ^ 1
+                mbarrier.wait(k_empty.index(stage), phase)
+                mbarrier.expect(k_full.index(stage), TILE_BYTES)
+                for b in gl.static_range(NUM_KEYS // BLOCK_SIZE):
+                    # Past the sequence's blocks a row past the pool's, for which TMA writes zeros.
+                    there = first_block + b < num_blocks
+                    block = gl.load(table_ptr + first_block + b, mask=there, other=0)
+                    row = gl.where(there, block * BLOCK_ROWS + layer_row + kv_head * BLOCK_SIZE, num_rows)
+                    for c in gl.static_range(HEAD_DIM // BOX_COLUMNS):
+                        tma.async_copy_global_to_shared(
+                            blocks, [row, c * BOX_COLUMNS], k_full.index(stage),
+                            k_smem.index(stage).slice(c * NUM_KEYS + b * BLOCK_SIZE, BLOCK_SIZE),
+                        )  # fmt: skip
+                mbarrier.wait(v_empty.index(stage), phase)
+                mbarrier.expect(v_full.index(stage), TILE_BYTES)
+                for b in gl.static_range(NUM_KEYS // BLOCK_SIZE):
+                    there = first_block + b < num_blocks
+                    block = gl.load(table_ptr + first_block + b, mask=there, other=0)
+                    row = gl.where(there, block * BLOCK_ROWS + layer_row + (NUM_KV_HEADS + kv_head) * BLOCK_SIZE, num_rows)
+                    for c in gl.static_range(HEAD_DIM // BOX_COLUMNS):
+                        tma.async_copy_global_to_shared(
+                            blocks, [row, c * BOX_COLUMNS], v_full.index(stage),
+                            v_smem.index(stage).slice(c * NUM_KEYS + b * BLOCK_SIZE, BLOCK_SIZE),
+                        )  # fmt: skip
+                count += 1
+
+
+@gluon.jit
+def _softmax(
+    score, best, total, position, key_start, scale_log2,
+    NUM_KEYS: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Weights of a tile's scores under the new maximum, and by how much the old sums shrink."""
+    if MASKED:
+        key = (key_start + gl.arange(0, NUM_KEYS, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
+        seen = key <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (key > position[:, None] - WINDOW)
+        score = gl.where(seen, score, float("-inf"))
+    best_now = gl.maximum(best, gl.max(score, 1) * scale_log2)
+    # A row that has seen no key yet has no maximum to subtract.
+    base = gl.where(best_now == float("-inf"), 0.0, best_now) if MASKED else best_now
+    weight = gl.exp2(score * scale_log2 - base[:, None])
+    shrink = gl.exp2(best - base)
+    return weight, best_now, total * shrink + gl.sum(weight, 1), shrink
+
+
+@gluon.jit
+def _fold(
+    q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, weight, acc, best, total, position, key_start, scale_log2,
+    NUM_KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
+    SCORES: gl.constexpr, WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile `count` and values of the tile before run at once; the softmax of the former overlaps the latter."""
+    stage = count % STAGES
+    before = (count - 1) % STAGES
+    keys = k_smem.index(stage)._reinterpret(k_smem.dtype, [NUM_KEYS, HEAD_DIM], k_smem.layout).permute((1, 0))
+    values = v_smem.index(before)._reinterpret(v_smem.dtype, [NUM_KEYS, HEAD_DIM], v_smem.layout)
+    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+    score_token = warpgroup_mma(q, keys, gl.zeros([64, NUM_KEYS], gl.float32, SCORES), use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+    acc_token = warpgroup_mma(weight, values, acc, is_async=True)
+    score = warpgroup_mma_wait(1, deps=(score_token,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    weight_now, best, total, shrink = _softmax(score, best, total, position, key_start, scale_log2, NUM_KEYS, WINDOW, MASKED, SCORES)
+    acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    mbarrier.arrive(v_empty.index(before), count=1)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return gl.convert_layout(weight_now.to(k_smem.dtype), WEIGHTS), acc, best, total
+
+
+@gluon.jit
+def _attend(
+    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr, num_items,
+    stride_q, stride_out, scale_log2,
+    GROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr, SHARE: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A warp group: 64 rows of each item."""
+    ROWS: gl.constexpr = 64
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, NUM_KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    # How rows travel between shared and global memory: 16 bytes a thread.
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    q = q_smem.index(GROUP)
+    count = 0
+    for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        item = _item_of(turn)
+        if item < num_items:
+            kv_head, _, first, row_start, num_queries, seq_len, first_tile, num_tiles = _tile_of(
+                item, tiles_ptr, query_start_ptr, seq_lens_ptr, NUM_KV_HEADS, TOKENS, WINDOW, NUM_KEYS
+            )
+            context = seq_len - num_queries
+            row = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
+            d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
+            valid = (first + row // SHARE < num_queries) & (row // SHARE < TOKENS)
+            token = (row_start + first + row // SHARE).to(gl.int64)
+            column = (kv_head * SHARE + row % SHARE) * HEAD_DIM
+            queries = gl.load(q_ptr + (token * stride_q + column)[:, None] + d[None, :], mask=valid[:, None], other=0.0)
+            gl.thread_barrier()
+            q.store(queries)
+            fence_async_shared()
+            gl.thread_barrier()
+
+            position = context + first + (GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))) // SHARE
+            best = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+            acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, ACC)
+
+            # Tiles from `masked_to` on have keys that some row does not see yet, those before `masked_from` keys out of some window.
+            masked_to = gl.minimum((context + first + 1) // NUM_KEYS, num_tiles - 1)
+            masked_from = first_tile
+            if WINDOW > 0:
+                masked_from = gl.maximum(context + first + TOKENS - WINDOW + NUM_KEYS - 1, 0) // NUM_KEYS
+                masked_from = gl.minimum(gl.maximum(masked_from, first_tile), masked_to)
+
+            stage = count % STAGES
+            keys = k_smem.index(stage)._reinterpret(k_smem.dtype, [NUM_KEYS, HEAD_DIM], k_smem.layout).permute((1, 0))
+            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+            score_token = warpgroup_mma(q, keys, gl.zeros([ROWS, NUM_KEYS], gl.float32, SCORES), use_acc=False, is_async=True)
+            score = warpgroup_mma_wait(0, deps=(score_token,))
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            weight32, best, total, _ = _softmax(
+                score, best, total, position, (num_tiles - 1) * NUM_KEYS, scale_log2, NUM_KEYS, WINDOW, True, SCORES
+            )
+            weight = gl.convert_layout(weight32.to(k_smem.dtype), WEIGHTS)
+            count += 1
+            for i in range(0, num_tiles - 1 - masked_to):
+                weight, acc, best, total = _fold(
+                    q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, weight, acc, best, total, position,
+                    (num_tiles - 2 - i) * NUM_KEYS, scale_log2, NUM_KEYS, HEAD_DIM, STAGES, WINDOW, True, SCORES, WEIGHTS,
+                )  # fmt: skip
+                count += 1
+            for _ in range(masked_from, masked_to):
+                weight, acc, best, total = _fold(
+                    q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, weight, acc, best, total, position,
+                    0, scale_log2, NUM_KEYS, HEAD_DIM, STAGES, WINDOW, False, SCORES, WEIGHTS,
+                )  # fmt: skip
+                count += 1
+            if WINDOW > 0:
+                for i in range(first_tile, masked_from):
+                    weight, acc, best, total = _fold(
+                        q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, weight, acc, best, total, position,
+                        (masked_from - 1 - i + first_tile) * NUM_KEYS, scale_log2, NUM_KEYS, HEAD_DIM, STAGES, WINDOW, True, SCORES,
+                        WEIGHTS,
+                    )  # fmt: skip
+                    count += 1
+            last = (count - 1) % STAGES
+            values = v_smem.index(last)._reinterpret(v_smem.dtype, [NUM_KEYS, HEAD_DIM], v_smem.layout)
+            mbarrier.wait(v_full.index(last), ((count - 1) // STAGES) & 1)
+            acc_token = warpgroup_mma(weight, values, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc_token,))
+            mbarrier.arrive(v_empty.index(last), count=1)
+            acc = acc / gl.convert_layout(total, gl.SliceLayout(1, ACC))[:, None]
+            result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WIDE)
+            gl.store(out_ptr + (token * stride_out + column)[:, None] + d[None, :], result, mask=valid[:, None])
+
+
+@gluon.jit(do_not_specialize=["num_items", "stride_table", "layer_row", "num_rows"])
+def _attention_kernel(
+    q_ptr, out_ptr, blocks, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, num_items, stride_q, stride_out, stride_table,
+    layer_row, num_rows, scale_log2,
+    NUM_KV_HEADS: gl.constexpr, SHARE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr,
+    WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    TOKENS: gl.constexpr = ROWS // SHARE
+    COLUMNS: gl.constexpr = HEAD_DIM // 64
+    q_smem = gl.allocate_shared_memory(blocks.dtype, [2, 64, HEAD_DIM], blocks.layout)
+    k_smem = gl.allocate_shared_memory(blocks.dtype, [STAGES, COLUMNS * NUM_KEYS, 64], blocks.layout)
+    v_smem = gl.allocate_shared_memory(blocks.dtype, [STAGES, COLUMNS * NUM_KEYS, 64], blocks.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_empty.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr,
+                    num_items, stride_q, stride_out, scale_log2, 0, NUM_KV_HEADS, SHARE, TOKENS, HEAD_DIM, WINDOW, NUM_KEYS, STAGES,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr,
+                    num_items, stride_q, stride_out, scale_log2, 1, NUM_KV_HEADS, SHARE, TOKENS, HEAD_DIM, WINDOW, NUM_KEYS, STAGES,
+                ),
+            ),
+            (
+                _fill,
+                (
+                    blocks, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr,
+                    num_items, stride_table, layer_row, num_rows, NUM_KV_HEADS, TOKENS, HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, WINDOW, NUM_KEYS,
+                    STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip

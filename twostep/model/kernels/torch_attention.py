@@ -1,0 +1,209 @@
+"""Attention over the block pool in torch: rows of the pool are gathered per group of tiles, then torch's fused attention runs.
+
+A *tile* is up to 128 consecutive tokens of one sequence (a decode token is a tile of one) and the keys up to its last token, so
+that the early part of a long chunk does not attend to its late part. In a layer with a window its keys begin with the block of the
+first one that its first token sees: blocks behind that are not read. Tiles alike in both lengths are padded and run as one group.
+
+    slots   the layer as rows of [head_dim]                what a token writes
+    blocks  the layer as rows of [block_size * head_dim]   what a tile reads      (see KvCache)
+
+Both views start at their layer's first byte, so one index, made once per step, serves all layers. Gathering `blocks` with an index
+[kv, tile, head, block] gives K and V of a group as [tile, head, token, head_dim], contiguous, in one call. The query heads that
+share a KV head are laid beside each other as rows, so K and V are never repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from twostep.engine.batch import Batch, KvShape
+from twostep.model.step.kv_cache import KvCache
+
+Ints = npt.NDArray[np.int64]
+
+_TILE = 128
+# Decode contexts up to this long share a group whatever their lengths: gathering as much again costs about what a group does.
+_SMALL_CONTEXT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """N tiles attended together, padded to Q queries and C keys; G query heads share each of H KV heads.
+
+    rows   int64 [N * Q] or None   which of the step's T tokens the queries are (padding repeats one); None: all T, in order
+    valid  int64 or None           which of the N * Q results are no padding; None: all
+    index  int64 [2 * N * H * B]   rows of a layer's `blocks` view
+    mask   [N, 1, Q * G or 1, C] or None: additive, in the model's dtype; None: everything is visible
+    behind bool [N, 1, C, 1] or None, with `mask`: keys behind the end of their tile's sequence
+    """
+
+    num_tiles: int
+    num_queries: int
+    num_keys: int
+    rows: torch.Tensor | None
+    valid: torch.Tensor | None
+    index: torch.Tensor
+    mask: torch.Tensor | None
+    behind: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiles:
+    """Columns of all tiles of a step: their sequence, first row of T, number of queries, first block and number of keys."""
+
+    seq: Ints
+    start: Ints
+    num_queries: Ints
+    first_block: Ints
+    num_keys: Ints
+
+
+class TorchAttentionPlan:
+    """One step's AttentionPlan (see twostep/model/kernels/ops.py)."""
+
+    def __init__(
+        self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor, windows: Sequence[int]
+    ) -> None:
+        shape = cache.shape
+        self.token_ids = torch.from_numpy(batch.token_ids)
+        self.positions = torch.from_numpy(batch.positions)
+        self.sample_rows: torch.Tensor | None = torch.from_numpy(batch.sample_rows)
+        self._cache = cache
+        self._num_heads = num_heads
+        self._num_kv_heads = shape.num_kv_heads
+        self._head_dim = shape.head_dim
+        dtype = cache.dtype
+
+        # rotated = x * [cos cos] + [x2 x1] * [-sin sin], with x = [x1 x2]
+        c, s = cos.index_select(0, self.positions), sin.index_select(0, self.positions)
+        self._cos = torch.cat((c, c), -1).to(dtype).unsqueeze(1)
+        self._sin = torch.cat((-s, s), -1).to(dtype).unsqueeze(1)
+
+        block, slot = np.divmod(batch.slots, shape.block_size)
+        kv_heads = np.arange(2 * shape.num_kv_heads)
+        slot_rows = (_block_rows(shape, block)[:, None] + kv_heads) * shape.block_size + slot[:, None]
+        self._write_index = torch.from_numpy(slot_rows.reshape(-1))
+        self._windows = windows
+        share = num_heads // shape.num_kv_heads
+        self._groups = {window: _plan_groups(batch, shape, share, dtype, window) for window in dict.fromkeys(windows)}
+
+    def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
+        d, half = self._head_dim, self._head_dim // 2
+        heads = qkv.view(qkv.shape[0], -1, d)
+        if self._cos.numel():
+            rotated = heads[:, : self._num_heads + self._num_kv_heads]
+            swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
+            rotated.mul_(self._cos).addcmul_(swapped, self._sin)
+        self._cache.write_rows(layer, self._write_index, heads[:, self._num_heads :].reshape(-1, d))
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        query = qkv[:, : self._num_heads * self._head_dim]
+        groups = self._groups[self._windows[layer]]
+        if len(groups) == 1 and groups[0].rows is None:
+            return self._attend_group(groups[0], layer, query)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for group in groups:
+            assert group.rows is not None
+            result, rows = self._attend_group(group, layer, query.index_select(0, group.rows)), group.rows
+            if group.valid is not None:
+                result, rows = result.index_select(0, group.valid), rows.index_select(0, group.valid)
+            out.index_copy_(0, rows, result)
+        return out
+
+    def _attend_group(self, group: _Group, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """[N * Q, num_heads * D] from the group's queries of that shape."""
+        n, q, heads, d = group.num_tiles, group.num_queries, self._num_kv_heads, self._head_dim
+        share = self._num_heads // heads
+        kv = self._cache.read_rows(layer, group.index).view(2, n, heads, -1, d)[:, :, :, : group.num_keys]
+        # A query and its G heads become Q * G rows of one KV head, and back.
+        rows = query.view(n, q, heads, share, d).transpose(1, 2).reshape(n, heads, q * share, d)
+        out = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=group.mask)
+        if group.behind is not None and not math.isfinite(out.sum(dtype=torch.float32).item()):
+            # A slot behind a sequence's end holds what its block's owner before left there, and 0 * NaN is NaN. Looked at afterwards, since
+            # clearing all of them beforehand would cost every step a pass over its keys.
+            kv = kv.masked_fill(group.behind, 0.0)
+            out = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=group.mask)
+        return out.view(n, heads, q, share, d).transpose(1, 2).reshape(n * q, self._num_heads * d)
+
+
+def _plan_groups(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, window: int) -> list[_Group]:
+    """Tiles grouped so that padding at most doubles the queries, and the keys of decode tokens (or up to the small context), and
+    adds at most a tile's length to the keys of a prompt's tiles."""
+    tiles = _cut(batch, shape.block_size, window)
+    decode = tiles.num_queries == 1
+    kv_kind = np.where(decode, np.ceil(np.log2(np.maximum(tiles.num_keys, _SMALL_CONTEXT))), -(-tiles.num_keys // _TILE))
+    q_kind = np.ceil(np.log2(tiles.num_queries))
+    kinds, member = np.unique(np.stack((q_kind, kv_kind), axis=1), axis=0, return_inverse=True)
+    member = member.reshape(-1)
+    return [_plan_group(batch, shape, share, dtype, window, tiles, np.flatnonzero(member == kind)) for kind in range(len(kinds))]
+
+
+def _cut(batch: Batch, block_size: int, window: int) -> _Tiles:
+    starts = batch.query_start[:-1].astype(np.int64)
+    num_queries = np.diff(batch.query_start).astype(np.int64)
+    num_tiles = -(-num_queries // _TILE)
+    seq = np.repeat(np.arange(len(starts)), num_tiles)
+    # Which tile of its sequence each is.
+    nth = np.arange(len(seq)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    length = np.minimum(num_queries[seq] - nth * _TILE, _TILE)
+    # The position of a tile's first query.
+    first = (batch.seq_lens.astype(np.int64) - num_queries)[seq] + nth * _TILE
+    first_block = np.maximum(first - window + 1, 0) // block_size if window else np.zeros_like(first)
+    return _Tiles(
+        seq=seq,
+        start=starts[seq] + nth * _TILE,
+        num_queries=length,
+        first_block=first_block,
+        num_keys=first + length - first_block * block_size,
+    )
+
+
+def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, window: int, tiles: _Tiles, members: Ints) -> _Group:
+    num_queries, num_keys, first_block = tiles.num_queries[members], tiles.num_keys[members], tiles.first_block[members]
+    n, q, c = len(members), int(num_queries.max()), int(num_keys.max())
+    # Padding repeats a tile's last block.
+    nth = np.minimum(np.arange(-(-c // shape.block_size)), -(-num_keys[:, None] // shape.block_size) - 1)
+    tables = batch.block_tables[tiles.seq[members, None], first_block[:, None] + nth].astype(np.int64)
+    kv = np.arange(2)[:, None, None, None] * shape.num_kv_heads
+    head = np.arange(shape.num_kv_heads)[:, None]
+    index = _block_rows(shape, tables)[:, None, :] + kv + head
+
+    # Padding repeats a tile's last query, which sees at least one key.
+    rows = (tiles.start[members, None] + np.minimum(np.arange(q), num_queries[:, None] - 1)).reshape(-1)
+    everything = len(rows) == len(batch.token_ids) and bool((rows == np.arange(len(rows))).all())
+    valid = None if bool((num_queries == q).all()) else torch.from_numpy(np.flatnonzero(np.arange(q) < num_queries[:, None]))
+    # Places of the queries among their tile's keys.
+    places = batch.positions[rows].reshape(n, q) - first_block[:, None] * shape.block_size
+    visible = q == 1 and bool((num_keys == c).all()) and not (window and bool((places >= window).any()))
+    return _Group(
+        num_tiles=n,
+        num_queries=q,
+        num_keys=c,
+        rows=None if everything else torch.from_numpy(rows),
+        valid=valid,
+        index=torch.from_numpy(index.reshape(-1)),
+        mask=None if visible else _mask(places, c, share, dtype, window),
+        behind=None if visible else torch.from_numpy(np.arange(c) >= num_keys[:, None])[:, None, :, None],
+    )
+
+
+def _block_rows(shape: KvShape, blocks: Ints) -> Ints:
+    """The `blocks` row of a block's first K head."""
+    return blocks * (shape.num_layers * 2 * shape.num_kv_heads)
+
+
+def _mask(places: Ints, num_keys: int, share: int, dtype: torch.dtype, window: int) -> torch.Tensor:
+    """[N, 1, Q * share, C] (one row where Q is 1): 0 up to each query's place and within its window, -inf elsewhere."""
+    own, keys = torch.from_numpy(places)[:, None, :, None], torch.arange(num_keys)
+    hidden = keys > own
+    if window:
+        hidden |= keys <= own - window
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    return mask.repeat_interleave(share, 2) if places.shape[1] > 1 else mask

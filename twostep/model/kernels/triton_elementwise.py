@@ -1,0 +1,307 @@
+"""What stands between the matrix products, as Triton kernels: norms, activation, RoPE with the KV write.
+
+All of it is bound by memory: each kernel reads its inputs once, computes in float32, and writes its outputs once. The oracle of each
+is the method of the same name in TorchOps.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from twostep.model.kernels.triton_launch import follow, overlaps, start_next, wait_for_previous
+from twostep.model.kernels.triton_quantized_kv import store_quantized
+from twostep.model.kernels.triton_sum64 import mix_vectors
+from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.kv_sums import HEADS_PER_PROGRAM
+
+# Elements of a program's tile: enough independent loads per thread to keep memory busy, few enough to fill the chip with rows.
+_TILE = 4096
+_NORM_WARPS = 8
+_ROTATE_WARPS = 4
+_SILU_TILE = 1024
+_SILU_WARPS = 4
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension, float32 inside. x [T, N] or [T, H, N] with a dense last dimension (others are copied
+    first), weight [N]. Returns a new dense tensor."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.dim() > 3 or x.stride(-1) != 1:
+        x = x.contiguous().view(-1, x.shape[-1])
+    _launch_norm(x, x, weight, out, eps, has_residual=False)
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds x to `residual` in place, rounded to its dtype, and returns rms_norm(residual). x, residual [T, N], dense; weight [N].
+    x may also be float32 [parts, T, N]: their sum is added."""
+    assert residual.is_contiguous()
+    assert x.shape[-2:] == residual.shape[-2:]
+    assert x.shape == residual.shape or (x.dim() == 3 and x.dtype == torch.float32)
+    x = x.contiguous()
+    out = torch.empty_like(residual)
+    _launch_norm(x, residual, weight, out, eps, has_residual=True)
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up. gate_up [T, 2 * N], dense, gate first. Returns [T, N]."""
+    assert gate_up.is_contiguous()
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    if out.numel():
+        rows = out.numel() // width
+        pdl = overlaps(out.device)
+        _silu_mul_kernel[(rows, triton.cdiv(width, _SILU_TILE))](
+            gate_up, out, width, BLOCK=_SILU_TILE, PDL=pdl, num_warps=_SILU_WARPS, launch_pdl=pdl
+        )
+    return out
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: KvCache,
+    layer: int,
+    num_heads: int,
+) -> torch.Tensor:
+    """Rotates the query and key heads of `qkv` in place, writes the rotated keys and the values to the pool, and returns qkv. Where the
+    pool keeps checksums, those of the slots written are kept right.
+
+    qkv       [T, (num_heads + 2 * num_kv_heads) * D], dense
+    positions integer [T]: rows of the tables
+    slots     int64 [T]: block * block_size + slot in block; a negative one writes nothing (padding of a captured step)
+    cos, sin  float32 [max_model_len, R / 2], R <= D even (or 0): the first R of a head's D numbers turn in pairs (i, i + R / 2)
+    """
+    shape, pool = cache.shape, cache.tensor
+    total_heads = num_heads + 2 * shape.num_kv_heads
+    half = cos.shape[1]
+    assert qkv.is_contiguous()
+    assert qkv.shape[1] == total_heads * shape.head_dim
+    assert pool.stride(-1) == 1
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    if not len(qkv):
+        return qkv
+    tail = shape.head_dim - 2 * half
+    pdl = overlaps(qkv.device)
+    sums = cache.sums
+    assert sums is None or sums.kept_by_steps(num_heads, 2 * half)
+    _rotate_and_write_kernel[(len(qkv), triton.cdiv(total_heads, HEADS_PER_PROGRAM))](
+        qkv,
+        positions,
+        slots,
+        cos,
+        sin,
+        pool[:, layer],
+        pool.stride(0),
+        *(pool.stride()[2:5] if cache.quantized is None else cache.quantized.strides),
+        pool if sums is None else sums.tensor[:, layer],
+        0 if sums is None else sums.tensor.stride(0),
+        0 if sums is None else layer * sums.layer_words,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=shape.num_kv_heads,
+        HEAD_DIM=shape.head_dim,
+        BLOCK_SIZE=shape.block_size,
+        QUANTIZATION=shape.quantization,
+        HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
+        TAIL=tail,
+        BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)),
+        HEADS=HEADS_PER_PROGRAM,
+        SUM_PARTS=0 if sums is None else sums.num_parts,
+        PDL=pdl,
+        num_warps=_ROTATE_WARPS,
+        launch_pdl=pdl,
+    )
+    return qkv
+
+
+def _launch_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, *, has_residual: bool
+) -> None:
+    width = x.shape[-1]
+    assert weight.shape == (width,)
+    assert weight.is_contiguous()
+    if not x.numel():
+        return
+    rows = out.numel() // width
+    parts = x.numel() // out.numel()
+    # Row r starts at (r // inner) * stride_outer + (r % inner) * stride_inner: heads of a fused projection need no copy.
+    heads = x.dim() == 3 and parts == 1
+    inner = x.shape[1] if heads else 1
+    block = triton.next_power_of_2(width)
+    rows_at_once = max(1, min(_TILE // block, triton.next_power_of_2(rows)))
+    pdl = overlaps(x.device)
+    _norm_kernel[(triton.cdiv(rows, rows_at_once),)](
+        x,
+        residual,
+        weight,
+        out,
+        rows,
+        inner,
+        x.stride(0 if heads else -2) if x.dim() > 1 else 0,
+        x.stride(1) if heads else 0,
+        eps,
+        out.numel(),
+        PARTS=parts,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=rows_at_once,
+        HAS_RESIDUAL=has_residual,
+        PDL=pdl,
+        num_warps=_NORM_WARPS if block >= 4096 else 4,
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    rows,
+    inner,
+    stride_outer,
+    stride_inner,
+    eps,
+    numel,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (col < WIDTH)
+    dense = row * WIDTH + col
+    start = (row // inner) * stride_outer + (row % inner) * stride_inner
+    weight = tl.load(weight_ptr + col, mask=col < WIDTH, other=0.0)
+    if PDL:
+        follow()
+    x = _sum_parts(x_ptr + start + col, mask, numel, PARTS)
+    if HAS_RESIDUAL:
+        total = (x + tl.load(residual_ptr + dense, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + dense, total, mask=mask)
+        x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
+    tl.store(out_ptr + dense, (x * scale[:, None] * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + col, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + col, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_and_write_kernel(
+    qkv_ptr,
+    positions_ptr,
+    slots_ptr,
+    cos_ptr,
+    sin_ptr,
+    pool_ptr,
+    stride_block,
+    stride_kv,
+    stride_head,
+    stride_slot,
+    sums_ptr,
+    stride_sums,
+    layer_place,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTIZATION: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    HEADS: tl.constexpr,
+    SUM_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        # In this order: attention, which comes next, reads its plan and the block tables before it waits. It must not start before
+        # the kernel that made them has ended.
+        wait_for_previous()
+        start_next()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    turns = head < NUM_HEADS + NUM_KV_HEADS
+    row = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+
+    # Both halves of a pair lie in one thread, which stores to where it alone has loaded: in place without a barrier. They are asked
+    # for before the position and the slot, whose users have to wait.
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = exists & (i < HALF)
+    low = tl.load(qkv_ptr + row + i, mask=mask, other=0.0)
+    high = tl.load(qkv_ptr + row + HALF + i, mask=mask, other=0.0)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    kept = exists & (head >= NUM_HEADS) & (slot >= 0)
+    kv_head = head - NUM_HEADS  # keys, then values
+    to_pool = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
+    to_pool += (kv_head // NUM_KV_HEADS).to(tl.int64) * stride_kv + (kv_head % NUM_KV_HEADS).to(tl.int64) * stride_head
+    cos = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + i, mask=i < HALF, other=0.0)
+    turned_low = tl.where(turns, low.to(tl.float32) * cos - high.to(tl.float32) * sin, low.to(tl.float32)).to(low.dtype)
+    turned_high = tl.where(turns, high.to(tl.float32) * cos + low.to(tl.float32) * sin, high.to(tl.float32)).to(low.dtype)
+    tl.store(qkv_ptr + row + i, turned_low, mask=mask & turns)
+    tl.store(qkv_ptr + row + HALF + i, turned_high, mask=mask & turns)
+    if QUANTIZATION == "none":
+        tl.store(pool_ptr + to_pool + i, turned_low, mask=mask & kept)
+        tl.store(pool_ptr + to_pool + HALF + i, turned_high, mask=mask & kept)
+    rest = turned_low
+    if TAIL > 0:
+        j = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
+        mask = exists & (j < HEAD_DIM)
+        rest = tl.load(qkv_ptr + row + j, mask=mask, other=0.0)
+        if QUANTIZATION == "none":
+            tl.store(pool_ptr + to_pool + j, rest, mask=kept & (j < HEAD_DIM))
+    # A program of query heads alone has nothing to keep.
+    if SUM_PARTS > 0 and (tl.program_id(1) * HEADS + HEADS > NUM_HEADS):
+        IN_WORD: tl.constexpr = 64 // low.dtype.primitive_bitwidth
+        place = layer_place + (kv_head * BLOCK_SIZE + slot % BLOCK_SIZE) * (HEAD_DIM // IN_WORD)
+        total = tl.zeros((), tl.uint64)
+        if HALF > 0:
+            w = tl.arange(0, BLOCK_HALF // IN_WORD)[None, :]
+            summed = kept & (w < HALF // IN_WORD)
+            both = mix_vectors(turned_low, place, summed) + mix_vectors(turned_high, place + HALF // IN_WORD, summed)
+            total += tl.sum(both)
+        if TAIL > 0:
+            w = tl.arange(0, BLOCK_TAIL // IN_WORD)[None, :]
+            total += tl.sum(mix_vectors(rest, place + 2 * HALF // IN_WORD, kept & (w < TAIL // IN_WORD)))
+        part = tl.program_id(1) - NUM_HEADS // HEADS
+        to_sums = sums_ptr + (slot // BLOCK_SIZE) * stride_sums + (slot % BLOCK_SIZE) * SUM_PARTS + part
+        tl.store(to_sums, total.to(tl.int64, bitcast=True), mask=slot >= 0)
+    if (QUANTIZATION != "none") and (tl.program_id(1) * HEADS + HEADS > NUM_HEADS):
+        store_quantized(
+            pool_ptr + (slot // BLOCK_SIZE) * stride_block, turned_low, turned_high, rest, kv_head, slot % BLOCK_SIZE, kept,
+            HALF, BLOCK_HALF, TAIL, BLOCK_TAIL, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZATION == "fp8",
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum_parts(at, mask, numel, PARTS: tl.constexpr):
+    """Float32 sum of what lies at `at` in each of the parts, in order."""
+    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(at + part * numel.to(tl.int64), mask=mask, other=0.0)
+    return total

@@ -1,0 +1,304 @@
+"""`Ops` for NVIDIA GPUs: Triton kernels between torch's matrix products (cuBLAS)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from twostep.engine.batch import Batch, KvShape
+from twostep.model.kernels import triton_elementwise, triton_prefill
+from twostep.model.kernels.ops import Linear
+from twostep.model.kernels.prefill_choice import HOPPER_ROWS, num_leading_decodes, uses_hopper
+from twostep.model.kernels.step_upload import StepUpload
+from twostep.model.kernels.triton_decode import decode_attention
+from twostep.model.kernels.triton_decode_plan import DecodePlan
+from twostep.model.kernels.triton_decode_workspace import DecodeWorkspace
+from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
+from twostep.model.kernels.triton_quantized_kv import DenseCopy
+from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shared
+from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
+from twostep.model.step.kv_cache import KvCache
+
+log = logging.getLogger(__name__)
+
+
+class TritonOps:
+    """Of one device, for one thread."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._capability = torch.cuda.get_device_capability(self._device) if self._device.type == "cuda" else None
+        self.upload = StepUpload(self._device)
+        # What the rows of the last step sampled: the next one may carry it.
+        self.tokens = torch.zeros(MAX_SAMPLED_ROWS, dtype=torch.int64, device=device)
+        # Whether kernels prove themselves before they serve.
+        self.tries = self._device.type == "cuda"
+        self._trouble: dict[tuple[tuple[int, ...], torch.dtype, bool], str] = {}
+        self.decode_workspace = DecodeWorkspace(device)
+        self.shared_workspace = DecodeWorkspace(device)
+        self._decode_plans: dict[tuple[KvShape, int, int, int], DecodePlan] = {}
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return self._streamed(weight, bias, gated=False) or (lambda x: F.linear(x, weight, bias))
+
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return self._streamed(weight, bias, gated=True) or (lambda x: self.silu_mul(F.linear(x, weight, bias)))
+
+    def _streamed(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> StreamedLinear | None:
+        """None where cuBLAS is to multiply: no kernel takes this weight, or those that do failed their trial on this card."""
+        if not can_stream(weight):
+            return None
+        layer = StreamedLinear(weight, bias, gated=gated)
+        kind = (tuple(weight.shape), weight.dtype, gated)
+        if self.tries and kind not in self._trouble:
+            self._trouble[kind] = layer.trial()
+            if self._trouble[kind]:
+                log.warning("linear layers of %s: %s; cuBLAS multiplies instead", list(weight.shape), self._trouble[kind])
+        return None if self._trouble.get(kind) else layer
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return triton_elementwise.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return triton_elementwise.add_rms_norm(x, residual, weight, eps)
+
+    def join_rms_norm(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
+    ) -> torch.Tensor:
+        y = linear.parts(x) if isinstance(linear, StreamedLinear) else linear(x)
+        return then(self.add_rms_norm(y, residual, weight, eps))
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def add_layer_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.layer_norm(residual.add_(x), weight, bias, eps)
+
+    def relu(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu_()
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return triton_elementwise.silu_mul(gate_up)
+
+    def plan_attention(
+        self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor, windows: Sequence[int]
+    ) -> TritonAttentionPlan:
+        """Sequences of one token that come first are decoded; the rest attend as chunks of a prompt, in the same step."""
+        kv, share = cache.shape, num_heads // cache.shape.num_kv_heads
+        num_queries = np.diff(batch.query_start).astype(np.int64)
+        num_decodes = num_leading_decodes(num_queries.tolist(), kv.block_size)
+        num_queries[:num_decodes] = 0
+        max_queries = int(num_queries.max())
+        hopper = uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability)
+        shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries))
+        rows = HOPPER_ROWS if hopper else shape.num_rows
+        sent = self.upload.send(
+            (
+                batch.token_ids,
+                batch.positions,
+                batch.slots,
+                batch.sample_rows,
+                batch.query_start,
+                batch.seq_lens,
+                batch.block_tables,
+                triton_prefill.plan_tiles(num_queries, batch.seq_lens.astype(np.int64), rows // share),
+            )
+        )
+        if batch.carried is not None:
+            (carried,) = self.upload.send((batch.carried,))
+            carry_tokens(sent[0], carried, self.tokens)
+        plan = TritonAttentionPlan(
+            StepTensors(*sent), cache, num_heads=num_heads, cos=cos, sin=sin, windows=windows, tile_shape=None if hopper else shape
+        )
+        if num_decodes:
+            plan.decode = {window: self._decode_plan(kv, num_heads, num_decodes, window) for window in dict.fromkeys(windows)}
+            plan.num_decodes = num_decodes
+        if cache.quantized is not None and max_queries:
+            plan.reserve_dense(batch.seq_lens[num_decodes:])
+        return plan
+
+    def _decode_plan(self, kv: KvShape, num_heads: int, num_seqs: int, window: int) -> DecodePlan:
+        """Made once: steps of this stream refresh it one after the other."""
+        key = (kv, num_heads, num_seqs, window)
+        if key not in self._decode_plans:
+            self._decode_plans[key] = DecodePlan(
+                kv, num_heads=num_heads, num_seqs=num_seqs, device=self._device, workspace=self.decode_workspace, window=window
+            )
+        return self._decode_plans[key]
+
+    def plan_decode(
+        self,
+        inputs: torch.Tensor,
+        block_tables: torch.Tensor,
+        cache: KvCache,
+        *,
+        num_heads: int,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        windows: Sequence[int],
+        sharing: bool = False,
+    ) -> TritonAttentionPlan:
+        """A step of one token for each of S sequences, all sampled, whose inputs are on the device and may change between runs.
+
+        inputs        int32 [4, S]: token ids, positions, slots, lengths
+        block_tables  int32 [S, B]
+        sharing       layers without a window read what `plan.shared` lists once for all that share it
+        """
+        num_seqs = inputs.shape[1]
+        count = torch.arange(num_seqs + 1, dtype=torch.int32, device=inputs.device)
+        step = StepTensors(
+            token_ids=inputs[0],
+            positions=inputs[1],
+            slots=inputs[2],
+            sample_rows=None,
+            query_start=count,
+            seq_lens=inputs[3],
+            block_tables=block_tables,
+            tiles=torch.stack((count[:-1], torch.zeros_like(count[:-1])), 1),
+        )
+        shape = triton_prefill.tile_shape(cache.dtype, cache.shape.head_dim, num_heads // cache.shape.num_kv_heads, 1)
+        plan = TritonAttentionPlan(step, cache, num_heads=num_heads, cos=rope[0], sin=rope[1], windows=windows, tile_shape=shape)
+        if cache.shape.block_size % 16 == 0 or cache.quantized is not None:
+            if sharing and serves_shared(cache.shape, num_heads=num_heads, windows=windows):
+                plan.shared = SharedPrefix(
+                    cache.shape, num_heads=num_heads, num_seqs=num_seqs, device=inputs.device, workspace=self.shared_workspace
+                )
+            plan.decode = {
+                window: DecodePlan(
+                    cache.shape,
+                    num_heads=num_heads,
+                    num_seqs=num_seqs,
+                    device=inputs.device,
+                    workspace=self.decode_workspace,
+                    window=window,
+                    shared=None if window else plan.shared,
+                )
+                for window in dict.fromkeys(windows)
+            }
+            plan.num_decodes = num_seqs
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """A Batch on the device (shapes in twostep/engine/batch.py; int64 may be int32). `sample_rows` None: all rows, in order."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    sample_rows: torch.Tensor | None
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    tiles: torch.Tensor
+
+
+class TritonAttentionPlan:
+    """One step's AttentionPlan (see twostep/model/kernels/ops.py). Looks at no value on the device, so that a step can be captured."""
+
+    def __init__(
+        self,
+        step: StepTensors,
+        cache: KvCache,
+        *,
+        num_heads: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        windows: Sequence[int],
+        tile_shape: triton_prefill.TileShape | None,
+    ) -> None:
+        """`tile_shape` None: the tiles are the Hopper kernel's."""
+        self.token_ids = step.token_ids
+        self.positions = step.positions
+        self.sample_rows = step.sample_rows
+        self._step = step
+        self._cache = cache
+        self._num_heads = num_heads
+        self._cos = cos
+        self._sin = sin
+        self._windows = windows
+        self._tile_shape = tile_shape
+        # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
+        self.decode: dict[int, DecodePlan] = {}
+        self.num_decodes = 0
+        self.shared: SharedPrefix | None = None
+        # What the others' chunks attend to where the pool is quantized, and its lengths: 0 for those that are decoded.
+        self._dense: DenseCopy | None = None
+        self._dense_lens = step.seq_lens
+
+    def reserve_dense(self, seq_lens: npt.NDArray[np.int32]) -> None:
+        """Room for the blocks of the sequences behind the first `num_decodes`, which have these lengths."""
+        num_blocks = -(-seq_lens.astype(np.int64) // self._cache.shape.block_size)
+        self._dense_lens = self._step.seq_lens.clone()
+        self._dense_lens[: self.num_decodes] = 0
+        self._dense = DenseCopy.reserve(self._cache, self._dense_lens, num_blocks=int(num_blocks.sum()), num_columns=int(num_blocks.max()))
+
+    def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
+        step = self._step
+        if layer == 0:
+            for plan in self.decode.values():
+                plan.refresh(step.seq_lens[: self.num_decodes])
+            if self._tile_shape is None and self._dense is None:
+                triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
+        triton_elementwise.rotate_and_write(qkv, step.positions, step.slots, self._cos, self._sin, self._cache, layer, self._num_heads)
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        out = qkv.new_empty(len(qkv), self._num_heads * self._cache.shape.head_dim)
+        step = self._step
+        if self.decode:
+            some = slice(0, self.num_decodes)
+            decode_attention(
+                qkv.view(len(qkv), -1, self._cache.shape.head_dim)[some, : self._num_heads],
+                self._cache,
+                layer,
+                step.block_tables[some],
+                step.seq_lens[some],
+                plan=self.decode[self._windows[layer]],
+                out=out.view(len(qkv), self._num_heads, -1)[some],
+            )
+        if self.num_decodes < len(step.seq_lens):
+            self._attend_chunks(layer, qkv, out)
+        return out
+
+    def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        step = self._step
+        cache, block_tables, at = self._cache, step.block_tables, layer
+        if self._dense is not None:
+            self._dense.fill(cache, layer, self._dense_lens, block_tables)
+            cache, block_tables, at = self._dense.cache, self._dense.block_tables, 0
+        if self._tile_shape is not None:
+            triton_prefill.prefill_attention(
+                qkv,
+                out,
+                cache,
+                at,
+                num_heads=self._num_heads,
+                tiles=step.tiles,
+                query_start=step.query_start,
+                seq_lens=step.seq_lens,
+                block_tables=block_tables,
+                shape=self._tile_shape,
+                window=self._windows[layer],
+            )
+            return
+        # Gluon is there, and needed, on Hopper only.
+        from twostep.model.kernels.hopper_prefill import hopper_attention  # noqa: PLC0415
+
+        hopper_attention(
+            qkv,
+            out,
+            cache,
+            at,
+            num_heads=self._num_heads,
+            tiles=step.tiles,
+            query_start=step.query_start,
+            seq_lens=step.seq_lens,
+            block_tables=block_tables,
+            num_programs=torch.cuda.get_device_properties(qkv.device).multi_processor_count,
+            window=self._windows[layer],
+        )

@@ -1,0 +1,290 @@
+"""Attention of prompt chunks over the block pool, on tensor cores: online softmax over tiles of keys (Dao, FlashAttention-2, 2023).
+
+    one program = one tile of a sequence's queries x one KV head
+
+    rows   token 0: the SHARE query heads of the KV head, token 1: the same, ...      BLOCK_M rows
+    keys   blocks of the sequence in order, read through its block table              BLOCK_N at once
+
+The query heads that share a KV head are rows of one tile, so that K and V are read once for all of them and the causal edge is narrow
+in tokens. Tiles are listed heaviest first, so that the last ones to run are short.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from twostep.model.kernels.triton_pull import clear_sums
+from twostep.model.step.kv_cache import KvCache
+
+_CLEAR_TILE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How one program works. `num_rows` (a power of 2) rows of queries, `num_keys` keys at once."""
+
+    num_rows: int
+    num_keys: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_shape(dtype: torch.dtype, head_dim: int, share: int, max_queries: int) -> TileShape:
+    """The tile for chunks of at most `max_queries` tokens; `share` query heads to a KV head."""
+    wide = triton.next_power_of_2(head_dim)
+    largest = 64 if dtype == torch.float32 or wide > 128 else 128
+    smallest = max(16, triton.next_power_of_2(share))
+    rows = max(smallest, min(largest, triton.next_power_of_2(share * max_queries)))
+    if dtype == torch.float32:
+        return TileShape(num_rows=rows, num_keys=32, num_warps=4, num_stages=2)
+    return TileShape(num_rows=rows, num_keys=64 if wide <= 128 else 32, num_warps=4, num_stages=3 if wide <= 128 else 2)
+
+
+def plan_tiles(num_queries: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], tokens_per_tile: int) -> npt.NDArray[np.int32]:
+    """int32 [tiles, 2]: sequence, and its tile's first query, counted in the chunk. Heaviest (most keys) first. A sequence without
+    queries has no tile."""
+    counts = -(-num_queries // tokens_per_tile)
+    seq = np.repeat(np.arange(len(counts)), counts)
+    first = (np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens_per_tile
+    last_key = (seq_lens - num_queries)[seq] + np.minimum(first + tokens_per_tile, num_queries[seq])
+    order = np.argsort(-last_key, kind="stable")
+    return np.stack((seq[order], first[order]), axis=1).astype(np.int32)
+
+
+def prefill_attention(
+    qkv: torch.Tensor,
+    out: torch.Tensor,
+    cache: KvCache,
+    layer: int,
+    *,
+    num_heads: int,
+    tiles: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    shape: TileShape,
+    window: int = 0,
+) -> None:
+    """Causal attention of chunks whose own keys and values are in the pool already. Writes the rows of `out` that tiles cover.
+
+    qkv           [T, at least num_heads * D], rows dense: query heads first
+    out           [T, num_heads * D], dense
+    tiles         int32 [tiles, 2], by plan_tiles with `shape.num_rows // share` tokens a tile
+    query_start   int32 [S + 1], rows of qkv of each sequence
+    seq_lens      int32 [S], keys of each sequence, its chunk included
+    block_tables  int32 [S, B]; entries wholly before every window are not read
+    window        keys that a query sees, its own included; 0: all
+    """
+    pool, kv = cache.tensor, cache.shape
+    assert qkv.stride(1) == 1
+    assert out.is_contiguous()
+    assert pool.stride(-1) == 1
+    assert block_tables.stride(1) == 1
+    share = num_heads // kv.num_kv_heads
+    if not len(tiles):
+        return
+    _prefill_kernel[(len(tiles) * kv.num_kv_heads,)](
+        qkv,
+        out,
+        pool[:, layer],
+        tiles,
+        query_start,
+        seq_lens,
+        block_tables,
+        qkv.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        pool.stride(0),
+        pool.stride(2),
+        pool.stride(3),
+        pool.stride(4),
+        math.log2(math.e) / math.sqrt(kv.head_dim),
+        NUM_KV_HEADS=kv.num_kv_heads,
+        SHARE=share,
+        HEAD_DIM=kv.head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(kv.head_dim)),
+        BLOCK_SIZE=kv.block_size,
+        BLOCK_M=shape.num_rows,
+        BLOCK_N=shape.num_keys,
+        TOKENS=shape.num_rows // share,
+        WINDOW=window,
+        # The interpreter multiplies bfloat16 wrongly.
+        IN_FLOAT32=not pool.is_cuda,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+
+
+def clear_tails(cache: KvCache, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> None:
+    """Zeros the slots past each sequence's end in its last block, in all layers: for a kernel that reads blocks as a whole and must not
+    meet what is no number (0 * NaN is NaN). The block is the sequence's own: it writes its last token there in this step.
+
+    seq_lens int32 [S], block_tables int32 [S, B]
+    """
+    kv, pool = cache.shape, cache.tensor
+    assert pool.is_contiguous()
+    assert block_tables.stride(1) == 1
+    numbers = kv.num_layers * 2 * kv.num_kv_heads * kv.block_size * kv.head_dim
+    if len(seq_lens) and kv.block_size > 1:
+        _clear_kernel[(len(seq_lens), triton.cdiv(numbers, _CLEAR_TILE))](
+            pool, seq_lens, block_tables, block_tables.stride(0), numbers,
+            HEAD_DIM=kv.head_dim, BLOCK_SIZE=kv.block_size, TILE=_CLEAR_TILE, num_warps=4,
+        )  # fmt: skip
+        if cache.sums is not None:
+            clear_sums(cache.sums.tensor, cache.sums.of_zeros, seq_lens, block_tables)
+
+
+# Of all sequences but some first ones: addresses of any alignment.
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["seq_lens_ptr", "tables_ptr"])
+def _clear_kernel(
+    pool_ptr, seq_lens_ptr, tables_ptr, stride_table, numbers, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    seq = tl.program_id(0).to(tl.int64)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    used = seq_len % BLOCK_SIZE
+    if used > 0:
+        block = tl.load(tables_ptr + seq * stride_table + seq_len // BLOCK_SIZE).to(tl.int64)
+        number = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        unwritten = (number < numbers) & (number // HEAD_DIM % BLOCK_SIZE >= used)
+        tl.store(pool_ptr + block * numbers + number, tl.zeros([TILE], pool_ptr.dtype.element_ty), mask=unwritten)
+
+
+# Behind a step's decodes the small arrays begin anywhere. Single numbers are read from them: a kernel for each alignment gains nothing,
+# and would be built while somebody waits.
+@triton.jit(
+    do_not_specialize=["stride_table"],
+    do_not_specialize_on_alignment=["tiles_ptr", "query_start_ptr", "seq_lens_ptr", "tables_ptr"],
+)
+def _prefill_kernel(
+    q_ptr,
+    out_ptr,
+    pool_ptr,
+    tiles_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    tables_ptr,
+    stride_q,
+    stride_out,
+    stride_table,
+    stride_block,
+    stride_kv,
+    stride_head,
+    stride_slot,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    seq = tl.load(tiles_ptr + tile * 2)
+    first = tl.load(tiles_ptr + tile * 2 + 1)
+    row_start = tl.load(query_start_ptr + seq)
+    num_queries = tl.load(query_start_ptr + seq + 1) - row_start
+    seq_len = tl.load(seq_lens_ptr + seq)
+    context = seq_len - num_queries
+
+    row = tl.arange(0, BLOCK_M)
+    token = row // SHARE
+    valid = (token < TOKENS) & (first + token < num_queries)
+    position = context + first + token
+    d = tl.arange(0, BLOCK_D)
+    d_mask = d < HEAD_DIM
+    token_row = (row_start + first + token).to(tl.int64)
+    head_col = (kv_head * SHARE + row % SHARE) * HEAD_DIM
+    q = tl.load(q_ptr + token_row[:, None] * stride_q + head_col[:, None] + d[None, :], mask=valid[:, None] & d_mask[None, :], other=0.0)
+    if IN_FLOAT32:
+        q = q.to(tl.float32)
+
+    k_ptr = pool_ptr + kv_head.to(tl.int64) * stride_head
+    v_ptr = k_ptr + stride_kv
+    table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    # Every row sees all keys up to the first token's own, and all from where the last token's window begins.
+    seen_by_all = (context + first + 1) // BLOCK_N * BLOCK_N
+    end = tl.minimum(context + first + TOKENS, seq_len)
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(context + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        in_all_windows = tl.maximum(end - WINDOW + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+        in_all_windows = tl.minimum(in_all_windows, seen_by_all)
+        best, total, acc = _attend_keys(
+            best, total, acc, q, position, k_ptr, v_ptr, table_ptr, start, in_all_windows, end, d, d_mask, stride_block, stride_slot,
+            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, IN_FLOAT32, True,
+        )  # fmt: skip
+        start = in_all_windows
+    best, total, acc = _attend_keys(
+        best, total, acc, q, position, k_ptr, v_ptr, table_ptr, start, seen_by_all, end, d, d_mask, stride_block, stride_slot, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, IN_FLOAT32, False,
+    )  # fmt: skip
+    best, total, acc = _attend_keys(
+        best, total, acc, q, position, k_ptr, v_ptr, table_ptr, seen_by_all, end, end, d, d_mask, stride_block, stride_slot, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, IN_FLOAT32, True,
+    )  # fmt: skip
+    acc = acc / tl.where(valid, total, 1.0)[:, None]
+    out = out_ptr + token_row[:, None] * stride_out + head_col[:, None] + d[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & d_mask[None, :])
+
+
+@triton.jit
+def _attend_keys(
+    best, total, acc, q, position, k_ptr, v_ptr, table_ptr, start, stop, end, d, d_mask, stride_block, stride_slot, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    IN_FLOAT32: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Folds keys [start, stop) into the running maximum, sum and weighted values of each row."""
+    for key_start in tl.range(start, stop, BLOCK_N):
+        key = key_start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            there = key < end
+            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+        else:
+            block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
+        at = (block * stride_block + (key % BLOCK_SIZE) * stride_slot)[:, None] + d[None, :]
+        # Never more than is there: a slot not yet written may hold anything, and 0 * NaN is NaN.
+        if MASKED:
+            k = tl.load(k_ptr + at, mask=there[:, None] & d_mask[None, :], other=0.0)
+            v = tl.load(v_ptr + at, mask=there[:, None] & d_mask[None, :], other=0.0)
+        elif BLOCK_D == HEAD_DIM:
+            k = tl.load(k_ptr + at)
+            v = tl.load(v_ptr + at)
+        else:
+            k = tl.load(k_ptr + at, mask=d_mask[None, :], other=0.0)
+            v = tl.load(v_ptr + at, mask=d_mask[None, :], other=0.0)
+        if IN_FLOAT32:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            score = tl.where(seen, score, float("-inf"))
+        new_best = tl.maximum(best, tl.max(score, 1))
+        base = new_best
+        if MASKED and WINDOW > 0:
+            # A row whose window begins later has no maximum to subtract yet.
+            base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(best - base)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        best = new_best
+    return best, total, acc

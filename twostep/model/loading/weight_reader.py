@@ -1,0 +1,225 @@
+"""Weights from files straight to their places: each byte is read once, and the host never holds more than the readers' slots.
+
+    reader 0   read a piece into slot 0 ── copy it to the device ─┐
+               read the next into slot 1 while that runs ─────────┴─ …      pinned slots, a stream to each reader
+    reader 1   …
+
+A piece is some of a tensor's elements, so that shards of any size keep all readers busy. On a CPU, pieces of the right dtype are read
+to where they stay, without a slot.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+import torch
+
+from twostep.errors import SetupError
+from twostep.model.loading.places import Place
+from twostep.model.loading.weights import StoredTensor
+
+# Called with (bytes done, bytes in all), from one thread at a time.
+ReadProgress = Callable[[int, int], None]
+
+NUM_READERS = 8
+_SLOT_BYTES = 8 << 20
+_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Rows [start, stop) of a stored matrix of `num_columns`, of which `columns` go to `target`, [stop - start, len(columns)].
+    A tensor that is wanted in its full width is one column."""
+
+    path: Path
+    dtype: torch.dtype
+    offset: int
+    num_rows: int
+    num_columns: int
+    columns: slice
+    target: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.num_columns * self.dtype.itemsize
+
+
+def read_weights(
+    work: Sequence[tuple[StoredTensor, Place]], progress: ReadProgress | None = None, *, num_readers: int = NUM_READERS
+) -> None:
+    """Fills places, all of one device, from tensors of their shapes, converting dtypes. Only what the places take is read (whole rows
+    of it). Blocks until all of it is there.
+
+    Raises SetupError, naming the file, if it cannot be read or has become shorter; what the places hold then is undefined.
+    """
+    pieces = [piece for tensor, place in work for piece in _pieces(tensor, place)]
+    if not pieces:
+        return
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(_opened(path)) for path in dict.fromkeys(piece.path for piece in pieces)}
+        share = _Share(pieces, progress)
+        device = pieces[0].target.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the places' memory may still be in use by what was there before
+        num_readers = min(num_readers, len(pieces))
+        with ThreadPoolExecutor(num_readers, thread_name_prefix="weights") as pool:
+            try:
+                readers = [pool.submit(_read, share, files, device) for _ in range(num_readers)]
+                for reader in readers:
+                    reader.result()
+            finally:
+                share.stop()
+
+
+class _Share:
+    """Hands each piece to one reader, in order, until stopped."""
+
+    def __init__(self, pieces: Sequence[_Piece], progress: ReadProgress | None) -> None:
+        self._pieces = iter(pieces)
+        self._progress = progress
+        self._total = sum(piece.num_bytes for piece in pieces)
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[_Piece]:
+        while True:
+            with self._lock:
+                piece = next(self._pieces, None)
+            if piece is None:
+                return
+            yield piece
+
+    def stop(self) -> None:
+        with self._lock:
+            self._pieces = iter(())
+
+    def done(self, piece: _Piece) -> None:
+        with self._lock:
+            self._done += piece.num_bytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+
+def _read(share: _Share, files: dict[Path, int], device: torch.device) -> None:
+    """One reader's thread."""
+    slots = [_Slot(device) for _ in range(_SLOTS)]
+    try:
+        with torch.inference_mode(), _own_stream(device):
+            for piece, slot in zip(share, cycle(slots), strict=False):
+                if device.type == "cpu" and piece.dtype == piece.target.dtype and piece.num_columns == 1:
+                    _fill(files[piece.path], piece, piece.target.view(-1))
+                else:
+                    slot.pass_on(files[piece.path], piece)
+                share.done(piece)
+            for slot in slots:
+                slot.wait()
+    except BaseException:
+        share.stop()
+        raise
+
+
+class _Slot:
+    """Memory of the host that one piece passes through at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._left: torch.cuda.Event | None = None
+
+    def pass_on(self, file: int, piece: _Piece) -> None:
+        """Returns when the piece is on its way."""
+        self.wait()
+        if self._memory.numel() < piece.num_bytes:
+            # One row may be longer than a slot.
+            self._memory = torch.empty(max(_SLOT_BYTES, piece.num_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        staged = self._memory[: piece.num_bytes].view(piece.dtype)
+        _fill(file, piece, staged)
+        rows = staged.view(piece.num_rows, piece.num_columns)
+        if self._device.type == "cpu":
+            piece.target.copy_(rows[:, piece.columns])
+            return
+        if piece.num_columns > 1:  # columns are cut out on the device: one copy of whole rows runs at full rate
+            rows = rows.to(self._device, non_blocking=True)
+        piece.target.copy_(rows[:, piece.columns], non_blocking=True)
+        self._left = torch.cuda.Event()
+        self._left.record()
+
+    def wait(self) -> None:
+        """Until the last piece has left."""
+        if self._left is not None:
+            self._left.synchronize()
+
+
+def _pieces(tensor: StoredTensor, place: Place) -> list[_Piece]:
+    assert tensor.dtype is not None
+    assert tensor.shape == place.shape
+    assert place.tensor.is_contiguous()
+    if not place.tensor.numel():
+        return []
+    rows = place.tensor.view(len(place.tensor), -1) if place.tensor.dim() else place.tensor.view(1, 1)
+    num_columns = tensor.num_bytes // tensor.dtype.itemsize // max(tensor.shape[0] if tensor.shape else 1, 1)
+    first_row = place.start[0] if place.start else 0
+    first_column = place.start[1] if len(place.start) > 1 else 0
+    offset = tensor.offset + first_row * num_columns * tensor.dtype.itemsize
+    columns = slice(first_column, first_column + rows.shape[1])
+    if rows.shape[1] == num_columns:
+        rows, columns, num_columns = rows.view(-1, 1), slice(0, 1), 1
+    at_once = max(1, _SLOT_BYTES // (num_columns * tensor.dtype.itemsize))
+    return [
+        _Piece(
+            path=tensor.path,
+            dtype=tensor.dtype,
+            offset=offset + start * num_columns * tensor.dtype.itemsize,
+            num_rows=min(at_once, len(rows) - start),
+            num_columns=num_columns,
+            columns=columns,
+            target=rows[start : start + at_once],
+        )
+        for start in range(0, len(rows), at_once)
+    ]
+
+
+def _fill(file: int, piece: _Piece, into: torch.Tensor) -> None:
+    """Reads the piece's bytes into dense memory of the host."""
+    view = into.view(torch.uint8).numpy().data
+    done = 0
+    try:
+        while done < len(view):
+            count = os.preadv(file, [view[done:]], piece.offset + done)
+            if not count:
+                raise SetupError(f"{piece.path} has become shorter while it was read; download it again")
+            done += count
+    except OSError as error:
+        raise _unreadable(piece.path, error) from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _unreadable(path: Path, error: OSError) -> SetupError:
+    return SetupError(f"{path} cannot be read: {error.strerror or error}; check the disk and the file's permissions, or download it again")
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield

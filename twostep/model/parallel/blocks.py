@@ -1,0 +1,61 @@
+"""KV blocks of several ranks as blocks of the whole model, and back: a block's layout is the same for every number of ranks.
+
+whole block     of each layer: K of heads 0 … H-1 │ V of heads 0 … H-1 │ scales of heads 0 … H-1, where the pool is quantized
+a rank's block  the same for the heads it holds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from twostep.engine.batch import KvShape
+from twostep.model.families.config import ModelConfig
+from twostep.model.families.sharding import shard_of
+
+
+class BlockParts:
+    """Arithmetic of one pool's blocks, or of the same layers of them; holds no memory."""
+
+    def __init__(self, local: KvShape, config: ModelConfig, size: int) -> None:
+        """`local`: the shape of any rank's pool (all are alike)."""
+        self.shape = replace(local, num_kv_heads=config.num_kv_heads)
+        self._planes = _planes(local)
+        shards = [shard_of(config, rank, size) for rank in range(size)]
+        self._heads = [shard.kv_heads for shard in shards]
+        # Ranks that together hold every head once.
+        self.owners = [rank for rank, shard in enumerate(shards) if shard.owns_kv]
+
+    def join(self, part: npt.NDArray[np.uint8], rank: int, whole: npt.NDArray[np.uint8]) -> None:
+        """Puts a rank's parts [n, its bytes] into whole blocks [n, block_bytes], or some layers of both."""
+        heads = self._heads[rank]
+        for of_whole, of_part in zip(self._by_heads(whole, heads.whole), self._by_heads(part, len(heads)), strict=True):
+            of_whole[:, :, heads.slice] = of_part
+
+    def cut(self, whole: npt.NDArray[np.uint8], rank: int, part: npt.NDArray[np.uint8]) -> None:
+        """The inverse: takes a rank's parts out of whole blocks."""
+        heads = self._heads[rank]
+        for of_whole, of_part in zip(self._by_heads(whole, heads.whole), self._by_heads(part, len(heads)), strict=True):
+            of_part[...] = of_whole[:, :, heads.slice]
+
+    def _by_heads(self, blocks: npt.NDArray[np.uint8], num_heads: int) -> Iterator[npt.NDArray[np.uint8]]:
+        """Views [n, layer, head, bytes] of what a layer consists of."""
+        num_layers = blocks.shape[1] // (num_heads * sum(self._planes))
+        layers = blocks.reshape(len(blocks), num_layers, -1)
+        start = 0
+        for head_bytes in self._planes:
+            stop = start + num_heads * head_bytes
+            yield layers[:, :, start:stop].reshape(len(blocks), num_layers, num_heads, head_bytes)
+            start = stop
+
+
+def _planes(shape: KvShape) -> list[int]:
+    """Bytes of one head in what one layer of a block consists of, in order."""
+    total = shape.block_bytes // (shape.num_layers * shape.num_kv_heads)
+    if shape.quantization == "none":
+        return [total // 2, total // 2]
+    values = shape.block_size * shape.head_dim
+    return [values, values, total - 2 * values]

@@ -1,0 +1,271 @@
+"""How rank 0 tells the other ranks of its worker what to do: data in shared memory, a few bytes on a socket to wake them.
+
+    step memory      | done: int64 per rank | slot 0 | slot 1 | slot 2 | slot 3 |     a batch's arrays, one slot a step, round and round
+    steps socket     rank 0 → rank: one message a command                             order of the commands = order on every device
+    block memory     | ids: int64 | rank 0's bytes | rank 1's bytes | …               KV blocks on their way
+    blocks socket    rank 0 ↔ rank: a message for a transfer, one back when it is done
+
+Both memories are anonymous files that the ranks inherit: they go with the last process, however that dies. Slots are as long as the
+longest step may be, but only what was written takes memory.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from twostep.engine.batch import Batch, LayerRange
+from twostep.errors import InternalError, Unavailable
+from twostep.model.step.pool_sizing import PoolSizing
+
+_NUM_SLOTS = 4
+_SLOT_BYTES = 64 << 20
+_HEAD_BYTES = 4096
+_ALIGNMENT = 64
+_POLL_S = 20e-6
+
+# Larger than any description of a runner.
+_MAX_MESSAGE = 1 << 16
+DONE = b"done"
+
+# Most blocks of one transfer, and the bytes of a rank's part of it.
+MAX_TRANSFER_BLOCKS = 1024
+TRANSFER_BYTES = 16 << 20
+
+_COMMAND = struct.Struct("<BQ6I")
+_TRANSFER = struct.Struct("<BQ3I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Rank 0's first message. `options` are ModelRunner's, all but those below."""
+
+    rank: int
+    size: int
+    parent: int
+    directory: str
+    model_dir: str
+    device: str
+    timeout_s: float
+    one_shot: bool
+    log_level: str
+    log_json: bool
+    options: dict[str, Any]
+
+    def pack(self) -> bytes:
+        options = dict(self.options)
+        if isinstance(options.get("num_blocks"), PoolSizing):
+            options["num_blocks"] = asdict(options["num_blocks"])
+        return json.dumps(asdict(self) | {"options": options}).encode()
+
+    @staticmethod
+    def unpack(message: bytes) -> Hello:
+        hello = Hello(**json.loads(message))
+        if isinstance(hello.options.get("num_blocks"), dict):
+            hello.options["num_blocks"] = PoolSizing(**hello.options["num_blocks"])
+        return hello
+
+
+class Kind(IntEnum):
+    STEP = 1
+    COPY = 2
+    END = 3
+    READ = 4
+    WRITE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`number` counts steps from 1; other commands have that of the step before. `sizes` of a step: tokens, sequences, blocks of a table,
+    sampled rows, whether tokens are carried; of a copy: source and target block."""
+
+    kind: Kind
+    number: int
+    sizes: tuple[int, ...] = ()
+
+    def pack(self) -> bytes:
+        return _COMMAND.pack(self.kind, self.number, *self.sizes, *(0,) * (6 - len(self.sizes)))
+
+    @staticmethod
+    def unpack(message: bytes) -> Command:
+        kind, number, *sizes = _COMMAND.unpack(message)
+        return Command(Kind(kind), number, tuple(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Moves some layers of `count` blocks once step `after` is done."""
+
+    kind: Kind
+    after: int
+    count: int
+    layers: LayerRange
+
+    def pack(self) -> bytes:
+        return _TRANSFER.pack(self.kind, self.after, self.count, self.layers.first, self.layers.num_layers)
+
+    @staticmethod
+    def unpack(message: bytes) -> Transfer:
+        kind, after, count, first_layer, num_layers = _TRANSFER.unpack(message)
+        return Transfer(Kind(kind), after, count, LayerRange(first_layer, num_layers))
+
+
+class StepMemory:
+    """Rank 0 puts batches in, the others look at them in place."""
+
+    def __init__(self, file: int, size: int) -> None:
+        """`file`: of `make_file`."""
+        self._memory = mmap.mmap(file, _step_bytes())
+        # Written by one rank each, a cache line apart.
+        self._done = np.frombuffer(self._memory, np.int64, _HEAD_BYTES // 8)[:: _ALIGNMENT // 8][:size]
+
+    @staticmethod
+    def make_file() -> int:
+        return _anonymous_file("twostep-steps", _step_bytes())
+
+    def least_done(self) -> int:
+        """The number of the last command that every other rank has carried out."""
+        return int(self._done[1:].min())
+
+    def set_done(self, rank: int, number: int) -> None:
+        self._done[rank] = number
+
+    def put(self, number: int, batch: Batch, check: Callable[[], None], deadline: float) -> Command:
+        """Copies a batch into its slot, but for what only rank 0 needs (sampling). Waits until the slot's last batch is done with; calls
+        `check` meanwhile, which raises if it never will be. Raises InternalError for a batch beyond the slot."""
+        while self.least_done() < number - _NUM_SLOTS:
+            check()
+            if time.monotonic() > deadline:
+                raise Unavailable("a tensor-parallel rank hangs; restart the worker")
+            time.sleep(_POLL_S)
+        arrays = _arrays(batch)
+        if _slot_size(arrays) > _SLOT_BYTES:
+            raise InternalError(
+                f"a step of {len(batch.token_ids)} tokens does not fit {_SLOT_BYTES >> 20} MiB; lower --max-num-batched-tokens"
+            )
+        start = _slot_start(number)
+        for array in arrays:
+            np.frombuffer(self._memory, array.dtype, array.size, start).reshape(array.shape)[...] = array
+            start += _aligned(array.nbytes)
+        sizes = (len(batch.token_ids), *batch.block_tables.shape, len(batch.sample_rows), int(batch.carried is not None))
+        return Command(Kind.STEP, number, sizes)
+
+    def get(self, command: Command) -> Batch:
+        """The batch of a command, in the shared memory: valid until `set_done` of it. Nothing of it is to be sampled here."""
+        num_tokens, num_seqs, width, num_rows, carried, _ = command.sizes
+        start = _slot_start(command.number)
+
+        def place(num_bytes: int) -> int:
+            nonlocal start
+            here, start = start, start + _aligned(num_bytes)
+            return here
+
+        def longs(count: int) -> npt.NDArray[np.int64]:
+            return np.frombuffer(self._memory, np.int64, count, place(8 * count))
+
+        def ints(count: int) -> npt.NDArray[np.int32]:
+            return np.frombuffer(self._memory, np.int32, count, place(4 * count))
+
+        return Batch(
+            token_ids=longs(num_tokens),
+            positions=longs(num_tokens),
+            query_start=ints(num_seqs + 1),
+            seq_lens=ints(num_seqs),
+            block_tables=ints(num_seqs * width).reshape(num_seqs, width),
+            slots=longs(num_tokens),
+            sample_rows=longs(num_rows),
+            sampling=(),
+            carried=ints(num_tokens) if carried else None,
+        )
+
+
+class BlockMemory:
+    """KV blocks on their way between rank 0 and the others."""
+
+    def __init__(self, file: int, size: int) -> None:
+        self._memory = mmap.mmap(file, _block_bytes(size))
+
+    @staticmethod
+    def make_file(size: int) -> int:
+        return _anonymous_file("twostep-blocks", _block_bytes(size))
+
+    def ids(self, count: int) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self._memory, np.int64, count)
+
+    def part(self, rank: int, count: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """uint8 [count, num_bytes]: a rank's parts of blocks."""
+        start = MAX_TRANSFER_BLOCKS * 8 + rank * TRANSFER_BYTES
+        return np.frombuffer(self._memory, np.uint8, count * num_bytes, start).reshape(count, num_bytes)
+
+
+def blocks_at_once(num_bytes: int) -> int:
+    """Blocks of one transfer, where a rank's part of each has `num_bytes`. Raises InternalError if not even one fits."""
+    if num_bytes > TRANSFER_BYTES:
+        raise InternalError(f"a rank's part of a KV block has {num_bytes} bytes, more than {TRANSFER_BYTES}; lower --block-size")
+    return min(MAX_TRANSFER_BLOCKS, TRANSFER_BYTES // num_bytes)
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Keeps messages apart; the end of either process is the end of the other's messages."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def receive(channel: socket.socket) -> bytes:
+    """One message; empty if the other side is gone."""
+    try:
+        return channel.recv(_MAX_MESSAGE)
+    except ConnectionError:
+        return b""
+
+
+def _arrays(batch: Batch) -> Sequence[npt.NDArray[Any]]:
+    """In the order of `StepMemory.get`."""
+    arrays: list[npt.NDArray[Any]] = [
+        batch.token_ids,
+        batch.positions,
+        batch.query_start,
+        batch.seq_lens,
+        batch.block_tables,
+        batch.slots,
+        batch.sample_rows,
+    ]
+    if batch.carried is not None:
+        arrays.append(batch.carried)
+    return arrays
+
+
+def _slot_size(arrays: Sequence[npt.NDArray[Any]]) -> int:
+    return sum(_aligned(array.nbytes) for array in arrays)
+
+
+def _slot_start(number: int) -> int:
+    return _HEAD_BYTES + number % _NUM_SLOTS * _SLOT_BYTES
+
+
+def _step_bytes() -> int:
+    return _HEAD_BYTES + _NUM_SLOTS * _SLOT_BYTES
+
+
+def _block_bytes(size: int) -> int:
+    return MAX_TRANSFER_BLOCKS * 8 + size * TRANSFER_BYTES
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _anonymous_file(name: str, num_bytes: int) -> int:
+    file = os.memfd_create(name)
+    os.ftruncate(file, num_bytes)
+    return file

@@ -1,0 +1,131 @@
+"""Steps on a GPU, none of which the host waits for until its result is asked for.
+
+1. upload     the step's arrays, in one copy from pinned memory
+2. forward    a captured graph for decodes, kernel by kernel otherwise; carried tokens are filled in from the step before
+3. sample     tokens and logprobs on the device (device_sampler.py)
+4. copy back  into pinned memory, then an event: what `result` waits for
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from twostep.engine.batch import Batch, Sampled, SamplingRow
+from twostep.engine.types import TopLogprob
+from twostep.errors import InternalError
+from twostep.model.families.decoder import Decoder
+from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.runner.decode_graphs import DecodeGraphs
+from twostep.model.runner.device_sampler import DeviceSampler, Logprobs
+from twostep.model.step.kv_cache import DTYPES, KvCache
+
+
+class DeviceSteps:
+    """Of one model and pool, on the current device and stream. On a CPU (in tests, interpreted) a step is done when it is launched."""
+
+    def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, graphs: DecodeGraphs | None) -> None:
+        self._model = model
+        self._cache = cache
+        self._graphs = graphs
+        self._tokens = ops.tokens
+        self._sampler = DeviceSampler(ops.upload, ops.tokens, model.config.vocab_size)
+        self._on_gpu = cache.tensor.is_cuda
+        with torch.inference_mode():
+            self._sampler.warm_up(DTYPES[cache.shape.dtype])
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64: what each row of the last step sampled, on the device."""
+        return self._tokens
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [R, vocab_size] of the batch's sample rows, valid until the next step."""
+        logits = None if self._graphs is None else self._graphs.logits(batch)
+        return self._model.forward(batch, self._cache) if logits is None else logits
+
+    def launch(self, batch: Batch) -> DeviceStep:
+        """See Runner.launch."""
+        try:
+            return self._launch(batch)
+        except Exception:
+            # Part of it may be queued, and its blocks are given to others next, who write to them on streams of their own.
+            if self._on_gpu:
+                torch.cuda.synchronize()
+            raise
+
+    def _launch(self, batch: Batch) -> DeviceStep:
+        num_rows = len(batch.sampling)
+        if num_rows > len(self._tokens):
+            raise InternalError(f"{num_rows} rows are sampled in one step; at most {len(self._tokens)} can be")
+        logits = None if self._graphs is None else self._graphs.logits(batch)
+        picked = logits is not None
+        marks: list[EventMark] = []
+        if logits is None:
+            wanted = frozenset(batch.mark_layers if self._on_gpu else ())
+
+            def passed(num_layers: int) -> None:
+                if num_layers in wanted:
+                    marks.append(EventMark(num_layers))
+
+            logits = self._model.forward(batch, self._cache, passed if wanted else None)
+        logprobs = self._sampler.sample(logits, batch, picked=picked) if num_rows else None
+        tokens = self._to_host(self._tokens[:num_rows])
+        values = None if logprobs is None else self._to_host(logprobs.values)
+        done = torch.cuda.Event() if self._on_gpu else None
+        if done is not None:
+            done.record()
+        return DeviceStep(batch.sampling, tokens, logprobs, values, done, marks)
+
+    def _to_host(self, values: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._on_gpu)
+        return host.copy_(values, non_blocking=True)
+
+
+class EventMark:
+    """A LayerMark: an event recorded on the current stream when this is made."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class DeviceStep:
+    """An InFlight of DeviceSteps."""
+
+    def __init__(
+        self,
+        rows: Sequence[SamplingRow],
+        tokens: torch.Tensor,
+        logprobs: Logprobs | None,
+        values: torch.Tensor | None,
+        done: torch.cuda.Event | None,
+        layer_marks: Sequence[EventMark],
+    ) -> None:
+        """tokens int64 [R] and values (see Logprobs), on the host, there when `done`."""
+        self._rows = rows
+        self._tokens = tokens
+        self._asking = () if logprobs is None else logprobs.rows
+        self._values = values
+        self._done = done
+        self.layer_marks = layer_marks
+
+    def result(self) -> Sampled:
+        if self._done is not None:
+            self._done.synchronize()
+        ready_at = time.monotonic()
+        token_ids: list[int] = self._tokens.tolist()
+        chosen: list[float | None] = [None] * len(token_ids)
+        top: list[tuple[TopLogprob, ...]] = [()] * len(token_ids)
+        for r, values in zip(self._asking, [] if self._values is None else self._values.tolist(), strict=True):
+            chosen[r] = values[0]
+            most = len(values) // 2
+            asked = min(most, self._rows[r].params.logprobs or 0)
+            top[r] = tuple(TopLogprob(int(values[1 + most + i]), values[1 + i]) for i in range(asked))
+        return Sampled(token_ids=token_ids, logprobs=chosen, top_logprobs=top, ready_at=ready_at)

@@ -1,0 +1,307 @@
+"""Runs batches of one model on one device.
+
+1. Engine.step plans a Batch                       twostep/engine/batch.py
+2. ModelRunner.launch → model.forward              twostep/model/families/decoder.py
+3. Ops and the step's AttentionPlan read and write KvCache   twostep/model/kernels/
+4. the rows' logits become tokens                  twostep/model/runner/sampler.py, on a GPU device_sampler.py
+
+On a CPU a step is done when it is launched; on a GPU (device_steps.py) the host goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, LayerRange, Sampled
+from twostep.errors import SetupError
+from twostep.model.families.config import ModelConfig, parse_config
+from twostep.model.families.registry import as_stored, build_model, fill_random, load_weights
+from twostep.model.kernels.ops import Ops
+from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.runner.device import device_of
+from twostep.model.runner.sampler import sample
+from twostep.model.step.kv_cache import DTYPES, KvCache
+from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
+from twostep.model.step.pool_sizing import PoolSizing, free_memory, graph_bytes, measured_blocks
+from twostep.process.startup import NoProgress, Progress
+
+if TYPE_CHECKING:
+    from twostep.model.parallel.member import Member
+    from twostep.model.runner.device_steps import DeviceSteps
+
+LOAD_FORMATS = ("auto", "dummy")
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """The Runner of a real model (see twostep/engine/batch.py for the contract)."""
+
+    def __init__(
+        self,
+        model_dir: Path | str,
+        *,
+        num_blocks: int | PoolSizing,
+        block_size: int = 16,
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        device: str = "cpu",
+        max_model_len: int | None = None,
+        num_threads: int | None = None,
+        load_format: str = "auto",
+        max_num_seqs: int = 0,
+        keep_kv_sums: bool = False,
+        progress: Progress | None = None,
+        member: Member | None = None,
+    ) -> None:
+        """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
+        weights. `kv_cache_dtype` auto: the model's; fp8 or int8: quantized. `device` is cpu, cuda or cuda:N. `load_format` dummy: random
+        weights, only config.json is read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none).
+        `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the device and the model's shape allow it.
+        `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks (ParallelRunner makes them), and holds
+        its part of the model and of every block. Raises SetupError with what to change."""
+        self._device = device_of(device)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        model_dir = Path(model_dir)
+        config = _limited(parse_config(model_dir), max_model_len)
+        chosen = config.dtype if dtype == "auto" else dtype
+        if chosen not in DTYPES:
+            raise SetupError(f"dtype is {dtype!r}; give auto, {', '.join(DTYPES)}")
+        if load_format not in LOAD_FORMATS:
+            raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
+        if load_format != "dummy":
+            config = as_stored(config, model_dir, DTYPES[chosen])
+        self._config = config
+        self._member = member
+        self._keep_sums = keep_kv_sums
+        part = None if member is None else member.part(config)
+        local = config if part is None else part.shard.local
+        # None on a CPU, which computes in `launch`.
+        self._steps: DeviceSteps | None = None
+        self._last_token_ids: Sequence[int] = ()
+        progress = progress or NoProgress()
+        progress.phase("device")
+        with self._on_device():
+            sizing = num_blocks if isinstance(num_blocks, PoolSizing) else None
+            free_at_start = 0 if sizing is None else free_memory(self._device, sizing)
+            ops = _ops(self._device) if member is None else member.ops(local, DTYPES[chosen], self._device)
+            progress.phase("weights")
+            try:
+                self._model = build_model(local, DTYPES[chosen], ops, str(self._device), part)
+                if load_format == "dummy":
+                    fill_random(self._model)
+                else:
+                    load_weights(self._model, model_dir, lambda done, total: progress.advance(done, total, "B"))
+            except torch.OutOfMemoryError as error:
+                raise SetupError(f"the weights do not fit the memory of {self._device}: {error}") from error
+            if member is not None:
+                member.meeting.exchange(b"loaded")
+            if isinstance(num_blocks, PoolSizing):
+                self._cache = KvCache(kv_shape(local, chosen, 1, block_size, kv_cache_dtype), str(self._device))
+                self._steps = self._device_steps(ops, 0, progress)
+                num_blocks = self._measured_blocks(num_blocks, local, free_at_start, max_num_seqs, progress)
+            if member is not None:
+                num_blocks = member.meeting.least(num_blocks)
+            progress.phase("pool")
+            self._cache = KvCache(kv_shape(local, chosen, num_blocks, block_size, kv_cache_dtype), str(self._device))
+            self._cache.sums = self._make_sums(local)
+            if self._device.type == "cuda":
+                progress.phase("graphs")
+                self._steps = self._device_steps(ops, max_num_seqs, progress)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @property
+    def kv_shape(self) -> KvShape:
+        return self._cache.shape
+
+    @property
+    def kv_cache(self) -> KvCache:
+        """The pool itself, for transports that read it where it lies. Of one rank where there are several."""
+        return self._cache
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._config.max_model_len
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Writes the KV of all T tokens; the logits of the sample rows, [R, vocab_size] in the model's dtype, valid until the next
+        step."""
+        with torch.inference_mode(), self._on_device():
+            return self._logits(batch)
+
+    @property
+    def overlaps(self) -> bool:
+        return self._steps is not None
+
+    @property
+    def marks_layers(self) -> bool:
+        return self._steps is not None and self._member is None
+
+    def launch(self, batch: Batch) -> InFlight:
+        with torch.inference_mode(), self._on_device():
+            if self._steps is not None:
+                if self._member is not None and batch.carried is not None and (num_rows := int(batch.carried.max()) + 1):
+                    # Only rank 0 has sampled them.
+                    self._member.group.broadcast(self._steps.tokens[:num_rows])
+                return self._steps.launch(batch)
+            batch = batch.with_carried(self._last_token_ids)
+            logits = self._logits(batch)
+            # Rank 0 of several picks the tokens; the others' batches have nothing to sample.
+            sampled = sample(logits, batch.sampling, batch.masks)
+            self._last_token_ids = sampled.token_ids
+            return FinishedStep(sampled)
+
+    def close(self) -> None:
+        """Frees captured steps; nothing is launched any more. A library that takes part in them cannot end before."""
+        self._steps = None
+        gc.collect()
+
+    def run(self, batch: Batch) -> Sampled:
+        """Launches a step that carries nothing, and waits for it."""
+        return self.launch(batch).result()
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        return self._model.forward(batch, self._cache) if self._steps is None else self._steps.forward(batch)
+
+    def _device_steps(self, ops: Ops, max_num_seqs: int, progress: Progress) -> DeviceSteps:
+        """For the pool there is now."""
+        # Only a GPU needs triton, and importing it takes a second.
+        from twostep.model.kernels.triton_ops import TritonOps  # noqa: PLC0415
+        from twostep.model.runner.decode_graphs import DecodeGraphs, ladder  # noqa: PLC0415
+        from twostep.model.runner.device_steps import DeviceSteps  # noqa: PLC0415
+
+        assert isinstance(ops, TritonOps)
+        with torch.inference_mode():
+            if not max_num_seqs:
+                return DeviceSteps(self._model, self._cache, ops, None)
+            graphs = DecodeGraphs(
+                self._model,
+                self._cache,
+                ops,
+                ladder(max_num_seqs),
+                lambda done, total: progress.advance(done, total, "graphs"),
+                # Ranks would have to agree on what each of them found.
+                share_prefixes=self._member is None,
+            )
+            trouble = graphs.try_sharing()
+            if trouble:
+                log.warning("prefixes that sequences share are read by each for itself: %s", trouble)
+        return DeviceSteps(self._model, self._cache, ops, graphs)
+
+    def _make_sums(self, config: ModelConfig) -> KvSums | None:
+        """Before steps are captured: they hold the sums' address."""
+        if self._sums_beside(config) == 0:
+            return None
+        from twostep.model.kernels.triton_pull import slot_sums  # noqa: PLC0415
+
+        return KvSums(self._cache.tensor, self._cache.shape, config.num_heads, _rotated(config), slot_sums)
+
+    def _sums_beside(self, config: ModelConfig) -> int:
+        """Bytes that checksums take for each block of the pool; 0 where steps cannot keep them."""
+        if not self._keep_sums or self._device.type == "cpu":
+            return 0
+        shape = self._cache.shape
+        return bytes_beside_block(shape, config.num_heads) if can_keep(shape, _rotated(config), self._cache.tensor.element_size()) else 0
+
+    def _measured_blocks(self, sizing: PoolSizing, config: ModelConfig, free_at_start: int, max_num_seqs: int, progress: Progress) -> int:
+        from twostep.model.runner.decode_graphs import ladder, sharing_ladder  # noqa: PLC0415
+
+        sizes = ladder(max_num_seqs)
+        return measured_blocks(
+            self.run,
+            self.kv_shape,
+            sizing,
+            beside_block=self._sums_beside(config),
+            device=self._device,
+            free_at_start=free_at_start,
+            graphs=graph_bytes(
+                [*sizes, *sharing_ladder(sizes)], vocab_size=self.vocab_size, item_bytes=DTYPES[self.kv_shape.dtype].itemsize
+            ),
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            progress=progress,
+        )
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels are launched on the thread's current device."""
+        return nullcontext() if self._device.type == "cpu" else torch.cuda.device(self._device)
+
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        self._cache.read_blocks(block_ids, out, layers)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        self._cache.write_blocks(block_ids, data, layers)
+
+    def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
+        return self._cache.new_host_blocks(count)
+
+    def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        return self._cache.pin_host(memory)
+
+    def copy_block(self, source: int, target: int) -> None:
+        # On the stream of the steps, before the next one.
+        self._cache.copy_block(source, target)
+
+
+def _rotated(config: ModelConfig) -> int:
+    """Dimensions of a head that RoPE turns."""
+    return 0 if config.rope is None else config.head_dim
+
+
+def _ops(device: torch.device) -> Ops:
+    if device.type == "cpu":
+        return TorchOps()
+    # Only a GPU needs triton, and importing it takes a second.
+    from twostep.model.kernels.triton_ops import TritonOps  # noqa: PLC0415
+
+    return TritonOps(device)
+
+
+def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:
+    """The pool's shape for a model; `dtype` is a name, not auto. Raises SetupError."""
+    if num_blocks < 1 or block_size < 1:
+        raise SetupError(f"the KV cache has {num_blocks} blocks of {block_size} tokens; give at least 1 of each")
+    return KvShape(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        quantization="none" if kv_cache_dtype == "auto" else kv_cache_dtype,
+    )
+
+
+def num_blocks_for(config: ModelConfig, dtype: str, block_size: int, memory_bytes: int, kv_cache_dtype: str = "auto") -> int:
+    """How many blocks fit a budget. Raises SetupError if none does."""
+    chosen = config.dtype if dtype == "auto" else dtype
+    per_block = kv_shape(config, chosen, 1, block_size, kv_cache_dtype).block_bytes
+    if memory_bytes < per_block:
+        raise SetupError(f"a KV cache of {memory_bytes} bytes holds no block; one takes {per_block}")
+    return memory_bytes // per_block
+
+
+def _limited(config: ModelConfig, max_model_len: int | None) -> ModelConfig:
+    if max_model_len is None:
+        return config
+    if not 1 <= max_model_len <= config.max_model_len:
+        raise SetupError(f"max_model_len is {max_model_len}; the model takes 1 to {config.max_model_len}")
+    return replace(config, max_model_len=max_model_len)

@@ -1,0 +1,160 @@
+"""The pool's memory: one tensor, a block of it is one contiguous region for all layers and heads.
+
+tensor [block, layer, K/V, kv_head, slot, head_dim]
+         │      │     │      │       │
+         │      └─────┴──────┴───────┴── block_bytes, moved as a whole
+         └── block id of the block pool
+
+Of quantized KV (twostep/model/step/kv_quantization.py) it is uint8 [block, layer, bytes of a layer]: a block is one region all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from twostep.engine.batch import KvShape, LayerRange
+from twostep.errors import SetupError
+from twostep.model.step.kv_quantization import QuantizedRows, check_shape
+from twostep.model.step.kv_staging import PinnedStaging, pin
+from twostep.model.step.kv_sums import KvSums
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KvCache:
+    """Owns the tensor. Reading and writing whole blocks is safe from any thread for blocks that no step writes."""
+
+    def __init__(self, shape: KvShape, device: str = "cpu", *, tensor: torch.Tensor | None = None) -> None:
+        """`tensor`: memory to use instead of own, of the right shape, whose blocks are not moved. Raises SetupError if the memory is not
+        there."""
+        self.shape = shape
+        self.tensor = _allocate(shape, device) if tensor is None else tensor
+        self._bytes = self.tensor.view(shape.num_blocks, -1).view(torch.uint8)
+        self._staging = PinnedStaging(self._bytes) if self.tensor.is_cuda and tensor is None else None
+        if self._staging is not None:
+            torch.cuda.synchronize(self.tensor.device)  # transfers run on another stream than the zeros
+        # Checksums that are kept while the pool is written; None: they are computed when they are asked for.
+        self.sums: KvSums | None = None
+        # Of quantized KV; else rows of numbers.
+        self.quantized = QuantizedRows(shape, self.tensor) if shape.quantization != "none" else None
+        self._slot_rows: list[torch.Tensor] = []
+        self._block_rows: list[torch.Tensor] = []
+        if self.quantized is None:
+            flat = self.tensor.view(-1)
+            per_layer = 2 * shape.num_kv_heads * shape.block_size * shape.head_dim
+            layers = [flat[layer * per_layer :] for layer in range(shape.num_layers)]
+            self._slot_rows = [x.view(-1, shape.head_dim) for x in layers]
+            self._block_rows = [x.view(-1, shape.block_size * shape.head_dim) for x in layers]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are before they are stored, and queries."""
+        return DTYPES[self.shape.dtype]
+
+    def write_rows(self, layer: int, index: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Writes T tokens' keys and values, quantized where the pool is.
+
+        index    int64 [T * 2 * num_kv_heads], token by token, the same for every layer:
+                 ((block * num_layers * 2 + kv) * num_kv_heads + head) * block_size + slot
+        vectors  [T * 2 * num_kv_heads, head_dim]
+        """
+        shape = self.shape
+        if self.quantized is None:
+            self._slot_rows[layer].index_copy_(0, index, vectors)
+            return
+        heads = 2 * shape.num_kv_heads
+        first = index.view(-1, heads)[:, 0]
+        block, slot = first // (shape.num_layers * heads * shape.block_size), first % shape.block_size
+        self.quantized.write(layer, block, slot, vectors.view(-1, heads, shape.head_dim))
+
+    def read_rows(self, layer: int, index: torch.Tensor) -> torch.Tensor:
+        """Keys, then values, of whole blocks: [2 * R, block_size * head_dim].
+
+        index    int64 [2 * R], the same for every layer: (block * num_layers * 2 + kv) * num_kv_heads + head; first R with kv 0, then the
+                 same with kv 1
+        """
+        shape = self.shape
+        if self.quantized is None:
+            return self._block_rows[layer].index_select(0, index)
+        of_keys, per_block = index[: len(index) // 2], shape.num_layers * 2 * shape.num_kv_heads
+        kv = self.quantized.read(layer, of_keys // per_block, of_keys % per_block)
+        return kv.view(len(index), -1).to(self.dtype)
+
+    def numbers(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Keys and values [B, 2, num_kv_heads, block_size, head_dim] of the blocks, int64 [B]; float32 of quantized KV."""
+        if self.quantized is None:
+            return self.tensor[blocks, layer]
+        heads = torch.arange(self.shape.num_kv_heads, device=blocks.device).expand(len(blocks), -1)
+        return self.quantized.read(layer, blocks[:, None].expand_as(heads), heads).transpose(0, 1)
+
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        """Copies whole blocks, or a range of their layers, into `out`: uint8 [len(block_ids), block_bytes], or
+        [len(block_ids), num_layers * layer_bytes], contiguous. Raises ValueError if it is not that."""
+        columns = self._check(block_ids, out, layers)
+        if self._staging is not None:
+            self._staging.read(block_ids, out, columns)
+            return
+        rows = self._bytes if columns is None else self._bytes[:, columns]
+        torch.index_select(rows, 0, torch.tensor(block_ids, dtype=torch.int64), out=torch.from_numpy(out))
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        """The inverse of read_blocks; `data` may be read-only."""
+        columns = self._check(block_ids, data, layers)
+        if self._staging is not None:
+            self._staging.write(block_ids, data, columns)
+        else:
+            # numpy copies straight from read-only memory, which torch.from_numpy would warn about.
+            self._bytes.numpy()[np.asarray(block_ids, np.int64), columns or slice(None)] = data
+        if self.sums is not None:
+            self.sums.refresh(block_ids)
+
+    def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
+        """See Runner: pinned where there is a GPU."""
+        memory: npt.NDArray[np.uint8] = torch.empty(
+            count, self.shape.block_bytes, dtype=torch.uint8, pin_memory=self._staging is not None
+        ).numpy()
+        return memory
+
+    def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        """See Runner."""
+        return _no_pin if self._staging is None else pin(memory)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block onto another."""
+        self.tensor[target].copy_(self.tensor[source])
+        if self.sums is not None:
+            self.sums.copy_block(source, target)
+
+    def _check(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None) -> slice | None:
+        """Which bytes of the blocks are meant; None: all. No tensors: each call of torch gives the interpreter away and waits for it."""
+        shape = self.shape
+        columns = None if layers is None or layers.covers(shape.num_layers) else shape.bytes_of(layers)
+        want = (len(block_ids), shape.block_bytes if columns is None else columns.stop - columns.start)
+        if data.shape != want or data.dtype != np.uint8 or not data.flags.c_contiguous:
+            raise ValueError(f"{len(block_ids)} blocks need a contiguous uint8 array of shape {want}, not {data.dtype} {data.shape}")
+        if len(block_ids) and not (min(block_ids) >= 0 and max(block_ids) < shape.num_blocks):
+            raise ValueError(f"block ids must be from 0 to {shape.num_blocks - 1}")
+        return columns
+
+
+def _no_pin() -> None:
+    """Memory of a machine without a GPU is as it is."""
+
+
+def _allocate(shape: KvShape, device: str) -> torch.Tensor:
+    sizes: tuple[int, ...] = (shape.num_blocks, shape.num_layers)
+    if shape.quantization == "none":
+        sizes += (2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    else:
+        check_shape(shape)
+        sizes += (shape.block_bytes // shape.num_layers,)
+    try:
+        # Zeros, not empty: padding of a gathered group may read slots never written, and 0 * NaN is NaN.
+        return torch.zeros(sizes, dtype=DTYPES[shape.dtype] if shape.quantization == "none" else torch.uint8, device=device)
+    except RuntimeError as error:
+        gib = shape.num_blocks * shape.block_bytes / 2**30
+        raise SetupError(f"no memory for a KV cache of {gib:.1f} GiB on {device}; give fewer blocks") from error

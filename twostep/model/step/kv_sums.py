@@ -1,0 +1,98 @@
+"""Checksums of a pool, kept beside it while steps write it, so that publishing a block costs no pass over its bytes.
+
+tensor  int64 [block, layer, slot, part]        a part: what one program of the KV write (triton_elementwise.py) stores of a token
+        └───────┬─────────────────────┘
+         their sum is the block's (kv_transfer/sum64.py): 0.2 % of the pool's memory in Llama-3.1-8B's shape
+
+Always those of the bytes that are there, also in slots of earlier sequences: whoever writes a slot in another way calls `refresh`.
+Kept of numbers only; blocks of quantized KV are summed when they are published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from twostep.engine.batch import KvShape
+
+WORD_BYTES = 8
+# Query, key and value heads of a token that one program of the KV write handles (triton_elementwise.py).
+HEADS_PER_PROGRAM = 16
+_ROWS_AT_ONCE = 4096
+
+
+def can_keep(shape: KvShape, rotated: int, item_bytes: int) -> bool:
+    """Whether steps can keep the sums of such a pool: every piece of a vector that the KV write handles is whole words."""
+    half, in_word = rotated // 2, WORD_BYTES // item_bytes
+    return shape.quantization == "none" and half % in_word == 0 and (shape.head_dim - rotated) % in_word == 0
+
+
+def bytes_beside_block(shape: KvShape, num_heads: int) -> int:
+    """What sums take for each block of the pool."""
+    return shape.num_layers * shape.block_size * _num_parts(shape, num_heads) * WORD_BYTES
+
+
+def _num_parts(shape: KvShape, num_heads: int) -> int:
+    """Programs of the KV write that have keys or values of a token."""
+    return -(-(num_heads + 2 * shape.num_kv_heads) // HEADS_PER_PROGRAM) - num_heads // HEADS_PER_PROGRAM
+
+
+class SlotSums(Protocol):
+    """Computes the sums of blocks anew: triton_pull.slot_sums, which says what shapes it takes."""
+
+    def __call__(self, pool: torch.Tensor, ids: torch.Tensor, sums: torch.Tensor, *, num_slots: int, num_rows: int) -> None: ...
+
+
+class KvSums:
+    """Owns the tensor. `refresh` is safe from any thread for blocks that no step writes."""
+
+    def __init__(self, pool: torch.Tensor, shape: KvShape, num_heads: int, rotated: int, slot_sums: SlotSums) -> None:
+        """`pool`: a KvCache's tensor, of `shape`; `num_heads`: the model's query heads; `rotated`: dimensions of a head that RoPE turns."""
+        assert can_keep(shape, rotated, pool.element_size())
+        self._pool = pool
+        self._slot_sums = slot_sums
+        self._num_slots, self._num_rows = shape.block_size, 2 * shape.num_kv_heads
+        self._of_model = (num_heads, rotated)
+        self.num_parts = _num_parts(shape, num_heads)
+        # 64-bit words of one layer of a block.
+        self.layer_words = self._num_rows * self._num_slots * shape.head_dim * pool.element_size() // WORD_BYTES
+        self.tensor = torch.zeros(
+            shape.num_blocks, shape.num_layers, self._num_slots, self.num_parts, dtype=torch.int64, device=pool.device
+        )
+        # int64 [layer, slot, part]: those of a block of zeros.
+        self.of_zeros = torch.zeros_like(self.tensor[0])
+        slot_sums(
+            torch.zeros_like(self._pool[:1]),
+            torch.zeros(1, dtype=torch.int32, device=self.tensor.device),
+            self.of_zeros[None],
+            num_slots=self._num_slots,
+            num_rows=self._num_rows,
+        )
+        if pool.is_cuda:
+            torch.cuda.synchronize(pool.device)  # sums are computed on another stream than the zeros
+        self.refresh(range(shape.num_blocks))
+
+    def kept_by_steps(self, num_heads: int, rotated: int) -> bool:
+        """Whether the sums were made for such a model."""
+        return self._of_model == (num_heads, rotated)
+
+    def refresh(self, block_ids: Sequence[int]) -> None:
+        """Computes the sums of whole blocks anew, out of the pool, and waits until they are there. Any thread may call it."""
+        device = self.tensor.device
+        if device.type == "cpu":
+            self._refresh(block_ids)
+            return
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            self._refresh(block_ids)
+            torch.cuda.current_stream().synchronize()
+
+    def _refresh(self, block_ids: Sequence[int]) -> None:
+        for start in range(0, len(block_ids), _ROWS_AT_ONCE):
+            ids = torch.tensor(block_ids[start : start + _ROWS_AT_ONCE], dtype=torch.int32, device=self.tensor.device)
+            self._slot_sums(self._pool, ids, self.tensor, num_slots=self._num_slots, num_rows=self._num_rows)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """With the block itself, on the current stream."""
+        self.tensor[target].copy_(self.tensor[source])

@@ -1,0 +1,142 @@
+"""Measures what is left of a GPU's memory for the KV pool: the largest step runs once on a pool of one block.
+
+1. before the weights are loaded      free memory: what other processes leave
+2. weights are there                  one small step compiles kernels and lets libraries take what they keep
+3. the largest step                   its peak, as torch's allocator reserves it
+4. arithmetic                         memory.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from twostep.engine.batch import Batch, KvShape, SamplingRow
+from twostep.errors import SetupError
+from twostep.model.step.memory import MemoryProfile, num_blocks_within, shortage_at_start
+from twostep.process.startup import Progress
+from twostep.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+# What the driver keeps for one captured decode step besides its tensors: some hundred kernel nodes.
+_GRAPH_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizing:
+    """Asks for as many blocks as fit a share of the device's memory, beside steps of up to so many tokens and sequences."""
+
+    utilization: float
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+def free_memory(device: torch.device, sizing: PoolSizing) -> int:
+    """Free bytes before anything is loaded; warns if they are fewer than the share asked for."""
+    free, total = torch.cuda.mem_get_info(device)
+    if warning := shortage_at_start(total=total, free=free, utilization=sizing.utilization, device=str(device)):
+        log.warning(warning)
+    return int(free)
+
+
+def graph_bytes(sizes: Sequence[int], *, vocab_size: int, item_bytes: int) -> int:
+    """About what captured decode steps of these batch sizes keep: each its logits, and what the driver needs."""
+    return sum(size * vocab_size * item_bytes + _GRAPH_BYTES for size in sizes)
+
+
+def measured_blocks(
+    step: Callable[[Batch], object],
+    shape: KvShape,
+    sizing: PoolSizing,
+    *,
+    beside_block: int = 0,
+    device: torch.device,
+    free_at_start: int,
+    graphs: int,
+    vocab_size: int,
+    max_model_len: int,
+    progress: Progress,
+) -> int:
+    """Blocks of a pool like `shape`, which is that of the pool `step` runs on now, of at least one block. `beside_block`: bytes that each
+    takes besides. Raises SetupError."""
+
+    def batch(num_tokens: int, num_seqs: int) -> Batch:
+        return widest_batch(
+            num_tokens,
+            num_seqs,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            block_size=shape.block_size,
+            num_blocks=shape.num_blocks,
+        )
+
+    progress.phase("kernels")
+    for num_tokens in (1, min(8, sizing.max_num_batched_tokens)):
+        step(batch(num_tokens, 1))
+    progress.phase("profile")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        step(batch(sizing.max_num_batched_tokens, sizing.max_num_seqs))
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise SetupError(
+            f"a step of {sizing.max_num_batched_tokens} tokens does not fit the memory of {device} beside the weights; lower "
+            f"--max-num-batched-tokens or --max-num-seqs, or end the other processes there: {error}"
+        ) from error
+    peak = torch.cuda.max_memory_reserved(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    profile = MemoryProfile(total=int(total), free_at_start=free_at_start, free=int(free), step=peak, graphs=graphs)
+    # A pool that cannot hold one full step is of no use to anybody.
+    least = -(-min(max_model_len, sizing.max_num_batched_tokens) // shape.block_size)
+    num_blocks = num_blocks_within(
+        profile, sizing.utilization, block_bytes=shape.block_bytes + beside_block, least_blocks=least, device=str(device)
+    )
+    log.info(
+        "memory of %s: %.2f GiB, of which others hold %.2f, weights and libraries %.2f, largest step %.2f, graphs about %.2f, KV pool %.2f",
+        device,
+        *(x / 2**30 for x in (total, profile.others, profile.own, peak, graphs, num_blocks * shape.block_bytes)),
+    )
+    if num_blocks * shape.block_size < max_model_len:
+        log.warning(
+            "the KV pool holds %d tokens, less than the context of %d: longer requests are refused",
+            num_blocks * shape.block_size,
+            max_model_len,
+        )
+    return num_blocks
+
+
+def widest_batch(num_tokens: int, num_seqs: int, *, vocab_size: int, max_model_len: int, block_size: int, num_blocks: int) -> Batch:
+    """A prefill step of `num_tokens` in up to `num_seqs` prompts, all of them sampled in the dearest way. It wants no more blocks than
+    there are: what is read and written does not matter."""
+    num_seqs = min(num_seqs, num_tokens)
+    counts = np.full(num_seqs, num_tokens // num_seqs, np.int64)
+    counts[: num_tokens % num_seqs] += 1
+    counts = np.minimum(counts, max_model_len)
+    query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1], counts).astype(np.int64)
+    width = -(-int(counts.max()) // block_size)
+    tables = np.arange(num_seqs * width, dtype=np.int32).reshape(num_seqs, width) % num_blocks
+    rows = np.repeat(np.arange(num_seqs), counts)
+    tokens = positions % vocab_size
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_k=0, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=1)
+    return Batch(
+        token_ids=tokens,
+        positions=positions,
+        query_start=query_start,
+        seq_lens=counts.astype(np.int32),
+        block_tables=tables,
+        slots=tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size,
+        sample_rows=query_start[1:].astype(np.int64) - 1,
+        sampling=[
+            SamplingRow(params=params, position=0, history=tokens[:count].tolist(), num_prompt_tokens=int(count), stop_ids=frozenset())
+            for count in counts
+        ],
+    )
