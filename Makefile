@@ -1,8 +1,8 @@
-# demo · up · test · test-long · test-jitter · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · hostile · simulate · replay-image · replay-compose · clean.  Everything lands in .venv; a stamp says what is there already.
+# demo · up · test · test-all · test-jitter · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · hostile · simulate · replay-image · replay-compose · clean.  Everything lands in .venv; a stamp says what is there already.
 #
 #   make demo PROMPT="What is the capital of France?"
 #   make test PYTEST_FLAGS="-k client"                            TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
-#   make test-long                                                tests of a minute that make test leaves out
+#   make test-all                                                 what make test leaves out: processes, faults, chart, browser
 #   make test-jitter JITTER=0.05 PYTEST_FLAGS="tests/router"       with pauses at random moments, as a busy machine makes them
 #   make up UP_FLAGS="--prefill 2"
 #   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; all of it takes about 12 minutes
@@ -53,7 +53,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test test-long test-jitter check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz hostile simulate replay-image replay-compose clean
+.PHONY: help demo up test test-all test-jitter check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz hostile simulate replay-image replay-compose clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -66,14 +66,14 @@ up: $(VENV)/.worker
 
 # Each test process computes on one thread: more would only wait for each other.
 test: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not long" $(PYTEST_FLAGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "smoke or not system" $(PYTEST_FLAGS)
 
-test-long: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m long $(PYTEST_FLAGS)
+test-all: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "system and not smoke" $(PYTEST_FLAGS)
 
 # Finds tests that count on two things happening soon after each other, and races of the product (tests/jitter).
 test-jitter: $(VENV)/.dev
-	@TWOSTEP_JITTER=$(JITTER) PYTHONPATH=$(CURDIR)/tests/jitter OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not long" $(PYTEST_FLAGS)
+	@TWOSTEP_JITTER=$(JITTER) PYTHONPATH=$(CURDIR)/tests/jitter OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	@scripts/check

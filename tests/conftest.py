@@ -32,6 +32,18 @@ hypothesis.settings.load_profile("twostep")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Folders whose tests start processes, namespaces, browsers or containers, render the chart or play whole days.
+_SYSTEM_FOLDERS = {"deploy", "faults", "fuzz", "helm", "hostile", "system"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts tests into the tiers of `make test` and `make test-all`: a test of the system is marked so by itself, by its folder, or by
+    its need of Ray. Those marked `smoke` are in the first tier all the same."""
+    for item in items:
+        if item.path.parent.name in _SYSTEM_FOLDERS or item.get_closest_marker("ray"):
+            item.add_marker("system")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("xdist"):
         config.pluginmanager.register(importlib.import_module("distribution").Distribution())

@@ -257,9 +257,9 @@ def free_targets_under_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     "break_a_rule",
     [
         accept_after_the_end,
-        pytest.param(accept_any_generation, marks=pytest.mark.long),
+        pytest.param(accept_any_generation, marks=pytest.mark.system),
         accept_any_reader,
-        pytest.param(accept_any_epoch, marks=pytest.mark.long),
+        pytest.param(accept_any_epoch, marks=pytest.mark.system),
         free_twice,
         ask_nobody,
         free_targets_under_a_fetch,

@@ -95,7 +95,7 @@ class _Talk:
         return done.usage.cached_tokens, done.transfer.blocks_reused
 
 
-@pytest.mark.long
+@pytest.mark.system
 @pytest.mark.usefixtures("alone")
 def test_conversations_find_what_was_said_in_the_pool_or_in_host_memory(tiny_llama_dir: Path, tmp_path: Path, oracle: Oracle) -> None:
     """The prefill worker finds the prompts before, the decode worker the answers too. Its KV cache has room for one conversation. Every
