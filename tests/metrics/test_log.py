@@ -8,7 +8,8 @@ import logging
 from typing import Any
 
 import pytest
-from twostep.log import JsonLines, Plain, concerning, forget
+
+from twostep.process.log import JsonLines, Plain, concerning, forget
 
 
 def record(message: str, *args: object, **extra: Any) -> logging.LogRecord:

@@ -205,7 +205,7 @@ def test_interrupted(tiny: store.StoredModel, wheel: Path, tmp_path: Path, at: s
 SCRIPT = """
 import sys
 from pathlib import Path
-from twostep.models import store
+from twostep.model.loading import store
 sha256, wheel, cache_dir, pause = sys.argv[1:]
 store.KNOWN_MODELS["tiny"] = store.StoredModel(
     name="tiny", requirement="x==1", wheel_sha256=sha256, member="tiny/tiny.gguf", revision=3, num_bytes=10_000_000, generation={})
