@@ -1,10 +1,9 @@
-"""What is planned with: workloads, targets, models, memory, presets, curves; and measured runs to compare with."""
+"""What is planned with: workloads, targets, models, memory, presets, curves."""
 
 from __future__ import annotations
 
 import json
 import struct
-from array import array
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,18 +15,16 @@ from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.bench.serve.lengths import SHAREGPT_PROMPT, Normal, Uniform
 from twostep.lab.bench.serve.metrics import Targets
-from twostep.lab.bench.serve.record import RequestRecord
 from twostep.lab.bench.shapes import LLAMA_8B, LLAMA_70B
-from twostep.lab.plan.compare import compare, knee_of
-from twostep.lab.plan.deployment import Deployment
-from twostep.lab.plan.goodput import parse_slo
+from twostep.lab.plan.goodput import parse_slo, simulate
 from twostep.lab.plan.machine import machine_of, machine_of_workers
 from twostep.lab.plan.memory import GIB, in_flight, parse_bytes, worker_memory
 from twostep.lab.plan.model_shape import model_of, read_model
 from twostep.lab.plan.presets import load_preset, preset_names, read_curves
-from twostep.lab.plan.simulator import simulate
-from twostep.lab.plan.virtual_sequence import EngineSpec
-from twostep.lab.plan.workload import Request, parse_workload
+from twostep.lab.plan.workload import parse_workload
+from twostep.lab.simulator.cluster import SimulatedDeployment
+from twostep.lab.simulator.cluster import SimulatedRequest as Request
+from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve, StepWorkload
 
 CURVE = StepCurve(fixed_s=0.005, per_row_s=1e-4)
@@ -232,44 +229,20 @@ def test_a_machine_of_a_preset() -> None:
     assert latency == pytest.approx(preset.edge_s + 0.0583, abs=0.002)
 
 
-def test_a_run_beside_its_simulation() -> None:
-    """Measured with a fixed delay more than is simulated, so that of 20 requests one more misses; the first two are warm-up."""
-    spec = EngineSpec(curve=CURVE, step_tokens=512)
-    deployment = Deployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec)
-    requests = [Request(arrival_s=i * 0.5, num_prompt=100 + 10 * i, num_output=3) for i in range(22)]
-    run = simulate(deployment, requests)
-    records = []
-    for i, served in enumerate(run.served):
-        at = 100 + served.request.arrival_s
-        times = array("d", [100 + t + 0.001 for t in served.token_times])
-        records.append(
-            RequestRecord(
-                index=i,
-                scheduled_s=at,
-                sent_s=at,
-                ended_s=times[-1],
-                prompt_tokens=served.request.num_prompt,
-                max_tokens=3,
-                measured=i >= 2,
-                times_s=times,
-                num_tokens=array("I", [1] * 3),
-            )
-        )
-    # A prompt of n tokens takes 5 + 0.1 n ms: 25 ms for 200, and one ms more measured.
-    result = compare(records, deployment, Targets(ttft_ms=25.5))
-    assert result.measured.goodput.num_requests == 20
-    assert (result.measured.goodput.num_met, result.simulated.goodput.num_met) == (8, 9)
-    assert result.rate == pytest.approx(2.0)
-    assert result.measured.goodput.per_s == pytest.approx(0.8)
-    assert result.error == pytest.approx(1 / 8)
-    failed = replace(records[-1], error="refused", times_s=array("d"), num_tokens=array("I"))
-    assert compare([*records[:-1], failed], deployment, Targets()).measured.goodput.missed == {"answer": 1}
-    with pytest.raises(InvalidRequest, match="too few to compare"):
-        compare(records[:3], deployment, Targets())
+def test_one_curve_gone_wrong_does_not_stand_for_its_role() -> None:
+    """Three sound workers, and one whose calibration found no fixed part, before and after them in the alphabet."""
+    preset = load_preset("h200-llama-3.1-8b")
+    wrong = replace(CURVE, fixed_s=0.0, per_sequence_s=3e-4, per_context_s=4.5e-7)
+    for name in ("decode-0", "decode-9"):
+        records = [worker_record("decode", worker_id=f"decode-{i}", step_tokens=2048) for i in (1, 2, 3)]
+        records.append(worker_record("decode", worker_id=name, curve=wrong, step_tokens=512))
+        machine = machine_of_workers(records, preset)
+        assert (machine.base.decode.curve, machine.base.decode.step_tokens) == (CURVE, 2048)
 
 
-def test_the_knee_between_measured_rates() -> None:
-    assert knee_of([(10, 1.0), (30, 0.85), (20, 0.99)]) == pytest.approx(20 + 10 * (0.04 / 0.14))
-    assert knee_of([(10, 1.0), (20, 0.99)]) is None
-    assert knee_of([(10, 0.5)]) is None
-    assert knee_of([]) is None
+def test_workers_that_compute_prompts_launch_as_early_as_prefill_workers() -> None:
+    early, late = EngineSpec(curve=CURVE, ahead_s=0.024), EngineSpec(curve=CURVE, ahead_s=0.003)
+    deployment = SimulatedDeployment(num_prefill=3, num_decode=1, prefill=early, decode=late)
+    assert deployment.spec_of("decode") == late
+    assert deployment.sized(0, 4).spec_of("decode") == early
+    assert deployment.sized(0, 4).sized(3, 1).spec_of("decode") == late

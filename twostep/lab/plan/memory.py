@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.plan.model_shape import PlannedModel
-from twostep.lab.plan.workload import Request
+from twostep.lab.simulator.cluster import SimulatedRequest
 
 GIB = 1 << 30
 # Libraries, the largest step and captured graphs, where nobody has measured them: an H200 with Llama-3.1-8B's shape and steps of 8192
@@ -75,7 +75,7 @@ class InFlight:
     tokens: float
 
 
-def in_flight(sample: Sequence[Request], rate: float, *, seconds_per_token: float, seconds_before: float = 0.0) -> InFlight:
+def in_flight(sample: Sequence[SimulatedRequest], rate: float, *, seconds_per_token: float, seconds_before: float = 0.0) -> InFlight:
     """Of one worker that gets `rate` requests like those of `sample` a second, each of which stays `seconds_before` with its prompt alone
     and then `seconds_per_token` for every further token."""
     sequences = tokens = 0.0

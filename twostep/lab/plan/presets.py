@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from twostep.errors import SetupError
-from twostep.lab.plan.deployment import HandOver
 from twostep.lab.plan.memory import DEFAULT_RUNTIME_BYTES
 from twostep.lab.plan.model_shape import PlannedModel
+from twostep.lab.simulator.cluster import HandOver
 from twostep.step_curve import StepCurve
 
 _FOLDER = Path(__file__).parent / "presets"

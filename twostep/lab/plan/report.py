@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from twostep.lab.bench.serve.metrics import Distribution
+from twostep.lab.plan.goodput import WorkerUse
 from twostep.lab.plan.machine import Machine
 from twostep.lab.plan.memory import InFlight, gib, in_flight
 from twostep.lab.plan.planner import Option, Plan, Question
-from twostep.lab.plan.simulator import WorkerUse
 
 
 def option_json(option: Option, question: Question, machine: Machine) -> dict[str, Any]:

@@ -27,30 +27,13 @@ from twostep.lab.bench.serve.lengths import (
     Normal,
     Uniform,
 )
+from twostep.lab.simulator.cluster import SimulatedRequest
 
 _EXAMPLE = "prompts=2600+-30%,outputs=128+-30%"
 _PUBLISHED: dict[str, dict[str, Lengths]] = {
     "prompts": {"sharegpt": SHAREGPT_PROMPT, "document": DOCUMENT_PROMPT},
     "outputs": {"sharegpt": SHAREGPT_OUTPUT, "document": DOCUMENT_OUTPUT},
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One request of a simulation. `arrival_s` counts from the start; of the prompt, the first `num_cached` tokens need not be computed.
-    `edge_s` and `hand_over_s` (bytes included) are its own, where they were measured; None: as the deployment says."""
-
-    arrival_s: float
-    num_prompt: int
-    num_output: int
-    num_cached: int = 0
-    edge_s: float | None = None
-    hand_over_s: float | None = None
-
-    @property
-    def num_uncached(self) -> int:
-        """Tokens to compute: one at least, for its logits."""
-        return max(1, self.num_prompt - self.num_cached)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,23 +46,23 @@ class Workload:
     burstiness: float = 1.0
     text: str = ""
 
-    def requests(self, rate: float, seconds: float, *, seed: int = 0) -> list[Request]:
+    def requests(self, rate: float, seconds: float, *, seed: int = 0) -> list[SimulatedRequest]:
         """All that arrive within `seconds` at `rate` requests a second, in order. Another rate with the same seed has the same requests,
         nearer to each other or further apart: rates can be compared."""
         arrivals = Arrivals(kind="poisson" if self.burstiness == 1 else "gamma", rate=rate, burstiness=self.burstiness)
         lengths = random.Random(f"lengths/{seed}")
         return [self._request(at, lengths) for at in until(arrivals.times(str(seed)), seconds)]
 
-    def sample(self, count: int = 2000) -> list[Request]:
+    def sample(self, count: int = 2000) -> list[SimulatedRequest]:
         """Some of its requests, to reckon averages from."""
         lengths = random.Random("lengths/sample")
         return [self._request(float(i), lengths) for i in range(count)]
 
-    def _request(self, arrival_s: float, lengths: random.Random) -> Request:
+    def _request(self, arrival_s: float, lengths: random.Random) -> SimulatedRequest:
         num_prompt = self.prompts.draw(lengths)
         num_output = self.outputs.draw(lengths)
         num_cached = min(num_prompt - 1, int(self.cached * num_prompt))
-        return Request(arrival_s=arrival_s, num_prompt=num_prompt, num_output=num_output, num_cached=num_cached)
+        return SimulatedRequest(arrival_s=arrival_s, num_prompt=num_prompt, num_output=num_output, num_cached=num_cached)
 
     def __str__(self) -> str:
         return self.text or f"prompts {self.prompts}, outputs {self.outputs}"

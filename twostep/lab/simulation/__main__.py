@@ -16,15 +16,23 @@ from pathlib import Path
 
 from twostep.autoscaler.model import PolicyConfig, PoolConfig
 from twostep.errors import TwostepError
-from twostep.lab.simulation.cluster import ClusterConfig
-from twostep.lab.simulation.contestants import contestant, hpa_grid
-from twostep.lab.simulation.hardware import hardware_of
-from twostep.lab.simulation.outcome import Outcome
-from twostep.lab.simulation.report import Line, cheapest_as_good, lines_of, markdown, peers
-from twostep.lab.simulation.results import Job, read_results, write_result
-from twostep.lab.simulation.run import Setting, simulate
-from twostep.lab.simulation.tape import decision_lines
-from twostep.lab.simulation.traces import Requests, Trace, requests, trace_names, trace_of
+from twostep.lab.plan.machine import machine_of_preset
+from twostep.lab.simulation.outcome import ScalingOutcome
+from twostep.lab.simulation.pods import PodsConfig
+from twostep.lab.simulation.results import (
+    OutcomeRow,
+    SimulationJob,
+    cheapest_as_good,
+    lines_of,
+    markdown,
+    peers,
+    read_results,
+    write_result,
+)
+from twostep.lab.simulation.run import Setting, decision_lines, simulate
+from twostep.lab.simulation.scalers import contestant, hpa_grid
+from twostep.lab.simulation.traces import LoadTrace, requests, trace_names, trace_of
+from twostep.lab.simulator.cluster import SimulatedRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setting = _setting(args)
     for name in args.trace:
         texts = [*args.who, *(hpa_grid() if args.grid else ())]
-        jobs = [Job(trace=name, peak=args.peak, shorten=args.shorten, seed=seed, who=who) for seed in args.seeds for who in texts]
+        jobs = [SimulationJob(trace=name, peak=args.peak, shorten=args.shorten, seed=seed, who=who) for seed in args.seeds for who in texts]
         outcomes = list(_outcomes(setting, jobs, args.processes, args.results))
         outcomes = [one for _, one in sorted(zip(jobs, outcomes, strict=True), key=lambda pair: (texts.index(pair[0].who), pair[0].seed))]
         lines = lines_of(outcomes)
@@ -61,14 +69,14 @@ def _say(text: str) -> None:
 # ---- comparing ----------------------------------------------------------------------------------------------------------
 
 
-def _chosen(lines: Sequence[Line], grid: Sequence[Line], target: float) -> list[Line]:
+def _chosen(lines: Sequence[OutcomeRow], grid: Sequence[OutcomeRow], target: float) -> list[OutcomeRow]:
     """Everybody but the HPAs, and those of them that count."""
     rivals = [*peers(grid, target).values(), cheapest_as_good(grid, lines[0])]
     return [line for line in lines if line not in grid or line in rivals]
 
 
-def _verdict(ours: Line, grid: Sequence[Line], target: float) -> Iterator[str]:
-    rivals: dict[str, Line | None] = {**peers(grid, target), "cheapest that keeps as much": cheapest_as_good(grid, ours)}
+def _verdict(ours: OutcomeRow, grid: Sequence[OutcomeRow], target: float) -> Iterator[str]:
+    rivals: dict[str, OutcomeRow | None] = {**peers(grid, target), "cheapest that keeps as much": cheapest_as_good(grid, ours)}
     for what, line in rivals.items():
         if line is None:
             yield f"- {what}: none of {len(grid)} pairs of HPAs."
@@ -80,7 +88,7 @@ def _verdict(ours: Line, grid: Sequence[Line], target: float) -> Iterator[str]:
             )
 
 
-def _outcomes(setting: Setting, jobs: Sequence[Job], num_processes: int, results: Path | None) -> Iterator[Outcome]:
+def _outcomes(setting: Setting, jobs: Sequence[SimulationJob], num_processes: int, results: Path | None) -> Iterator[ScalingOutcome]:
     """In the order of the jobs. What `results` has is taken from there, what it lacks is written there as soon as it is known."""
     known = {} if results is None else read_results(results, setting)
     missing = [job for job in jobs if job not in known]
@@ -94,13 +102,13 @@ def _outcomes(setting: Setting, jobs: Sequence[Job], num_processes: int, results
         yield known[job]
 
 
-def _simulate(setting: Setting, job: Job) -> Outcome:
+def _simulate(setting: Setting, job: SimulationJob) -> ScalingOutcome:
     trace, found = _trace(job.trace, job.peak, job.shorten, job.seed)
     return simulate(setting, trace, found, contestant(job.who, setting.policy), seed=job.seed)
 
 
 @lru_cache(maxsize=1)
-def _trace(name: str, peak: float, shorten: float, seed: int) -> tuple[Trace, Requests]:
+def _trace(name: str, peak: float, shorten: float, seed: int) -> tuple[LoadTrace, list[SimulatedRequest]]:
     trace = trace_of(name, peak=peak)
     if shorten != 1:
         trace = trace.shortened(shorten)
@@ -118,7 +126,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peak", type=float, default=120.0, help="requests/s where the trace is highest")
     parser.add_argument("--shorten", type=float, default=1.0, metavar="FACTOR", help="the same trace in so much of its time, as 0.25")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--who", nargs="+", default=["joint"], help="who scales, as in contestants.py; the first is compared with the grid")
+    parser.add_argument("--who", nargs="+", default=["joint"], help="who scales, as in scalers.py; the first is compared with the grid")
     parser.add_argument("--grid", action="store_true", help="every pair of HPAs of the grid as well")
     parser.add_argument("--all", action="store_true", help="show the whole grid, not those that count")
     parser.add_argument("--processes", type=int, default=1)
@@ -142,8 +150,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _setting(args: argparse.Namespace) -> Setting:
     pools = [PoolConfig(max_workers=args.max_workers, price_per_gpu_hour=price, cold_start_s=args.cold_start) for price in args.price]
     policy = PolicyConfig(prefill=pools[0], decode=pools[1], ttft_ms=args.ttft_ms, tpot_ms=args.tpot_ms, drain_s=args.drain)
-    hardware = hardware_of(args.preset)
-    cluster = ClusterConfig(hardware=hardware, cold_start_s=args.cold_start, drain_s=args.drain, switch_s=policy.switch_s)
+    deployment = machine_of_preset(args.preset).base
+    cluster = PodsConfig(deployment=deployment, cold_start_s=args.cold_start, drain_s=args.drain, switch_s=policy.switch_s)
     return Setting(cluster=cluster, policy=policy)
 
 

@@ -12,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from twostep.autoscaler.model import ROLES, PolicyConfig, Role
-from twostep.lab.simulation.outcome import Moment, Outcome
-from twostep.lab.simulation.report import Line
+from twostep.lab.simulation.outcome import Moment, ScalingOutcome
+from twostep.lab.simulation.results import OutcomeRow
 
 # Apart for colour-blind readers as well (Okabe and Ito, 2008).
 _COLOURS: dict[Role, str] = {"prefill": "#0072B2", "decode": "#E69F00"}
@@ -25,7 +25,7 @@ _DPI = 110
 _SMOOTH = 4
 
 
-def draw(outcomes: Sequence[Outcome], policy: PolicyConfig, path: Path, *, title: str) -> Path:
+def draw(outcomes: Sequence[ScalingOutcome], policy: PolicyConfig, path: Path, *, title: str) -> Path:
     """The first few of `outcomes`, which are of one trace and seed. Makes the folder."""
     shown = outcomes[:_MAX_CONTESTANTS]
     figure = Figure(figsize=(10, 3.2 + 2.1 * len(shown)), layout="constrained")
@@ -56,7 +56,7 @@ def draw(outcomes: Sequence[Outcome], policy: PolicyConfig, path: Path, *, title
     return path
 
 
-def draw_costs(lines: Sequence[Line], policy: PolicyConfig, path: Path, *, title: str) -> Path:
+def draw_costs(lines: Sequence[OutcomeRow], policy: PolicyConfig, path: Path, *, title: str) -> Path:
     """What each contestant kept, and for how many GPU-hours: means over the seeds. HPAs by their decode metric."""
     figure = Figure(figsize=(7.6, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -100,7 +100,7 @@ def _load(axis: Axes, moments: Sequence[Moment]) -> None:
     axis.set_ylim(bottom=0)
 
 
-def _workers(axis: Axes, one: Outcome, most: int) -> None:
+def _workers(axis: Axes, one: ScalingOutcome, most: int) -> None:
     minutes = [m.at_s / 60 for m in one.moments]
     below = [0] * len(minutes)
     for role in ROLES:
@@ -114,7 +114,7 @@ def _workers(axis: Axes, one: Outcome, most: int) -> None:
     axis.legend(loc="upper right", fontsize=7.5, frameon=False, ncols=3)
 
 
-def _kept(axis: Axes, shown: Sequence[Outcome], policy: PolicyConfig) -> None:
+def _kept(axis: Axes, shown: Sequence[ScalingOutcome], policy: PolicyConfig) -> None:
     for colour, one in zip(_LINES, shown, strict=False):
         shares = [1.0 if share is None else share for share in one.kept_shares]
         smooth = [sum(shares[i : i + _SMOOTH]) / len(shares[i : i + _SMOOTH]) for i in range(0, len(shares), _SMOOTH)]
