@@ -100,7 +100,7 @@ def test_rates_json_saved_requests_and_plots(tmp_path: Path) -> None:
     assert report["knee"]["rate"] == 60
     assert report["settings"]["served_model"] == "timed"
     assert report["points"][0]["cost"]["per_request"] > 0
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "goodput.png", "cdf.png", "ttft_by_prompt.png"}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "goodput.png", "cdf.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "plots").iterdir())
     assert len({r.cache_salt for r in servicer.requests}) == 2, "rates find nothing of each other in a cache"
     assert {r.ttft_ms for r in servicer.requests} == {60000}

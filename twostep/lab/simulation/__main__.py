@@ -1,7 +1,7 @@
 """Simulates the autoscaler beside what it replaces, and prints a table in Markdown.
 
 python -P -m twostep.lab.simulation --trace mixed                      the joint policy, seeds 1 to 3
-python -P -m twostep.lab.simulation --trace mixed --grid --seeds 11 12 13 --plot docs/images
+python -P -m twostep.lab.simulation --trace mixed --grid --seeds 11 12 13 --processes 8
 python -P -m twostep.lab.simulation --trace loss --peak 24 --who joint joint,spare=0 hpas,prefill=busy:0.5,decode=seats:0.14
 """
 
@@ -26,8 +26,6 @@ from twostep.lab.simulation.results import (
     lines_of,
     markdown,
     peers,
-    read_results,
-    write_result,
 )
 from twostep.lab.simulation.run import Setting, decision_lines, simulate
 from twostep.lab.simulation.scalers import contestant, hpa_grid
@@ -41,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.trace:
         texts = [*args.who, *(hpa_grid() if args.grid else ())]
         jobs = [SimulationJob(trace=name, peak=args.peak, shorten=args.shorten, seed=seed, who=who) for seed in args.seeds for who in texts]
-        outcomes = list(_outcomes(setting, jobs, args.processes, args.results))
+        one = partial(_simulate, setting)
+        outcomes = list(map(one, jobs) if args.processes == 1 else ProcessPoolExecutor(args.processes).map(one, jobs))
         outcomes = [one for _, one in sorted(zip(jobs, outcomes, strict=True), key=lambda pair: (texts.index(pair[0].who), pair[0].seed))]
         lines = lines_of(outcomes)
         grid = [line for line in lines if line.name.startswith("HPAs")]
@@ -49,12 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"## {name}, {args.peak:g} requests/s at its peak, seeds {', '.join(map(str, args.seeds))}\n\n{markdown(shown)}\n")
         if args.grid:
             _say("\n".join(_verdict(lines[0], grid, setting.policy.attainment)) + "\n")
-        if args.plot:
-            from twostep.lab.simulation.plots import draw, draw_costs  # noqa: PLC0415 - needs matplotlib
-
-            drawn = [next(one for one in outcomes if one.name == line.name) for line in shown]
-            _say(f"wrote {draw(drawn, setting.policy, args.plot / f'autoscaling-{name}.png', title=name)}")
-            _say(f"wrote {draw_costs(lines, setting.policy, args.plot / f'autoscaling-{name}-costs.png', title=name)}\n")
         if args.decision_log:
             trace, found = _trace(name, args.peak, args.shorten, args.seeds[0])
             args.decision_log.write_text("".join(decision_lines(setting, trace, found, seed=args.seeds[0])), encoding="utf-8")
@@ -88,20 +81,6 @@ def _verdict(ours: OutcomeRow, grid: Sequence[OutcomeRow], target: float) -> Ite
             )
 
 
-def _outcomes(setting: Setting, jobs: Sequence[SimulationJob], num_processes: int, results: Path | None) -> Iterator[ScalingOutcome]:
-    """In the order of the jobs. What `results` has is taken from there, what it lacks is written there as soon as it is known."""
-    known = {} if results is None else read_results(results, setting)
-    missing = [job for job in jobs if job not in known]
-    one = partial(_simulate, setting)
-    simulated = iter(map(one, missing) if num_processes == 1 else ProcessPoolExecutor(num_processes).map(one, missing))
-    for job in jobs:
-        if job not in known:
-            known[job] = next(simulated)
-            if results is not None:
-                write_result(results, setting, job, known[job])
-        yield known[job]
-
-
 def _simulate(setting: Setting, job: SimulationJob) -> ScalingOutcome:
     trace, found = _trace(job.trace, job.peak, job.shorten, job.seed)
     return simulate(setting, trace, found, contestant(job.who, setting.policy), seed=job.seed)
@@ -130,12 +109,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--grid", action="store_true", help="every pair of HPAs of the grid as well")
     parser.add_argument("--all", action="store_true", help="show the whole grid, not those that count")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--results", type=Path, metavar="FILE", help="keep outcomes here, and take from it what was simulated before")
     parser.add_argument(
         "--decision-log", type=Path, metavar="FILE", help="write down what the joint policy sees and decides, of the first seed"
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="DIR", help="draw autoscaling-TRACE.png of the first seed, autoscaling-TRACE-costs.png of all"
     )
     parser.add_argument("--preset", default="h200-llama-3.1-8b")
     parser.add_argument("--ttft-ms", type=float, default=500.0)
