@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from twostep.lab.bench.serve.metrics import Distribution, Targets, latency_of
+from twostep.lab.bench.serve.metrics import Distribution, LatencyTargets, latency_of
 from twostep.lab.bench.serve.record import RequestRecord
 from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.local.ports import free_ports
@@ -117,7 +117,7 @@ def show(rate: float, records: Sequence[RequestRecord]) -> None:
     latencies = [latency_of(record) for record in records]
     answered = [latency for latency in latencies if latency is not None]
     shares = " ".join(
-        f"{sum(not Targets.parse(words.split()).missed(latency) for latency in latencies) / max(1, len(latencies)):12.3f}"
+        f"{sum(not LatencyTargets.parse(words.split()).missed(latency) for latency in latencies) / max(1, len(latencies)):12.3f}"
         for words in TARGETS
     )
     parts = []

@@ -22,7 +22,7 @@ from twostep.autoscaler.sizing import (
     seats,
     sequences,
 )
-from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.plan.goodput import try_rate
 from twostep.lab.plan.workload import parse_workload
 from twostep.lab.simulator.cluster import HandOver, SimulatedDeployment
@@ -144,7 +144,7 @@ def test_what_is_sized_keeps_its_targets_in_the_planners_simulation(rate: float,
         num_prefill=1, num_decode=1, prefill=engine, decode=decode, hand_over=HandOver(latency_s=0.007), edge_s=0.011
     )
     workload = parse_workload(f"prompts=2600+-30%,outputs={output}+-30%")
-    targets = Targets(ttft_ms=CONFIG.ttft_ms, tpot_ms=CONFIG.tpot_ms)
+    targets = LatencyTargets(ttft_ms=CONFIG.ttft_ms, tpot_ms=CONFIG.tpot_ms)
     assert try_rate(base.sized(*need), workload, rate, targets, seconds=20.0).met
     for fewer in ((need[0] - 1, need[1]), (need[0], need[1] - 1)):
         if min(fewer) >= 1:

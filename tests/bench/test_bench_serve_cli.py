@@ -21,7 +21,7 @@ from scripted_server import serving_in_thread
 from timed_servers import Schedule, TimedInference
 
 from twostep.cli import main
-from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.serve.record import RequestRecord
 from twostep.lab.bench.serve.summary import Windows, summarize
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -107,7 +107,7 @@ def test_rates_json_saved_requests_and_plots(tmp_path: Path) -> None:
     # What was saved gives the same figures again.
     rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
     again = [RequestRecord.from_json(row) for row in rows if row["rate"] == 60]
-    summary = summarize(again, Windows.of_requests(again, open_loop=True), targets=Targets(ttft_ms=60000))
+    summary = summarize(again, Windows.of_requests(again, open_loop=True), targets=LatencyTargets(ttft_ms=60000))
     assert summary.ttft_s.p99 == pytest.approx(report["points"][1]["ttft_s"]["p99"], abs=1e-5)
     assert summary.goodput is not None
     assert summary.goodput.num_met == report["points"][1]["goodput"]["num_met"] == 15

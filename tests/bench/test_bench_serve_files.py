@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.content import Content
+from twostep.lab.bench.serve.content import PromptContent
 from twostep.lab.bench.serve.sse import EventReader, StreamEvent, read_event
-from twostep.lab.bench.serve.traces import Trace, TraceRequest, prompt_of, read_sharegpt, read_trace, sharegpt_pairs
+from twostep.lab.bench.serve.traces import RequestTrace, TraceRequest, prompt_of, read_sharegpt, read_trace, sharegpt_pairs
 from twostep.lab.bench.serve.words import COMMON, Words
 from twostep.lab.bench.serve.workloads import Text
 from twostep.text.tokenizer import Tokenizer
 
 ALPHABET = range(256, 4096)
-CONTENT = Content("a", ALPHABET)
+CONTENT = PromptContent("a", ALPHABET)
 
 # The first lines of each public trace, in its own spelling.
 MOONCAKE = """\
@@ -62,7 +62,7 @@ def test_a_mooncake_trace_is_read(tmp_path: Path) -> None:
 
 
 def test_equal_hash_ids_are_equal_text_and_others_are_not(tmp_path: Path) -> None:
-    content = Content("a", ALPHABET)
+    content = PromptContent("a", ALPHABET)
     sessions = list(read_trace(written(tmp_path, MOONCAKE), "mooncake").sessions(content, random.Random(0)))
     assert [s.arrival_s for s in sessions] == [0.0, 3.052, 3.052]
     first, second, third = (list(s.turns[0].prompt) for s in sessions)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_azures_traces_are_read_in_both_years_spelling_and_as_jsonl(tmp_path: Pa
     assert [r.arrival_s for r in later.requests] == pytest.approx([0.0, 0.007405], abs=1e-6)
     rows = [{"TIMESTAMP": 12.5, "ContextTokens": 7, "GeneratedTokens": 8}, {"TIMESTAMP": 12, "ContextTokens": 5, "GeneratedTokens": 6}]
     lines = read_trace(written(tmp_path, "\n".join(map(json.dumps, rows))), "azure")
-    assert lines == Trace(
+    assert lines == RequestTrace(
         requests=(
             TraceRequest(arrival_s=0.0, input_tokens=5, output_tokens=6),
             TraceRequest(arrival_s=0.5, input_tokens=7, output_tokens=8),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.bench.serve.lengths import SHAREGPT_PROMPT, Normal, Uniform
-from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.shapes import LLAMA_8B, LLAMA_70B
 from twostep.lab.plan.goodput import parse_slo, simulate
 from twostep.lab.plan.machine import machine_of, machine_of_workers
@@ -71,7 +71,7 @@ def test_another_rate_has_the_same_requests_nearer_to_each_other(rate: float, se
 
 
 def test_targets() -> None:
-    assert parse_slo("ttft=500,tpot=10,gap=25") == Targets(ttft_ms=500, tpot_ms=10, gap_ms=25)
+    assert parse_slo("ttft=500,tpot=10,gap=25") == LatencyTargets(ttft_ms=500, tpot_ms=10, gap_ms=25)
     for text in ("ttft=-5", "speed=3", "ttft", "ttft=fast"):
         with pytest.raises(InvalidRequest):
             parse_slo(text)

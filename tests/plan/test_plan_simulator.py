@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.lengths import Fixed, Uniform
-from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.plan.goodput import find_knee, simulate, try_requests
-from twostep.lab.plan.workload import Workload
+from twostep.lab.plan.workload import PlannedWorkload
 from twostep.lab.simulator.cluster import HandOver, SimulatedDeployment
 from twostep.lab.simulator.cluster import SimulatedRequest as Request
 from twostep.lab.simulator.engine import EngineSpec
@@ -119,7 +119,7 @@ def test_waiting_is_that_of_an_m_d_1_queue(load: float) -> None:
     spec = EngineSpec(curve=PLAIN, step_tokens=prompt, max_waiting=10**6)
     service = 0.010 + 0.001 * prompt
     deployment = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec)
-    workload = Workload(prompts=Fixed(prompt), outputs=Fixed(1))
+    workload = PlannedWorkload(prompts=Fixed(prompt), outputs=Fixed(1))
     requests = workload.requests(load / service, 40_000 * service / load, seed=3)
     expected, wait = [0.0], 0.0
     for earlier, later in pairwise(requests):
@@ -132,7 +132,7 @@ def test_waiting_is_that_of_an_m_d_1_queue(load: float) -> None:
 
 
 workloads = st.builds(
-    Workload,
+    PlannedWorkload,
     prompts=st.integers(2, 60).map(lambda n: Uniform(1, n)),
     outputs=st.integers(1, 20).map(lambda n: Uniform(1, n)),
     cached=st.sampled_from((0.0, 0.4)),
@@ -198,13 +198,13 @@ def test_goodput_counts_who_keeps_all_targets() -> None:
     spec = EngineSpec(curve=PLAIN, step_tokens=512)
     requests = [Request(arrival_s=i / 10, num_prompt=100 if i % 4 == 0 else 20, num_output=2) for i in range(100)]
     deployment = SimulatedDeployment(num_prefill=2, num_decode=1, prefill=spec, decode=spec)
-    trial = try_requests(deployment, requests, 10.0, Targets(ttft_ms=100))
+    trial = try_requests(deployment, requests, 10.0, LatencyTargets(ttft_ms=100))
     assert (trial.goodput.num_met, trial.goodput.per_s, trial.met) == (75, 7.5, False)
-    stopped = try_requests(deployment, requests, 10.0, Targets(ttft_ms=100), to_the_end=False)
+    stopped = try_requests(deployment, requests, 10.0, LatencyTargets(ttft_ms=100), to_the_end=False)
     assert stopped.run.stopped
     assert not stopped.met
     assert len(stopped.run.served) < 40
-    assert try_requests(deployment, requests, 10.0, Targets(ttft_ms=111)).met
+    assert try_requests(deployment, requests, 10.0, LatencyTargets(ttft_ms=111)).met
 
 
 @given(st.floats(0.01, 5000), st.floats(0.01, 5000))

@@ -27,7 +27,7 @@ class Bound(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DeviceLimits:
     """What a device reached in the same run: bytes per second reading memory, FLOPs per second multiplying matrices of the model's
     dtype."""
 
@@ -48,16 +48,16 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(self.flops + other.flops, self.num_bytes + other.num_bytes)
 
-    def mfu(self, seconds: float, limits: Limits) -> float:
+    def mfu(self, seconds: float, limits: DeviceLimits) -> float:
         return self.flops / seconds / limits.flops_per_s
 
-    def mbu(self, seconds: float, limits: Limits) -> float:
+    def mbu(self, seconds: float, limits: DeviceLimits) -> float:
         return self.num_bytes / seconds / limits.bytes_per_s
 
-    def bound(self, limits: Limits) -> Bound:
+    def bound(self, limits: DeviceLimits) -> Bound:
         return Bound.COMPUTE if self.flops / self.num_bytes > limits.ridge else Bound.BANDWIDTH
 
-    def floor_s(self, limits: Limits) -> float:
+    def floor_s(self, limits: DeviceLimits) -> float:
         """The least time that the limits allow."""
         return max(self.flops / limits.flops_per_s, self.num_bytes / limits.bytes_per_s)
 

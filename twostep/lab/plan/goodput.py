@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from operator import sub
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.metrics import Goodput, Latency, Targets, goodput
-from twostep.lab.plan.workload import Workload, fields_of, number_of
+from twostep.lab.bench.serve.metrics import Goodput, Latency, LatencyTargets, goodput
+from twostep.lab.plan.workload import PlannedWorkload, fields_of, number_of
 from twostep.lab.simulator.cluster import (
     ClusterObserver,
     PlacementRule,
@@ -28,13 +28,13 @@ LEAST_REQUESTS = 1200
 _LONGEST_SECONDS = 600.0
 
 
-def parse_slo(text: str) -> Targets:
+def parse_slo(text: str) -> LatencyTargets:
     """`ttft=500,tpot=10,gap=25` in milliseconds, any of them. Raises InvalidRequest."""
     fields = fields_of(text, ("ttft", "tpot", "gap", "e2e"), "the targets")
     values = {f"{name}_ms": number_of(name, value) for name, value in fields.items()}
     if any(value <= 0 for value in values.values()):
         raise InvalidRequest(f"--slo {text}: targets are milliseconds above 0, as in ttft=500,tpot=10,gap=25")
-    return Targets(**values)
+    return LatencyTargets(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def try_requests(
     deployment: SimulatedDeployment,
     requests: Sequence[SimulatedRequest],
     seconds: float,
-    targets: Targets,
+    targets: LatencyTargets,
     *,
     to_the_end: bool = True,
     placement: PlacementRule = shortest_ttft,
@@ -178,9 +178,9 @@ def try_requests(
 
 def try_rate(
     deployment: SimulatedDeployment,
-    workload: Workload,
+    workload: PlannedWorkload,
     rate: float,
-    targets: Targets,
+    targets: LatencyTargets,
     *,
     seed: int = 0,
     seconds: float | None = None,

@@ -68,14 +68,14 @@ def worker_memory(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InFlight:
+class TokensInFlight:
     """Little's law: sequences there at once = rate · time that each stays."""
 
     sequences: float
     tokens: float
 
 
-def in_flight(sample: Sequence[SimulatedRequest], rate: float, *, seconds_per_token: float, seconds_before: float = 0.0) -> InFlight:
+def in_flight(sample: Sequence[SimulatedRequest], rate: float, *, seconds_per_token: float, seconds_before: float = 0.0) -> TokensInFlight:
     """Of one worker that gets `rate` requests like those of `sample` a second, each of which stays `seconds_before` with its prompt alone
     and then `seconds_per_token` for every further token."""
     sequences = tokens = 0.0
@@ -84,7 +84,7 @@ def in_flight(sample: Sequence[SimulatedRequest], rate: float, *, seconds_per_to
         sequences += seconds_before + decoding
         # While it decodes it has half of its answer, on average.
         tokens += request.num_prompt * seconds_before + (request.num_prompt + request.num_output / 2) * decoding
-    return InFlight(sequences=rate * sequences / len(sample), tokens=rate * tokens / len(sample))
+    return TokensInFlight(sequences=rate * sequences / len(sample), tokens=rate * tokens / len(sample))
 
 
 def parse_bytes(text: str) -> int:

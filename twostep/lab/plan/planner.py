@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.plan.goodput import Trial, find_knee, simulate, try_rate
-from twostep.lab.plan.workload import Workload
+from twostep.lab.plan.workload import PlannedWorkload
 from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
 from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
@@ -38,8 +38,8 @@ class Question:
     worker (all its GPUs) for an hour; an aggregated worker costs what a prefill worker does."""
 
     base: SimulatedDeployment
-    workload: Workload
-    targets: Targets
+    workload: PlannedWorkload
+    targets: LatencyTargets
     prefill_hour: float = 1.0
     decode_hour: float = 1.0
     budgets: Sequence[int] = AGGREGATED_BUDGETS
@@ -307,7 +307,7 @@ def prompt_work_s(spec: EngineSpec, sample: Sequence[SimulatedRequest]) -> float
     return max(1e-9, rows * (curve.per_row_s + share) + pairs * curve.per_pair_s)
 
 
-def decode_rate(spec: EngineSpec, sample: Sequence[SimulatedRequest], targets: Targets) -> float:
+def decode_rate(spec: EngineSpec, sample: Sequence[SimulatedRequest], targets: LatencyTargets) -> float:
     """Requests a second that one decode worker can keep up with, with as many sequences as its seats, its blocks and the TPOT target
     allow."""
     num_later = sum(r.num_output - 1 for r in sample) / len(sample)

@@ -9,7 +9,7 @@ from typing import Any
 from twostep.lab.bench.serve.metrics import Distribution
 from twostep.lab.plan.goodput import WorkerUse
 from twostep.lab.plan.machine import Machine
-from twostep.lab.plan.memory import InFlight, gib, in_flight
+from twostep.lab.plan.memory import TokensInFlight, gib, in_flight
 from twostep.lab.plan.planner import Option, Plan, Question
 
 
@@ -64,7 +64,7 @@ def _role_json(role: str, option: Option, question: Question, machine: Machine) 
     }
 
 
-def _in_flight(role: str, option: Option, question: Question) -> InFlight:
+def _in_flight(role: str, option: Option, question: Question) -> TokensInFlight:
     """Of one worker of the role."""
     trial, deployment = option.trial, option.deployment
     ttft = Distribution.of(x.ttft_s for x in trial.latencies).mean

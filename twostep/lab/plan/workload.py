@@ -37,7 +37,7 @@ _PUBLISHED: dict[str, dict[str, Lengths]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class PlannedWorkload:
     """`cached` is the share of each prompt's tokens that the worker which computes it holds already. `text` is what it was parsed from."""
 
     prompts: Lengths
@@ -68,7 +68,7 @@ class Workload:
         return self.text or f"prompts {self.prompts}, outputs {self.outputs}"
 
 
-def parse_workload(text: str) -> Workload:
+def parse_workload(text: str) -> PlannedWorkload:
     """Raises InvalidRequest with what is wrong and an example."""
     fields = fields_of(text, ("prompts", "outputs", "cached", "burstiness"), "a workload")
     missing = [name for name in ("prompts", "outputs") if name not in fields]
@@ -80,7 +80,7 @@ def parse_workload(text: str) -> Workload:
         raise InvalidRequest(f"cached={cached:g} is no share of a prompt; give 0 to 1")
     if not 0.01 <= burstiness <= 1000:
         raise InvalidRequest(f"burstiness={burstiness:g} is out of range; give 1 for Poisson, less (to 0.01) for bursts, more for evenness")
-    return Workload(
+    return PlannedWorkload(
         prompts=parse_lengths("prompts", fields["prompts"]),
         outputs=parse_lengths("outputs", fields["outputs"]),
         cached=cached,

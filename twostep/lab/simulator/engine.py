@@ -93,7 +93,7 @@ class SimulatedSequence:
 
 
 @dataclass(slots=True, eq=False)
-class LaunchedStep:
+class SimulatedStep:
     """A launched step: over at `end_s`. `ended` have no more to come here."""
 
     end_s: float
@@ -117,7 +117,7 @@ class SimulatedEngine:
         self._waiting: deque[SimulatedSequence] = deque()
         self._preempted: list[SimulatedSequence] = []  # oldest first
         self._yielding: list[SimulatedSequence] = []  # to be preempted once the launched steps they are in are over
-        self._launched: deque[LaunchedStep] = deque()
+        self._launched: deque[SimulatedStep] = deque()
         self._next_step = 0  # the number of the next step with decodes
         self._step_ends = array("d")  # of the last ones before it
         self._ending: dict[int, list[SimulatedSequence]] = {}
@@ -246,7 +246,7 @@ class SimulatedEngine:
             self._launched.append(step)
         return step is not None
 
-    def settle(self) -> LaunchedStep:
+    def settle(self) -> SimulatedStep:
         """The oldest launched step is over: what ended in it is gone (or held)."""
         step = self._launched.popleft()
         for sequence in step.ended:
@@ -260,7 +260,7 @@ class SimulatedEngine:
             self._preempt(sequence)
         return step
 
-    def _plan(self, now: float) -> LaunchedStep | None:
+    def _plan(self, now: float) -> SimulatedStep | None:
         if self._stalled or self._next_step in self._growing:
             self._grow()
         num_decodes = len(self._decoding)
@@ -286,7 +286,7 @@ class SimulatedEngine:
             return None
         return self._launched_step(now, num_decodes, plan.prompts)
 
-    def _launched_step(self, now: float, num_decodes: int, chunks: Sequence[Chunk[Any]]) -> LaunchedStep:
+    def _launched_step(self, now: float, num_decodes: int, chunks: Sequence[Chunk[Any]]) -> SimulatedStep:
         num_prompt_tokens, pairs = 0, 0.0
         completed: list[SimulatedSequence] = []
         resumed: list[SimulatedSequence] = []
@@ -316,7 +316,7 @@ class SimulatedEngine:
         self.queued_pairs -= pairs
         for sequence in resumed:
             self._resume(sequence)
-        return LaunchedStep(end_s, duration, num_decodes, num_prompt_tokens, [chunk.item for chunk in chunks], ended)
+        return SimulatedStep(end_s, duration, num_decodes, num_prompt_tokens, [chunk.item for chunk in chunks], ended)
 
     def _decode_step(self, end_s: float) -> list[SimulatedSequence]:
         """Every decoding sequence has a token more. Returns those for which it is the last."""

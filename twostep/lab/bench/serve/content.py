@@ -13,7 +13,7 @@ _POOL = 1 << 17
 _HEAD = 8
 
 
-class Content:
+class PromptContent:
     """Draws from an alphabet: ids that the model has and that mean nothing special.
 
     A long prompt is a slice, at a random place, of a pool drawn once: drawing each of its thousands of tokens would take the load

@@ -91,7 +91,7 @@ def latency_of(record: RequestRecord) -> Latency | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
+class LatencyTargets:
     """What a request must keep to count, in milliseconds; None: no matter."""
 
     ttft_ms: float | None = None
@@ -100,7 +100,7 @@ class Targets:
     e2e_ms: float | None = None
 
     @classmethod
-    def parse(cls, words: Iterable[str]) -> Targets:
+    def parse(cls, words: Iterable[str]) -> LatencyTargets:
         """`ttft:500 tpot:10 gap:25 e2e:2000`, any of them (vLLM's name for the last, `e2el`, will do). Raises InvalidRequest."""
         found: dict[str, float] = {}
         for word in (part for group in words for part in group.replace(",", " ").split()):
@@ -171,7 +171,7 @@ class Goodput:
         return self.per_s / self.num_gpus if self.num_gpus else None
 
 
-def goodput(latencies: Sequence[Latency | None], targets: Targets, window_s: float, num_gpus: int | None = None) -> Goodput:
+def goodput(latencies: Sequence[Latency | None], targets: LatencyTargets, window_s: float, num_gpus: int | None = None) -> Goodput:
     """`latencies` of all requests that came within a window of so many seconds; None for one that was not answered."""
     missed: dict[str, int] = {}
     met = 0

@@ -17,9 +17,9 @@ from twostep.client._channel import key_metadata
 from twostep.errors import PermissionDenied, SetupError, TwostepError, Unauthenticated
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
 from twostep.lab.bench.serve.sse import EventReader, read_event
-from twostep.lab.bench.serve.target import Answer, Clock, Exchange, RequestFailed, Served
+from twostep.lab.bench.serve.target import Clock, Exchange, ReceivedAnswer, RequestFailed, ServedModel
 from twostep.lab.bench.serve.words import COMMON, Words, load_tokenizer
-from twostep.lab.bench.serve.workloads import Text, Turn
+from twostep.lab.bench.serve.workloads import SessionTurn, Text
 
 _OPEN_TIMEOUT_S = 30.0
 _LOOPBACK = ("localhost:", "127.", "[::1]:")
@@ -46,7 +46,7 @@ class OpenAIOptions:
 
 
 class OpenAITarget:
-    """See Target."""
+    """See LoadTarget."""
 
     def __init__(self, options: OpenAIOptions) -> None:
         """Raises SetupError for a tokenizer that cannot be read, InvalidRequest for a key that cannot be; warns of a key that would go
@@ -62,7 +62,7 @@ class OpenAITarget:
         self._model = options.model
         self._session: aiohttp.ClientSession | None = None
 
-    async def open(self) -> Served:
+    async def open(self) -> ServedModel:
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             # Every request has a connection of its own if need be: a queue in here would be counted as the server's.
@@ -85,14 +85,14 @@ class OpenAITarget:
                 raise SetupError(f"give --model; {self._base} serves {', '.join(names) or 'it does not say which'}")
             self._model = names[0]
         told = next((m.get("max_model_len") for m in models if m.get("id") == self._model), None)
-        return Served(model=self._model, max_model_len=self._options.max_model_len or int(told or 0), alphabet=range(len(self._words)))
+        return ServedModel(model=self._model, max_model_len=self._options.max_model_len or int(told or 0), alphabet=range(len(self._words)))
 
     async def tokenize(self, text: str) -> array[int]:
         if self._tokenizer is None:
             raise SetupError("texts out of a file have an unknown number of tokens over HTTP; give the model's directory as --tokenizer")
         return array("I", self._tokenizer.encode(text))
 
-    def prepare(self, history: Sequence[Exchange], turn: Turn, run: str) -> dict[str, Any]:
+    def prepare(self, history: Sequence[Exchange], turn: SessionTurn, run: str) -> dict[str, Any]:
         o = self._options
         body: dict[str, Any] = {
             "model": self._model,
@@ -117,11 +117,11 @@ class OpenAITarget:
             body["prompt"] = "".join([*said, self._text(turn)])
         return body | dict(o.extra_body)
 
-    def num_prompt_tokens(self, history: Sequence[Exchange], turn: Turn) -> int:
+    def num_prompt_tokens(self, history: Sequence[Exchange], turn: SessionTurn) -> int:
         # Answers are not counted here: whoever wants the sum asks for usage, which nearly every server tells.
         return sum(e.turn.num_tokens + e.turn.output_tokens for e in history) + turn.num_tokens
 
-    async def ask(self, prepared: dict[str, Any], record: RequestRecord, clock: Clock, *, keep: bool) -> Answer | None:
+    async def ask(self, prepared: dict[str, Any], record: RequestRecord, clock: Clock, *, keep: bool) -> ReceivedAnswer | None:
         assert self._session is not None, "open() comes first"
         url = f"{self._base}/{'chat/completions' if self._options.api == 'chat' else 'completions'}"
         texts: list[str] = []
@@ -141,7 +141,7 @@ class OpenAITarget:
             record.ended_s = clock()
         if not ended:
             raise RequestFailed("broken", "the stream ended without an end")
-        return Answer(token_ids=array("I"), text="".join(texts)) if keep else None
+        return ReceivedAnswer(token_ids=array("I"), text="".join(texts)) if keep else None
 
     @staticmethod
     async def _follow(stream: aiohttp.StreamReader, record: RequestRecord, clock: Clock, texts: list[str] | None) -> bool:
@@ -176,7 +176,7 @@ class OpenAITarget:
             # aiohttp closes its sockets in the loop's next turns.
             await asyncio.sleep(0)
 
-    def _text(self, turn: Turn) -> str:
+    def _text(self, turn: SessionTurn) -> str:
         return turn.prompt.text if isinstance(turn.prompt, Text) else self._words.text(turn.prompt)
 
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from twostep.lab.bench.serve.metrics import Distribution, Targets, latency_of
+from twostep.lab.bench.serve.metrics import Distribution, LatencyTargets, latency_of
 from twostep.lab.bench.serve.report import Point
 
 # Blue, orange, green, red: apart for colour-blind readers as well (Okabe and Ito, 2008).
@@ -27,7 +27,7 @@ _FIELDS = {"ttft": "ttft_s", "tpot": "tpot_s", "gap": "longest_gap_s", "e2e": "e
 
 
 def draw(
-    points: Sequence[Point], knee: Point | None, targets: Targets, folder: Path, *, title: str, attainment: float = 0.95
+    points: Sequence[Point], knee: Point | None, targets: LatencyTargets, folder: Path, *, title: str, attainment: float = 0.95
 ) -> list[Path]:
     """Writes what the points have to show and returns the files: latency.png and goodput.png of several rates; cdf.png of the knee, or else
     of the last point. Makes the folder."""
@@ -46,7 +46,7 @@ def draw(
     return [folder / f"{name}.png" for name in figures]
 
 
-def _latency(points: Sequence[Point], targets: Targets, title: str) -> Figure:
+def _latency(points: Sequence[Point], targets: LatencyTargets, title: str) -> Figure:
     """TTFT, TPOT, longest gap and E2E against the rate: median, 95th and 99th percentile, each with its target."""
     figure, axes = _panels(f"{title}: latency against rate", 2, 2)
     for ax, (name, key) in zip(axes, _LATENCIES, strict=True):
@@ -62,7 +62,7 @@ def _latency(points: Sequence[Point], targets: Targets, title: str) -> Figure:
     return figure
 
 
-def _goodput(points: Sequence[Point], knee: Point | None, targets: Targets, title: str, attainment: float) -> Figure:
+def _goodput(points: Sequence[Point], knee: Point | None, targets: LatencyTargets, title: str, attainment: float) -> Figure:
     """Above: requests that kept all targets per second. Below: their share, with the share asked for, and which target was missed."""
     figure, (above, below) = _panels(f"{title}: goodput against rate, {targets}", 2, 1)
     rates = [p.rate or 0.0 for p in points]
@@ -85,7 +85,7 @@ def _goodput(points: Sequence[Point], knee: Point | None, targets: Targets, titl
     return figure
 
 
-def _cdf(point: Point, targets: Targets, title: str) -> Figure:
+def _cdf(point: Point, targets: LatencyTargets, title: str) -> Figure:
     """Shares of the requests that were at least as fast, with the targets."""
     latencies = [latency for r in point.result.records if r.measured and (latency := latency_of(r)) is not None]
     figure, axes = _panels(f"{title}: {point.label}, {len(latencies)} requests", 2, 2)

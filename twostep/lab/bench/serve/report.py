@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from twostep.lab.bench.serve.metrics import Distribution, Targets
+from twostep.lab.bench.serve.metrics import Distribution, LatencyTargets
 from twostep.lab.bench.serve.runner import RunResult
 from twostep.lab.bench.serve.summary import Summary
 
@@ -56,7 +56,7 @@ def warnings_of(result: RunResult, summary: Summary, *, max_slip_s: float, measu
     return tuple(found)
 
 
-def table(point: Point, targets: Targets, currency: str = "") -> str:
+def table(point: Point, targets: LatencyTargets, currency: str = "") -> str:
     """Everything about one run."""
     s, work = point.summary, point.summary.throughput
     lines = [

@@ -4,7 +4,7 @@ The life of a request:
 
  1. the dispatcher (open loop) or a user (closed loop) takes the next session of the workload;
  2. its first request is prepared, then slept for until its time;
- 3. it is sent on a task of its own; `Target.ask` notes when each message arrives;
+ 3. it is sent on a task of its own; `LoadTarget.ask` notes when each message arrives;
  4. the session's next turn is prepared once the answer is there, and sent after the time to think;
  5. when nothing more is to be sent, those under way are waited for (each has the target's own timeout).
 """
@@ -23,8 +23,8 @@ from typing import Any
 from twostep.errors import InvalidRequest, TwostepError
 from twostep.lab.bench.serve.metrics import Distribution
 from twostep.lab.bench.serve.record import RequestRecord
-from twostep.lab.bench.serve.target import Exchange, RequestFailed, Target
-from twostep.lab.bench.serve.workloads import Session, Turn, num_quoted
+from twostep.lab.bench.serve.target import Exchange, LoadTarget, RequestFailed
+from twostep.lab.bench.serve.workloads import BenchSession, SessionTurn, num_quoted
 
 _LAG_INTERVAL_S = 0.02
 # The event loop gets a turn at least this often while requests are due at once.
@@ -62,7 +62,7 @@ class Extent:
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """A run while it runs."""
 
     elapsed_s: float = 0.0
@@ -101,14 +101,14 @@ class RunResult:
 
 
 @dataclass(slots=True)
-class Runner:
+class LoadRunner:
     """One run; make a new one for the next."""
 
-    target: Target
+    target: LoadTarget
     extent: Extent
     run: str
     """Its name: what differs in it shares no cached prefixes."""
-    progress: Progress = field(default_factory=Progress)
+    progress: RunProgress = field(default_factory=RunProgress)
     stop: Callable[[RequestRecord], bool] | None = None
     """Asked after every request that ended; True ends the run, and what is under way is cancelled and counts as not answered."""
     _records: list[RequestRecord] = field(default_factory=list)
@@ -116,11 +116,11 @@ class Runner:
     _exhausted: bool = False
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def open_loop(self, schedule: Iterator[tuple[float, Session]]) -> RunResult:
+    async def open_loop(self, schedule: Iterator[tuple[float, BenchSession]]) -> RunResult:
         """`schedule`: times since the start, ascending, each with what comes then."""
         return await self._measured(self._dispatch(schedule))
 
-    async def closed_loop(self, sessions: Iterator[Session], num_users: int) -> RunResult:
+    async def closed_loop(self, sessions: Iterator[BenchSession], num_users: int) -> RunResult:
         """Each user takes the next session when done with the one before."""
         if num_users < 1:
             raise InvalidRequest(f"{num_users} users: give at least 1")
@@ -173,7 +173,7 @@ class Runner:
             lags.append(max(0.0, now - due))
             self.progress.elapsed_s = now
 
-    async def _dispatch(self, schedule: Iterator[tuple[float, Session]]) -> None:
+    async def _dispatch(self, schedule: Iterator[tuple[float, BenchSession]]) -> None:
         burst = num_measured = 0
         async with asyncio.TaskGroup() as tasks:
             for number, (at, session) in enumerate(schedule):
@@ -190,7 +190,7 @@ class Runner:
                 self._exhausted = True
             self.progress.none_to_come = True
 
-    async def _users(self, sessions: Iterator[Session], num_users: int) -> None:
+    async def _users(self, sessions: Iterator[BenchSession], num_users: int) -> None:
         numbered = enumerate(sessions)
         num_measured = 0
 
@@ -216,7 +216,7 @@ class Runner:
             for _ in range(num_users):
                 tasks.create_task(user())
 
-    async def _session(self, number: int, session: Session, at: float, prepared: object) -> bool:
+    async def _session(self, number: int, session: BenchSession, at: float, prepared: object) -> bool:
         """False: one of its requests failed."""
         history: list[Exchange] = []
         last = len(session.turns) - 1
@@ -243,7 +243,7 @@ class Runner:
             await asyncio.sleep(max(0.0, at - self._clock()))
         return record.completed
 
-    async def _request(self, turn: Turn, record: RequestRecord, prepared: object, *, keep: bool) -> Exchange | None:
+    async def _request(self, turn: SessionTurn, record: RequestRecord, prepared: object, *, keep: bool) -> Exchange | None:
         """None: it failed, or nothing was to be kept."""
         progress = self.progress
         if progress.in_flight >= self.extent.max_in_flight:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from twostep.lab.bench.serve.metrics import Cost, Distribution, Goodput, Latency, Prices, Targets, cost, gaps_s, goodput, latency_of
+from twostep.lab.bench.serve.metrics import Cost, Distribution, Goodput, Latency, LatencyTargets, Prices, cost, gaps_s, goodput, latency_of
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
 
 _MAX_BINS = 10
@@ -131,7 +131,7 @@ def summarize(
     records: Sequence[RequestRecord],
     windows: Windows,
     *,
-    targets: Targets | None = None,
+    targets: LatencyTargets | None = None,
     num_gpus: int | None = None,
     prices: Prices | None = None,
 ) -> Summary:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.metrics import Targets, latency_of
+from twostep.lab.bench.serve.metrics import LatencyTargets, latency_of
 from twostep.lab.bench.serve.record import RequestRecord
 
 
@@ -58,7 +58,7 @@ class Doom:
     """Whether a run can still pass: asked after every request that ended. True, from the first time on, once so many measured ones have
     missed a target that not enough of the `expected` can meet them all."""
 
-    targets: Targets
+    targets: LatencyTargets
     attainment: float
     expected: int
     """Measured requests of the whole run."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from twostep.lab.bench.serve.record import RequestRecord
-from twostep.lab.bench.serve.workloads import Turn
+from twostep.lab.bench.serve.workloads import SessionTurn
 
 Clock = Callable[[], float]
 """Seconds since the run's start."""
@@ -23,7 +23,7 @@ class RequestFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReceivedAnswer:
     """What came, if the target was told to keep it: the next turn's prompt has it."""
 
     token_ids: array[int]
@@ -34,12 +34,12 @@ class Answer:
 class Exchange:
     """One turn and the answer to it."""
 
-    turn: Turn
-    answer: Answer
+    turn: SessionTurn
+    answer: ReceivedAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedModel:
     """What is served there."""
 
     model: str
@@ -49,23 +49,23 @@ class Served:
     """Ids that prompts may be made of."""
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """Speaks one protocol. Any number of requests at once, on one event loop. Nothing is ever repeated: what fails is counted."""
 
-    async def open(self) -> Served:
+    async def open(self) -> ServedModel:
         """Connects. Raises TwostepError, saying what to do, if nobody answers."""
         ...
 
-    def prepare(self, history: Sequence[Exchange], turn: Turn, run: str) -> Any:
+    def prepare(self, history: Sequence[Exchange], turn: SessionTurn, run: str) -> Any:
         """Everything about a request that can be done before its time. Requests of different `run` share no cached prefixes, where
         the protocol has a way to say so."""
         ...
 
-    def num_prompt_tokens(self, history: Sequence[Exchange], turn: Turn) -> int:
+    def num_prompt_tokens(self, history: Sequence[Exchange], turn: SessionTurn) -> int:
         """Of the prompt that `prepare` makes, as far as can be known here."""
         ...
 
-    async def ask(self, prepared: Any, record: RequestRecord, clock: Clock, *, keep: bool) -> Answer | None:
+    async def ask(self, prepared: Any, record: RequestRecord, clock: Clock, *, keep: bool) -> ReceivedAnswer | None:
         """Sends it and notes every message's arrival in the record, and what the server says of itself at the end. None unless `keep`.
         Raises RequestFailed."""
         ...
