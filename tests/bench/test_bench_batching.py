@@ -157,6 +157,7 @@ def test_what_cannot_be_run_is_refused(load: BatchingLoad, rule: Rule) -> None:
         measure(load, rule)
 
 
+@pytest.mark.system
 def test_the_command_compares_them(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "engine", "--device", "cpu", "--model", str(tiny_llama_dir)]
     words = ["--batching", "static", "continuous", "--requests", "6", "--batch-size", "2", "--prompt-tokens", "10", "--output-tokens", "4"]

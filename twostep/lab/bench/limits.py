@@ -1,4 +1,4 @@
-"""What this device can do, measured: reading memory, multiplying matrices."""
+"""Measures what this device can do: read memory, multiply matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step has to do, by arithmetic, and how near to the card's limits it came.
+"""Counts by arithmetic how much a step has to do, and how near to the card's limits it came.
 
     work        FLOPs and bytes that the model itself asks for, however they are computed
     MFU         model FLOPs utilization (Chowdhery et al., PaLM, 2022, appendix B): FLOPs / (seconds * the card's FLOPs per second)
@@ -28,7 +28,7 @@ class Bound(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a device reached in the same run: bytes per second reading memory, FLOPs per second multiplying matrices of the model's
+    """Rates that a device reached in the same run: bytes per second reading memory, FLOPs per second multiplying matrices of the model's
     dtype."""
 
     bytes_per_s: float
@@ -77,7 +77,7 @@ class ModelShape:
 
     @property
     def layer_params(self) -> int:
-        """Of one layer's matrices. Llama's MLP has three, opt's two."""
+        """Counts one layer's matrices. Llama's MLP has three, opt's two."""
         c = self.config
         attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
         num_mlp = 2 if c.architecture == "opt" else 3

@@ -1,5 +1,5 @@
-"""What simulated users feel, by the definitions of `twostep bench serve` (docs/benchmarking.md), and the rate at which too many of them
-would feel too much."""
+"""Simulates a deployment and judges what users feel, by the definitions of `twostep bench serve` (docs/benchmarking.md), and the rate at
+which too many of them would feel too much."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ServedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerUse:
-    """What a worker did. `busy` is the share of the time until the last token; `decodes` how many sequences decoded in its steps, on
+    """How a worker was used. `busy` is the share of the time until the last token; `decodes` how many sequences decoded in its steps, on
     average over the time they took; `peak_blocks` the most KV blocks that were owned at once."""
 
     role: str

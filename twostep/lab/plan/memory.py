@@ -1,4 +1,4 @@
-"""What a worker's memory holds: weights, what its steps need, and KV blocks; and how many tokens are in flight by Little's law."""
+"""Divides a worker's memory into weights, what its steps need, and KV blocks; and says how many tokens are in flight by Little's law."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class TokensInFlight:
 
 
 def in_flight(sample: Sequence[SimulatedRequest], rate: float, *, seconds_per_token: float, seconds_before: float = 0.0) -> TokensInFlight:
-    """Of one worker that gets `rate` requests like those of `sample` a second, each of which stays `seconds_before` with its prompt alone
-    and then `seconds_per_token` for every further token."""
+    """Counts for one worker that gets `rate` requests like those of `sample` a second, each of which stays `seconds_before` with its prompt
+    alone and then `seconds_per_token` for every further token."""
     sequences = tokens = 0.0
     for request in sample:
         decoding = (request.num_output - 1) * seconds_per_token

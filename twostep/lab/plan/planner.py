@@ -34,7 +34,7 @@ _PRECISION = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is to be planned. `base` has the workers' specs and the hand-over; its numbers of workers do not matter. Prices are of one
+    """Says what is to be planned. `base` has the workers' specs and the hand-over; its numbers of workers do not matter. Prices are of one
     worker (all its GPUs) for an hour; an aggregated worker costs what a prefill worker does."""
 
     base: SimulatedDeployment
@@ -53,7 +53,7 @@ class Question:
         return replace(self.base, num_prefill=0, num_decode=num_workers, decode=spec)
 
     def hour(self, deployment: SimulatedDeployment) -> float:
-        """What it costs an hour."""
+        """Returns the cost of an hour."""
         if deployment.aggregated:
             return deployment.num_decode * self.prefill_hour
         return deployment.num_prefill * self.prefill_hour + deployment.num_decode * self.decode_hour
@@ -119,8 +119,8 @@ def plan_for_rate(question: Question, rate: float, report: Report = lambda line:
 
 
 def plan_for_workers(question: Question, num_workers: int, report: Report = lambda line: None) -> Plan:
-    """Of so many workers: the split, and the step budget without a split, that keep the targets at the highest rate. Raises InvalidRequest
-    if none does at any."""
+    """Finds for so many workers the split, and the step budget without a split, that keep the targets at the highest rate. Raises
+    InvalidRequest if none does at any."""
     search = _Search(question, report)
     search.refuse_impossible()
     splits = [question.base.sized(p, num_workers - p) for p in range(1, num_workers)]
@@ -195,7 +195,7 @@ class _Search:
     # ---- a number of workers ----------------------------------------------------------------------------------------
 
     def best_of(self, deployments: Sequence[SimulatedDeployment]) -> Option | None:
-        """Of the highest goodput, the most promising tried first; those that arithmetic rules out are not."""
+        """Returns the option of the highest goodput. The most promising are tried first, those that arithmetic rules out not at all."""
         promising = sorted(((self.most_rate(d), d) for d in deployments), key=lambda pair: (self._strain(pair[1]), -pair[0]))
         best: tuple[float, SimulatedDeployment] | None = None
         for most, deployment in promising:
@@ -256,7 +256,7 @@ class _Search:
         return min(best.num_decode - 1, math.ceil(left / question.decode_hour - 1e-9) - 1) if question.decode_hour else best.num_decode - 1
 
     def cheapest_aggregated(self, rate: float) -> SimulatedDeployment | None:
-        """Of any step budget, the fewest workers."""
+        """Returns the fewest workers, of any step budget."""
         best: SimulatedDeployment | None = None
         for budget in self.question.budgets:
             least = max(1, math.ceil(rate * prompt_work_s(self.question.aggregated(budget, 1).decode, self._sample) / _SLACK))

@@ -59,7 +59,8 @@ def load_preset(name: str) -> Preset:
 
 
 def read_curves(path: Path) -> tuple[StepCurve, StepCurve]:
-    """Of a prefill and of a decode worker: one curve for both, or an object with `prefill` and `decode`, or a preset. Raises SetupError."""
+    """Reads the curves of a prefill and of a decode worker: one curve for both, or an object with `prefill` and `decode`, or a preset.
+    Raises SetupError."""
     raw = read_object(path)
     raw = raw.get("curves", raw)
     if not isinstance(raw, dict):

@@ -65,7 +65,7 @@ def _role_json(role: str, option: Option, question: Question, machine: Machine) 
 
 
 def _in_flight(role: str, option: Option, question: Question) -> TokensInFlight:
-    """Of one worker of the role."""
+    """Counts for one worker of the role."""
     trial, deployment = option.trial, option.deployment
     ttft = Distribution.of(x.ttft_s for x in trial.latencies).mean
     tpots = [x.tpot_s for x in trial.latencies if x.tpot_s is not None]

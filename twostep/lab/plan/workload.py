@@ -1,4 +1,4 @@
-"""What arrives: how long prompts and answers are, and when requests come, drawn as `twostep bench serve` draws them. Seeded: the same
+"""Draws requests: how long prompts and answers are, and when requests come, drawn as `twostep bench serve` draws them. Seeded: the same
 workload, rate and seed give the same requests.
 
     prompts=2600+-30%,outputs=128+-30%              evenly spread over 1820 to 3380, and 90 to 166
@@ -90,7 +90,7 @@ def parse_workload(text: str) -> PlannedWorkload:
 
 
 def parse_lengths(name: str, text: str) -> Lengths:
-    """Of `prompts` or `outputs`. Raises InvalidRequest."""
+    """Reads the lengths of `prompts` or `outputs`. Raises InvalidRequest."""
     if (published := _PUBLISHED[name].get(text)) is not None:
         return published
     if match := re.fullmatch(r"\d+", text):

@@ -1,4 +1,4 @@
-"""What users felt and what it cost: the ledger that a simulation writes, and what is read from it.
+"""Judges what users felt and what it cost: the ledger that a simulation writes, and what is read from it.
 
 A request counts as kept if its first token came within the TTFT target and its others at the TPOT target or faster, on average; who is
 refused or never ends has not been kept. It counts in the interval in which it came.
@@ -77,7 +77,7 @@ class RequestLedger(ClusterObserver):
         self.losses.append((now, role))
 
     def kept_shares(self, interval_s: float) -> list[float | None]:
-        """Of the requests that came in each interval, the share that was kept; None: none came."""
+        """Returns the share of the requests that came in each interval which was kept; None: none came."""
         came, kept = (Counter(int(at / interval_s) for at in found) for found in (self._came, self._kept))
         return [kept[i] / came[i] if came[i] else None for i in range(max(came, default=-1) + 1)]
 

@@ -67,7 +67,7 @@ class OutcomeRow:
 
 
 def line_of(outcomes: Sequence[ScalingOutcome]) -> OutcomeRow:
-    """Of one contestant, a seed each."""
+    """Sums up one contestant's outcomes, a seed each."""
     num = len(outcomes)
     requests = sum(one.num_requests for one in outcomes)
     return OutcomeRow(
@@ -100,7 +100,8 @@ def markdown(lines: Sequence[OutcomeRow]) -> str:
 
 
 def peers(lines: Iterable[OutcomeRow], target: float) -> Mapping[str, OutcomeRow]:
-    """Of the HPAs: who kept most, with the fewest GPU-hours among equals, and the cheapest one that kept `target` with every seed."""
+    """Picks among the HPAs who kept most, with the fewest GPU-hours among equals, and the cheapest one that kept `target` with every
+    seed."""
     there = list(lines)
     found = {}
     if there:

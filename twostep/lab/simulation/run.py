@@ -25,7 +25,7 @@ _FIRST_UTILIZATION = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all scalers have in common."""
+    """The setting that all scalers have in common."""
 
     cluster: PodsConfig
     policy: PolicyConfig

@@ -1,5 +1,5 @@
-"""What a controller can see of the simulated cluster: heartbeats of the workers that are registered, the routers' means over windows, and
-each pod's metrics; all of it a second old."""
+"""Samples what a controller can see of the simulated cluster: heartbeats of the workers that are registered, the routers' means over
+windows, and each pod's metrics; all of it a second old."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ AGE_S = HEARTBEAT_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodMetrics:
-    """Of a ready pod, means since the last sample. Shares of 1: `busy` of the time in steps, `seats` of max_num_seqs, `pool` of the KV
-    pool."""
+    """Metrics of a ready pod, means since the last sample. Shares of 1: `busy` of the time in steps, `seats` of max_num_seqs, `pool` of the
+    KV pool."""
 
     busy: float = 0.0
     queued_tokens: float = 0.0

@@ -85,7 +85,7 @@ class JointPolicy:
 
 @dataclass(frozen=True, slots=True)
 class HpaTarget:
-    """Of an HPA: which of METRICS, and how much of it a pod shall have."""
+    """An HPA's target: which of METRICS, and how much of it a pod shall have."""
 
     metric: str
     value: float

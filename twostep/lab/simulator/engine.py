@@ -344,7 +344,7 @@ class SimulatedEngine:
                 self._join(sequence)
 
     def _resume(self, sequence: SimulatedSequence) -> None:
-        """Of a sequence that gave way all but the last token is computed again: what is left is a decode."""
+        """A sequence that gave way has all but its last token computed again: what is left is a decode."""
         self._unqueue(sequence)
         self._join(sequence)
 

@@ -1,4 +1,4 @@
-"""What prompts are made of: seeded, and different from one another from the first token on."""
+"""Makes prompts: seeded, and different from one another from the first token on."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """What one completed request's user felt, in seconds."""
+    """The times that one completed request's user felt, in seconds."""
 
     ttft_s: float
     """Sending to the first message."""
@@ -92,7 +92,7 @@ def latency_of(record: RequestRecord) -> Latency | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyTargets:
-    """What a request must keep to count, in milliseconds; None: no matter."""
+    """Times that a request must keep to count, in milliseconds; None: no matter."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -185,7 +185,7 @@ def goodput(latencies: Sequence[Latency | None], targets: LatencyTargets, window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What the machines cost while they serve, by the hour, in whichever currency."""
+    """The machines' prices while they serve, by the hour, in whichever currency."""
 
     prefill_gpus: float
     decode_gpus: float

@@ -39,7 +39,7 @@ class RequestRecord:
     phases: Mapping[str, float] | None = None
     """The server's own account of where the time went, seconds by name (Twostep only)."""
     quoted_tokens: int | None = None
-    """Of an answer that should repeat a passage: how many of its tokens did, from the first on."""
+    """How many tokens of an answer that should repeat a passage did, from the first on."""
     error: str = ""
     """Empty: answered. Else its kind, of which there are few; `message` says the rest."""
     message: str = ""

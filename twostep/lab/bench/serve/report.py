@@ -19,7 +19,7 @@ class Point:
     """One run of one load."""
 
     label: str
-    """What was offered, for people: `6 requests/s`."""
+    """The load, for people: `6 requests/s`."""
     rate: float | None
     """Requests per second that were to come; None: it was no open loop at a rate."""
     result: RunResult = field(repr=False)
@@ -28,7 +28,7 @@ class Point:
 
 
 def warnings_of(result: RunResult, summary: Summary, *, max_slip_s: float, measured_s: float | None) -> tuple[str, ...]:
-    """What makes the figures doubtful. `measured_s`: the measured duration if targets are judged over it."""
+    """Returns the reasons to doubt the figures. `measured_s`: the measured duration if targets are judged over it."""
     found = []
     if result.stopped:
         found.append("stopped when it could no longer pass: these figures are of its beginning, and flatter it")

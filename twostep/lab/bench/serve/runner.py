@@ -96,7 +96,7 @@ class RunResult:
 
     @property
     def cpu_share(self) -> float:
-        """Of one core."""
+        """Share of one core."""
         return self.cpu_s / self.wall_s if self.wall_s else math.nan
 
 
@@ -273,7 +273,7 @@ class LoadRunner:
 
 
 def _raise_single(task: asyncio.Task[None]) -> None:
-    """What a group of tasks wraps is raised as it is, if it has something to say to the user."""
+    """Raises an error that a group of tasks wraps as it is, if it has something to say to the user."""
     try:
         task.result()
     except ExceptionGroup as group:
@@ -286,7 +286,7 @@ def _raise_single(task: asyncio.Task[None]) -> None:
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """What is there now is not looked at again and again by the garbage collector, whose pauses would be the server's."""
+    """Keeps the garbage collector from looking at everything again and again: its pauses would count as the server's."""
     gc.collect()
     gc.freeze()
     try:

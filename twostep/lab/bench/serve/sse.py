@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server streams: server-sent events with JSON in them. Pure."""
+"""Reads the stream of an OpenAI-compatible server: server-sent events with JSON in them. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StreamEvent:
 
 
 def read_event(data: bytes) -> StreamEvent:
-    """Of /v1/completions or /v1/chat/completions. Raises ValueError if it is no JSON object.
+    """Reads an event of /v1/completions or /v1/chat/completions. Raises ValueError if it is no JSON object.
 
     An event with a text is a message of tokens, and so is one whose text is empty while the answer goes on (half a character, held
     back); a chat's first event, which only says the role, is not."""

@@ -98,7 +98,7 @@ class Summary:
     num_completed: int
     num_refused: int
     errors: dict[str, int]
-    """What was not answered, refusals included, by kind."""
+    """Requests that were not answered, refusals included, by kind."""
     error_messages: dict[str, str]
     """One message of each kind."""
     offered_rate: float
@@ -120,7 +120,7 @@ class Summary:
     short_answers: int
     """Completed ones with fewer tokens than were asked for."""
     quoted_share: float
-    """Of answers that should repeat a passage: tokens that did / tokens. NaN: none should."""
+    """In answers that should repeat a passage: tokens that did / tokens. NaN: none should."""
     phases_s: dict[str, Distribution]
     ttft_by_prompt: list[LengthBin]
     cost: Cost | None

@@ -1,4 +1,4 @@
-"""What a load generator needs of whatever it loads."""
+"""The interface between a load generator and the server it loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReceivedAnswer:
-    """What came, if the target was told to keep it: the next turn's prompt has it."""
+    """An answer, if the target was to keep it: the next turn's prompt has it."""
 
     token_ids: array[int]
     text: str
@@ -40,7 +40,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What is served there."""
+    """The model that a target serves."""
 
     model: str
     max_model_len: int
@@ -62,7 +62,7 @@ class LoadTarget(Protocol):
         ...
 
     def num_prompt_tokens(self, history: Sequence[Exchange], turn: SessionTurn) -> int:
-        """Of the prompt that `prepare` makes, as far as can be known here."""
+        """Counts the tokens of the prompt that `prepare` makes, as far as they can be known here."""
         ...
 
     async def ask(self, prepared: Any, record: RequestRecord, clock: Clock, *, keep: bool) -> ReceivedAnswer | None:

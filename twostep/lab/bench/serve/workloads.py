@@ -1,4 +1,4 @@
-"""What requests ask for: endless, seeded sequences of sessions. Pure.
+"""Draws what requests ask for: endless, seeded sequences of sessions. Pure.
 
 A *session* is one conversation: its turns follow one another, each after the answer to the one before and a time to think; each turn's
 prompt is everything said so far and something new. Most workloads' sessions have one turn.
@@ -31,7 +31,7 @@ class Text:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
     prompt: array[int] | Text
-    """What is new in it: ids of the workload's alphabet, or a text."""
+    """The new part of it: ids of the workload's alphabet, or a text."""
     output_tokens: int
     think_s: float = 0.0
     """After the answer to the turn before."""
