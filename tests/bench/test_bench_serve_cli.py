@@ -59,6 +59,8 @@ def server(**options: Any) -> Iterator[tuple[str, TimedInference]]:
 FAST = ("--workload", "fixed", "--input-tokens", "40", "--output-tokens", "5", "--rate", "40", "--no-progress")
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_a_run_with_the_base_install_alone() -> None:
     with server() as (address, servicer):
         done = bench("--target", address, *FAST, "--num-requests", "20", "--goodput", "ttft:60000", "gap:60000", base_install=True)
@@ -70,6 +72,7 @@ def test_a_run_with_the_base_install_alone() -> None:
     assert all(len(r.token_ids.ids) == 40 for r in servicer.requests)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -85,6 +88,7 @@ def test_what_the_base_install_lacks_is_said(words: tuple[str, ...], said: str) 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.system
 def test_rates_json_saved_requests_and_plots(tmp_path: Path) -> None:
     with server() as (address, servicer):
         done = bench(
@@ -113,6 +117,7 @@ def test_rates_json_saved_requests_and_plots(tmp_path: Path) -> None:
     assert summary.goodput.num_met == report["points"][1]["goodput"]["num_met"] == 15
 
 
+@pytest.mark.system
 def test_saved_requests_are_strict_json_at_an_infinite_rate_too(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     with server() as (address, _):
@@ -127,6 +132,7 @@ def test_saved_requests_are_strict_json_at_an_infinite_rate_too(tmp_path: Path) 
     assert [request["rate"] for request in saved] == [None] * 3
 
 
+@pytest.mark.system
 def test_a_sweep_ends_at_its_bound(tmp_path: Path) -> None:
     with server() as (address, _):
         done = bench("--target", address, *FAST, "--sweep", "--sweep-points", "3", "--num-requests", "6", "--goodput", "ttft:60000")
@@ -135,6 +141,7 @@ def test_a_sweep_ends_at_its_bound(tmp_path: Path) -> None:
     assert "goodput: 160 requests/s" in done.stdout
 
 
+@pytest.mark.system
 def test_users_and_conversations() -> None:
     with server() as (address, servicer):
         done = bench(
@@ -146,6 +153,7 @@ def test_users_and_conversations() -> None:
     assert len(servicer.requests) >= 12
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["mooncake", "azure"])
 def test_traces(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "trace"
@@ -166,6 +174,7 @@ def test_traces(tmp_path: Path, kind: str) -> None:
     assert len(heads) == (1 if kind == "mooncake" else 8)
 
 
+@pytest.mark.system
 def test_nothing_answered_is_a_failure_with_its_reasons() -> None:
     with server(refuse_every=1) as (address, _):
         done = bench("--target", address, *FAST, "--num-requests", "3")
@@ -294,6 +303,7 @@ def test_wrong_numbers_are_refused_before_anything_is_connected_to(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_a_terminal_has_a_progress_bar() -> None:
     ours, theirs = pty.openpty()
     try:
@@ -316,6 +326,7 @@ def test_a_terminal_has_a_progress_bar() -> None:
     assert b"under way," not in printed, "results are on standard output, progress is not"
 
 
+@pytest.mark.system
 def test_help_is_instant_and_has_examples() -> None:
     done = bench("--help")
     assert done.returncode == 0
@@ -324,6 +335,7 @@ def test_help_is_instant_and_has_examples() -> None:
     assert "[TWOSTEP_API_KEY]" in done.stdout
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarking.md"])
 def test_the_first_load_of_the_documents_is_one_that_waits_for_its_answers(page: str) -> None:
     text = (Path(__file__).parents[2] / page).read_text()

@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.content import PromptContent
-from twostep.lab.bench.serve.sse import EventReader, StreamEvent, read_event
+from twostep.lab.bench.serve.content import COMMON, PromptContent, Words
+from twostep.lab.bench.serve.openai_target import EventReader, StreamEvent, read_event
 from twostep.lab.bench.serve.traces import RequestTrace, TraceRequest, prompt_of, read_sharegpt, read_trace, sharegpt_pairs
-from twostep.lab.bench.serve.words import COMMON, Words
 from twostep.lab.bench.serve.workloads import Text
 from twostep.text.tokenizer import Tokenizer
 

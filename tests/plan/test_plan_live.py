@@ -17,6 +17,8 @@ from twostep.errors import SetupError
 from twostep.lab.plan.live import registered_workers
 from twostep.local.redis_server import server_argv, server_binary, server_url
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture
 def redis_url() -> Iterator[str]:

@@ -43,11 +43,9 @@ _SAMPLE = " ".join(a + b for a in "abcdefghijklmnopqrstuvwxyz" for b in "aeiouln
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcOptions:
-    targets: tuple[str, ...]
-    """host:port of routers; requests go to them in turn."""
+    targets: tuple[str, ...]  # host:port of routers; requests go to them in turn
     model: str = ""
-    api_key: str = field(default="", repr=False)
-    """Shown with every call; empty: none."""
+    api_key: str = field(default="", repr=False)  # shown with every call; empty: none
     tls: TlsFiles = PLAINTEXT
     timeout_s: float = 600.0
     temperature: float = 0.0
@@ -58,8 +56,7 @@ class GrpcOptions:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     tenant: str = ""
-    cold: bool = True
-    """Every run has a cache salt of its own: nothing of an earlier one is hit, though prompts repeat from run to run."""
+    cold: bool = True  # every run has a cache salt of its own: nothing of an earlier one is hit, though prompts repeat from run to run
 
 
 class GrpcTarget:

@@ -45,8 +45,7 @@ class ServeLoad:
     arrivals: Arrivals | Users | TraceTimes
     extent: Extent
     seed: str
-    max_model_len: int = 0
-    """Longer sessions are cut to it; 0: what the server tells."""
+    max_model_len: int = 0  # longer sessions are cut to it; 0: what the server tells
 
     def __post_init__(self) -> None:
         if isinstance(self.arrivals, Arrivals) and math.isinf(self.arrivals.rate) and self.extent.duration_s:

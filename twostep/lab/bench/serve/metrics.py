@@ -61,14 +61,11 @@ class Distribution:
 class Latency:
     """The times that one completed request's user felt, in seconds."""
 
-    ttft_s: float
-    """Sending to the first message."""
-    tpot_s: float | None
-    """(last message - first message) / (tokens - 1). None: there was one token only."""
+    ttft_s: float  # sending to the first message
+    tpot_s: float | None  # (last message - first message) / (tokens - 1). None: there was one token only.
     longest_gap_s: float | None
     """The longest time between two consecutive messages, that between the first and the second included. None: there was one only."""
-    e2e_s: float
-    """Sending to the end of the stream."""
+    e2e_s: float  # sending to the end of the stream
 
 
 def gaps_s(times_s: Sequence[float]) -> list[float]:
@@ -147,11 +144,9 @@ class Goodput:
 
     num_requests: int
     num_met: int
-    window_s: float
-    """The time in which these requests came."""
+    window_s: float  # the time in which these requests came
     num_gpus: int | None
-    missed: dict[str, int]
-    """Requests that missed a target, by its name; one may have missed several."""
+    missed: dict[str, int]  # requests that missed a target, by its name; one may have missed several
 
     @property
     def attainment(self) -> float:
@@ -207,10 +202,8 @@ class Cost:
 
     prefill_per_request: float
     decode_per_request: float
-    per_request: float
-    """Prefill and decode GPUs' price over the window / requests completed in it."""
-    per_good_request: float
-    """The same / requests that kept all targets."""
+    per_request: float  # prefill and decode GPUs' price over the window / requests completed in it
+    per_good_request: float  # the same / requests that kept all targets
     prefill_per_million_input_tokens: float
     decode_per_million_output_tokens: float
 

@@ -18,10 +18,8 @@ _PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 class Point:
     """One run of one load."""
 
-    label: str
-    """The load, for people: `6 requests/s`."""
-    rate: float | None
-    """Requests per second that were to come; None: it was no open loop at a rate."""
+    label: str  # the load, for people: `6 requests/s`
+    rate: float | None  # requests per second that were to come; None: it was no open loop at a rate
     result: RunResult = field(repr=False)
     summary: Summary = field(repr=False)
     warnings: tuple[str, ...] = ()

@@ -35,16 +35,12 @@ _BURST = 16
 class Extent:
     """How long a run is. Either `duration_s` or `num_requests` ends it."""
 
-    duration_s: float = 0.0
-    """Measured: after the warm-up. 0: `num_requests` decides."""
-    num_requests: int = 0
-    """Sessions that come after the warm-up."""
-    warmup_s: float = 0.0
-    """Requests before this are not measured."""
+    duration_s: float = 0.0  # measured: after the warm-up. 0: `num_requests` decides.
+    num_requests: int = 0  # sessions that come after the warm-up
+    warmup_s: float = 0.0  # requests before this are not measured
     cooldown_s: float = 0.0
     """After the duration load goes on for this long, unmeasured, so that the last measured requests have neighbours too."""
-    max_in_flight: int = 10_000
-    """More than this at once are not sent but counted as errors: the generator's bound, far above any server's."""
+    max_in_flight: int = 10_000  # more than this at once are not sent but counted as errors: the generator's bound, far above any server's
 
     def __post_init__(self) -> None:
         if (self.duration_s > 0) == (self.num_requests > 0):
@@ -70,8 +66,7 @@ class RunProgress:
     num_ended: int = 0
     num_failed: int = 0
     num_tokens: int = 0
-    none_to_come: bool = False
-    """No session begins any more: those that have are waited for."""
+    none_to_come: bool = False  # no session begins any more: those that have are waited for
 
     @property
     def in_flight(self) -> int:
@@ -80,19 +75,13 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    records: list[RequestRecord]
-    """In the order in which they were sent."""
-    start: float
-    """time.perf_counter() at the run's start, which all recorded times count from."""
+    records: list[RequestRecord]  # in the order in which they were sent
+    start: float  # time.perf_counter() at the run's start, which all recorded times count from
     wall_s: float
-    cpu_s: float
-    """CPU time of this process, all threads."""
-    stopped: bool
-    """It was ended before its time, for it could no longer pass."""
-    exhausted: bool
-    """The workload ended before the run did."""
-    loop_lag_s: Distribution
-    """How late the event loop was at its own appointments: every recorded time may be late by as much."""
+    cpu_s: float  # CPU time of this process, all threads
+    stopped: bool  # it was ended before its time, for it could no longer pass
+    exhausted: bool  # the workload ended before the run did
+    loop_lag_s: Distribution  # how late the event loop was at its own appointments: every recorded time may be late by as much
 
     @property
     def cpu_share(self) -> float:
@@ -106,8 +95,7 @@ class LoadRunner:
 
     target: LoadTarget
     extent: Extent
-    run: str
-    """Its name: what differs in it shares no cached prefixes."""
+    run: str  # its name: what differs in it shares no cached prefixes
     progress: RunProgress = field(default_factory=RunProgress)
     stop: Callable[[RequestRecord], bool] | None = None
     """Asked after every request that ended; True ends the run, and what is under way is cancelled and counts as not answered."""

@@ -24,11 +24,9 @@ class Search:
     and the lowest above it that failed, until these lie within `resolution` of each other."""
 
     first: float
-    resolution: float = 0.05
-    """Relative."""
+    resolution: float = 0.05  # relative
     max_points: int = 16
-    max_halvings: int = 8
-    """Below first / 2^this nothing is tried."""
+    max_halvings: int = 8  # below first / 2^this nothing is tried
 
     def __post_init__(self) -> None:
         if not 0 < self.first < float("inf"):
@@ -60,8 +58,7 @@ class Doom:
 
     targets: LatencyTargets
     attainment: float
-    expected: int
-    """Measured requests of the whole run."""
+    expected: int  # measured requests of the whole run
     missed: int = 0
 
     def __call__(self, record: RequestRecord) -> bool:

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from twostep.lab.bench.serve.record import RequestRecord
 from twostep.lab.bench.serve.workloads import SessionTurn
 
-Clock = Callable[[], float]
-"""Seconds since the run's start."""
+Clock = Callable[[], float]  # seconds since the run's start
 
 
 class RequestFailed(Exception):
@@ -43,10 +42,8 @@ class ServedModel:
     """The model that a target serves."""
 
     model: str
-    max_model_len: int
-    """0: it does not tell."""
-    alphabet: Sequence[int]
-    """Ids that prompts may be made of."""
+    max_model_len: int  # 0: it does not tell
+    alphabet: Sequence[int]  # ids that prompts may be made of
 
 
 class LoadTarget(Protocol):

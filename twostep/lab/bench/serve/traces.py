@@ -17,8 +17,7 @@ from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.content import PromptContent
 from twostep.lab.bench.serve.workloads import BenchSession, ReplayedSessions, Text, one_turn
 
-MOONCAKE_BLOCK = 512
-"""Tokens that one hash id stands for."""
+MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
 _MAX_CONVERSATIONS = 2000
 _TOKENIZED_AT_ONCE = 16
 
@@ -27,8 +26,7 @@ _TOKENIZED_AT_ONCE = 16
 class TraceRequest:
     """One line of a trace."""
 
-    arrival_s: float
-    """From the trace's first request."""
+    arrival_s: float  # from the trace's first request
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()

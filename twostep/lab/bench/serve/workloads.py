@@ -30,11 +30,9 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
-    prompt: array[int] | Text
-    """The new part of it: ids of the workload's alphabet, or a text."""
+    prompt: array[int] | Text  # the new part of it: ids of the workload's alphabet, or a text
     output_tokens: int
-    think_s: float = 0.0
-    """After the answer to the turn before."""
+    think_s: float = 0.0  # after the answer to the turn before
     passage_tokens: int | None = None
     """The prompt says a passage of so many tokens again and again, and the answer is expected to go on with it."""
 
@@ -46,8 +44,7 @@ class SessionTurn:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSession:
     turns: tuple[SessionTurn, ...]
-    arrival_s: float | None = None
-    """Its time in the trace it is from, from 0."""
+    arrival_s: float | None = None  # its time in the trace it is from, from 0
 
 
 class Workload(Protocol):
@@ -140,8 +137,7 @@ class MultiTurn:
     output: Lengths
     system_tokens: int = 0
     think_s: float = 0.0
-    max_total_tokens: int = 0
-    """A conversation ends before it would outgrow this; 0: no limit."""
+    max_total_tokens: int = 0  # A conversation ends before it would outgrow this; 0: no limit
 
     def __post_init__(self) -> None:
         if self.system_tokens < 0 or self.think_s < 0:
@@ -168,8 +164,7 @@ class ReplayedSessions:
     """Sessions that are known beforehand, out of a file."""
 
     items: Sequence[BenchSession] = field(repr=False)
-    repeat: bool = False
-    """Begin again after the last. Never with the file's own arrival times."""
+    repeat: bool = False  # begin again after the last. Never with the file's own arrival times.
 
     def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         while True:
