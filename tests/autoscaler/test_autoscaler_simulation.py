@@ -203,14 +203,14 @@ def test_requests_follow_the_trace() -> None:
 def test_the_command_prints_a_table_and_compares(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = tmp_path / "decisions.jsonl"
     flags = ["--trace", "loss", "--peak", "5", "--shorten", "0.05", "--seeds", "1", "--decision-log", str(log)]
-    assert main([*flags, "--who", "joint", "fleet,prefill=2,decode=2", "ratio,share=0.5,prefill=busy:0.5,decode=seats:0.16"]) == 0
+    assert main([*flags, "--who", "joint", "fleet,prefill=2,decode=2", "hpas,prefill=busy:0.5,decode=seats:0.16"]) == 0
     printed = capsys.readouterr().out
     assert "| joint policy |" in printed
     assert "| fixed fleet 2 + 2 |" in printed
     assert len(log.read_text().splitlines()) > 10
 
 
-@pytest.mark.parametrize("text", ["hpas,prefill=busy:0.5", "nobody", "joint,spare=many", "ratio,share=2,prefill=busy:1,decode=seats:1"])
+@pytest.mark.parametrize("text", ["hpas,prefill=busy:0.5", "nobody", "joint,spare=many", "hpas,prefill=busy:0,decode=seats:1"])
 def test_contestants_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest):
         contestant(text, POLICY)

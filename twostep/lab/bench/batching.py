@@ -189,7 +189,7 @@ def run_load(
 
 
 def _next_change(rule: Rule, coming: Sequence[Arrival], waiting: Sequence[Arrival]) -> float:
-    """When somebody may begin, though nobody does now."""
+    """Returns when a request may begin next, though none does now."""
     changes = [coming[0].at_s] if coming else []
     if waiting and rule.batching is Batching.DYNAMIC:
         changes.append(waiting[0].at_s + rule.timeout_s)

@@ -71,7 +71,7 @@ class WorkerUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationRun:
-    """`served` in order of their ends. `stopped`: whoever watched had seen enough, and the rest is missing."""
+    """`served` in order of their ends. `stopped`: enough was seen, and the rest is missing."""
 
     served: Sequence[ServedRequest]
     workers: Sequence[WorkerUse]

@@ -21,7 +21,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`base` has the workers' specs (its numbers of workers do not matter). `memory` is None where workers told their blocks themselves;
+    """`base` has the workers' specs (its numbers of workers do not matter). `memory` is None where workers publish their blocks themselves;
     `gpus` is how many each worker takes."""
 
     name: str

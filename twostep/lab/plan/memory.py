@@ -11,7 +11,7 @@ from twostep.lab.plan.model_shape import PlannedModel
 from twostep.lab.simulator.cluster import SimulatedRequest
 
 GIB = 1 << 30
-# Libraries, the largest step and captured graphs, where nobody has measured them: an H200 with Llama-3.1-8B's shape and steps of 8192
+# Libraries, the largest step and captured graphs, where they have not been measured: an H200 with Llama-3.1-8B's shape and steps of 8192
 # tokens took 0.8 + 1.4 + 0.6 GiB.
 DEFAULT_RUNTIME_BYTES = 3 * GIB
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}

@@ -1,5 +1,4 @@
-"""A simulated cluster whose pods come and go: Deployments are told how many pods they shall have (`scale`) and workers to change roles
-(`switch`).
+"""A simulated cluster whose pods come and go: Deployments get a number of pods (`scale`), and workers change roles (`switch`).
 
 A pod is paid from when it is made until it is gone. A lost worker says nothing: routers keep sending until its record has expired, its
 Deployment makes another at once.

@@ -3,7 +3,6 @@ as KEDA makes them, and so comes late and with their tolerance."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -34,7 +33,7 @@ class Scaler(Protocol):
     name: str
 
     def start(self, now: float) -> Mapping[Role, int] | None:
-        """Pods to begin with; None: as many as everybody is given."""
+        """Pods to begin with; None: as many as all scalers begin with."""
         ...
 
     def act(self, now: float, sample: ClusterSample, cluster: PodCluster) -> None: ...
@@ -114,33 +113,6 @@ class TwoHpas:
                 cluster.scale(role, replicas, now)
 
 
-class FixedRatio:
-    """One HPA for both: as many workers as the needier role asks for, divided in one and the same ratio."""
-
-    def __init__(self, config: PolicyConfig, targets: Mapping[Role, HpaTarget], prefill_share: float) -> None:
-        self.name = f"fixed ratio {prefill_share:.0%} prefill, HPA on prefill {targets['prefill']}, decode {targets['decode']}"
-        self._targets = targets
-        self._share: Mapping[Role, float] = {"prefill": prefill_share, "decode": 1 - prefill_share}
-        self._hpa = Hpa(least=2, most=sum(config.pool(role).max_workers for role in ROLES))
-
-    def start(self, now: float) -> Mapping[Role, int] | None:
-        return None
-
-    def act(self, now: float, sample: ClusterSample, cluster: PodCluster) -> None:
-        total = sum(cluster.replicas.values())
-        wanted = max(
-            math.ceil(_wanted(self._targets[role], role, cluster.replicas[role], sample) / self._share[role] - 1e-9) for role in ROLES
-        )
-        if all(_wanted(self._targets[role], role, cluster.replicas[role], sample) == cluster.replicas[role] for role in ROLES):
-            wanted = total
-        total = self._hpa.follow(now, total, wanted)
-        prefill = min(total - 1, max(1, round(total * self._share["prefill"])))
-        shares: dict[Role, int] = {"prefill": prefill, "decode": total - prefill}
-        for role in ROLES:
-            if shares[role] != cluster.replicas[role]:
-                cluster.scale(role, shares[role], now)
-
-
 class FixedFleet:
     """As many as it is given, all the time."""
 
@@ -165,7 +137,6 @@ def _wanted(target: HpaTarget, role: Role, current: int, sample: ClusterSample) 
 # joint                                   the autoscaler's policy with its configuration
 # joint,spare=0                           the same with a field of PolicyConfig changed
 # hpas,prefill=busy:0.6,decode=seats:0.2  two independent HPAs, metric and target of each
-# ratio,share=0.6,prefill=busy:0.6,decode=seats:0.2
 # fleet,prefill=7,decode=5
 
 # What each HPA is tried with. A decode worker of the preset misses 10 ms a token from 26 % of its seats on where prompts are long, and from
@@ -193,15 +164,9 @@ def contestant(text: str, policy: PolicyConfig, *, on_decision: Callable[[Observ
         return JointPolicy(config, name=name, on_decision=on_decision)
     if kind == "fleet":
         return FixedFleet({"prefill": int(_number(fields, "prefill")), "decode": int(_number(fields, "decode"))})
-    if kind not in ("hpas", "ratio"):
-        raise InvalidRequest(f"{text!r} begins with none of joint, hpas, ratio, fleet")
-    targets: Mapping[Role, HpaTarget] = {"prefill": _target(fields, "prefill"), "decode": _target(fields, "decode")}
-    if kind == "hpas":
-        return TwoHpas(policy, targets)
-    share = _number(fields, "share")
-    if not 0 < share < 1:
-        raise InvalidRequest(f"share={share:g} is no share between 0 and 1")
-    return FixedRatio(policy, targets, share)
+    if kind != "hpas":
+        raise InvalidRequest(f"{text!r} begins with none of joint, hpas, fleet")
+    return TwoHpas(policy, {"prefill": _target(fields, "prefill"), "decode": _target(fields, "decode")})
 
 
 def _changed(policy: PolicyConfig, fields: Mapping[str, str]) -> PolicyConfig:

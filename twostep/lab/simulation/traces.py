@@ -1,7 +1,7 @@
 """Traces: how many requests come and how long they are, over the time; and when workers are lost.
 
 A trace is a curve of the rate and of the mean lengths, piecewise linear between points; `requests` draws from it. The same trace and seed
-give the same requests, whoever serves them.
+give the same requests to every scaler.
 """
 
 from __future__ import annotations

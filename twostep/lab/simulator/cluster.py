@@ -133,7 +133,7 @@ class ServingRequest:
 
 
 class ClusterObserver:
-    """Is told what becomes of requests. Times are those at the workers: the deployment's `edge_s` comes on top."""
+    """Is called when something becomes of a request. Times are those at the workers: the deployment's `edge_s` comes on top."""
 
     def arrived(self, request: SimulatedRequest) -> None: ...
 

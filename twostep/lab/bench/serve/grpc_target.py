@@ -168,7 +168,7 @@ def _ids(turn: SessionTurn) -> array[int]:
 
 
 def _not_opened(address: str, failure: grpc.RpcError) -> TwostepError:
-    """Why there is nothing to load at `address`: nobody there, or the word of whoever is."""
+    """Returns why there is nothing to load at `address`: no server, or what the server there says."""
     error = error_from_rpc(failure)
     if isinstance(error, Unavailable | DeadlineExceeded):
         return SetupError(f"no router answers at {address} ({error.message}); start one with `twostep up`, or give --target")

@@ -113,7 +113,7 @@ class OpenAITarget:
         return body | dict(o.extra_body)
 
     def num_prompt_tokens(self, history: Sequence[Exchange], turn: SessionTurn) -> int:
-        # Answers are not counted here: whoever wants the sum asks for usage, which nearly every server tells.
+        # Answers are not counted here: the server does, in its usage.
         return sum(e.turn.num_tokens + e.turn.output_tokens for e in history) + turn.num_tokens
 
     async def ask(self, prepared: dict[str, Any], record: RequestRecord, clock: Clock, *, keep: bool) -> ReceivedAnswer | None:

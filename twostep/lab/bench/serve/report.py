@@ -188,7 +188,7 @@ def _milliseconds(values: Distribution) -> list[str]:
 
 
 def _figure(value: float, form: str) -> str:
-    """NaN is what nothing could be divided by or counted for: nobody answered, or nothing came."""
+    """Shows NaN as a dash: there was nothing to divide by or to count."""
     return "-" if math.isnan(value) else format(value, form)
 
 

@@ -50,7 +50,7 @@ class LoadTarget(Protocol):
     """Speaks one protocol. Any number of requests at once, on one event loop. Nothing is ever repeated: what fails is counted."""
 
     async def open(self) -> ServedModel:
-        """Connects. Raises TwostepError, saying what to do, if nobody answers."""
+        """Connects. Raises TwostepError, saying what to do, if no server answers."""
         ...
 
     def prepare(self, history: Sequence[Exchange], turn: SessionTurn, run: str) -> Any:
@@ -68,7 +68,7 @@ class LoadTarget(Protocol):
         ...
 
     async def tokenize(self, text: str) -> array[int]:
-        """A text's token ids. Raises TwostepError if there is nobody to ask."""
+        """A text's token ids. Raises TwostepError if no tokenizer can be asked."""
         ...
 
     async def close(self) -> None: ...

@@ -22,7 +22,7 @@ MAX_TURNS = 180
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Words of somebody's, out of a file."""
+    """A text out of a file."""
 
     text: str
     token_ids: array[int]
