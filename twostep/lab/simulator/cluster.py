@@ -183,23 +183,24 @@ def shortest_ttft(
     open_ = [i for i in range(len(decode)) if i not in full] if full else range(len(decode))
     if not open_:
         return None
+    num_uncached = request.num_uncached
+    pairs = chunk_pairs(num_uncached, request.num_prompt - num_uncached)
+
+    def ttft(engine: SimulatedEngine) -> float:
+        """Seconds until the first token: what is left of the launched steps, the prompts queued here, and this one, in full steps beside
+        those that decode here now."""
+        curve, decodes = engine.spec.prompt_curve, engine.num_decoding
+        num_tokens = engine.queued_tokens + num_uncached
+        num_steps = -(-num_tokens // max(1, engine.spec.step_tokens - decodes))
+        rows = max(0.0, num_tokens + num_steps * (decodes - curve.knee))
+        each = curve.fixed_s + curve.per_sequence_s * decodes + curve.per_context_s * engine.context
+        queue = num_steps * each + curve.per_row_s * rows + curve.per_pair_s * (engine.queued_pairs + pairs)
+        return queue + max(0.0, engine.free_at_s - now)
+
     if not prefill:
-        return PlacementChoice(None, min(open_, key=lambda i: (predicted_ttft(decode[i], request, now), decode[i].num_seqs)))
-    first = min(range(len(prefill)), key=lambda i: predicted_ttft(prefill[i], request, now)) if len(prefill) > 1 else 0
+        return PlacementChoice(None, min(open_, key=lambda i: (ttft(decode[i]), decode[i].num_seqs)))
+    first = min(range(len(prefill)), key=lambda i: ttft(prefill[i])) if len(prefill) > 1 else 0
     return PlacementChoice(first, min(open_, key=lambda i: (decode[i].num_seqs, decode[i].context)))
-
-
-def predicted_ttft(engine: SimulatedEngine, request: SimulatedRequest, now: float) -> float:
-    """Seconds until the first token: what is left of the launched steps, the prompts queued here, and this one, in full steps beside those
-    that decode here now."""
-    spec, curve = engine.spec, engine.spec.prompt_curve
-    num_tokens = engine.queued_tokens + request.num_uncached
-    pairs = engine.queued_pairs + chunk_pairs(request.num_uncached, request.num_prompt - request.num_uncached)
-    decodes = engine.num_decoding
-    num_steps = -(-num_tokens // max(1, spec.step_tokens - decodes))
-    rows = max(0.0, num_tokens + num_steps * (decodes - curve.knee))
-    each = curve.fixed_s + curve.per_sequence_s * decodes + curve.per_context_s * engine.context
-    return max(0.0, engine.free_at_s - now) + num_steps * each + curve.per_row_s * rows + curve.per_pair_s * pairs
 
 
 Act = Callable[[float, Any], None]

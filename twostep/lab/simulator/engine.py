@@ -81,15 +81,11 @@ class SimulatedSequence:
     joined: int = 0  # the number of its first decode step
     last_step: int = -1  # the number of its last one, once it has left
     grows_at: int = -1  # the number of the step for which it needs another block
+    ends_at: int = 0  # the number of the step that gives its last token
 
     @property
     def remaining(self) -> int:
         return self.length - self.planned
-
-    @property
-    def ends_at(self) -> int:
-        """The number of the step that gives its last token."""
-        return self.joined + self.max_length - self.length - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -255,9 +251,10 @@ class SimulatedEngine:
                 self._forget(sequence)
             else:
                 self._free(sequence)
-        for sequence in [s for s in self._yielding if not self._in_flight(s)]:
-            self._yielding.remove(sequence)
-            self._preempt(sequence)
+        if self._yielding:
+            for sequence in [s for s in self._yielding if not self._in_flight(s)]:
+                self._yielding.remove(sequence)
+                self._preempt(sequence)
         return step
 
     def _plan(self, now: float) -> SimulatedStep | None:
@@ -301,14 +298,16 @@ class SimulatedEngine:
                 resumed.append(sequence)
         work = StepWorkload(prompt_tokens=num_prompt_tokens, pairs=pairs, decodes=num_decodes, context=self.context)
         duration = (self.spec.prompt_curve if num_prompt_tokens else self.spec.curve).step_s(work)
-        end_s = max(now, self.free_at_s) + duration
+        end_s = (max(now, self._launched[-1].end_s) if self._launched else now) + duration
         self.busy_s += duration
         self.num_steps += 1
         self.num_tokens += num_prompt_tokens + num_decodes
         self.sequence_s += duration * num_decodes
         self.token_s += duration * self.context
-        self.most_blocks = max(self.most_blocks, self.spec.num_blocks - self.free_blocks)
-        self.most_decodes = max(self.most_decodes, num_decodes)
+        if (num_blocks := self.spec.num_blocks - self.free_blocks) > self.most_blocks:
+            self.most_blocks = num_blocks
+        if num_decodes > self.most_decodes:
+            self.most_decodes = num_decodes
         ended = self._decode_step(end_s) if num_decodes else []
         if completed:
             self._sampled_first(completed, end_s, ended)
@@ -378,6 +377,8 @@ class SimulatedEngine:
     def _join(self, sequence: SimulatedSequence) -> None:
         """It gets a token in every step from the next one on."""
         sequence.joined = self._next_step
+        sequence.ends_at = sequence.joined + sequence.max_length - sequence.length - 1
+        sequence.grows_at = sequence.joined + sequence.room - sequence.length + 1
         self._decoding[sequence] = None
         self.context += sequence.length
         self._ending.setdefault(sequence.ends_at, []).append(sequence)
@@ -386,8 +387,8 @@ class SimulatedEngine:
     def _leave(self, sequence: SimulatedSequence) -> None:
         """It decodes no more before its end, in the next step at least."""
         self._ending[sequence.ends_at].remove(sequence)
-        if sequence.grows_at >= self._next_step and (growing := self._growing.get(sequence.grows_at)) is not None:
-            growing.remove(sequence)
+        if sequence in self._growing.get(sequence.grows_at, ()):
+            self._growing[sequence.grows_at].remove(sequence)
         self._drop(sequence)
 
     def _drop(self, sequence: SimulatedSequence) -> None:
@@ -411,11 +412,8 @@ class SimulatedEngine:
     # ---- blocks -----------------------------------------------------------------------------------------------------
 
     def _watch_growth(self, sequence: SimulatedSequence) -> None:
-        sequence.grows_at = sequence.joined + sequence.room - sequence.length + 1
         if sequence.grows_at <= sequence.ends_at:
             self._growing.setdefault(sequence.grows_at, []).append(sequence)
-        else:
-            sequence.grows_at = -1
 
     def _grow(self) -> None:
         """Who decodes in the next step owns blocks for all its tokens; the others give way, or wait for those that do."""
@@ -502,6 +500,7 @@ class SimulatedEngine:
         self._num_wanted -= 1
         self._num_growing -= sequence.end_blocks == sequence.num_blocks
         if sequence in self._decoding:
+            sequence.grows_at += self.spec.block_size
             self._watch_growth(sequence)
         else:
             self._stalled.remove(sequence)
