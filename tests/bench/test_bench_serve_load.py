@@ -90,7 +90,7 @@ def test_all_at_once_and_until() -> None:
 
 @pytest.mark.parametrize("bad", [{"rate": 0}, {"rate": -1}, {"rate": math.nan}, {"rate": 1, "burstiness": 0}])
 def test_what_is_no_process_is_said(bad: dict[str, float]) -> None:
-    with pytest.raises(InvalidRequest, match="give one above 0"):
+    with pytest.raises(InvalidRequest):
         Arrivals(kind="gamma", **bad)
 
 

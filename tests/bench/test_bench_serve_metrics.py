@@ -103,7 +103,7 @@ def test_targets_are_read_as_vllms_users_write_them() -> None:
     "words", [["ttft"], ["ttft:"], ["ttft:-1"], ["ttft:0"], ["ttft:nan"], ["speed:3"], ["ttft:1", "ttft:2"], ["ttft:inf"]]
 )
 def test_what_is_no_target_is_said(words: list[str]) -> None:
-    with pytest.raises(InvalidRequest, match="give"):
+    with pytest.raises(InvalidRequest):
         LatencyTargets.parse(words)
 
 

@@ -94,9 +94,9 @@ def test_without_a_gap_target_prompts_beside_decodes_win_where_answers_are_long(
 
 
 def test_impossible_targets_are_refused_with_the_reason() -> None:
-    with pytest.raises(InvalidRequest, match=r"no number of workers keeps TTFT ≤ 5 ms: alone, a request of \d+ tokens misses ttft"):
+    with pytest.raises(InvalidRequest, match="TTFT ≤ 5 ms"):
         plan_for_rate(question(LatencyTargets(ttft_ms=5)), 10)
-    with pytest.raises(InvalidRequest, match="misses tpot"):
+    with pytest.raises(InvalidRequest, match="tpot"):
         plan_for_workers(question(LatencyTargets(tpot_ms=4)), 2)
 
 
