@@ -6,7 +6,7 @@
 
 Llama-3.1-8B's shape with random weights and a vocabulary of invented words; prompts of 2600 and answers of 128 tokens, each +- 30 %,
 Poisson. For each rate: the share of requests that met each set of targets, and the latencies. `--out`: a folder for every request's record,
-the workers' records with their curves (for benchmarks/simulate_goodput.py) and the logs.
+the workers' records with their curves, and the logs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from tempfile import TemporaryDirectory
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from twostep.lab.bench.serve.metrics import Distribution, Targets, latency_of
+from twostep.lab.bench.serve.metrics import Distribution, LatencyTargets, latency_of
 from twostep.lab.bench.serve.record import RequestRecord
 from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.lab.plan.live import registered_workers
 from twostep.local.ports import free_ports
 from twostep.local.redis_server import server_argv, server_binary, server_url
 
@@ -117,7 +118,7 @@ def show(rate: float, records: Sequence[RequestRecord]) -> None:
     latencies = [latency_of(record) for record in records]
     answered = [latency for latency in latencies if latency is not None]
     shares = " ".join(
-        f"{sum(not Targets.parse(words.split()).missed(latency) for latency in latencies) / max(1, len(latencies)):12.3f}"
+        f"{sum(not LatencyTargets.parse(words.split()).missed(latency) for latency in latencies) / max(1, len(latencies)):12.3f}"
         for words in TARGETS
     )
     parts = []
@@ -165,8 +166,7 @@ def main() -> None:
                 alone = argparse.Namespace(**vars(arguments) | {"input_tokens": arguments.unloaded, "duration": 10, "warmup": 1})
                 print(f"  2/s of {arguments.unloaded} tokens:")
                 show(2.0, load(target, 2.0, alone, out, f"unloaded-{arguments.unloaded}"))
-        dump = [sys.executable, "-P", str(Path(__file__).with_name("simulate_goodput.py")), "--dump-workers", redis_url]
-        (out / "workers.jsonl").write_bytes(subprocess.run(dump, capture_output=True, check=False).stdout)
+        (out / "workers.jsonl").write_text("".join(record.to_json() + "\n" for record in registered_workers(redis_url)))
         logs = Path(name) / "logs"
         if logs.is_dir():
             shutil.copytree(logs, out / "logs", dirs_exist_ok=True)

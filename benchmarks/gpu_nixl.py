@@ -1,52 +1,135 @@
-"""NIXL between two GPUs of one host, two processes: the link's copy rate, raw reads by layout and size of descriptors, and whole fetches
-of the `nixl` transport; then a peer that is killed or stopped in mid-read.
+"""NIXL between two GPUs of one host, two processes: the link's copy rate, raw reads, and whole fetches of the `nixl` transport.
 
-    PYTHONPATH=. python benchmarks/gpu_nixl.py [--section link raw fetch kill stop probe] [--cpu]
+    PYTHONPATH=. python benchmarks/gpu_nixl.py [--section link raw fetch] [--cpu]
 
 341 MB: 163 blocks of 2 MiB, a prompt of 2600 tokens of Llama-3.1-8B's shape in bfloat16. Wall times on the host, medians. The source is
-a process on cuda:0, the reader this one on cuda:1 (nixl_rig.py). What arrives is compared bit for bit. `--cpu`: both pools in host
-memory, to try the script itself.
+a process on cuda:0, the reader this one on cuda:1. What arrives is compared bit for bit. `--cpu`: both pools in host memory, to try the
+script itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
-import signal
+import statistics
+import subprocess
+import sys
 import time
-import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
-from nixl_rig import (
-    BLOCK_BYTES,
-    FAR,
-    MEMORY,
-    NEAR,
-    NUM_BLOCKS,
-    NUM_BYTES,
-    ON_CPU,
-    POOL_BLOCKS,
-    Source,
-    median_ms,
-    memory_of,
-    pool_of,
-    show,
-    transport_of,
-    wait_for,
-)
 
-from kv_transfer.nixl import device as nixl_device
 from kv_transfer.nixl.agent import NixlAgent
+from kv_transfer.nixl.device import DeviceMemory
 from kv_transfer.nixl.endpoint import NixlEndpoint, laid_out
+from kv_transfer.nixl.memory import HostMemory, NixlMemory
 from kv_transfer.nixl.read import Peer, Read
+from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.transport import ChunkInfo
-from twostep.errors import TwostepError
-from twostep.model.kernels.triton_pull import PullShape, pull_blocks
+
+BLOCK_BYTES = 2 << 20
+NUM_BLOCKS = 163
+POOL_BLOCKS = 400
+NUM_BYTES = NUM_BLOCKS * BLOCK_BYTES
+ARENA_BYTES = 1 << 30
+ON_CPU = "--cpu" in sys.argv
+FAR, NEAR, MEMORY = ("cpu", "cpu", "DRAM") if ON_CPU else ("cuda:0", "cuda:1", "VRAM")
+PROBE_BYTES = 16 << 20
+
+
+def pool_of(device: str, seed: int) -> torch.Tensor:
+    if not seed:
+        return torch.zeros(POOL_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(0, 256, (POOL_BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=device, generator=generator)
+
+
+def memory_of(pool: torch.Tensor) -> NixlMemory:
+    if ON_CPU:
+        return HostMemory(pool.numpy(), arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
+    return DeviceMemory(pool, arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
+
+
+def transport_of(pool: torch.Tensor, piece_bytes: int = 0, **params: str) -> NixlTransport:
+    return NixlTransport(memory_of(pool), piece_bytes=piece_bytes, backend_params=params or None)
+
+
+def wait_for(device: str) -> None:
+    if not ON_CPU:
+        torch.cuda.synchronize(device)
+
+
+def median_ms(run: Callable[[], object], repeats: int = 9, warm: int = 2) -> float:
+    times = []
+    for _ in range(warm + repeats):
+        wait_for(NEAR)
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[warm:]) * 1e3
+
+
+def show(what: str, ms: float, num_bytes: int = NUM_BYTES) -> None:
+    print(f"{what:66s} {ms:8.3f} ms {num_bytes / ms / 1e6:7.1f} GB/s", flush=True)
+
+
+async def be_source() -> None:
+    """Says where it is, then publishes what standard input asks for."""
+    transport = transport_of(pool_of(FAR, 1))
+    await transport.start()
+    print("ANSWER", json.dumps(transport.endpoint), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        lease, index, ids = json.loads(line)
+        start = time.perf_counter()
+        chunk = await transport.publish(lease, index, 0, ids, ttl_s=60, deadline=time.monotonic() + 10)
+        print("ANSWER", json.dumps([asdict(chunk), time.perf_counter() - start]), flush=True)
+    await transport.close()
+
+
+class Source:
+    """The other process."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--source", *(["--cpu"] if ON_CPU else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ,
+        )
+        self.endpoint: str = self._answer()
+        self._leases = 0
+
+    def publish(self, ids: list[int], num_chunks: int = 1) -> tuple[list[ChunkInfo], float]:
+        assert self.process.stdin is not None
+        self._leases += 1
+        chunks, seconds = [], 0.0
+        for index, part in enumerate(np.array_split(ids, num_chunks)):
+            self.process.stdin.write(json.dumps([f"l{self._leases}", index, part.tolist()]) + "\n")
+            self.process.stdin.flush()
+            fields, took = self._answer()
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+            chunks.append(ChunkInfo(**values))
+            seconds += took
+        return chunks, seconds
+
+    def _answer(self) -> Any:
+        """What JSON it printed next."""
+        assert self.process.stdout is not None
+        while not (line := self.process.stdout.readline()).startswith("ANSWER "):
+            assert line, "the source ended"
+            print("source:", line, end="")
+        return json.loads(line.removeprefix("ANSWER "))
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 class BackendParams(TypedDict):
@@ -84,48 +167,6 @@ def link() -> None:
 
     show("torch: scatter 163 blocks, local", median_ms(scatter))
     show("torch: gather 163 blocks, local", median_ms(gather))
-    if ON_CPU:
-        return
-    kernels(near)
-
-
-def kernels(pool: torch.Tensor) -> None:
-    """What verifying costs: the copy from the arena into the pool with its sums, and sums alone, as the transport calls them."""
-    memory = memory_of(pool)
-    memory.enter_thread()
-    targets = np.random.default_rng(5).permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
-
-    def land() -> None:
-        landing = memory.landing(0, targets, None)
-        landing.prepare()
-        landing.begin()
-        while not landing.done():
-            pass
-
-    default = nixl_device.SHAPE
-    for num_programs, tile_words, num_warps in ((128, 4096, 16), (132, 2048, 8), (264, 2048, 8), (264, 4096, 8), (528, 2048, 8)):
-        nixl_device.SHAPE = PullShape(num_programs=num_programs, tile_words=tile_words, num_warps=num_warps)
-        name = f"{num_programs} programs of {num_warps} warps, {tile_words} words"
-        show(f"arena -> pool with sums, {name}", median_ms(land))
-        show(f"sums of blocks alone, {name}", median_ms(lambda: memory.block_sums(targets, None)))
-    nixl_device.SHAPE = default
-    ids = torch.tensor([list(range(NUM_BLOCKS)), targets], dtype=torch.int32, device=NEAR)
-
-    def copy_only() -> None:
-        pull_blocks(
-            memory.arena.address,
-            memory.pool.address,
-            ids,
-            None,
-            block_bytes=BLOCK_BYTES,
-            first_byte=0,
-            num_bytes=BLOCK_BYTES,
-            shape=default,
-        )
-        wait_for(NEAR)
-
-    with torch.cuda.device(NEAR):
-        show("arena -> pool without sums", median_ms(copy_only))
 
 
 def raw(source: Source, sizes: tuple[int, ...] = (BLOCK_BYTES, 512 << 10, 128 << 10, 32 << 10), **params: str) -> None:
@@ -186,7 +227,7 @@ def raw(source: Source, sizes: tuple[int, ...] = (BLOCK_BYTES, 512 << 10, 128 <<
     agent.close()
 
 
-async def fetches(source: Source, cuts: tuple[tuple[int, int], ...], piece_mib: int, *, consecutive: bool = False, **params: str) -> None:
+async def fetches(source: Source, cuts: tuple[tuple[int, int], ...], piece_mib: int, **params: str) -> None:
     """`cuts`: into how many chunks, how many of them at once."""
     pool = pool_of(NEAR, 0)
     reader = transport_of(pool, piece_mib << 20, **params)
@@ -201,9 +242,6 @@ async def fetches(source: Source, cuts: tuple[tuple[int, int], ...], piece_mib: 
     truth = pool_of(FAR, 1).cpu()
     rng = np.random.default_rng(7)
     far, near = rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist(), rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
-    if consecutive:
-        far = list(range(NUM_BLOCKS))
-        print("blocks that are consecutive in the source's pool:")
     for num_chunks, at_once in cuts:
         chunks, published = source.publish(far, num_chunks)
         targets = np.array_split(near, num_chunks)
@@ -229,114 +267,27 @@ async def fetches(source: Source, cuts: tuple[tuple[int, int], ...], piece_mib: 
     await reader.close()
 
 
-async def faults(name: str) -> None:
-    """Four readers fetch chunks without end; the source is killed or stopped among them. Then: does our context live, is memory given
-    back, and can a new source be read?"""
-    signum = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[name]
-    source = Source()
-    pool = pool_of(NEAR, 0)
-    reader = transport_of(pool, **THREADED)
-    await reader.start()
-    far = np.random.default_rng(8).permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
-    chunks, _ = source.publish(far, 8)
-    targets = [part.tolist() for part in np.array_split(np.arange(200, 200 + NUM_BLOCKS), 8)]
-    over = time.monotonic() + 60.0
-
-    async def fetch(endpoint: str, chunk: ChunkInfo, ids: list[int], within_s: float) -> None:
-        await reader.fetch(endpoint, "l", chunk, ids, deadline=time.monotonic() + within_s)
-
-    async def read_on(index: int) -> tuple[int, str, float]:
-        count = 0
-        while time.monotonic() < over:
-            try:
-                await fetch(source.endpoint, chunks[index], targets[index], 2.0)
-                count += 1
-            except TwostepError as error:
-                return count, f"{type(error).__name__}: {str(error)[:90]}", time.perf_counter()
-        return count, "went on", time.perf_counter()
-
-    tasks = [asyncio.create_task(read_on(n)) for n in range(4)]
-    await asyncio.sleep(1.0)
-    in_flight = reader.arena.used_bytes
-    source.process.send_signal(signum)
-    at = time.perf_counter()
-    over = time.monotonic() + 3.0
-    outcomes = await asyncio.gather(*tasks)
-    print(f"{name}: {in_flight >> 20} MiB on their way; {sum(o[0] for o in outcomes)} fetched in all")
-    for said in sorted({o[1] for o in outcomes}):
-        print(f"    {said}, at the latest {max(o[2] for o in outcomes if o[1] == said) - at:.3f} s after the signal")
-    for attempt in range(2):
-        start = time.perf_counter()
-        try:
-            await fetch(source.endpoint, chunks[0], targets[0], 3.0)
-            print(f"    fetched again in {time.perf_counter() - start:.3f} s")
-        except TwostepError as error:
-            print(f"    again ({attempt}): {type(error).__name__} in {time.perf_counter() - start:.3f} s: {str(error)[:90]}")
-    if signum == signal.SIGSTOP:
-        source.process.send_signal(signal.SIGCONT)
-    await asyncio.sleep(2.5)
-    assert float((torch.ones(1 << 20, device=NEAR) * 2).sum()) == 2 << 20, "the survivor's context is broken"
-    fresh = Source()
-    again, _ = fresh.publish(far, 8)
-    start = time.perf_counter()
-    for chunk, ids in zip(again, targets, strict=True):
-        await fetch(fresh.endpoint, chunk, ids, 10.0)
-    took = time.perf_counter() - start
-    whole = torch.equal(pool[200 : 200 + NUM_BLOCKS].cpu(), pool_of(FAR, 1)[far].cpu())
-    print(f"    context lives; arena in use {reader.arena.used_bytes}; a new source: {took:.3f} s, bit for bit: {whole}", flush=True)
-    fresh.close()
-    source.close()
-    await reader.close()
-
-
-async def only_probe(source: Source) -> None:
-    reader = transport_of(pool_of(NEAR, 0))
-    await reader.start()
-    probe = await reader.probe(source.endpoint, deadline=time.monotonic() + 20)
-    print(f"probe with UCX_TLS={os.environ.get('UCX_TLS', '')}: {probe.bytes_per_s / 1e9:.2f} GB/s")
-    await reader.close()
-
-
-def attempt(section: Callable[[], None]) -> None:
-    """One that fails does not cost the others."""
-    try:
-        section()
-    except Exception:  # noqa: BLE001
-        traceback.print_exc()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", nargs="+", default=["link", "raw", "fetch", "kill", "stop"])
+    parser.add_argument("--section", nargs="+", choices=["link", "raw", "fetch"], default=["link", "raw", "fetch"])
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--source", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.source:
+        asyncio.run(be_source())
+        return
     if "link" in args.section:
         link()
-    if {"raw", "fetch", "probe"} & set(args.section):
-        source = Source()
-        try:
-            if "fetch" in args.section:
-                one, many = ((1, 1),), ((1, 1), (2, 2), (4, 4), (11, 4), (43, 4))
-
-                def threaded(cuts: tuple[tuple[int, int], ...], piece_mib: int) -> None:
-                    asyncio.run(fetches(source, cuts, piece_mib, **THREADED))
-
-                attempt(lambda: asyncio.run(fetches(source, one, 64)))
-                attempt(partial(threaded, many, 64))
-                for piece_mib in (48, 128, 341):
-                    attempt(partial(threaded, one, piece_mib))
-                attempt(lambda: asyncio.run(fetches(source, one, 64, consecutive=True)))
-            if "raw" in args.section:
-                attempt(lambda: raw(source))
-                for num_threads in ("2", "4", "8"):
-                    attempt(partial(raw, source, (BLOCK_BYTES,), num_threads=num_threads, split_batch_size="8"))
-            if "probe" in args.section:
-                asyncio.run(only_probe(source))
-        finally:
-            source.close()
-    for name in ("kill", "stop"):
-        if name in args.section:
-            asyncio.run(faults(name))
+    source = Source()
+    try:
+        if "fetch" in args.section:
+            asyncio.run(fetches(source, ((1, 1),), 64))
+            asyncio.run(fetches(source, ((1, 1), (2, 2), (4, 4), (11, 4), (43, 4)), 64, **THREADED))
+        if "raw" in args.section:
+            raw(source)
+            raw(source, (BLOCK_BYTES,), **THREADED)
+    finally:
+        source.close()
 
 
 if __name__ == "__main__":

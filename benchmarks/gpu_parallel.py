@@ -32,7 +32,6 @@ from twostep.model.families.registry import build_model
 from twostep.model.kernels.torch_ops import TorchOps
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.runner.parallel_runner import ParallelRunner
-from twostep.process.startup import NoProgress
 
 AIM = 0.65
 SMALL_EVEN = SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "max_position_embeddings": 4096}
@@ -49,22 +48,6 @@ class Options(TypedDict):
     load_format: NotRequired[str]
 
 
-class Phases(NoProgress):
-    def __init__(self) -> None:
-        self._begun = self._first = time.perf_counter()
-        self._name = "start"
-        self._told: list[str] = []
-
-    def phase(self, name: str) -> None:
-        now = time.perf_counter()
-        self._told.append(f"{self._name} {now - self._begun:.1f}")
-        self._name, self._begun = name, now
-
-    def done(self) -> str:
-        self.phase("")
-        return f"{time.perf_counter() - self._first:.1f} s ({', '.join(self._told)})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=2)
@@ -72,7 +55,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--device", default="cuda", help="of the check")
     parser.add_argument("--nccl", action="store_true", help="measure that too")
-    parser.add_argument("--profile", type=int, default=0, metavar="BATCH", help="also list the kernels of such a step")
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--skip-speed", action="store_true")
     args = parser.parse_args()
@@ -182,12 +164,12 @@ def speed(args: argparse.Namespace) -> None:
         (Path(name) / "config.json").write_text(json.dumps(LLAMA_8B))
         base: dict[int, float] = {}
         for title, one_shot in ways.items():
-            phases = Phases()
+            begun = time.perf_counter()
             if one_shot is None:
-                runner: Runner = ModelRunner(name, progress=phases, **options)
+                runner: Runner = ModelRunner(name, **options)
             else:
-                runner = ParallelRunner(name, size=size, one_shot=one_shot, step_timeout_s=60.0, progress=phases, **options)
-            print(f"{title}: ready after {phases.done()}", flush=True)
+                runner = ParallelRunner(name, size=size, one_shot=one_shot, step_timeout_s=60.0, **options)
+            print(f"{title}: ready after {time.perf_counter() - begun:.1f} s", flush=True)
             for batch in batches:
                 times = decode_ms(runner, batch, steps)
                 middle = statistics.median(times)
@@ -200,12 +182,8 @@ def speed(args: argparse.Namespace) -> None:
                 )
             rate = prefill_rate(runner, 4, 2048)
             print(f"{title}: prefill 4 x 2048  {rate / 1e3:.1f}k tokens/s", flush=True)
-            if args.profile:
-                list_kernels(runner, args.profile)
             if isinstance(runner, ParallelRunner):
-                begun = time.perf_counter()
                 runner.close()
-                print(f"{title}: closed in {time.perf_counter() - begun:.1f} s", flush=True)
 
 
 def decode_ms(runner: Runner, batch: int, steps: int, *, carried: bool = True) -> list[float]:
@@ -228,18 +206,6 @@ def decode_ms(runner: Runner, batch: int, steps: int, *, carried: bool = True) -
     if before is not None:
         before.result()
     return times[5:]
-
-
-def list_kernels(runner: Runner, batch: int, steps: int = 10) -> None:
-    """Where the device's time goes, on rank 0."""
-    decode_ms(runner, batch, 5)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        decode_ms(runner, batch, steps)
-        torch.cuda.synchronize()
-    rows = [(e.self_device_time_total / (steps + 5), e.count / (steps + 5), e.key) for e in profile.key_averages()]
-    print(f"  kernels of a step of {batch}: {sum(row[0] for row in rows) / 1e3:.3f} ms busy", flush=True)
-    for time_us, count, name in sorted(rows, reverse=True)[:14]:
-        print(f"  {time_us:8.1f} us {count:6.1f} x {time_us / max(count, 1e-9):6.2f}  {name[:90]}", flush=True)
 
 
 def prefill_rate(runner: Runner, count: int, length: int) -> float:

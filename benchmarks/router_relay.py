@@ -1,6 +1,7 @@
-"""What one router process relays, and what it adds to the time to the first token.
+"""What one router process relays over gRPC or HTTP, and what it adds to the time to the first token.
 
-    python benchmarks/router_relay.py                        500 streams, a token each every 40 ms
+    python benchmarks/router_relay.py                        500 streams over gRPC, a token each every 40 ms
+    python benchmarks/router_relay.py --http --no-ttft       and beside them as server-sent events over HTTP, a connection each
     python benchmarks/router_relay.py --streams 500 --step-ms 25 --decode 2 --connections 8 --tokenizer DIR/tokenizer.json
 
 Relay: tokens a second while all streams run, and tokens for each second of the router's own CPU time, all its threads. The router has
@@ -17,24 +18,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from router_helper import Helper
 from router_place import encode_request, fresh_prompt
-from router_rig import Pace, Rig, RouterProcess, busy, open_client, rig, tokens_for
+from router_rig import Pace, Rig, RouterProcess, busy, free_port, open_client, rig, tokens_for
 
 from twostep.rpc import event_loop
 
 
-async def relay(rig_: Rig, router: RouterProcess, *, streams: int, seconds: float, step_s: float, connections: int) -> None:
-    num_tokens = tokens_for(seconds, step_s)
-    async with rig_.streams(1, streams=streams, connections=connections, num_tokens=num_tokens) as replies:
-        cpu, wall = router.cpu_s(), time.monotonic()
+async def relay(rig_: Rig, client: Helper, router: RouterProcess, step_s: float, seconds: float, *, what: str, **load: object) -> None:
+    async with rig_.streams(client, num_tokens=tokens_for(seconds, step_s), **load) as replies:
+        cpu = router.cpu_s()
         await asyncio.sleep(seconds)
-        cpu, wall = router.cpu_s() - cpu, time.monotonic() - wall
+        cpu = router.cpu_s() - cpu
     (reply,) = replies
-    rate, pieces = reply["tokens"] / reply["wall_s"], reply["pieces"] / reply["wall_s"]
+    streams, wall = int(str(load["streams"])), reply["wall_s"]
     print(
-        f"relay: {streams} streams on {connections} connections: {rate:,.0f} of {streams / step_s:,.0f} tokens/s with {cpu / wall:.0%} of "
-        f"a core, {rate * wall / cpu:,.0f} tokens per CPU second ({1e6 * cpu / wall / rate:.1f} us a token, {rate / pieces:.2f} tokens a "
-        f"piece), {busy()}"
+        f"{what}: {streams} streams: {reply['tokens'] / wall:,.0f} of {streams / step_s:,.0f} tokens/s with {cpu / wall:.0%} of a core, "
+        f"{reply['tokens'] / cpu:,.0f} tokens per CPU second ({1e6 * cpu / reply['tokens']:.1f} us a token, "
+        f"{reply['tokens'] / reply['pieces']:.2f} tokens a piece), {busy()}",
+        flush=True,
     )
 
 
@@ -70,23 +72,22 @@ def _ms(seconds: Sequence[float]) -> str:
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    async with rig(Pace(num_decode=arguments.decode, step_s=arguments.step_ms / 1e3), tokenizer=arguments.tokenizer) as rig_:
-        router = await rig_.add_router()
+    step_s, http_port = arguments.step_ms / 1e3, free_port()
+    async with rig(Pace(num_decode=arguments.decode, step_s=step_s), tokenizer=arguments.tokenizer) as rig_:
+        router = await rig_.add_router("--http-port", str(http_port) if arguments.http else "-1")
         if arguments.pid:
             print(f"router: pid {router.pid}", flush=True)
         if not arguments.no_ttft:
             for length in arguments.lengths:
                 await ttft(rig_, router, length=length, rounds=arguments.rounds)
-        if not arguments.no_relay:
-            for _ in range(arguments.repeat):
-                await relay(
-                    rig_,
-                    router,
-                    streams=arguments.streams,
-                    seconds=arguments.seconds,
-                    step_s=arguments.step_ms / 1e3,
-                    connections=arguments.connections,
-                )
+        grpc_load = {"ports": [router.port], "connections": arguments.connections, "streams": arguments.streams}
+        loads = [("gRPC", "router_load.py", grpc_load)]
+        if arguments.http:
+            loads.append(("HTTP", "http_load.py", {"port": http_port, "streams": arguments.streams}))
+        clients = [(what, await rig_.add_client(script), load) for what, script, load in loads]
+        for _ in range(arguments.repeat):
+            for what, client, load in clients:
+                await relay(rig_, client, router, step_s, arguments.seconds, what=what, **load)
 
 
 if __name__ == "__main__":
@@ -101,6 +102,6 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--no-ttft", action="store_true")
-    parser.add_argument("--no-relay", action="store_true")
+    parser.add_argument("--http", action="store_true", help="relay over HTTP as well")
     parser.add_argument("--pid", action="store_true", help="print the router's, for a profiler")
     event_loop.run(main(parser.parse_args()))

@@ -1,11 +1,11 @@
-"""What the benchmarks of the router share: real router processes, each on a core of its choice, between fake workers and load clients.
+"""What the benchmarks of the router share: a real router process on a core of its own, between fake workers and a load client.
 
     workers     processes of router_workers.py, with Redis beside them
-    routers     `python -P -m router`, as deployed
-    clients     processes of router_load.py, which keep the bytes they are sent and look at them after the measurement: every token of every
+    router      `python -P -m router`, as deployed
+    client      a process of router_load.py, which keeps the bytes it is sent and looks at them after the measurement: every token of every
                 answer must be the right one, once, in order, and the text that of all of them; or, for one request at a time, this process
 
-Where nothing else is said, everything but the routers runs on the last core there is, the first router on the first one.
+The router has the first core to itself; everything else runs on the last one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from redis.asyncio import Redis
-from router_cores import CorePlan, cpu_s
-from router_helper import ROOT, Helper, Reply
+from router_helper import ROOT, Helper, Reply, cpu_s
 from router_place import Place, Stream, encode_request
 
 from twostep.cluster.records import WorkerRecord, worker_key
@@ -85,13 +84,8 @@ class Workers:
 
 @dataclass(eq=False)
 class Rig:
-    """`clients[i]` is that of router i; several routers may have the same one."""
-
     place: Place
-    plan: CorePlan
-    routers: list[RouterProcess] = field(default_factory=list)
-    workers: list[Helper] = field(default_factory=list)
-    clients: list[Helper] = field(default_factory=list)
+    helpers: list[Helper] = field(default_factory=list)  # the process of fake workers, then the load client's
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def spawn(self, argv: Sequence[str], core: int) -> subprocess.Popen[bytes]:
@@ -100,9 +94,8 @@ class Rig:
         return child
 
     async def add_router(self, *flags: str) -> RouterProcess:
-        """On the next core of the plan; returns once it answers. Raises AioRpcError: it has ended, or does not answer within 30 s."""
-        port, place = _free_port(), self.place
-        core = self.plan.routers[len(self.routers) % len(self.plan.routers)]
+        """Returns once it answers. Raises AioRpcError: it has ended, or does not answer within 30 s."""
+        port, place = free_port(), self.place
         argv = (
             *(sys.executable, "-P", "-m", "router", "--host", "127.0.0.1", "--port", str(port), "--health-port", "-1"),
             *("--model", str(place.model), "--served-model-name", "m", "--load-format", "dummy", "--secret-file", str(place.secret)),
@@ -111,8 +104,6 @@ class Rig:
                 place.redis_url,
                 "--metrics-port",
                 "-1",
-                "--http-port",
-                "-1",
                 "--log-level",
                 "warning",
                 "--max-inflight",
@@ -120,11 +111,8 @@ class Rig:
                 *flags,
             ),
         )
-        child = self.spawn(argv, core)
+        child = self.spawn(argv, FIRST_CORE)
         router = RouterProcess(port, child.pid)
-        self.routers.append(router)
-        # Others that are added at the same time are forked now, before gRPC has threads here.
-        await asyncio.sleep(0)
         request = encode_request([1, 2, 3], num_tokens=2)
         give_up = time.monotonic() + 30
         while True:
@@ -137,32 +125,30 @@ class Rig:
                     raise
                 await asyncio.sleep(0.2)
 
-    def redis_cpu_s(self) -> float:
-        return cpu_s(self._children[0].pid)
-
     @asynccontextmanager
-    async def streams(self, num_routers: int, *, streams: int, connections: int, num_tokens: int) -> AsyncIterator[list[Reply]]:
-        """Decode workers hold their tokens until `streams` of each of the first routers have begun, so that all of them run together
-        while the body is executed. What comes within it is counted; the list has it afterwards, a reply of Load.finish from each client."""
-        ports: dict[Helper, list[int]] = {}
-        for client, router in zip(self.clients, self.routers[:num_routers], strict=False):
-            ports.setdefault(client, []).append(router.port)
+    async def streams(self, client: Helper, **load: object) -> AsyncIterator[list[Reply]]:
+        """Decode workers hold their tokens until all streams of `load` (Load.start's words) have begun, so that all of them run together
+        while the body is executed. What comes within it is counted; the list then has the reply of Load.finish."""
         replies: list[Reply] = []
-        await self.tell(self.workers, "hold", held=True)
-        await asyncio.gather(
-            *(client.ask("start", ports=p, streams=streams, connections=connections, num_tokens=num_tokens) for client, p in ports.items())
-        )
-        await self.tell(self.workers, "hold", held=False)
+        await self.workers.ask("hold", held=True)
+        await client.ask("start", **load)
+        await self.workers.ask("hold", held=False)
         await asyncio.sleep(_SETTLE_S)
-        await self.tell(ports, "mark")
+        await client.ask("mark")
         yield replies
-        marks = await self.tell(ports, "mark")
-        assert not any(mark["ended"] for mark in marks), "answers ended while they were measured; more tokens for each"
-        replies += await self.tell(ports, "finish")
+        mark = await client.ask("mark")
+        assert not mark["ended"], "answers ended while they were measured; more tokens for each"
+        replies.append(await client.ask("finish"))
 
-    @staticmethod
-    async def tell(helpers: Sequence[Helper] | dict[Helper, list[int]], command: str, **arguments: object) -> list[Reply]:
-        return await asyncio.gather(*(helper.ask(command, **arguments) for helper in helpers))
+    @property
+    def workers(self) -> Helper:
+        return self.helpers[0]
+
+    async def add_client(self, script: str) -> Helper:
+        """Starts a load client: router_load.py or http_load.py."""
+        client = await Helper.start(script, script, str(self.place.directory), core=LAST_CORE)
+        self.helpers.append(client)
+        return client
 
     @asynccontextmanager
     async def open_workers(self) -> AsyncIterator[Workers]:
@@ -177,38 +163,31 @@ class Rig:
             yield Workers(to_prefill, to_decode)
 
     async def open(self, pace: Pace) -> None:
-        """Redis, workers and clients."""
-        self.spawn(server_argv(server_binary(), self.place.directory), self.plan.rest)
+        """Redis and workers."""
+        self.spawn(server_argv(server_binary(), self.place.directory), LAST_CORE)
         await until(socket_path(self.place.directory).exists)
         words = (str(self.place.directory), str(pace.step_s), str(pace.prefill_s))
-        for i, core in enumerate(self.plan.workers):
-            names = [f"p{i}", *(f"d{j}" for j in range(i, pace.num_decode, len(self.plan.workers)))]
-            self.workers.append(await Helper.start(f"workers {','.join(names)}", "router_workers.py", *words, *names, core=core))
-        by_core: dict[int, Helper] = {}
-        for core in self.plan.clients:
-            if core not in by_core:
-                by_core[core] = await Helper.start(f"client on core {core}", "router_load.py", words[0], core=core)
-            self.clients.append(by_core[core])
-        await self.tell(self.workers, "hold", held=False)
+        names = ["p0", *(f"d{j}" for j in range(pace.num_decode))]
+        self.helpers.append(await Helper.start("workers", "router_workers.py", *words, *names, core=LAST_CORE))
+        await self.workers.ask("hold", held=False)
 
     async def close(self) -> None:
-        # Routers first, so that nothing is said of workers that go.
+        # The router first, so that nothing is said of workers that go.
         for child in reversed(self._children[1:]):
             _end(child)
-        await asyncio.gather(*(helper.close() for helper in (*dict.fromkeys(self.clients), *self.workers)))
+        await asyncio.gather(*(helper.close() for helper in reversed(self.helpers)))
         for child in self._children[:1]:
             _end(child)
 
 
 @asynccontextmanager
-async def rig(pace: Pace, *, tokenizer: Path | None = None, plan: CorePlan | None = None) -> AsyncIterator[Rig]:
-    """Workers, clients and Redis, without a router yet. This process moves to the plan's `rest`."""
-    plan = plan or CorePlan(routers=(FIRST_CORE,), workers=(LAST_CORE,), clients=(LAST_CORE,), rest=LAST_CORE, alone=1)
-    os.sched_setaffinity(0, {plan.rest})
+async def rig(pace: Pace, *, tokenizer: Path | None = None) -> AsyncIterator[Rig]:
+    """Workers and Redis, without a router or a client yet. This process moves to the last core."""
+    os.sched_setaffinity(0, {LAST_CORE})
     with tempfile.TemporaryDirectory() as directory:
         place = Place(Path(directory))
         place.fill(tokenizer)
-        all_of_it = Rig(place, plan)
+        all_of_it = Rig(place)
         try:
             await all_of_it.open(pace)
             yield all_of_it
@@ -225,7 +204,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -6,7 +6,7 @@
     zstd    lossless: bytes of equal significance side by side (exponents compress, fractions hardly do), then zstd. A chunk that does
             not get smaller so travels as it is: that it is as long as its blocks are tells it apart
 
-benchmarks/kv_compression.py measures what zstd gives on real KV.
+benchmarks/RESULTS.md says what zstd gives on real KV.
 """
 
 from __future__ import annotations

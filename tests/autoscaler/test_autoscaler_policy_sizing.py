@@ -22,11 +22,11 @@ from twostep.autoscaler.sizing import (
     seats,
     sequences,
 )
-from twostep.lab.bench.serve.metrics import Targets
-from twostep.lab.plan.deployment import Deployment, HandOver
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.plan.goodput import try_rate
-from twostep.lab.plan.virtual_sequence import EngineSpec
 from twostep.lab.plan.workload import parse_workload
+from twostep.lab.simulator.cluster import HandOver, SimulatedDeployment
+from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve
 
 CONFIG = config()
@@ -140,9 +140,11 @@ def test_what_is_sized_keeps_its_targets_in_the_planners_simulation(rate: float,
     need = prefill_need(CONFIG, PREFILL_SPEC, demand), decode_need(CONFIG, DECODE_SPEC, demand)
     engine = EngineSpec(curve=PREFILL, num_blocks=50_000, block_size=16, max_num_seqs=256, step_tokens=8192)
     decode = EngineSpec(curve=DECODE, num_blocks=50_000, block_size=16, max_num_seqs=256, step_tokens=2048)
-    base = Deployment(num_prefill=1, num_decode=1, prefill=engine, decode=decode, hand_over=HandOver(latency_s=0.007), edge_s=0.011)
+    base = SimulatedDeployment(
+        num_prefill=1, num_decode=1, prefill=engine, decode=decode, hand_over=HandOver(latency_s=0.007), edge_s=0.011
+    )
     workload = parse_workload(f"prompts=2600+-30%,outputs={output}+-30%")
-    targets = Targets(ttft_ms=CONFIG.ttft_ms, tpot_ms=CONFIG.tpot_ms)
+    targets = LatencyTargets(ttft_ms=CONFIG.ttft_ms, tpot_ms=CONFIG.tpot_ms)
     assert try_rate(base.sized(*need), workload, rate, targets, seconds=20.0).met
     for fewer in ((need[0] - 1, need[1]), (need[0], need[1] - 1)):
         if min(fewer) >= 1:

@@ -13,30 +13,32 @@ from twostep.autoscaler.config import Pool
 from twostep.autoscaler.decision_log import read_decisions
 from twostep.autoscaler.model import ROLES
 from twostep.autoscaler.server import Autoscaler
-from twostep.lab.simulation.cluster import ClusterConfig
-from twostep.lab.simulation.hardware import hardware_of
-from twostep.lab.simulation.run import Setting
-from twostep.lab.simulation.tape import decision_lines
-from twostep.lab.simulation.traces import Curve, Loss, Trace, requests
+from twostep.lab.plan.machine import machine_of_preset
+from twostep.lab.simulation.pods import PodsConfig
+from twostep.lab.simulation.run import Setting, decision_lines
+from twostep.lab.simulation.traces import LoadTrace, TraceCurve, WorkerLoss, requests
 
 # Up and down, from prompts to answers, and a worker lost, in ten minutes.
-TRACE = Trace(
+TRACE = LoadTrace(
     name="short",
     seconds=600,
-    rate=Curve(((0, 8), (200, 30), (400, 30), (600, 8))),
-    prompts=Curve(((150, 2800), (450, 1000))),
-    outputs=Curve(((150, 120), (450, 450))),
-    losses=(Loss(300, "decode"),),
+    rate=TraceCurve(((0, 8), (200, 30), (400, 30), (600, 8))),
+    prompts=TraceCurve(((150, 2800), (450, 1000))),
+    outputs=TraceCurve(((150, 120), (450, 450))),
+    losses=(WorkerLoss(300, "decode"),),
 )
 
 
+@pytest.mark.system
 async def test_the_service_follows_a_trace_as_the_simulation_says(
     redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, clock = Pool(max_workers=12, cold_start=45.0), Clock(0.0)
     targets = {"target_ttft_ms": 500.0, "target_tpot_ms": 10.0}
     settings = config(redis_server.url, tmp_path, leader_lease=3600.0, stale_after=1000, prefill=pool, decode=pool, **targets)
-    simulated = Setting(cluster=ClusterConfig(hardware=hardware_of("h200-llama-3.1-8b"), cold_start_s=45), policy=settings.policy())
+    simulated = Setting(
+        cluster=PodsConfig(deployment=machine_of_preset("h200-llama-3.1-8b").base, cold_start_s=45), policy=settings.policy()
+    )
     tape = list(read_decisions(decision_lines(simulated, TRACE, requests(TRACE, 1), seed=1)))
     assert len({tuple(each.decision.replicas.items()) for each in tape}) > 3, "it has something to follow"
     service = Autoscaler(settings, clock=clock)

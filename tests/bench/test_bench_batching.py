@@ -16,7 +16,17 @@ from twostep.cli import main
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner
 from twostep.errors import SetupError
-from twostep.lab.bench.batching import Arrival, Batching, BatchingResult, Load, RequestTimes, Rule, arrivals_of, num_to_start, run_load
+from twostep.lab.bench.batching import (
+    Arrival,
+    Batching,
+    BatchingLoad,
+    BatchingResult,
+    RequestTimes,
+    Rule,
+    arrivals_of,
+    num_to_start,
+    run_load,
+)
 
 STEP_S = 0.01
 BLOCK = 4
@@ -36,7 +46,7 @@ class ClockedRunner(FakeRunner):
         self.now += seconds
 
 
-def measure(load: Load, rule: Rule) -> BatchingResult:
+def measure(load: BatchingLoad, rule: Rule) -> BatchingResult:
     runner = ClockedRunner(num_blocks=400, block_size=BLOCK, max_model_len=200)
     result = run_load(runner, load, rule, 512, clock=lambda: runner.now, sleep=runner.sleep)
     lengths = [arrival.request.sampling.max_tokens for arrival in arrivals_of(load, runner.vocab_size)]
@@ -44,11 +54,11 @@ def measure(load: Load, rule: Rule) -> BatchingResult:
     return result
 
 
-def lengths_of(load: Load) -> list[int]:
+def lengths_of(load: BatchingLoad) -> list[int]:
     return [arrival.request.sampling.max_tokens for arrival in arrivals_of(load, 1000)]
 
 
-AT_ONCE = Load(num_requests=24, rate=math.inf, prompt_tokens=6, output_tokens=10, seed=3)
+AT_ONCE = BatchingLoad(num_requests=24, rate=math.inf, prompt_tokens=6, output_tokens=10, seed=3)
 
 
 @pytest.mark.parametrize("batching", [Batching.STATIC, Batching.DYNAMIC])
@@ -80,14 +90,14 @@ def test_continuous_batching_gives_each_seat_to_the_next_at_once() -> None:
 
 
 def test_answers_of_one_length_gain_nothing_when_all_are_there() -> None:
-    load = Load(num_requests=12, rate=math.inf, prompt_tokens=6, output_tokens=10, even=True)
+    load = BatchingLoad(num_requests=12, rate=math.inf, prompt_tokens=6, output_tokens=10, even=True)
     seconds = {batching: measure(load, Rule(batching=batching, batch=4)).seconds for batching in Batching}
     assert list(seconds.values()) == pytest.approx([3 * 10 * STEP_S] * 3)
 
 
 def test_who_waits_for_company() -> None:
     """Two requests, far apart."""
-    load = Load(num_requests=2, rate=0.1, prompt_tokens=6, output_tokens=3, even=True, seed=1)
+    load = BatchingLoad(num_requests=2, rate=0.1, prompt_tokens=6, output_tokens=3, even=True, seed=1)
     apart = arrivals_of(load, 1000)[1].at_s
     assert apart > 1
     ttft = {
@@ -107,7 +117,7 @@ def test_times_of_a_request_by_hand() -> None:
 
 
 def test_arrivals_have_the_rate_and_lengths_they_should() -> None:
-    load = Load(num_requests=4000, rate=50.0, prompt_tokens=1, output_tokens=8)
+    load = BatchingLoad(num_requests=4000, rate=50.0, prompt_tokens=1, output_tokens=8)
     arrivals: list[Arrival] = arrivals_of(load, 1000)
     assert arrivals[0].at_s == 0.0
     assert arrivals[-1].at_s == pytest.approx(4000 / 50, rel=0.1)
@@ -137,16 +147,17 @@ def test_rules(batching: Batching, batch: int, timeout: float, since: list[float
 @pytest.mark.parametrize(
     ("load", "rule"),
     [
-        (Load(num_requests=1, rate=1, prompt_tokens=100, output_tokens=60), Rule(batching=Batching.STATIC, batch=1)),
-        (Load(num_requests=1, rate=1, prompt_tokens=100, output_tokens=50), Rule(batching=Batching.STATIC, batch=9)),
-        (Load(num_requests=1, rate=0, prompt_tokens=9, output_tokens=5), Rule(batching=Batching.STATIC, batch=1)),
+        (BatchingLoad(num_requests=1, rate=1, prompt_tokens=100, output_tokens=60), Rule(batching=Batching.STATIC, batch=1)),
+        (BatchingLoad(num_requests=1, rate=1, prompt_tokens=100, output_tokens=50), Rule(batching=Batching.STATIC, batch=9)),
+        (BatchingLoad(num_requests=1, rate=0, prompt_tokens=9, output_tokens=5), Rule(batching=Batching.STATIC, batch=1)),
     ],
 )
-def test_what_cannot_be_run_is_refused(load: Load, rule: Rule) -> None:
+def test_what_cannot_be_run_is_refused(load: BatchingLoad, rule: Rule) -> None:
     with pytest.raises(SetupError):
         measure(load, rule)
 
 
+@pytest.mark.system
 def test_the_command_compares_them(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "engine", "--device", "cpu", "--model", str(tiny_llama_dir)]
     words = ["--batching", "static", "continuous", "--requests", "6", "--batch-size", "2", "--prompt-tokens", "10", "--output-tokens", "4"]

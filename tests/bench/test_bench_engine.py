@@ -28,6 +28,7 @@ def bench(*words: str, start: tuple[str, ...] = ("-m", "twostep.cli")) -> subpro
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.system
 def test_figures_fit_together(tiny_llama_dir: Path) -> None:
     done = bench(
         *("--model", str(tiny_llama_dir), "--batch-size", "1", "3", "--prompt-tokens", "40", "--output-tokens", "9"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.engine.batch import KvShape
-from twostep.lab.bench.roofline import Bound, Limits, ModelShape, Work
+from twostep.lab.bench.roofline import Bound, DeviceLimits, ModelShape, Work
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.registry import build_model
 from twostep.model.families.rope import Rope
@@ -64,7 +64,7 @@ def shape_of(config: ModelConfig, dtype: str = "bfloat16") -> ModelShape:
 
 def test_seven_billion_parameters_at_a_hundred_steps_read_1400_gigabytes_a_second() -> None:
     step = Work(flops=2 * 7e9, num_bytes=7e9 * 2)
-    assert step.mbu(1 / 100, Limits(bytes_per_s=1400e9, flops_per_s=1e15)) == pytest.approx(1.0)
+    assert step.mbu(1 / 100, DeviceLimits(bytes_per_s=1400e9, flops_per_s=1e15)) == pytest.approx(1.0)
 
 
 def test_llama_8b_is_what_it_is_called() -> None:
@@ -113,14 +113,14 @@ def test_a_decode_step_reads_the_weights_once_and_every_key_and_value(contexts: 
 
 @given(st.floats(1e9, 1e16), st.floats(1e6, 1e13), st.floats(1e-6, 1e3))
 def test_utilization_and_verdict_agree_with_the_floor(flops: float, num_bytes: float, seconds: float) -> None:
-    limits, work = Limits(bytes_per_s=4.4e12, flops_per_s=790e12), Work(flops, num_bytes)
+    limits, work = DeviceLimits(bytes_per_s=4.4e12, flops_per_s=790e12), Work(flops, num_bytes)
     assert max(work.mfu(seconds, limits), work.mbu(seconds, limits)) * seconds == pytest.approx(work.floor_s(limits))
     is_compute = flops / limits.flops_per_s > num_bytes / limits.bytes_per_s
     assert (work.bound(limits) is Bound.COMPUTE) == is_compute or flops / num_bytes == pytest.approx(limits.ridge)
 
 
 def test_verdicts_of_an_8b_model_on_an_h200() -> None:
-    limits, shape = Limits(bytes_per_s=4.41e12, flops_per_s=794e12), shape_of(LLAMA_8B)
+    limits, shape = DeviceLimits(bytes_per_s=4.41e12, flops_per_s=794e12), shape_of(LLAMA_8B)
     assert shape.decode([1024] * 64).bound(limits) is Bound.BANDWIDTH
     assert shape.prefill([2048], 1).bound(limits) is Bound.COMPUTE
     # Its weights alone take 3.4 ms, whatever the batch.

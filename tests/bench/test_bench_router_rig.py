@@ -1,4 +1,4 @@
-"""What the benchmarks of router replicas rest on: who gets which core, and load clients and fake workers that speak the wire's language."""
+"""What benchmarks of the router rest on: load clients and fake workers that speak the wire's language."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,51 +19,9 @@ from twostep.rpc.v1 import decode_pb2, inference_pb2, inference_pb2_grpc
 # The benchmarks are scripts beside each other, no package.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from router_cores import core_groups, cpu_s, parse_cores, plan_cores
+from router_helper import cpu_s
 from router_http2 import Connection, Parser, frame
-from router_many import Round, verdict
 from router_workers import TokenEvents, token_at
-
-
-def groups_of(num_physical: int, threads: int) -> list[list[int]]:
-    return [[core + thread * num_physical for thread in range(threads)] for core in range(num_physical)]
-
-
-# ---- cores --------------------------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 70), st.integers(1, 2), st.integers(1, 16))
-def test_a_plan_uses_cores_there_are_and_says_truly_who_is_alone(num_physical: int, threads: int, num_routers: int) -> None:
-    groups = groups_of(num_physical, threads)
-    plan = plan_cores(groups, num_routers)
-    others = {*plan.workers, *plan.clients, plan.rest}
-    assert {*plan.routers, *others} <= {core for group in groups for core in group}
-    assert len(plan.routers) == len(plan.clients) == num_routers
-    by_core = {core: i for i, group in enumerate(groups) for core in group}
-    homes = [by_core[core] for core in plan.routers[: plan.alone]]
-    assert len(set(homes)) == len(homes), "the first routers have a physical core each"
-    assert not set(homes) & {by_core[core] for core in others}, "and nothing else is there"
-
-
-@pytest.mark.parametrize(
-    ("num_physical", "threads", "alone"), [(16, 1, 8), (32, 1, 8), (64, 1, 8), (16, 2, 8), (32, 2, 8), (8, 1, 4), (2, 1, 1)]
-)
-def test_eight_routers_have_cores_of_their_own_from_sixteen_on(num_physical: int, threads: int, alone: int) -> None:
-    plan = plan_cores(groups_of(num_physical, threads), 8)
-    assert plan.alone == alone
-    if num_physical >= 32:
-        assert len(set(plan.clients)) == 8
-        assert not set(plan.workers) & set(plan.clients)
-        assert len(plan.workers) >= 4
-
-
-def test_cores_of_one_physical_core_are_found(tmp_path: Path) -> None:
-    for core, siblings in {0: "0,2", 2: "0,2", 1: "1,3", 3: "1,3"}.items():
-        path = tmp_path / f"cpu{core}" / "topology"
-        path.mkdir(parents=True)
-        (path / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert core_groups([0, 1, 2, 3, 4], tmp_path) == [[0, 2], [1, 3], [4]]
-    assert parse_cores("0-2,8\n") == [0, 1, 2, 8]
 
 
 def test_cpu_time_is_read() -> None:
@@ -152,22 +109,3 @@ def test_a_step_put_together_of_parts_is_one(events: list[tuple[str, int, int]])
             decode_pb2.DecodeEvent(request_id=name, attempt=1, token=token_at(answer, position, most)) for name, position, most in events
         ]
     )
-
-
-# ---- what is said of it -----------------------------------------------------------------------------------------------------------------
-
-
-def seen(rate: float, *, routers: list[float], workers: float = 0.3) -> Round:
-    return Round(tokens_s=rate, pieces_s=rate, offered_s=31_250, routers=routers, workers=[workers], clients=[0.5], rest=0.1)
-
-
-def test_the_verdict_blames_whoever_was_saturated() -> None:
-    good = verdict(2, [seen(39_000, routers=[0.99, 1.0])], 20_000, 1.9, alone=8)
-    assert "97.5% of linear (the machine itself: 95.0%; of that 102.6%)" in good
-    assert "limit" not in good
-    assert "routers or the machine" in verdict(2, [seen(30_000, routers=[0.99, 1.0])], 20_000, None, alone=8)
-    assert "fake workers (99% of a core)" in verdict(2, [seen(30_000, routers=[0.99, 1.0], workers=0.99)], 20_000, None, alone=8)
-    assert "the offered load" in verdict(2, [seen(30_000, routers=[0.6, 0.6])], 20_000, None, alone=8)
-    out = verdict(2, [seen(30_000, routers=[0.5, 0.5])], 20_000, None, alone=1)
-    assert "cores have run out" in out
-    assert "offered" not in out

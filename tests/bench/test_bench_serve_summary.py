@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.lab.bench.serve.metrics import Distribution, Prices, Targets
+from twostep.lab.bench.serve.metrics import Distribution, LatencyTargets, Prices
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
 from twostep.lab.bench.serve.report import Point, as_json, sweep_table, table, warnings_of
 from twostep.lab.bench.serve.runner import RunResult
@@ -49,7 +49,7 @@ def test_a_minute_of_a_hundred_requests_thirty_of_which_are_good() -> None:
     # One every 0.6 s; every tenth has its three good ones.
     records = [answered(i * 0.6, ttft=0.25 if i % 10 < 3 else 0.75) for i in range(100)]
     for windows in (Windows.of_duration(0.0, 60.0), Windows.of_requests(records, open_loop=True)):
-        summary = summarize(records, windows, targets=Targets(ttft_ms=500))
+        summary = summarize(records, windows, targets=LatencyTargets(ttft_ms=500))
         assert summary.goodput is not None
         assert summary.goodput.per_minute == pytest.approx(30)
         assert summary.goodput.attainment == 0.3
@@ -61,7 +61,7 @@ def test_warm_up_counts_for_throughput_alone() -> None:
     records = [answered(float(i)) for i in range(25)]
     for r in records:
         r.measured = 10 <= r.scheduled_s < 20
-    summary = summarize(records, Windows.of_duration(10.0, 10.0), targets=Targets(ttft_ms=1000))
+    summary = summarize(records, Windows.of_duration(10.0, 10.0), targets=LatencyTargets(ttft_ms=1000))
     assert summary.num_requests == 10
     assert summary.throughput.requests_per_s == 1.0
     assert summary.throughput.requests_per_minute == 60.0
@@ -84,7 +84,7 @@ def test_an_answer_that_crosses_the_windows_end_counts_by_its_tokens() -> None:
 
 def test_errors_and_refusals_are_counted_by_kind_and_against_goodput() -> None:
     records = [answered(0.0), failed(1.0, REFUSED), failed(2.0, REFUSED), failed(3.0, "unavailable")]
-    summary = summarize(records, Windows.of_duration(0.0, 4.0), targets=Targets(ttft_ms=500))
+    summary = summarize(records, Windows.of_duration(0.0, 4.0), targets=LatencyTargets(ttft_ms=500))
     assert summary.errors == {REFUSED: 2, "unavailable": 1}
     assert (summary.num_requests, summary.num_completed, summary.num_refused) == (4, 1, 2)
     assert summary.error_messages[REFUSED] == "refused at 1.0", "the first is told"
@@ -116,7 +116,7 @@ def test_turns_of_conversations_are_not_all_counted_in_the_time_in_which_the_fir
     for i, record in enumerate(records):
         record.turn = i // 2
     windows = Windows.of_requests(records, open_loop=True)
-    summary = summarize(records, windows, targets=Targets(ttft_ms=1000))
+    summary = summarize(records, windows, targets=LatencyTargets(ttft_ms=1000))
     assert windows.arrivals == windows.busy
     assert summary.offered_rate == pytest.approx(20 / 91.75)
     assert summary.goodput is not None
@@ -151,10 +151,10 @@ def test_throughput_counts_what_lies_in_the_window(items: list[tuple[float, floa
 
 def test_tables_and_json_say_the_same() -> None:
     records = [answered(i * 0.5, ttft=0.125, gap=0.0625, index=i) for i in range(120)] + [failed(1.0, REFUSED)]
-    targets = Targets(ttft_ms=500, gap_ms=200)
+    targets = LatencyTargets(ttft_ms=500, gap_ms=200)
     prices = Prices(prefill_gpus=1, decode_gpus=1, prefill_gpu_hour=3.6, decode_gpu_hour=3.6)
     points = []
-    for rate, limits in ((2.0, targets), (4.0, Targets(ttft_ms=1))):
+    for rate, limits in ((2.0, targets), (4.0, LatencyTargets(ttft_ms=1))):
         summary = summarize(records, Windows.of_duration(0.0, 60.0), targets=limits, num_gpus=2, prices=prices)
         warnings = warnings_of(result_of(records), summary, max_slip_s=0.01, measured_s=60.0)
         points.append(Point(label=f"{rate} requests/s", rate=rate, result=result_of(records), summary=summary, warnings=warnings))
@@ -180,9 +180,9 @@ def test_tables_and_json_say_the_same() -> None:
 
 def test_a_run_where_nothing_was_answered_can_be_told() -> None:
     records = [failed(0.0, "unavailable")]
-    summary = summarize(records, Windows.of_duration(0.0, 60.0), targets=Targets(ttft_ms=1))
+    summary = summarize(records, Windows.of_duration(0.0, 60.0), targets=LatencyTargets(ttft_ms=1))
     point = Point(label="1 requests/s", rate=1.0, result=result_of(records), summary=summary)
-    text = table(point, Targets(ttft_ms=1))
+    text = table(point, LatencyTargets(ttft_ms=1))
     assert "unavailable  1" in text
     assert "per user - (slowest -)" in text
     assert "- cached" in text
@@ -201,7 +201,7 @@ RECORDS = st.one_of(
 @given(st.lists(RECORDS, max_size=4), st.booleans(), st.booleans())
 def test_no_table_says_nan(records: list[RequestRecord], by_time: bool, open_loop: bool) -> None:
     windows = Windows.of_duration(0.0, 60.0) if by_time else Windows.of_requests(records, open_loop=open_loop)
-    targets = Targets(ttft_ms=500)
+    targets = LatencyTargets(ttft_ms=500)
     prices = Prices(prefill_gpus=1, decode_gpus=1, prefill_gpu_hour=3.6, decode_gpu_hour=3.6)
     summary = summarize(records, windows, targets=targets, num_gpus=2, prices=prices)
     point = Point(label="some load", rate=1.0, result=result_of(records), summary=summary)
@@ -213,7 +213,7 @@ def test_a_generator_that_lags_says_so() -> None:
     late = [answered(1.0), answered(2.0)]
     for r in late:
         r.sent_s += 0.05
-    summary = summarize(late, Windows.of_duration(0.0, 30.0), targets=Targets(ttft_ms=1))
+    summary = summarize(late, Windows.of_duration(0.0, 30.0), targets=LatencyTargets(ttft_ms=1))
     slow = RunResult(records=late, start=0.0, wall_s=30.0, cpu_s=29.0, stopped=False, exhausted=False, loop_lag_s=Distribution.of([0.2]))
     said = warnings_of(slow, summary, max_slip_s=0.01, measured_s=30.0)
     assert len(said) == 3

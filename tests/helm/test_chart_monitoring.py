@@ -51,10 +51,10 @@ def test_annotations_say_where_metrics_are() -> None:
 
 
 def test_rules_and_dashboard_arrive_whole() -> None:
-    """tests/metrics compares the originals with what the code exports."""
+    """tests/metrics compares the files with what the code exports."""
     chart = render(SWITCHES["monitoring"])
-    originals = [yaml.safe_load((ROOT / "deploy/prometheus" / name).read_text())["groups"] for name in ("rules.yaml", "alerts.yaml")]
+    originals = [yaml.safe_load((ROOT / "helm/files/prometheus" / name).read_text())["groups"] for name in ("rules.yaml", "alerts.yaml")]
     assert chart.of("PrometheusRule")[0]["spec"]["groups"] == [group for groups in originals for group in groups]
     dashboard = chart.one("ConfigMap", "-dashboard")
-    assert json.loads(dashboard["data"]["twostep.json"]) == json.loads((ROOT / "deploy/grafana/twostep.json").read_text())
+    assert json.loads(dashboard["data"]["twostep.json"]) == json.loads((ROOT / "helm/files/grafana/twostep.json").read_text())
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"

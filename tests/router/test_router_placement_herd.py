@@ -22,7 +22,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "heavy" else pytest.mark.system) for name in WORLDS])
 def test_load_is_spread_no_worker_starves_and_hits_are_kept(name: str) -> None:
     world = WORLDS[name]
     ours, herd = simulate(world, place), simulate(world, affinity)
@@ -46,7 +46,7 @@ def test_one_prefix_for_all_is_soon_everywhere() -> None:
     assert herd.ttft(0.99) > 1.0
 
 
-@pytest.mark.parametrize("num_routers", [1, 4, 16])
+@pytest.mark.parametrize("num_routers", [4, *(pytest.param(num, marks=pytest.mark.system) for num in (1, 16))])
 def test_late_views_are_better_than_none(num_routers: int) -> None:
     """A router that draws by lot is never misled. Sixteen that look, each with a sixteenth of what happens, must do better than that."""
     world = World(num_routers=num_routers, rate=100.0, num_prefixes=100)

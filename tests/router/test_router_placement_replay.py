@@ -205,7 +205,7 @@ def test_a_whole_simulation_can_be_replayed(tmp_path: Path) -> None:
     log.close(60.0)
     with path.open() as lines:
         decisions = list(read_decisions(lines))
-    assert len(decisions) == len(outcome.ttfts) - log.num_left_out > 0
+    assert len(decisions) == sum(outcome.prefill_requests) - log.num_left_out > 0
     assert [differs(decision) for decision in decisions] == [None] * len(decisions)
 
 

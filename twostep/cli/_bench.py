@@ -119,7 +119,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _batchings(args: argparse.Namespace, runner: Runner) -> int:
     bench: Any = importlib.import_module("twostep.lab.bench.batching")
-    load = bench.Load(
+    load = bench.BatchingLoad(
         num_requests=args.requests, rate=args.rate, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens, seed=0
     )
     reports = []

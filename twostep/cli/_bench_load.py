@@ -13,12 +13,12 @@ from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.bench.serve import lengths
 from twostep.lab.bench.serve.arrivals import Arrivals
 from twostep.lab.bench.serve.grpc_target import GrpcOptions, GrpcTarget
-from twostep.lab.bench.serve.load import Load, TraceTimes, Users
-from twostep.lab.bench.serve.metrics import Targets
+from twostep.lab.bench.serve.load import ServeLoad, TraceTimes, Users
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.serve.runner import Extent
-from twostep.lab.bench.serve.target import Served, Target
-from twostep.lab.bench.serve.traces import Trace, read_sharegpt, read_trace
-from twostep.lab.bench.serve.workloads import MAX_TURNS, MixedPrompts, MultiTurn, Quoting, RandomPrompts, SharedPrefix, Workload
+from twostep.lab.bench.serve.target import LoadTarget, ServedModel
+from twostep.lab.bench.serve.traces import RequestTrace, read_sharegpt, read_trace
+from twostep.lab.bench.serve.workloads import MAX_TURNS, MixedPrompts, MultiTurn, Quoting, RandomPrompts, SharedPrefixPrompts, Workload
 from twostep.rpc.channel import TlsFiles
 
 _TRACES = ("mooncake", "azure")
@@ -56,7 +56,7 @@ def check_flags(args: argparse.Namespace) -> None:
         _turns(args.turns)
 
 
-def target_of(args: argparse.Namespace, targets: Targets) -> Target:
+def target_of(args: argparse.Namespace, targets: LatencyTargets) -> LoadTarget:
     """Connects to nothing yet."""
     if args.target.startswith(("http://", "https://")):
         if args.send_targets or args.request_class or args.tenant:
@@ -83,7 +83,7 @@ def target_of(args: argparse.Namespace, targets: Targets) -> Target:
     )
 
 
-def _openai_target(args: argparse.Namespace) -> Target:
+def _openai_target(args: argparse.Namespace) -> LoadTarget:
     if importlib.util.find_spec("aiohttp") is None:
         raise SetupError("an http target needs aiohttp; pip install 'twostep[bench]'")
     module: Any = importlib.import_module("twostep.lab.bench.serve.openai_target")
@@ -105,14 +105,14 @@ def _openai_target(args: argparse.Namespace) -> Target:
         extra_body=extra,
         max_model_len=args.max_model_len,
     )
-    target: Target = module.OpenAITarget(options)
+    target: LoadTarget = module.OpenAITarget(options)
     return target
 
 
-async def load_of(args: argparse.Namespace, target: Target, served: Served) -> Load:
+async def load_of(args: argparse.Namespace, target: LoadTarget, served: ServedModel) -> ServeLoad:
     """Reads the data set, if there is one. Raises InvalidRequest for flags that contradict each other."""
     workload, arrivals = await _workload(args, target, served), _arrivals(args)
-    return Load(
+    return ServeLoad(
         workload=workload, arrivals=arrivals, extent=_extent(args, arrivals, workload), seed=args.seed, max_model_len=args.max_model_len
     )
 
@@ -145,7 +145,7 @@ def _extent(args: argparse.Namespace, arrivals: Arrivals | Users | TraceTimes, w
         raise InvalidRequest("--num-requests and --duration both end the run: give one of the two")
     duration, num_requests = args.duration or 0.0, args.num_requests or 0
     if args.duration is None and args.num_requests is None:
-        if isinstance(arrivals, TraceTimes) and isinstance(workload, Trace):
+        if isinstance(arrivals, TraceTimes) and isinstance(workload, RequestTrace):
             num_requests = len(workload.requests)
         else:
             duration = _DEFAULT_DURATION_S
@@ -158,7 +158,7 @@ def _extent(args: argparse.Namespace, arrivals: Arrivals | Users | TraceTimes, w
     )
 
 
-async def _workload(args: argparse.Namespace, target: Target, served: Served) -> Workload:
+async def _workload(args: argparse.Namespace, target: LoadTarget, served: ServedModel) -> Workload:
     name, spread = args.workload, args.spread / 100
     if args.dataset_path is not None and name not in ("sharegpt", *_TRACES):
         raise InvalidRequest(f"--dataset-path is for sharegpt, {' and '.join(_TRACES)}: give one of these as --workload")
@@ -176,7 +176,7 @@ async def _workload(args: argparse.Namespace, target: Target, served: Served) ->
         case "document":
             return RandomPrompts(prompt=lengths.DOCUMENT_PROMPT, output=fixed_output or lengths.DOCUMENT_OUTPUT)
         case "shared-prefix":
-            return SharedPrefix(
+            return SharedPrefixPrompts(
                 prefix_tokens=1024 if args.prefix_tokens is None else args.prefix_tokens,
                 num_prefixes=args.num_prefixes,
                 suffix=lengths.Normal(mean_prompt, spread),

@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twostep.lab.bench.serve.runner import Extent, Progress
+    from twostep.lab.bench.serve.runner import Extent, RunProgress
 
 _BAR_INTERVAL_S = 0.25
 _LINE_INTERVAL_S = 10.0
 
 
 @contextlib.asynccontextmanager
-async def shown(label: str, extent: Extent, progress: Progress, *, wanted: bool) -> AsyncIterator[None]:
+async def shown(label: str, extent: Extent, progress: RunProgress, *, wanted: bool) -> AsyncIterator[None]:
     """Shows `progress` while the body runs."""
     if not wanted:
         yield
@@ -47,18 +47,18 @@ def _bar(label: str, extent: Extent) -> Any:
     return tqdm(total=total, desc=label, bar_format=form, mininterval=0, leave=False, ncols=size.columns, nrows=size.lines)
 
 
-def _update(bar: Any, extent: Extent, progress: Progress) -> None:
+def _update(bar: Any, extent: Extent, progress: RunProgress) -> None:
     bar.n = min(progress.elapsed_s if extent.duration_s else progress.num_ended, bar.total)
     bar.set_postfix_str(_state(progress))
 
 
-def _state(progress: Progress) -> str:
+def _state(progress: RunProgress) -> str:
     failed = f", {progress.num_failed} failed" if progress.num_failed else ""
     doing = f"waiting for the last {progress.in_flight} answers" if progress.none_to_come else f"{progress.in_flight} under way"
     return f"{progress.num_sent} sent, {doing}{failed}"
 
 
-async def _follow(label: str, extent: Extent, progress: Progress, bar: Any) -> None:
+async def _follow(label: str, extent: Extent, progress: RunProgress, bar: Any) -> None:
     began = time.monotonic()
     while True:
         await asyncio.sleep(_LINE_INTERVAL_S if bar is None else _BAR_INTERVAL_S)

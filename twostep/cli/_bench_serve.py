@@ -16,18 +16,18 @@ from twostep.cli._bench_load import check_flags, load_of, target_of
 from twostep.cli._bench_progress import shown
 from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.bench.serve import report
-from twostep.lab.bench.serve.load import Load
-from twostep.lab.bench.serve.metrics import Prices, Targets
-from twostep.lab.bench.serve.runner import Progress
+from twostep.lab.bench.serve.load import ServeLoad
+from twostep.lab.bench.serve.metrics import LatencyTargets, Prices
+from twostep.lab.bench.serve.runner import RunProgress
 from twostep.lab.bench.serve.summary import summarize
 from twostep.lab.bench.serve.sweep import Doom, Search, Tried, knee
-from twostep.lab.bench.serve.target import Served, Target
+from twostep.lab.bench.serve.target import LoadTarget, ServedModel
 from twostep.rpc import event_loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    targets: Targets
+    targets: LatencyTargets
     num_gpus: int | None
     prices: Prices | None
     attainment: float
@@ -91,9 +91,11 @@ async def _main(args: argparse.Namespace, judgement: Judgement) -> int:
     return 0 if any(p.summary.num_completed for p in points) else 1
 
 
-async def _point(args: argparse.Namespace, target: Target, served: Served, load: Load, number: int, judgement: Judgement) -> report.Point:
+async def _point(
+    args: argparse.Namespace, target: LoadTarget, served: ServedModel, load: ServeLoad, number: int, judgement: Judgement
+) -> report.Point:
     """One run, shown and saved."""
-    progress = Progress()
+    progress = RunProgress()
     async with shown(load.label, load.extent, progress, wanted=not args.no_progress and not args.json):
         expected = load.num_measured() if args.stop_early else None
         doom = None if expected is None else Doom(judgement.targets, judgement.attainment, expected)
@@ -113,17 +115,19 @@ async def _point(args: argparse.Namespace, target: Target, served: Served, load:
     return point
 
 
-def _document(args: argparse.Namespace, served: Served, points: list[report.Point], judgement: Judgement) -> str:
+def _document(args: argparse.Namespace, served: ServedModel, points: list[report.Point], judgement: Judgement) -> str:
     return json.dumps(report.as_json(points, _knee(points, judgement), _settings(args, served)), indent=2, allow_nan=False)
 
 
-def _write(args: argparse.Namespace, served: Served, points: list[report.Point], judgement: Judgement) -> None:
+def _write(args: argparse.Namespace, served: ServedModel, points: list[report.Point], judgement: Judgement) -> None:
     """After every run: an interrupted sweep has what it found."""
     if args.output:
         args.output.write_text(_document(args, served, points, judgement) + "\n")
 
 
-async def _sweep(args: argparse.Namespace, target: Target, served: Served, load: Load, judgement: Judgement) -> list[report.Point]:
+async def _sweep(
+    args: argparse.Namespace, target: LoadTarget, served: ServedModel, load: ServeLoad, judgement: Judgement
+) -> list[report.Point]:
     search = Search(first=load.rate or 1.0, resolution=args.sweep_resolution, max_points=args.sweep_points)
     points: list[report.Point] = []
     tried: list[Tried] = []
@@ -148,7 +152,7 @@ def _knee(points: list[report.Point], judgement: Judgement) -> report.Point | No
     return next((p for p in points if p.rate == best and best is not None), None)
 
 
-def _rates(args: argparse.Namespace, load: Load) -> list[float | None]:
+def _rates(args: argparse.Namespace, load: ServeLoad) -> list[float | None]:
     """None: as the load is."""
     if not args.rates:
         return [None]
@@ -165,7 +169,7 @@ def _rates(args: argparse.Namespace, load: Load) -> list[float | None]:
 
 
 def _judgement(args: argparse.Namespace) -> Judgement:
-    targets = Targets.parse(args.goodput)
+    targets = LatencyTargets.parse(args.goodput)
     if args.sweep and not targets:
         raise InvalidRequest("--sweep needs targets to keep: give --goodput, as in --goodput ttft:500 tpot:30")
     if args.send_targets and targets.ttft_ms is None and targets.tpot_ms is None:
@@ -191,7 +195,7 @@ def _judgement(args: argparse.Namespace) -> Judgement:
     )
 
 
-def _settings(args: argparse.Namespace, served: Served) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, served: ServedModel) -> dict[str, Any]:
     """Everything that the figures depend on; no secrets."""
     hidden = {"command", "kind", "json", "output", "save_requests", "plots", "no_progress", "api_key", "tls_ca", "tls_cert", "tls_key"}
     given = {name: str(value) if hasattr(value, "parts") else value for name, value in vars(args).items() if name not in hidden}

@@ -46,8 +46,8 @@ no TLS and no authentication: nothing secret is in it, but keep the port inside 
 - The router serves the same at `/metrics` of its HTTP port.
 - Python's process metrics (`process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_open_fds`, ...) come along on Linux.
 
-In [deploy/](../deploy): a Grafana dashboard (`grafana/twostep.json`, and how to provision it), recording and alert rules
-(`prometheus/rules.yaml`, `alerts.yaml`) and a scrape configuration. A test checks them
+In [helm/files/](../helm/files), also for use without the chart: a Grafana dashboard (`grafana/twostep.json`), recording and alert rules
+(`prometheus/rules.yaml`, `alerts.yaml`); in [deploy/](../deploy): how to provision them, and a scrape configuration. A test checks them
 against this page. What to do when an alert fires: [runbook.md](runbook.md).
 
 Where vLLM has a metric of the same meaning, the name behind the prefix is the same, or follows from Prometheus' rules for units:

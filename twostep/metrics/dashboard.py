@@ -1,4 +1,4 @@
-"""Grafana's dashboard: `python -m twostep.metrics.dashboard > deploy/grafana/twostep.json`; a test compares the two.
+"""Grafana's dashboard: `python -m twostep.metrics.dashboard > helm/files/grafana/twostep.json`; a test compares the two.
 
 Panels stand in rows of a 24-column grid.
 """

@@ -358,7 +358,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             lines(
                 "Error budget burnt",
                 "none",
-                "How many times as fast as a month's budget of 1% allows (deploy/prometheus/rules.yaml); alerts from 14.4 over an hour.",
+                "How many times as fast as a month's budget of 1% allows (prometheus/rules.yaml); alerts from 14.4 over an hour.",
                 ('max(twostep:request_slo_missed:ratio_rate1h{namespace=~"$namespace"}) / 0.01', "over 1 h"),
                 ('max(twostep:request_slo_missed:ratio_rate6h{namespace=~"$namespace"}) / 0.01', "over 6 h"),
             ),

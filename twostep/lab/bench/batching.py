@@ -51,7 +51,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class BatchingLoad:
     """Requests that arrive by a Poisson process of `rate` a second; infinite: all at once. Answers have 1 to 2 * `output_tokens` - 1
     tokens, all equally likely, or with `even` exactly `output_tokens`."""
 
@@ -97,7 +97,7 @@ class BatchingResult:
     """`times` in the order of arrival; `seconds` from the first arrival to the last token."""
 
     rule: Rule
-    load: Load
+    load: BatchingLoad
     times: Sequence[RequestTimes]
     seconds: float
 
@@ -123,7 +123,7 @@ def num_to_start(rule: Rule, waiting_since: Sequence[float], now: float, *, num_
     return len(waiting_since) if timed_out or not more_come else 0
 
 
-def arrivals_of(load: Load, vocab_size: int) -> list[Arrival]:
+def arrivals_of(load: BatchingLoad, vocab_size: int) -> list[Arrival]:
     rng = random.Random(load.seed)
     at_s, arrivals = 0.0, []
     for i in range(load.num_requests):
@@ -142,7 +142,7 @@ def arrivals_of(load: Load, vocab_size: int) -> list[Arrival]:
 
 def run_load(
     runner: Runner,
-    load: Load,
+    load: BatchingLoad,
     rule: Rule,
     budget: int,
     *,
@@ -189,14 +189,14 @@ def run_load(
 
 
 def _next_change(rule: Rule, coming: Sequence[Arrival], waiting: Sequence[Arrival]) -> float:
-    """When somebody may begin, though nobody does now."""
+    """Returns when a request may begin next, though none does now."""
     changes = [coming[0].at_s] if coming else []
     if waiting and rule.batching is Batching.DYNAMIC:
         changes.append(waiting[0].at_s + rule.timeout_s)
     return min(changes)
 
 
-def _check(runner: Runner, load: Load, rule: Rule) -> None:
+def _check(runner: Runner, load: BatchingLoad, rule: Rule) -> None:
     if min(load.num_requests, load.prompt_tokens, load.output_tokens, rule.batch) < 1 or not load.rate > 0 or not rule.timeout_s >= 0:
         raise SetupError("requests, tokens, batch and rate must be above 0, and the time-out not below")
     total = load.prompt_tokens + (load.output_tokens if load.even else 2 * load.output_tokens - 1)

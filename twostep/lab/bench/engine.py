@@ -21,7 +21,7 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import InternalError, SetupError
 from twostep.lab.bench.energy import EnergyMeter
-from twostep.lab.bench.roofline import Bound, Limits, ModelShape, Work
+from twostep.lab.bench.roofline import Bound, DeviceLimits, ModelShape, Work
 from twostep.lab.bench.room import check_blocks, check_context
 from twostep.sampling_params import SamplingParams
 
@@ -62,7 +62,7 @@ class ScenarioResult:
 
 
 def run_scenario(
-    runner: Runner, shape: ModelShape, limits: Limits, device: torch.device, scenario: Scenario, budget: int
+    runner: Runner, shape: ModelShape, limits: DeviceLimits, device: torch.device, scenario: Scenario, budget: int
 ) -> ScenarioResult:
     """Raises SetupError if the pool cannot hold the scenario at once."""
     check_room(runner, scenario)
@@ -159,7 +159,7 @@ def _step(engine: Engine) -> StepOutput:
     return output
 
 
-def _phase(work: Work, limits: Limits, *, work_s: float, tokens: int, seconds: float, joules: float | None) -> PhaseResult:
+def _phase(work: Work, limits: DeviceLimits, *, work_s: float, tokens: int, seconds: float, joules: float | None) -> PhaseResult:
     """`work` took `work_s`; the phase as a whole made `tokens` in `seconds`."""
     return PhaseResult(
         tokens=tokens,

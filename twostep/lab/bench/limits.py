@@ -1,4 +1,4 @@
-"""What this device can do, measured: reading memory, multiplying matrices."""
+"""Measures what this device can do: read memory, multiply matrices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from twostep.lab.bench.roofline import Limits
+from twostep.lab.bench.roofline import DeviceLimits
 
 # Beyond every cache; on a GPU, large enough that starting the kernel does not count.
 _READ_BYTES = {"cuda": 4 << 30, "cpu": 512 << 20}
@@ -15,11 +15,11 @@ _MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 _REPEATS = 7
 
 
-def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
+def measure_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits:
     """The best of some repeats of a reduction over memory and of a square product of random matrices in `dtype`. On a GPU it needs
     about 5 GB, less where less is free."""
     with torch.inference_mode():
-        return Limits(_read_rate(device), _matmul_rate(device, dtype))
+        return DeviceLimits(_read_rate(device), _matmul_rate(device, dtype))
 
 
 def _read_rate(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""What a step has to do, by arithmetic, and how near to the card's limits it came.
+"""Counts by arithmetic how much a step has to do, and how near to the card's limits it came.
 
     work        FLOPs and bytes that the model itself asks for, however they are computed
     MFU         model FLOPs utilization (Chowdhery et al., PaLM, 2022, appendix B): FLOPs / (seconds * the card's FLOPs per second)
@@ -27,8 +27,8 @@ class Bound(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a device reached in the same run: bytes per second reading memory, FLOPs per second multiplying matrices of the model's
+class DeviceLimits:
+    """Rates that a device reached in the same run: bytes per second reading memory, FLOPs per second multiplying matrices of the model's
     dtype."""
 
     bytes_per_s: float
@@ -48,16 +48,16 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(self.flops + other.flops, self.num_bytes + other.num_bytes)
 
-    def mfu(self, seconds: float, limits: Limits) -> float:
+    def mfu(self, seconds: float, limits: DeviceLimits) -> float:
         return self.flops / seconds / limits.flops_per_s
 
-    def mbu(self, seconds: float, limits: Limits) -> float:
+    def mbu(self, seconds: float, limits: DeviceLimits) -> float:
         return self.num_bytes / seconds / limits.bytes_per_s
 
-    def bound(self, limits: Limits) -> Bound:
+    def bound(self, limits: DeviceLimits) -> Bound:
         return Bound.COMPUTE if self.flops / self.num_bytes > limits.ridge else Bound.BANDWIDTH
 
-    def floor_s(self, limits: Limits) -> float:
+    def floor_s(self, limits: DeviceLimits) -> float:
         """The least time that the limits allow."""
         return max(self.flops / limits.flops_per_s, self.num_bytes / limits.bytes_per_s)
 
@@ -77,7 +77,7 @@ class ModelShape:
 
     @property
     def layer_params(self) -> int:
-        """Of one layer's matrices. Llama's MLP has three, opt's two."""
+        """Counts one layer's matrices. Llama's MLP has three, opt's two."""
         c = self.config
         attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
         num_mlp = 2 if c.architecture == "opt" else 3

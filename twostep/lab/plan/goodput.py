@@ -1,5 +1,5 @@
-"""What simulated users felt, by the definitions of `twostep bench serve` (docs/benchmarking.md), and the rate at which too many of them
-would feel too much."""
+"""Simulates a deployment and judges what users feel, by the definitions of `twostep bench serve` (docs/benchmarking.md), and the rate at
+which too many of them would feel too much."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from operator import sub
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.metrics import Goodput, Latency, Targets, goodput
-from twostep.lab.plan.deployment import Deployment
-from twostep.lab.plan.placing import Placement, shortest_ttft
-from twostep.lab.plan.simulator import Run, Served, simulate
-from twostep.lab.plan.workload import Request, Workload, fields_of, number_of
+from twostep.lab.bench.serve.metrics import Goodput, Latency, LatencyTargets, goodput
+from twostep.lab.plan.workload import PlannedWorkload, fields_of, number_of
+from twostep.lab.simulator.cluster import (
+    ClusterObserver,
+    PlacementRule,
+    SimulatedCluster,
+    SimulatedDeployment,
+    SimulatedRequest,
+    SimulatedWorker,
+    shortest_ttft,
+)
 
 # Share of the requests that must keep all targets, and the least time over which they must.
 SHARE = 0.95
@@ -22,23 +28,104 @@ LEAST_REQUESTS = 1200
 _LONGEST_SECONDS = 600.0
 
 
-def parse_slo(text: str) -> Targets:
+def parse_slo(text: str) -> LatencyTargets:
     """`ttft=500,tpot=10,gap=25` in milliseconds, any of them. Raises InvalidRequest."""
     fields = fields_of(text, ("ttft", "tpot", "gap", "e2e"), "the targets")
     values = {f"{name}_ms": number_of(name, value) for name, value in fields.items()}
     if any(value <= 0 for value in values.values()):
         raise InvalidRequest(f"--slo {text}: targets are milliseconds above 0, as in ttft=500,tpot=10,gap=25")
-    return Targets(**values)
+    return LatencyTargets(**values)
 
 
-def latency_of(served: Served) -> Latency:
-    times, arrival = served.token_times, served.request.arrival_s
-    gaps = map(sub, times[1:], times)
-    return Latency(
-        ttft_s=times[0] - arrival,
-        tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
-        longest_gap_s=max(gaps, default=None),
-        e2e_s=times[-1] - arrival,
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """A request and when each of its tokens was at the client, in seconds since the start."""
+
+    request: SimulatedRequest
+    token_times: Sequence[float]
+
+    @property
+    def latency(self) -> Latency:
+        times, arrival = self.token_times, self.request.arrival_s
+        gaps = map(sub, times[1:], times)
+        return Latency(
+            ttft_s=times[0] - arrival,
+            tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+            longest_gap_s=max(gaps, default=None),
+            e2e_s=times[-1] - arrival,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerUse:
+    """How a worker was used. `busy` is the share of the time until the last token; `decodes` how many sequences decoded in its steps, on
+    average over the time they took; `peak_blocks` the most KV blocks that were owned at once."""
+
+    role: str
+    busy: float
+    decodes: float
+    peak_decodes: int
+    peak_blocks: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationRun:
+    """`served` in order of their ends. `stopped`: enough was seen, and the rest is missing."""
+
+    served: Sequence[ServedRequest]
+    workers: Sequence[WorkerUse]
+    peak_waiting: int  # requests that no worker had room for
+    stopped: bool
+
+
+def simulate(
+    deployment: SimulatedDeployment,
+    requests: Sequence[SimulatedRequest],
+    *,
+    placement: PlacementRule = shortest_ttft,
+    enough: Callable[[ServedRequest], bool] | None = None,
+) -> SimulationRun:
+    """Serves `requests`, which are in the order of arrival, to the end, or until `enough`, called with each that is done, returns True.
+
+    Raises InvalidRequest for a request that an empty worker could not hold."""
+    served: list[ServedRequest] = []
+
+    class Collector(ClusterObserver):
+        def ended(self, request: SimulatedRequest, token_times: Sequence[float]) -> None:
+            edge = deployment.edge_s
+            served.append(ServedRequest(request, [time + edge for time in token_times] if edge else token_times))
+            cluster.stopped = enough is not None and enough(served[-1])
+
+    cluster = SimulatedCluster(deployment, requests, Collector(), placement=placement)
+    workers = [cluster.add_worker("prefill") for _ in range(deployment.num_prefill)]
+    workers += [cluster.add_worker("decode") for _ in range(deployment.num_decode)]
+    for engine in (workers[0].engine, workers[-1].engine):
+        for request in requests:
+            if not engine.fits(request.num_prompt + request.num_output):
+                raise InvalidRequest(
+                    f"{request.num_prompt} + {request.num_output} tokens do not fit a worker's {engine.spec.num_blocks} KV blocks of "
+                    f"{engine.spec.block_size}; give the workers more memory, or shorter prompts"
+                )
+    seconds = cluster.run()
+    assert cluster.stopped or len(served) == len(requests), "requests were lost"
+    return SimulationRun(
+        served=served,
+        workers=[_use(worker, seconds, aggregated=deployment.aggregated) for worker in workers],
+        peak_waiting=cluster.peak_waiting,
+        stopped=cluster.stopped,
+    )
+
+
+def _use(worker: SimulatedWorker, seconds: float, *, aggregated: bool) -> WorkerUse:
+    engine = worker.engine
+    return WorkerUse(
+        role="aggregated" if aggregated else worker.role,
+        busy=engine.busy_s / seconds if seconds else 0.0,
+        decodes=engine.sequence_s / engine.busy_s if engine.busy_s else 0.0,
+        peak_decodes=engine.most_decodes,
+        peak_blocks=engine.most_blocks,
+        num_preemptions=engine.num_preemptions,
     )
 
 
@@ -50,7 +137,7 @@ class Trial:
     rate: float
     goodput: Goodput
     latencies: Sequence[Latency]
-    run: Run
+    run: SimulationRun
 
     @property
     def met(self) -> bool:
@@ -63,37 +150,37 @@ def seconds_for(rate: float) -> float:
 
 
 def try_requests(
-    deployment: Deployment,
-    requests: Sequence[Request],
+    deployment: SimulatedDeployment,
+    requests: Sequence[SimulatedRequest],
     seconds: float,
-    targets: Targets,
+    targets: LatencyTargets,
     *,
     to_the_end: bool = True,
-    placement: Placement = shortest_ttft,
+    placement: PlacementRule = shortest_ttft,
 ) -> Trial:
     """Serves all `requests`, which came within `seconds`. Not `to_the_end`: only until it is clear that too many missed."""
     latencies: list[Latency] = []
     most_missed = (1 - SHARE) * len(requests)
     num_missed = 0
 
-    def watch(served: Served) -> bool:
+    def enough(served: ServedRequest) -> bool:
         nonlocal num_missed
-        latency = latency_of(served)
+        latency = served.latency
         latencies.append(latency)
         num_missed += bool(targets.missed(latency))
         return not to_the_end and num_missed > most_missed
 
-    run = simulate(deployment, requests, placement=placement, watch=watch)
+    run = simulate(deployment, requests, placement=placement, enough=enough)
     lost: list[Latency | None] = [None] * (len(requests) - len(latencies))
     judged = goodput([*latencies, *lost], targets, seconds, deployment.num_workers)
     return Trial(rate=len(requests) / seconds, goodput=judged, latencies=latencies, run=run)
 
 
 def try_rate(
-    deployment: Deployment,
-    workload: Workload,
+    deployment: SimulatedDeployment,
+    workload: PlannedWorkload,
     rate: float,
-    targets: Targets,
+    targets: LatencyTargets,
     *,
     seed: int = 0,
     seconds: float | None = None,

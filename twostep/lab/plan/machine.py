@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import SetupError
-from twostep.lab.plan.deployment import Deployment
-from twostep.lab.plan.memory import WorkerMemory
+from twostep.lab.plan.memory import WorkerMemory, worker_memory
 from twostep.lab.plan.model_shape import PlannedModel
-from twostep.lab.plan.presets import Preset
-from twostep.lab.plan.virtual_sequence import EngineSpec
+from twostep.lab.plan.presets import Preset, load_preset
+from twostep.lab.simulator.cluster import SimulatedDeployment
+from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepWorkload, chunk_pairs
 
 # A step by which curves are put in order: a chunk of a prompt beside some decodes.
@@ -21,11 +21,11 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`base` has the workers' specs (its numbers of workers do not matter). `memory` is None where workers told their blocks themselves;
+    """`base` has the workers' specs (its numbers of workers do not matter). `memory` is None where workers publish their blocks themselves;
     `gpus` is how many each worker takes."""
 
     name: str
-    base: Deployment
+    base: SimulatedDeployment
     model: PlannedModel
     memory: WorkerMemory | None
     gpus: int = 1
@@ -45,7 +45,7 @@ def machine_of(preset: Preset, model: PlannedModel, memory: WorkerMemory, *, blo
     )
     return Machine(
         name=preset.name,
-        base=Deployment(
+        base=SimulatedDeployment(
             num_prefill=1,
             num_decode=1,
             prefill=replace(common, curve=preset.prefill, mixed=None, step_tokens=preset.prefill_tokens, ahead_s=preset.prefill_ahead_s),
@@ -57,6 +57,15 @@ def machine_of(preset: Preset, model: PlannedModel, memory: WorkerMemory, *, blo
         memory=memory,
         gpus=gpus,
     )
+
+
+def machine_of_preset(name: str) -> Machine:
+    """Workers of a preset on the GPU that it was measured on. Raises SetupError for one that does not say its model and memory."""
+    preset = load_preset(name)
+    if preset.model is None or not preset.gpu_memory_bytes:
+        raise SetupError(f"the preset {name} names no model and no memory; give one like h200-llama-3.1-8b")
+    memory = worker_memory(preset.model, preset.gpu_memory_bytes, runtime_bytes=preset.runtime_bytes)
+    return machine_of(preset, preset.model, memory)
 
 
 def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machine:
@@ -86,7 +95,7 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
     ]
     return Machine(
         name=f"workers like {prefill.worker_id} and {decode.worker_id}",
-        base=Deployment(
+        base=SimulatedDeployment(
             num_prefill=1,
             num_decode=1,
             prefill=specs[0],

@@ -1,4 +1,4 @@
-"""What a worker's memory holds: weights, what its steps need, and KV blocks; and how many tokens are in flight by Little's law."""
+"""Divides a worker's memory into weights, what its steps need, and KV blocks; and says how many tokens are in flight by Little's law."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.plan.model_shape import PlannedModel
-from twostep.lab.plan.workload import Request
+from twostep.lab.simulator.cluster import SimulatedRequest
 
 GIB = 1 << 30
-# Libraries, the largest step and captured graphs, where nobody has measured them: an H200 with Llama-3.1-8B's shape and steps of 8192
+# Libraries, the largest step and captured graphs, where they have not been measured: an H200 with Llama-3.1-8B's shape and steps of 8192
 # tokens took 0.8 + 1.4 + 0.6 GiB.
 DEFAULT_RUNTIME_BYTES = 3 * GIB
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -68,23 +68,23 @@ def worker_memory(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InFlight:
+class TokensInFlight:
     """Little's law: sequences there at once = rate · time that each stays."""
 
     sequences: float
     tokens: float
 
 
-def in_flight(sample: Sequence[Request], rate: float, *, seconds_per_token: float, seconds_before: float = 0.0) -> InFlight:
-    """Of one worker that gets `rate` requests like those of `sample` a second, each of which stays `seconds_before` with its prompt alone
-    and then `seconds_per_token` for every further token."""
+def in_flight(sample: Sequence[SimulatedRequest], rate: float, *, seconds_per_token: float, seconds_before: float = 0.0) -> TokensInFlight:
+    """Counts for one worker that gets `rate` requests like those of `sample` a second, each of which stays `seconds_before` with its prompt
+    alone and then `seconds_per_token` for every further token."""
     sequences = tokens = 0.0
     for request in sample:
         decoding = (request.num_output - 1) * seconds_per_token
         sequences += seconds_before + decoding
         # While it decodes it has half of its answer, on average.
         tokens += request.num_prompt * seconds_before + (request.num_prompt + request.num_output / 2) * decoding
-    return InFlight(sequences=rate * sequences / len(sample), tokens=rate * tokens / len(sample))
+    return TokensInFlight(sequences=rate * sequences / len(sample), tokens=rate * tokens / len(sample))
 
 
 def parse_bytes(text: str) -> int:

@@ -1,5 +1,5 @@
-"""What planning needs to know of a model: how many bytes its weights and a token's KV take. From config.json and the weight files' headers
-alone, without torch."""
+"""Reads what planning needs to know of a model: how many bytes its weights and a token's KV take. From config.json and the weight files'
+headers alone, without torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_model(model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "a
 
 
 def weight_bytes(model_dir: Path, dtype: str) -> int:
-    """Of the weights once they are loaded; 0 where that cannot be told before."""
+    """Returns the size of the weights once they are loaded; 0 where that is not known before."""
     try:
         return read_model(model_dir, dtype=dtype).weight_bytes
     except SetupError:
@@ -96,7 +96,7 @@ def model_of(config: dict[str, Any], model_dir: Path, *, dtype: str = "auto", kv
 
 
 def _bytes_on_disk(model_dir: Path) -> int | None:
-    """Of the weights; None: they are not there."""
+    """Returns the size of the weights; None: they are not there."""
     if not any(model_dir.glob("*.safetensors")):
         return None
     return sum(header.num_bytes - header.data_start for header in map(read_header, weight_files(model_dir)))

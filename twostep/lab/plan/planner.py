@@ -17,12 +17,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.metrics import Targets
-from twostep.lab.plan.deployment import Deployment
-from twostep.lab.plan.goodput import Trial, find_knee, latency_of, try_rate
-from twostep.lab.plan.simulator import simulate
-from twostep.lab.plan.virtual_sequence import EngineSpec
-from twostep.lab.plan.workload import Request, Workload
+from twostep.lab.bench.serve.metrics import LatencyTargets
+from twostep.lab.plan.goodput import Trial, find_knee, simulate, try_rate
+from twostep.lab.plan.workload import PlannedWorkload
+from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
+from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
 AGGREGATED_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
@@ -35,12 +34,12 @@ _PRECISION = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is to be planned. `base` has the workers' specs and the hand-over; its numbers of workers do not matter. Prices are of one
+    """Says what is to be planned. `base` has the workers' specs and the hand-over; its numbers of workers do not matter. Prices are of one
     worker (all its GPUs) for an hour; an aggregated worker costs what a prefill worker does."""
 
-    base: Deployment
-    workload: Workload
-    targets: Targets
+    base: SimulatedDeployment
+    workload: PlannedWorkload
+    targets: LatencyTargets
     prefill_hour: float = 1.0
     decode_hour: float = 1.0
     budgets: Sequence[int] = AGGREGATED_BUDGETS
@@ -48,13 +47,13 @@ class Question:
     # Of arrivals in each simulation; None: a minute, or what it takes to judge by.
     seconds: float | None = None
 
-    def aggregated(self, budget: int, num_workers: int) -> Deployment:
+    def aggregated(self, budget: int, num_workers: int) -> SimulatedDeployment:
         # Launching prompts takes the host about as long as the device needs for a small chunk: steps are planned at once.
         spec = replace(self.base.decode, step_tokens=budget, ahead_s=math.inf)
         return replace(self.base, num_prefill=0, num_decode=num_workers, decode=spec)
 
-    def hour(self, deployment: Deployment) -> float:
-        """What it costs an hour."""
+    def hour(self, deployment: SimulatedDeployment) -> float:
+        """Returns the cost of an hour."""
         if deployment.aggregated:
             return deployment.num_decode * self.prefill_hour
         return deployment.num_prefill * self.prefill_hour + deployment.num_decode * self.decode_hour
@@ -65,7 +64,7 @@ class Option:
     """A deployment that keeps the targets. `goodput` is the highest rate at which it does; `trial` the simulation at the rate that it is
     planned for."""
 
-    deployment: Deployment
+    deployment: SimulatedDeployment
     hour: float
     trial: Trial
     goodput: float
@@ -120,8 +119,8 @@ def plan_for_rate(question: Question, rate: float, report: Report = lambda line:
 
 
 def plan_for_workers(question: Question, num_workers: int, report: Report = lambda line: None) -> Plan:
-    """Of so many workers: the split, and the step budget without a split, that keep the targets at the highest rate. Raises InvalidRequest
-    if none does at any."""
+    """Finds for so many workers the split, and the step budget without a split, that keep the targets at the highest rate. Raises
+    InvalidRequest if none does at any."""
     search = _Search(question, report)
     search.refuse_impossible()
     splits = [question.base.sized(p, num_workers - p) for p in range(1, num_workers)]
@@ -137,18 +136,18 @@ class _Search:
     question: Question
     report: Report
     tried: int = 0
-    _sample: list[Request] = field(default_factory=list)
-    _known: dict[tuple[Deployment, float], Trial] = field(default_factory=dict)
+    _sample: list[SimulatedRequest] = field(default_factory=list)
+    _known: dict[tuple[SimulatedDeployment, float], Trial] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._sample = self.question.workload.sample()
 
     # ---- judging ----------------------------------------------------------------------------------------------------
 
-    def met(self, deployment: Deployment, rate: float) -> bool:
+    def met(self, deployment: SimulatedDeployment, rate: float) -> bool:
         return self.trial(deployment, rate, to_the_end=False).met
 
-    def trial(self, deployment: Deployment, rate: float, *, to_the_end: bool) -> Trial:
+    def trial(self, deployment: SimulatedDeployment, rate: float, *, to_the_end: bool) -> Trial:
         known = self._known.get((deployment, rate))
         if known is not None and not (to_the_end and known.run.stopped):
             return known
@@ -167,14 +166,14 @@ class _Search:
         self.report(f"{deployment.name} at {rate:.4g} requests/s: {'kept' if trial.met else 'missed'}")
         return trial
 
-    def option(self, deployment: Deployment | None, rate: float) -> Option | None:
+    def option(self, deployment: SimulatedDeployment | None, rate: float) -> Option | None:
         if deployment is None:
             return None
         goodput = self.knee(deployment, guess=rate)
         trial = self.trial(deployment, rate, to_the_end=True)
         return Option(deployment=deployment, hour=self.question.hour(deployment), trial=trial, goodput=goodput)
 
-    def knee(self, deployment: Deployment, guess: float) -> float:
+    def knee(self, deployment: SimulatedDeployment, guess: float) -> float:
         return find_knee(lambda rate: self.met(deployment, rate), guess=guess, precision=_PRECISION)
 
     def refuse_impossible(self) -> None:
@@ -184,7 +183,7 @@ class _Search:
         alone = replace(ordinary, arrival_s=0.0)
         missed: list[str] = []
         for deployment in (question.base.sized(1, 1), question.aggregated(max(question.budgets), 1)):
-            latency = latency_of(simulate(deployment, [alone]).served[0])
+            latency = simulate(deployment, [alone]).served[0].latency
             if not (missed := list(question.targets.missed(latency))):
                 return
         tpot = "" if latency.tpot_s is None else f", TPOT {latency.tpot_s * 1e3:.1f} ms"
@@ -195,10 +194,10 @@ class _Search:
 
     # ---- a number of workers ----------------------------------------------------------------------------------------
 
-    def best_of(self, deployments: Sequence[Deployment]) -> Option | None:
-        """Of the highest goodput, the most promising tried first; those that arithmetic rules out are not."""
+    def best_of(self, deployments: Sequence[SimulatedDeployment]) -> Option | None:
+        """Returns the option of the highest goodput. The most promising are tried first, those that arithmetic rules out not at all."""
         promising = sorted(((self.most_rate(d), d) for d in deployments), key=lambda pair: (self._strain(pair[1]), -pair[0]))
-        best: tuple[float, Deployment] | None = None
+        best: tuple[float, SimulatedDeployment] | None = None
         for most, deployment in promising:
             if best is not None and (most <= best[0] or not self.met(deployment, best[0] * 1.001)):
                 continue
@@ -211,7 +210,7 @@ class _Search:
         trial = self.trial(deployment, goodput, to_the_end=True)
         return Option(deployment=deployment, hour=self.question.hour(deployment), trial=trial, goodput=goodput)
 
-    def most_rate(self, deployment: Deployment) -> float:
+    def most_rate(self, deployment: SimulatedDeployment) -> float:
         """No deployment keeps its targets beyond this rate."""
         sample, targets = self._sample, self.question.targets
         if deployment.aggregated:
@@ -220,7 +219,7 @@ class _Search:
         prefill = deployment.num_prefill / prompt_work_s(deployment.prefill, sample)
         return min(prefill, deployment.num_decode * decode_rate(deployment.decode, sample, targets)) * _SLACK
 
-    def _strain(self, deployment: Deployment) -> float:
+    def _strain(self, deployment: SimulatedDeployment) -> float:
         """How far a full step is from the longest that the targets leave, if that is known. Orders budgets, and rules out none."""
         targets, spec = self.question.targets, deployment.decode
         limits = [ms / 1e3 for ms in (targets.gap_ms, targets.tpot_ms) if ms is not None]
@@ -230,13 +229,13 @@ class _Search:
 
     # ---- a rate -----------------------------------------------------------------------------------------------------
 
-    def cheapest_pair(self, rate: float) -> Deployment | None:
+    def cheapest_pair(self, rate: float) -> SimulatedDeployment | None:
         """Prefill workers from the least that can keep up; for each number of them the least decode workers that will do."""
         question, base = self.question, self.question.base
         assert base.prefill is not None
         least_prefill = max(1, math.ceil(rate * prompt_work_s(base.prefill, self._sample) / _SLACK))
         least_decode = max(1, math.ceil(rate / decode_rate(base.decode, self._sample, question.targets) / _SLACK))
-        best: Deployment | None = None
+        best: SimulatedDeployment | None = None
         for num_prefill in range(least_prefill, _MOST_WORKERS):
             most = self._most_decode(best, num_prefill, least_decode)
             if most < least_decode:
@@ -248,7 +247,7 @@ class _Search:
                 break
         return best
 
-    def _most_decode(self, best: Deployment | None, num_prefill: int, least_decode: int) -> int:
+    def _most_decode(self, best: SimulatedDeployment | None, num_prefill: int, least_decode: int) -> int:
         """Decode workers beside so many prefill workers that would still be cheaper than `best`."""
         if best is None:
             return 4 * least_decode + 8
@@ -256,9 +255,9 @@ class _Search:
         left = question.hour(best) - num_prefill * question.prefill_hour
         return min(best.num_decode - 1, math.ceil(left / question.decode_hour - 1e-9) - 1) if question.decode_hour else best.num_decode - 1
 
-    def cheapest_aggregated(self, rate: float) -> Deployment | None:
-        """Of any step budget, the fewest workers."""
-        best: Deployment | None = None
+    def cheapest_aggregated(self, rate: float) -> SimulatedDeployment | None:
+        """Returns the fewest workers, of any step budget."""
+        best: SimulatedDeployment | None = None
         for budget in self.question.budgets:
             least = max(1, math.ceil(rate * prompt_work_s(self.question.aggregated(budget, 1).decode, self._sample) / _SLACK))
             most = 8 * least + 8 if best is None else best.num_decode - 1
@@ -266,7 +265,7 @@ class _Search:
             best = best if found is None else found
         return best
 
-    def _fewest(self, sized: Callable[[int], Deployment], rate: float, least: int, most: int) -> Deployment | None:
+    def _fewest(self, sized: Callable[[int], SimulatedDeployment], rate: float, least: int, most: int) -> SimulatedDeployment | None:
         """By bisection between `least` and `most`; None: not even `most` will do."""
         if most < least:
             return None
@@ -299,7 +298,7 @@ def _rising(least: int, most: int) -> Iterator[int]:
 # ---- arithmetic ---------------------------------------------------------------------------------------------------------
 
 
-def prompt_work_s(spec: EngineSpec, sample: Sequence[Request]) -> float:
+def prompt_work_s(spec: EngineSpec, sample: Sequence[SimulatedRequest]) -> float:
     """Seconds of a worker that a prompt takes at least, on average: its share of full steps."""
     curve = spec.prompt_curve
     rows = sum(r.num_uncached for r in sample) / len(sample)
@@ -308,7 +307,7 @@ def prompt_work_s(spec: EngineSpec, sample: Sequence[Request]) -> float:
     return max(1e-9, rows * (curve.per_row_s + share) + pairs * curve.per_pair_s)
 
 
-def decode_rate(spec: EngineSpec, sample: Sequence[Request], targets: Targets) -> float:
+def decode_rate(spec: EngineSpec, sample: Sequence[SimulatedRequest], targets: LatencyTargets) -> float:
     """Requests a second that one decode worker can keep up with, with as many sequences as its seats, its blocks and the TPOT target
     allow."""
     num_later = sum(r.num_output - 1 for r in sample) / len(sample)

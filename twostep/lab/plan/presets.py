@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from twostep.errors import SetupError
-from twostep.lab.plan.deployment import HandOver
 from twostep.lab.plan.memory import DEFAULT_RUNTIME_BYTES
 from twostep.lab.plan.model_shape import PlannedModel
+from twostep.lab.simulator.cluster import HandOver
 from twostep.step_curve import StepCurve
 
 _FOLDER = Path(__file__).parent / "presets"
@@ -59,7 +59,8 @@ def load_preset(name: str) -> Preset:
 
 
 def read_curves(path: Path) -> tuple[StepCurve, StepCurve]:
-    """Of a prefill and of a decode worker: one curve for both, or an object with `prefill` and `decode`, or a preset. Raises SetupError."""
+    """Reads the curves of a prefill and of a decode worker: one curve for both, or an object with `prefill` and `decode`, or a preset.
+    Raises SetupError."""
     raw = read_object(path)
     raw = raw.get("curves", raw)
     if not isinstance(raw, dict):

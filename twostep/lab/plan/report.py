@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from twostep.lab.bench.serve.metrics import Distribution
+from twostep.lab.plan.goodput import WorkerUse
 from twostep.lab.plan.machine import Machine
-from twostep.lab.plan.memory import InFlight, gib, in_flight
+from twostep.lab.plan.memory import TokensInFlight, gib, in_flight
 from twostep.lab.plan.planner import Option, Plan, Question
-from twostep.lab.plan.simulator import WorkerUse
 
 
 def option_json(option: Option, question: Question, machine: Machine) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def _role_json(role: str, option: Option, question: Question, machine: Machine) 
     }
 
 
-def _in_flight(role: str, option: Option, question: Question) -> InFlight:
-    """Of one worker of the role."""
+def _in_flight(role: str, option: Option, question: Question) -> TokensInFlight:
+    """Counts for one worker of the role."""
     trial, deployment = option.trial, option.deployment
     ttft = Distribution.of(x.ttft_s for x in trial.latencies).mean
     tpots = [x.tpot_s for x in trial.latencies if x.tpot_s is not None]

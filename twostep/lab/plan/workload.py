@@ -1,4 +1,4 @@
-"""What arrives: how long prompts and answers are, and when requests come, drawn as `twostep bench serve` draws them. Seeded: the same
+"""Draws requests: how long prompts and answers are, and when requests come, drawn as `twostep bench serve` draws them. Seeded: the same
 workload, rate and seed give the same requests.
 
     prompts=2600+-30%,outputs=128+-30%              evenly spread over 1820 to 3380, and 90 to 166
@@ -27,6 +27,7 @@ from twostep.lab.bench.serve.lengths import (
     Normal,
     Uniform,
 )
+from twostep.lab.simulator.cluster import SimulatedRequest
 
 _EXAMPLE = "prompts=2600+-30%,outputs=128+-30%"
 _PUBLISHED: dict[str, dict[str, Lengths]] = {
@@ -36,25 +37,7 @@ _PUBLISHED: dict[str, dict[str, Lengths]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One request of a simulation. `arrival_s` counts from the start; of the prompt, the first `num_cached` tokens need not be computed.
-    `edge_s` and `hand_over_s` (bytes included) are its own, where they were measured; None: as the deployment says."""
-
-    arrival_s: float
-    num_prompt: int
-    num_output: int
-    num_cached: int = 0
-    edge_s: float | None = None
-    hand_over_s: float | None = None
-
-    @property
-    def num_uncached(self) -> int:
-        """Tokens to compute: one at least, for its logits."""
-        return max(1, self.num_prompt - self.num_cached)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class PlannedWorkload:
     """`cached` is the share of each prompt's tokens that the worker which computes it holds already. `text` is what it was parsed from."""
 
     prompts: Lengths
@@ -63,29 +46,29 @@ class Workload:
     burstiness: float = 1.0
     text: str = ""
 
-    def requests(self, rate: float, seconds: float, *, seed: int = 0) -> list[Request]:
+    def requests(self, rate: float, seconds: float, *, seed: int = 0) -> list[SimulatedRequest]:
         """All that arrive within `seconds` at `rate` requests a second, in order. Another rate with the same seed has the same requests,
         nearer to each other or further apart: rates can be compared."""
         arrivals = Arrivals(kind="poisson" if self.burstiness == 1 else "gamma", rate=rate, burstiness=self.burstiness)
         lengths = random.Random(f"lengths/{seed}")
         return [self._request(at, lengths) for at in until(arrivals.times(str(seed)), seconds)]
 
-    def sample(self, count: int = 2000) -> list[Request]:
+    def sample(self, count: int = 2000) -> list[SimulatedRequest]:
         """Some of its requests, to reckon averages from."""
         lengths = random.Random("lengths/sample")
         return [self._request(float(i), lengths) for i in range(count)]
 
-    def _request(self, arrival_s: float, lengths: random.Random) -> Request:
+    def _request(self, arrival_s: float, lengths: random.Random) -> SimulatedRequest:
         num_prompt = self.prompts.draw(lengths)
         num_output = self.outputs.draw(lengths)
         num_cached = min(num_prompt - 1, int(self.cached * num_prompt))
-        return Request(arrival_s=arrival_s, num_prompt=num_prompt, num_output=num_output, num_cached=num_cached)
+        return SimulatedRequest(arrival_s=arrival_s, num_prompt=num_prompt, num_output=num_output, num_cached=num_cached)
 
     def __str__(self) -> str:
         return self.text or f"prompts {self.prompts}, outputs {self.outputs}"
 
 
-def parse_workload(text: str) -> Workload:
+def parse_workload(text: str) -> PlannedWorkload:
     """Raises InvalidRequest with what is wrong and an example."""
     fields = fields_of(text, ("prompts", "outputs", "cached", "burstiness"), "a workload")
     missing = [name for name in ("prompts", "outputs") if name not in fields]
@@ -97,7 +80,7 @@ def parse_workload(text: str) -> Workload:
         raise InvalidRequest(f"cached={cached:g} is no share of a prompt; give 0 to 1")
     if not 0.01 <= burstiness <= 1000:
         raise InvalidRequest(f"burstiness={burstiness:g} is out of range; give 1 for Poisson, less (to 0.01) for bursts, more for evenness")
-    return Workload(
+    return PlannedWorkload(
         prompts=parse_lengths("prompts", fields["prompts"]),
         outputs=parse_lengths("outputs", fields["outputs"]),
         cached=cached,
@@ -107,7 +90,7 @@ def parse_workload(text: str) -> Workload:
 
 
 def parse_lengths(name: str, text: str) -> Lengths:
-    """Of `prompts` or `outputs`. Raises InvalidRequest."""
+    """Reads the lengths of `prompts` or `outputs`. Raises InvalidRequest."""
     if (published := _PUBLISHED[name].get(text)) is not None:
         return published
     if match := re.fullmatch(r"\d+", text):

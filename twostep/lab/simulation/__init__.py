@@ -3,12 +3,11 @@
     python -P -m twostep.lab.simulation --trace mixed --seeds 3
 
 traces.py     how many requests come, how long they are, and which workers are lost
-hardware.py   how fast a worker is and what it holds
-prefill_side.py, decode_side.py   one worker in each role
-worker.py     one pod's worker: starting, serving, draining, switching
-cluster.py    the event loop: arrivals, placement, hand-over, losses, what Deployments do
+pods.py       the simulated cluster (twostep/lab/simulator) with pods that start, drain, switch and are lost
 sampling.py   what a controller can see of it, and how late
-scalers.py    who decides: the joint policy, two HPAs, a fixed ratio, a fixed fleet
+scalers.py    who decides: the joint policy, two HPAs, a fixed fleet
 hpa.py        Kubernetes's formula and behaviour
+run.py        one simulation
 outcome.py    what users felt and what it cost
+results.py    tables of it
 """

@@ -1,7 +1,7 @@
 """Simulates the autoscaler beside what it replaces, and prints a table in Markdown.
 
 python -P -m twostep.lab.simulation --trace mixed                      the joint policy, seeds 1 to 3
-python -P -m twostep.lab.simulation --trace mixed --grid --seeds 11 12 13 --plot docs/images
+python -P -m twostep.lab.simulation --trace mixed --grid --seeds 11 12 13 --processes 8
 python -P -m twostep.lab.simulation --trace loss --peak 24 --who joint joint,spare=0 hpas,prefill=busy:0.5,decode=seats:0.14
 """
 
@@ -16,15 +16,21 @@ from pathlib import Path
 
 from twostep.autoscaler.model import PolicyConfig, PoolConfig
 from twostep.errors import TwostepError
-from twostep.lab.simulation.cluster import ClusterConfig
-from twostep.lab.simulation.contestants import contestant, hpa_grid
-from twostep.lab.simulation.hardware import hardware_of
-from twostep.lab.simulation.outcome import Outcome
-from twostep.lab.simulation.report import Line, cheapest_as_good, lines_of, markdown, peers
-from twostep.lab.simulation.results import Job, read_results, write_result
-from twostep.lab.simulation.run import Setting, simulate
-from twostep.lab.simulation.tape import decision_lines
-from twostep.lab.simulation.traces import Requests, Trace, requests, trace_names, trace_of
+from twostep.lab.plan.machine import machine_of_preset
+from twostep.lab.simulation.outcome import ScalingOutcome
+from twostep.lab.simulation.pods import PodsConfig
+from twostep.lab.simulation.results import (
+    OutcomeRow,
+    SimulationJob,
+    cheapest_as_good,
+    lines_of,
+    markdown,
+    peers,
+)
+from twostep.lab.simulation.run import Setting, decision_lines, simulate
+from twostep.lab.simulation.scalers import contestant, hpa_grid
+from twostep.lab.simulation.traces import LoadTrace, requests, trace_names, trace_of
+from twostep.lab.simulator.cluster import SimulatedRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     setting = _setting(args)
     for name in args.trace:
         texts = [*args.who, *(hpa_grid() if args.grid else ())]
-        jobs = [Job(trace=name, peak=args.peak, shorten=args.shorten, seed=seed, who=who) for seed in args.seeds for who in texts]
-        outcomes = list(_outcomes(setting, jobs, args.processes, args.results))
+        jobs = [SimulationJob(trace=name, peak=args.peak, shorten=args.shorten, seed=seed, who=who) for seed in args.seeds for who in texts]
+        one = partial(_simulate, setting)
+        outcomes = list(map(one, jobs) if args.processes == 1 else ProcessPoolExecutor(args.processes).map(one, jobs))
         outcomes = [one for _, one in sorted(zip(jobs, outcomes, strict=True), key=lambda pair: (texts.index(pair[0].who), pair[0].seed))]
         lines = lines_of(outcomes)
         grid = [line for line in lines if line.name.startswith("HPAs")]
@@ -41,12 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"## {name}, {args.peak:g} requests/s at its peak, seeds {', '.join(map(str, args.seeds))}\n\n{markdown(shown)}\n")
         if args.grid:
             _say("\n".join(_verdict(lines[0], grid, setting.policy.attainment)) + "\n")
-        if args.plot:
-            from twostep.lab.simulation.plots import draw, draw_costs  # noqa: PLC0415 - needs matplotlib
-
-            drawn = [next(one for one in outcomes if one.name == line.name) for line in shown]
-            _say(f"wrote {draw(drawn, setting.policy, args.plot / f'autoscaling-{name}.png', title=name)}")
-            _say(f"wrote {draw_costs(lines, setting.policy, args.plot / f'autoscaling-{name}-costs.png', title=name)}\n")
         if args.decision_log:
             trace, found = _trace(name, args.peak, args.shorten, args.seeds[0])
             args.decision_log.write_text("".join(decision_lines(setting, trace, found, seed=args.seeds[0])), encoding="utf-8")
@@ -61,14 +62,14 @@ def _say(text: str) -> None:
 # ---- comparing ----------------------------------------------------------------------------------------------------------
 
 
-def _chosen(lines: Sequence[Line], grid: Sequence[Line], target: float) -> list[Line]:
+def _chosen(lines: Sequence[OutcomeRow], grid: Sequence[OutcomeRow], target: float) -> list[OutcomeRow]:
     """Everybody but the HPAs, and those of them that count."""
     rivals = [*peers(grid, target).values(), cheapest_as_good(grid, lines[0])]
     return [line for line in lines if line not in grid or line in rivals]
 
 
-def _verdict(ours: Line, grid: Sequence[Line], target: float) -> Iterator[str]:
-    rivals: dict[str, Line | None] = {**peers(grid, target), "cheapest that keeps as much": cheapest_as_good(grid, ours)}
+def _verdict(ours: OutcomeRow, grid: Sequence[OutcomeRow], target: float) -> Iterator[str]:
+    rivals: dict[str, OutcomeRow | None] = {**peers(grid, target), "cheapest that keeps as much": cheapest_as_good(grid, ours)}
     for what, line in rivals.items():
         if line is None:
             yield f"- {what}: none of {len(grid)} pairs of HPAs."
@@ -80,27 +81,13 @@ def _verdict(ours: Line, grid: Sequence[Line], target: float) -> Iterator[str]:
             )
 
 
-def _outcomes(setting: Setting, jobs: Sequence[Job], num_processes: int, results: Path | None) -> Iterator[Outcome]:
-    """In the order of the jobs. What `results` has is taken from there, what it lacks is written there as soon as it is known."""
-    known = {} if results is None else read_results(results, setting)
-    missing = [job for job in jobs if job not in known]
-    one = partial(_simulate, setting)
-    simulated = iter(map(one, missing) if num_processes == 1 else ProcessPoolExecutor(num_processes).map(one, missing))
-    for job in jobs:
-        if job not in known:
-            known[job] = next(simulated)
-            if results is not None:
-                write_result(results, setting, job, known[job])
-        yield known[job]
-
-
-def _simulate(setting: Setting, job: Job) -> Outcome:
+def _simulate(setting: Setting, job: SimulationJob) -> ScalingOutcome:
     trace, found = _trace(job.trace, job.peak, job.shorten, job.seed)
     return simulate(setting, trace, found, contestant(job.who, setting.policy), seed=job.seed)
 
 
 @lru_cache(maxsize=1)
-def _trace(name: str, peak: float, shorten: float, seed: int) -> tuple[Trace, Requests]:
+def _trace(name: str, peak: float, shorten: float, seed: int) -> tuple[LoadTrace, list[SimulatedRequest]]:
     trace = trace_of(name, peak=peak)
     if shorten != 1:
         trace = trace.shortened(shorten)
@@ -118,16 +105,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peak", type=float, default=120.0, help="requests/s where the trace is highest")
     parser.add_argument("--shorten", type=float, default=1.0, metavar="FACTOR", help="the same trace in so much of its time, as 0.25")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--who", nargs="+", default=["joint"], help="who scales, as in contestants.py; the first is compared with the grid")
+    parser.add_argument("--who", nargs="+", default=["joint"], help="who scales, as in scalers.py; the first is compared with the grid")
     parser.add_argument("--grid", action="store_true", help="every pair of HPAs of the grid as well")
     parser.add_argument("--all", action="store_true", help="show the whole grid, not those that count")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--results", type=Path, metavar="FILE", help="keep outcomes here, and take from it what was simulated before")
     parser.add_argument(
         "--decision-log", type=Path, metavar="FILE", help="write down what the joint policy sees and decides, of the first seed"
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="DIR", help="draw autoscaling-TRACE.png of the first seed, autoscaling-TRACE-costs.png of all"
     )
     parser.add_argument("--preset", default="h200-llama-3.1-8b")
     parser.add_argument("--ttft-ms", type=float, default=500.0)
@@ -142,8 +125,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _setting(args: argparse.Namespace) -> Setting:
     pools = [PoolConfig(max_workers=args.max_workers, price_per_gpu_hour=price, cold_start_s=args.cold_start) for price in args.price]
     policy = PolicyConfig(prefill=pools[0], decode=pools[1], ttft_ms=args.ttft_ms, tpot_ms=args.tpot_ms, drain_s=args.drain)
-    hardware = hardware_of(args.preset)
-    cluster = ClusterConfig(hardware=hardware, cold_start_s=args.cold_start, drain_s=args.drain, switch_s=policy.switch_s)
+    deployment = machine_of_preset(args.preset).base
+    cluster = PodsConfig(deployment=deployment, cold_start_s=args.cold_start, drain_s=args.drain, switch_s=policy.switch_s)
     return Setting(cluster=cluster, policy=policy)
 
 

@@ -14,7 +14,8 @@ SYNC_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Of one direction. `pods` and `percent` may be added or taken in each `period_s`, whichever is more; None: no such policy."""
+    """The rules of one direction. `pods` and `percent` may be added or taken in each `period_s`, whichever is more; None: no such
+    policy."""
 
     stabilization_s: float
     percent: float | None = 100.0

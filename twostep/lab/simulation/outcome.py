@@ -1,4 +1,4 @@
-"""What users felt and what it cost: the ledger that a simulation writes, and what is read from it.
+"""Judges what users felt and what it cost: the ledger that a simulation writes, and what is read from it.
 
 A request counts as kept if its first token came within the TTFT target and its others at the TPOT target or faster, on average; who is
 refused or never ends has not been kept. It counts in the interval in which it came.
@@ -7,14 +7,14 @@ refused or never ends has not been kept. It counts in the interval in which it c
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from twostep.autoscaler.model import ROLES, PolicyConfig, Role
-from twostep.lab.simulation.traces import Requests
+from twostep.lab.simulator.cluster import ClusterObserver, SimulatedRequest
 
-_KEPT, _MISSED = 1, 2
 # Intervals in a row that keep the target: then it is back.
 _STEADY = 2
 
@@ -34,45 +34,40 @@ class Totals:
     tpot_kept: int = 0
 
 
-class Ledger:
-    """Instants in seconds since the start."""
+class RequestLedger(ClusterObserver):
+    """Instants in seconds since the start. `edge_s` is what comes on top of the times at the workers."""
 
-    def __init__(self, requests: Requests, *, ttft_ms: float, tpot_ms: float) -> None:
+    def __init__(self, *, ttft_ms: float, tpot_ms: float, edge_s: float = 0.0) -> None:
         self.totals = Totals()
         self.pod_s: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}
         self.losses: list[tuple[float, Role]] = []
         self.closed = False  # nothing more is paid
-        self._requests = requests
-        self._ttft_s, self._tpot_s = ttft_ms / 1e3, tpot_ms / 1e3
-        self._first = array("d", bytes(8 * len(requests)))
-        self._fate = bytearray(len(requests))
+        self.kept = 0
+        self._ttft_s, self._tpot_s, self._edge_s = ttft_ms / 1e3, tpot_ms / 1e3, edge_s
+        self._came, self._kept = array("d"), array("d")  # arrivals of all requests, and of those that were kept
 
-    def arrived(self, num_prompt: int, num_cached: int) -> None:
+    def arrived(self, request: SimulatedRequest) -> None:
         totals = self.totals
         totals.arrived += 1
-        totals.prompt_tokens += num_prompt
-        totals.cached_tokens += num_cached
-        totals.uncached_squares += (num_prompt - num_cached) ** 2
+        totals.prompt_tokens += request.num_prompt
+        totals.cached_tokens += request.num_cached
+        totals.uncached_squares += (request.num_prompt - request.num_cached) ** 2
+        self._came.append(request.arrival_s)
 
-    def first_token(self, request: int, now: float) -> None:
-        self._first[request] = now
-
-    def ended(self, request: int, now: float) -> None:
-        totals, num_output = self.totals, self._requests.outputs[request]
-        first = self._first[request]
-        ttft_kept = first - self._requests.arrivals[request] <= self._ttft_s
-        tpot_kept = num_output < 2 or (now - first) / (num_output - 1) <= self._tpot_s
+    def ended(self, request: SimulatedRequest, token_times: Sequence[float]) -> None:
+        totals, num_output = self.totals, len(token_times)
+        ttft_kept = token_times[0] + self._edge_s - request.arrival_s <= self._ttft_s
+        tpot_kept = num_output < 2 or (token_times[-1] - token_times[0]) / (num_output - 1) <= self._tpot_s
         totals.ended += 1
         totals.output_tokens += num_output
         totals.ttft_kept += ttft_kept
         totals.tpot_kept += tpot_kept
-        assert not self._fate[request], "a request ended twice"
-        self._fate[request] = _KEPT if ttft_kept and tpot_kept else _MISSED
+        if ttft_kept and tpot_kept:
+            self.kept += 1
+            self._kept.append(request.arrival_s)
 
-    def refused(self, request: int) -> None:
-        assert not self._fate[request], "a request that had ended was refused"
+    def refused(self, request: SimulatedRequest) -> None:
         self.totals.refused += 1
-        self._fate[request] = _MISSED
 
     def paid(self, role: Role, seconds: float) -> None:
         if not self.closed:
@@ -82,26 +77,9 @@ class Ledger:
         self.losses.append((now, role))
 
     def kept_shares(self, interval_s: float) -> list[float | None]:
-        """Of the requests that came in each interval, the share that was kept; None: none came."""
-        kept: list[int] = []
-        came: list[int] = []
-        for arrival, fate in zip(self._requests.arrivals, self._fate, strict=True):
-            index = int(arrival / interval_s)
-            while len(came) <= index:
-                came.append(0)
-                kept.append(0)
-            came[index] += 1
-            kept[index] += fate == _KEPT
-        return [k / n if n else None for k, n in zip(kept, came, strict=True)]
-
-    @property
-    def firsts(self) -> Sequence[float]:
-        """Of each request, when its first token came; 0: not yet."""
-        return self._first
-
-    @property
-    def kept(self) -> int:
-        return self._fate.count(_KEPT)
+        """Returns the share of the requests that came in each interval which was kept; None: none came."""
+        came, kept = (Counter(int(at / interval_s) for at in found) for found in (self._came, self._kept))
+        return [kept[i] / came[i] if came[i] else None for i in range(max(came, default=-1) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +94,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ScalingOutcome:
     """`reversals`: the most changes of direction of a role's wanted number within one cool-down. `recoveries`: for each loss, intervals
     until attainment was back at the target."""
 
@@ -137,14 +115,14 @@ class Outcome:
     losses: Sequence[tuple[float, Role]] = field(default=(), repr=False)
 
 
-def judge(name: str, ledger: Ledger, moments: Sequence[Moment], policy: PolicyConfig, seconds: float) -> Outcome:
+def judge(name: str, ledger: RequestLedger, moments: Sequence[Moment], policy: PolicyConfig, seconds: float) -> ScalingOutcome:
     shares = ledger.kept_shares(policy.interval_s)
     minutes = [share for share in ledger.kept_shares(60.0) if share is not None]
     num = ledger.totals.arrived
     gpus = {role: max(1, policy.pool(role).gpus_per_worker) for role in ROLES}
     hours = {role: ledger.pod_s[role] / 3600 for role in ROLES}
     series = [[(moment.at_s, moment.wanted[role]) for moment in moments] for role in ROLES]
-    return Outcome(
+    return ScalingOutcome(
         name=name,
         num_requests=num,
         attainment=ledger.kept / num if num else 1.0,

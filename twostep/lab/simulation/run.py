@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twostep.autoscaler.model import ROLES, PolicyConfig, Role
-from twostep.lab.simulation.cluster import Cluster, ClusterConfig
-from twostep.lab.simulation.decode_side import DecodeSide
-from twostep.lab.simulation.outcome import Ledger, Moment, Outcome, judge
-from twostep.lab.simulation.prefill_side import PrefillSide
+from twostep.autoscaler.decision_log import head_of, line_of
+from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role
+from twostep.lab.simulation.outcome import Moment, RequestLedger, ScalingOutcome, judge
+from twostep.lab.simulation.pods import PodCluster, PodsConfig
 from twostep.lab.simulation.sampling import AGE_S, Sampler
-from twostep.lab.simulation.scalers import Scaler
-from twostep.lab.simulation.traces import Requests, Trace
+from twostep.lab.simulation.scalers import JointPolicy, Scaler
+from twostep.lab.simulation.traces import LoadTrace
+from twostep.lab.simulator.cluster import SimulatedRequest
 from twostep.step_curve import chunk_pairs
 
 # How long answers have after the trace's end; nothing is decided and nothing paid in it.
@@ -25,17 +25,17 @@ _FIRST_UTILIZATION = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all scalers have in common."""
+    """The setting that all scalers have in common."""
 
-    cluster: ClusterConfig
+    cluster: PodsConfig
     policy: PolicyConfig
 
 
-def simulate(setting: Setting, trace: Trace, requests: Requests, scaler: Scaler, *, seed: int) -> Outcome:
+def simulate(setting: Setting, trace: LoadTrace, requests: Sequence[SimulatedRequest], scaler: Scaler, *, seed: int) -> ScalingOutcome:
     """`requests` are the trace's for this seed; they can be given to any number of simulations."""
     policy = setting.policy
-    ledger = Ledger(requests, ttft_ms=policy.ttft_ms, tpot_ms=policy.tpot_ms)
-    cluster = Cluster(setting.cluster, requests, ledger, seed=seed)
+    ledger = RequestLedger(ttft_ms=policy.ttft_ms, tpot_ms=policy.tpot_ms, edge_s=setting.cluster.deployment.edge_s)
+    cluster = PodCluster(setting.cluster, requests, ledger, seed=seed)
     cluster.start_with(scaler.start(0.0) or fitting(setting, trace, 0.0))
     cluster.plan_losses(trace.losses)
     sampler = Sampler(cluster, window_s=policy.window_s)
@@ -61,28 +61,41 @@ def simulate(setting: Setting, trace: Trace, requests: Requests, scaler: Scaler,
     return judge(scaler.name, ledger, moments, policy, trace.seconds)
 
 
-def fitting(setting: Setting, trace: Trace, second: float) -> Mapping[Role, int]:
+def fitting(setting: Setting, trace: LoadTrace, second: float) -> Mapping[Role, int]:
     """A fleet that carries what the trace offers at `second`, reckoned from its means."""
-    hardware, policy = setting.cluster.hardware, setting.policy
+    deployment, policy = setting.cluster.deployment, setting.policy
+    prefill, decode = deployment.spec_of("prefill"), deployment.spec_of("decode")
     rate, prompt, output = trace.rate.at(second), trace.prompts.at(second), trace.outputs.at(second)
     uncached = prompt * (1 - trace.cached)
-    prompt_s = hardware.prompt_s(round(uncached), chunk_pairs(round(uncached), round(prompt - uncached)))
-    prompt_s += hardware.prefill.fixed_s * uncached / hardware.prefill_tokens
+    pairs = chunk_pairs(round(uncached), round(prompt - uncached))
+    prompt_s = prefill.curve.per_row_s * round(uncached) + prefill.curve.per_pair_s * pairs
+    prompt_s += prefill.curve.fixed_s * uncached / prefill.step_tokens
     tpot_s = policy.tpot_ms / 1e3
     context = prompt + output / 2
-    each = hardware.decode.per_sequence_s + hardware.decode.per_context_s * context
-    seats = min(hardware.max_num_seqs, hardware.num_tokens / context, max(1.0, (tpot_s - hardware.decode.fixed_s) / each))
+    each = decode.curve.per_sequence_s + decode.curve.per_context_s * context
+    seats = min(decode.max_num_seqs, decode.num_tokens / context, max(1.0, (tpot_s - decode.curve.fixed_s) / each))
     needed = {"prefill": rate * prompt_s, "decode": rate * output * tpot_s / seats}
     return {role: min(policy.pool(role).max_workers, max(1, math.ceil(needed[role] / _FIRST_UTILIZATION))) for role in ROLES}
 
 
-def _moment(now: float, trace: Trace, cluster: Cluster) -> Moment:
-    workers = cluster.workers.values()
-    sides = {"prefill": PrefillSide, "decode": DecodeSide}
+def _moment(now: float, trace: LoadTrace, cluster: PodCluster) -> Moment:
+    pods = cluster.pods.values()
     return Moment(
         at_s=now,
         requests_per_s=trace.rate.at(now),
         wanted=dict(cluster.replicas),
-        serving={role: sum(isinstance(w.side, sides[role]) and w.serving for w in workers) for role in ROLES},
-        pods={role: sum(w.alive and w.owner == role for w in workers) for role in ROLES},
+        serving={role: sum(pod.serving and pod.role == role for pod in pods) for role in ROLES},
+        pods={role: sum(pod.alive and pod.owner == role for pod in pods) for role in ROLES},
     )
+
+
+def decision_lines(setting: Setting, trace: LoadTrace, requests: Sequence[SimulatedRequest], *, seed: int) -> list[str]:
+    """Returns a simulation as a decision log (twostep/autoscaler/decision_log.py), to be replayed through the policy or the service: the
+    configuration, then what the joint policy saw and decided, in order."""
+    lines = [head_of(setting.policy)]
+
+    def write(observation: Observation, decision: Decision) -> None:
+        lines.append(line_of(observation, decision))
+
+    simulate(setting, trace, requests, JointPolicy(setting.policy, on_decision=write), seed=seed)
+    return lines

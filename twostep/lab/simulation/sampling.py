@@ -1,5 +1,5 @@
-"""What a controller can see of the simulated cluster: heartbeats of the workers that are registered, the routers' means over windows, and
-each pod's metrics; all of it a second old."""
+"""Samples what a controller can see of the simulated cluster: heartbeats of the workers that are registered, the routers' means over
+windows, and each pod's metrics; all of it a second old."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from twostep.autoscaler.model import ROLES, Observation, Role, Traffic, WorkerView
 from twostep.cluster.records import HEARTBEAT_S
-from twostep.lab.simulation.cluster import Cluster
-from twostep.lab.simulation.decode_side import DecodeSide
 from twostep.lab.simulation.outcome import Totals
-from twostep.lab.simulation.prefill_side import PrefillSide
-from twostep.lab.simulation.worker import SimWorker
+from twostep.lab.simulation.pods import PodCluster, SimulatedPod
+from twostep.lab.simulator.engine import SimulatedEngine
 
 # Before each decision.
 AGE_S = HEARTBEAT_S
@@ -21,8 +19,8 @@ AGE_S = HEARTBEAT_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodMetrics:
-    """Of a ready pod, means since the last sample. Shares of 1: `busy` of the time in steps, `seats` of max_num_seqs, `pool` of the KV
-    pool."""
+    """Metrics of a ready pod, means since the last sample. Shares of 1: `busy` of the time in steps, `seats` of max_num_seqs, `pool` of the
+    KV pool."""
 
     busy: float = 0.0
     queued_tokens: float = 0.0
@@ -32,7 +30,7 @@ class PodMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class ClusterSample:
     """`pods`: metrics of each Deployment's ready pods; `starting`: its pods without any."""
 
     observation: Observation
@@ -44,7 +42,7 @@ class Sample:
 class _Meter:
     """A worker's sums when it was last looked at."""
 
-    side: object
+    engine: SimulatedEngine
     busy_s: float = 0.0
     num_tokens: float = 0.0
     sequence_s: float = 0.0
@@ -58,7 +56,7 @@ class _Window:
 
 
 class Sampler:
-    def __init__(self, cluster: Cluster, *, window_s: float) -> None:
+    def __init__(self, cluster: PodCluster, *, window_s: float) -> None:
         self._cluster = cluster
         self._window_s = window_s
         self._window = _Window()
@@ -66,65 +64,39 @@ class Sampler:
         self._meters: dict[int, _Meter] = {}
         self._sampled_at = 0.0
 
-    def sample(self, now: float) -> Sample:
+    def sample(self, now: float) -> ClusterSample:
         """For a decision that is taken AGE_S later."""
         elapsed = max(1e-9, now - self._sampled_at)
         pods: dict[Role, list[PodMetrics]] = {"prefill": [], "decode": []}
         starting: dict[Role, int] = {"prefill": 0, "decode": 0}
         views: list[WorkerView] = []
         meters: dict[int, _Meter] = {}
-        for worker in self._cluster.workers.values():
-            if worker.side is None:
-                starting[worker.owner] += worker.alive and not worker.terminating
+        for pod in self._cluster.pods.values():
+            if pod.worker is None:
+                starting[pod.owner] += pod.alive and not pod.terminating
                 continue
-            meter = _meter(worker, now)
-            metrics = self._metrics(worker, meter, elapsed)
-            meters[worker.number] = meter
-            views.append(self._view(worker, metrics))
-            if not worker.terminating:
-                pods[worker.owner].append(metrics)
+            meter = _meter(pod.worker.engine, now)
+            metrics = self._metrics(pod, meter, elapsed)
+            meters[pod.number] = meter
+            views.append(_view(pod, pod.worker.engine, metrics))
+            if not pod.terminating:
+                pods[pod.owner].append(metrics)
         self._meters, self._sampled_at = meters, now
         observation = Observation(now_s=now + AGE_S, traffic=self._traffic(now), workers=tuple(views), pods=dict(self._cluster.replicas))
-        return Sample(observation=observation, pods={role: tuple(pods[role]) for role in ROLES}, starting=starting)
+        return ClusterSample(observation=observation, pods={role: tuple(pods[role]) for role in ROLES}, starting=starting)
 
-    def _metrics(self, worker: SimWorker, meter: _Meter, elapsed: float) -> PodMetrics:
-        before = self._meters.get(worker.number)
-        if before is None or before.side is not meter.side:
-            before = _Meter(meter.side)
-        hardware = self._cluster.config.hardware
-        seconds = min(elapsed, max(1e-9, self._sampled_at + elapsed - worker.ready_at))
-        queued = worker.side.queued_tokens if isinstance(worker.side, PrefillSide) else 0
+    def _metrics(self, pod: SimulatedPod, meter: _Meter, elapsed: float) -> PodMetrics:
+        before = self._meters.get(pod.number)
+        if before is None or before.engine is not meter.engine:
+            before = _Meter(meter.engine)
+        spec = meter.engine.spec
+        seconds = min(elapsed, max(1e-9, self._sampled_at + elapsed - pod.ready_at))
         return PodMetrics(
             busy=(meter.busy_s - before.busy_s) / seconds,
-            queued_tokens=queued,
+            queued_tokens=meter.engine.queued_tokens,
             tokens_per_s=(meter.num_tokens - before.num_tokens) / seconds,
-            seats=(meter.sequence_s - before.sequence_s) / seconds / hardware.max_num_seqs,
-            pool=(meter.token_s - before.token_s) / seconds / hardware.num_tokens,
-        )
-
-    def _view(self, worker: SimWorker, metrics: PodMetrics) -> WorkerView:
-        hardware, side = self._cluster.config.hardware, worker.side
-        prefill = side if isinstance(side, PrefillSide) else None
-        decode = side if isinstance(side, DecodeSide) else None
-        return WorkerView(
-            worker_id=worker.worker_id,
-            role=worker.role,
-            owner=worker.owner,
-            pod_name=worker.worker_id,
-            ready=not worker.draining,
-            draining=worker.draining,
-            can_switch=True,
-            curve=hardware.prefill if worker.role == "prefill" else hardware.decode,
-            step_tokens=hardware.prefill_tokens if worker.role == "prefill" else hardware.decode_tokens,
-            max_num_seqs=hardware.max_num_seqs,
-            num_blocks=hardware.num_blocks,
-            block_size=hardware.block_size,
-            num_running=decode.num_running if decode is not None else int(prefill is not None and prefill.running),
-            num_waiting=decode.num_reserved if decode is not None else prefill.num_prompts if prefill is not None else 0,
-            queued_tokens=prefill.queued_tokens if prefill is not None else 0,
-            context_tokens=int(decode.context) if decode is not None else 0,
-            tokens_per_s=metrics.tokens_per_s,
-            started_s=worker.first_ready_at,
+            seats=(meter.sequence_s - before.sequence_s) / seconds / spec.max_num_seqs,
+            pool=(meter.token_s - before.token_s) / seconds / spec.num_tokens,
         )
 
     def _traffic(self, now: float) -> Traffic:
@@ -156,11 +128,36 @@ class Sampler:
         )
 
 
-def _meter(worker: SimWorker, now: float) -> _Meter:
-    match worker.side:
-        case PrefillSide() as side:
-            # A step counts when it starts: what is left of it is not over yet.
-            return _Meter(side, busy_s=side.busy_s - max(0.0, side.free_at - now), num_tokens=side.num_tokens)
-        case DecodeSide() as side:
-            return _Meter(side, num_tokens=side.num_tokens, sequence_s=side.sequence_s, token_s=side.token_s)
-    return _Meter(None)
+def _view(pod: SimulatedPod, engine: SimulatedEngine, metrics: PodMetrics) -> WorkerView:
+    spec, prefill = engine.spec, pod.role == "prefill"
+    return WorkerView(
+        worker_id=pod.worker_id,
+        role=pod.role,
+        owner=pod.owner,
+        pod_name=pod.worker_id,
+        ready=not pod.draining,
+        draining=pod.draining,
+        can_switch=True,
+        curve=spec.curve,
+        step_tokens=spec.step_tokens,
+        max_num_seqs=spec.max_num_seqs,
+        num_blocks=spec.num_blocks,
+        block_size=spec.block_size,
+        num_running=int(not engine.idle) if prefill else engine.num_running,
+        num_waiting=engine.num_prompts if prefill else engine.num_reserved,
+        queued_tokens=engine.queued_tokens,
+        context_tokens=engine.context,
+        tokens_per_s=metrics.tokens_per_s,
+        started_s=pod.first_ready_at,
+    )
+
+
+def _meter(engine: SimulatedEngine, now: float) -> _Meter:
+    # A step counts when it is launched: what is left of it is not over yet.
+    return _Meter(
+        engine,
+        busy_s=engine.busy_s - max(0.0, engine.free_at_s - now),
+        num_tokens=engine.num_tokens,
+        sequence_s=engine.sequence_s,
+        token_s=engine.token_s,
+    )

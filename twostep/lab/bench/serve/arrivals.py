@@ -23,8 +23,7 @@ class Arrivals:
     """
 
     kind: OpenLoop
-    rate: float
-    """Requests (conversations, where they have several turns) per second."""
+    rate: float  # requests (conversations, where they have several turns) per second
     burstiness: float = 1.0
 
     def __post_init__(self) -> None:

@@ -18,8 +18,8 @@ import grpc.aio
 from twostep.client._channel import key_metadata
 from twostep.errors import DeadlineExceeded, InvalidRequest, SetupError, TwostepError, Unavailable
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
-from twostep.lab.bench.serve.target import Answer, Clock, Exchange, RequestFailed, Served
-from twostep.lab.bench.serve.workloads import Text, Turn
+from twostep.lab.bench.serve.target import Clock, Exchange, ReceivedAnswer, RequestFailed, ServedModel
+from twostep.lab.bench.serve.workloads import SessionTurn, Text
 from twostep.rpc.channel import PLAINTEXT, TlsFiles, error_from_rpc, open_channel
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.rpc.v1 import inference_pb2_grpc as pb_grpc
@@ -43,11 +43,9 @@ _SAMPLE = " ".join(a + b for a in "abcdefghijklmnopqrstuvwxyz" for b in "aeiouln
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcOptions:
-    targets: tuple[str, ...]
-    """host:port of routers; requests go to them in turn."""
+    targets: tuple[str, ...]  # host:port of routers; requests go to them in turn
     model: str = ""
-    api_key: str = field(default="", repr=False)
-    """Shown with every call; empty: none."""
+    api_key: str = field(default="", repr=False)  # shown with every call; empty: none
     tls: TlsFiles = PLAINTEXT
     timeout_s: float = 600.0
     temperature: float = 0.0
@@ -58,12 +56,11 @@ class GrpcOptions:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     tenant: str = ""
-    cold: bool = True
-    """Every run has a cache salt of its own: nothing of an earlier one is hit, though prompts repeat from run to run."""
+    cold: bool = True  # every run has a cache salt of its own: nothing of an earlier one is hit, though prompts repeat from run to run
 
 
 class GrpcTarget:
-    """See Target."""
+    """See LoadTarget."""
 
     def __init__(self, options: GrpcOptions) -> None:
         """Raises InvalidRequest for a request class, a vocabulary or a key that cannot be; warns of a key that would go unencrypted."""
@@ -78,7 +75,7 @@ class GrpcTarget:
         self._stubs: list[Any] = []
         self._next = 0
 
-    async def open(self) -> Served:
+    async def open(self) -> ServedModel:
         for address in self._options.targets:
             channel = open_channel(address, tls=self._options.tls, max_message_bytes=_MAX_MESSAGE_BYTES)
             self._channels.append(channel)
@@ -96,7 +93,7 @@ class GrpcTarget:
         alphabet: Sequence[int] = (
             range(256, self._options.vocab_size) if self._options.vocab_size else sorted(set(await self.tokenize(_SAMPLE)))
         )
-        return Served(model=found[0].name, max_model_len=found[0].max_model_len, alphabet=alphabet)
+        return ServedModel(model=found[0].name, max_model_len=found[0].max_model_len, alphabet=alphabet)
 
     async def tokenize(self, text: str) -> array[int]:
         request = pb.TokenizeRequest(model=self._options.model, text=text)
@@ -106,7 +103,7 @@ class GrpcTarget:
             raise error_from_rpc(failure) from failure
         return array("I", response.token_ids)
 
-    def prepare(self, history: Sequence[Exchange], turn: Turn, run: str) -> pb.GenerateRequest:
+    def prepare(self, history: Sequence[Exchange], turn: SessionTurn, run: str) -> pb.GenerateRequest:
         o = self._options
         request = pb.GenerateRequest(
             model=o.model,
@@ -124,10 +121,10 @@ class GrpcTarget:
         ids.extend(_ids(turn))
         return request
 
-    def num_prompt_tokens(self, history: Sequence[Exchange], turn: Turn) -> int:
+    def num_prompt_tokens(self, history: Sequence[Exchange], turn: SessionTurn) -> int:
         return sum(e.turn.num_tokens + len(e.answer.token_ids) for e in history) + turn.num_tokens
 
-    async def ask(self, prepared: pb.GenerateRequest, record: RequestRecord, clock: Clock, *, keep: bool) -> Answer | None:
+    async def ask(self, prepared: pb.GenerateRequest, record: RequestRecord, clock: Clock, *, keep: bool) -> ReceivedAnswer | None:
         stub = self._stubs[self._next % len(self._stubs)]
         self._next += 1
         times, counts = record.times_s, record.num_tokens
@@ -159,19 +156,19 @@ class GrpcTarget:
         record.prompt_tokens = end.usage.prompt_tokens or record.prompt_tokens
         record.cached_tokens = end.usage.cached_tokens
         record.phases = {name: getattr(end.phases, name) for name in _PHASES}
-        return Answer(token_ids=ids, text="") if keep else None
+        return ReceivedAnswer(token_ids=ids, text="") if keep else None
 
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close()
 
 
-def _ids(turn: Turn) -> array[int]:
+def _ids(turn: SessionTurn) -> array[int]:
     return turn.prompt.token_ids if isinstance(turn.prompt, Text) else turn.prompt
 
 
 def _not_opened(address: str, failure: grpc.RpcError) -> TwostepError:
-    """Why there is nothing to load at `address`: nobody there, or the word of whoever is."""
+    """Returns why there is nothing to load at `address`: no server, or what the server there says."""
     error = error_from_rpc(failure)
     if isinstance(error, Unavailable | DeadlineExceeded):
         return SetupError(f"no router answers at {address} ({error.message}); start one with `twostep up`, or give --target")

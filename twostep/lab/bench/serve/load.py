@@ -10,13 +10,13 @@ from itertools import chain
 
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.arrivals import Arrivals
-from twostep.lab.bench.serve.content import Content
+from twostep.lab.bench.serve.content import PromptContent
 from twostep.lab.bench.serve.record import RequestRecord
-from twostep.lab.bench.serve.runner import Extent, Progress, Runner, RunResult
+from twostep.lab.bench.serve.runner import Extent, LoadRunner, RunProgress, RunResult
 from twostep.lab.bench.serve.summary import Windows
-from twostep.lab.bench.serve.target import Served, Target
-from twostep.lab.bench.serve.traces import Trace
-from twostep.lab.bench.serve.workloads import MultiTurn, Session, Workload, fitted
+from twostep.lab.bench.serve.target import LoadTarget, ServedModel
+from twostep.lab.bench.serve.traces import RequestTrace
+from twostep.lab.bench.serve.workloads import BenchSession, MultiTurn, Workload, fitted
 
 _MAX_LEFT_OUT = 10_000
 
@@ -40,13 +40,12 @@ class TraceTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ServeLoad:
     workload: Workload
     arrivals: Arrivals | Users | TraceTimes
     extent: Extent
     seed: str
-    max_model_len: int = 0
-    """Longer sessions are cut to it; 0: what the server tells."""
+    max_model_len: int = 0  # longer sessions are cut to it; 0: what the server tells
 
     def __post_init__(self) -> None:
         if isinstance(self.arrivals, Arrivals) and math.isinf(self.arrivals.rate) and self.extent.duration_s:
@@ -74,7 +73,7 @@ class Load:
                 how = {"poisson": "Poisson", "constant": "evenly", "gamma": f"gamma, burstiness {burstiness:g}"}[kind]
                 return f"{rate:.4g} requests/s ({how})"
 
-    def at_rate(self, rate: float) -> Load:
+    def at_rate(self, rate: float) -> ServeLoad:
         """The same at another rate. Raises InvalidRequest for a closed loop, which has none to set."""
         match self.arrivals:
             case Arrivals():
@@ -88,12 +87,12 @@ class Load:
         )
 
     def _trace_rate(self) -> float | None:
-        return self.workload.rate if isinstance(self.workload, Trace) else None
+        return self.workload.rate if isinstance(self.workload, RequestTrace) else None
 
-    def sessions(self, served: Served, run: str) -> Iterator[Session]:
+    def sessions(self, served: ServedModel, run: str) -> Iterator[BenchSession]:
         """Lengths depend on the seed alone, and are the same for every run; what the prompts say differs from run to run, so that none
         finds another's in a cache."""
-        content = Content(f"{self.seed}/{run}", served.alphabet)
+        content = PromptContent(f"{self.seed}/{run}", served.alphabet)
         length = min((n for n in (self.max_model_len, served.max_model_len) if n), default=0)
         left_out = 0
         for session in self.workload.sessions(content, random.Random(f"lengths/{self.seed}")):
@@ -111,19 +110,19 @@ class Load:
         if isinstance(self.workload, MultiTurn) or isinstance(self.arrivals, Users):
             return None
         if self.extent.num_requests:
-            most = len(self.workload.requests) if isinstance(self.workload, Trace) else self.extent.num_requests
+            most = len(self.workload.requests) if isinstance(self.workload, RequestTrace) else self.extent.num_requests
             return min(most, self.extent.num_requests)
         if isinstance(self.arrivals, TraceTimes):
-            requests = self.workload.requests if isinstance(self.workload, Trace) else ()
+            requests = self.workload.requests if isinstance(self.workload, RequestTrace) else ()
             return sum(self.extent.measures(r.arrival_s / self.arrivals.speed) for r in requests)
         return sum(map(self.extent.measures, self.arrivals.within(self.seed, self.extent.end_s)))
 
     async def put_on(
-        self, target: Target, served: Served, run: str, progress: Progress, stop: Callable[[RequestRecord], bool] | None = None
+        self, target: LoadTarget, served: ServedModel, run: str, progress: RunProgress, stop: Callable[[RequestRecord], bool] | None = None
     ) -> tuple[RunResult, Windows]:
         """Runs it once. Returns when the last answer is there, or when `stop` says that there is no point in going on."""
         sessions = self.sessions(served, run)
-        runner = Runner(target=target, extent=self.extent, run=run, progress=progress, stop=stop)
+        runner = LoadRunner(target=target, extent=self.extent, run=run, progress=progress, stop=stop)
         match self.arrivals:
             case Users(count):
                 result = await runner.closed_loop(sessions, count)

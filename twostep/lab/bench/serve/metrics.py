@@ -59,16 +59,13 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """What one completed request's user felt, in seconds."""
+    """The times that one completed request's user felt, in seconds."""
 
-    ttft_s: float
-    """Sending to the first message."""
-    tpot_s: float | None
-    """(last message - first message) / (tokens - 1). None: there was one token only."""
+    ttft_s: float  # sending to the first message
+    tpot_s: float | None  # (last message - first message) / (tokens - 1). None: there was one token only.
     longest_gap_s: float | None
     """The longest time between two consecutive messages, that between the first and the second included. None: there was one only."""
-    e2e_s: float
-    """Sending to the end of the stream."""
+    e2e_s: float  # sending to the end of the stream
 
 
 def gaps_s(times_s: Sequence[float]) -> list[float]:
@@ -91,8 +88,8 @@ def latency_of(record: RequestRecord) -> Latency | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """What a request must keep to count, in milliseconds; None: no matter."""
+class LatencyTargets:
+    """Times that a request must keep to count, in milliseconds; None: no matter."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -100,7 +97,7 @@ class Targets:
     e2e_ms: float | None = None
 
     @classmethod
-    def parse(cls, words: Iterable[str]) -> Targets:
+    def parse(cls, words: Iterable[str]) -> LatencyTargets:
         """`ttft:500 tpot:10 gap:25 e2e:2000`, any of them (vLLM's name for the last, `e2el`, will do). Raises InvalidRequest."""
         found: dict[str, float] = {}
         for word in (part for group in words for part in group.replace(",", " ").split()):
@@ -147,11 +144,9 @@ class Goodput:
 
     num_requests: int
     num_met: int
-    window_s: float
-    """The time in which these requests came."""
+    window_s: float  # the time in which these requests came
     num_gpus: int | None
-    missed: dict[str, int]
-    """Requests that missed a target, by its name; one may have missed several."""
+    missed: dict[str, int]  # requests that missed a target, by its name; one may have missed several
 
     @property
     def attainment(self) -> float:
@@ -171,7 +166,7 @@ class Goodput:
         return self.per_s / self.num_gpus if self.num_gpus else None
 
 
-def goodput(latencies: Sequence[Latency | None], targets: Targets, window_s: float, num_gpus: int | None = None) -> Goodput:
+def goodput(latencies: Sequence[Latency | None], targets: LatencyTargets, window_s: float, num_gpus: int | None = None) -> Goodput:
     """`latencies` of all requests that came within a window of so many seconds; None for one that was not answered."""
     missed: dict[str, int] = {}
     met = 0
@@ -185,7 +180,7 @@ def goodput(latencies: Sequence[Latency | None], targets: Targets, window_s: flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What the machines cost while they serve, by the hour, in whichever currency."""
+    """The machines' prices while they serve, by the hour, in whichever currency."""
 
     prefill_gpus: float
     decode_gpus: float
@@ -207,10 +202,8 @@ class Cost:
 
     prefill_per_request: float
     decode_per_request: float
-    per_request: float
-    """Prefill and decode GPUs' price over the window / requests completed in it."""
-    per_good_request: float
-    """The same / requests that kept all targets."""
+    per_request: float  # prefill and decode GPUs' price over the window / requests completed in it
+    per_good_request: float  # the same / requests that kept all targets
     prefill_per_million_input_tokens: float
     decode_per_million_output_tokens: float
 

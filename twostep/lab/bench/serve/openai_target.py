@@ -15,38 +15,33 @@ import aiohttp
 
 from twostep.client._channel import key_metadata
 from twostep.errors import PermissionDenied, SetupError, TwostepError, Unauthenticated
+from twostep.lab.bench.serve.content import COMMON, Words, load_tokenizer
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
-from twostep.lab.bench.serve.sse import EventReader, read_event
-from twostep.lab.bench.serve.target import Answer, Clock, Exchange, RequestFailed, Served
-from twostep.lab.bench.serve.words import COMMON, Words, load_tokenizer
-from twostep.lab.bench.serve.workloads import Text, Turn
+from twostep.lab.bench.serve.target import Clock, Exchange, ReceivedAnswer, RequestFailed, ServedModel
+from twostep.lab.bench.serve.workloads import SessionTurn, Text
 
 _OPEN_TIMEOUT_S = 30.0
 _LOOPBACK = ("localhost:", "127.", "[::1]:")
+_DONE = b"[DONE]"
 _UNAUTHORIZED, _FORBIDDEN, _TOO_MANY_REQUESTS = 401, 403, 429
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIOptions:
-    url: str
-    """The server's address, with or without /v1."""
+    url: str  # the server's address, with or without /v1
     api: Literal["completions", "chat"] = "completions"
     model: str = ""
-    api_key: str = field(default="", repr=False)
-    """Bearer token of every request; empty: none."""
-    tokenizer_dir: Path | None = None
-    """None: prompts are of common words, and how many tokens they have is what the server says of each."""
+    api_key: str = field(default="", repr=False)  # bearer token of every request; empty: none
+    tokenizer_dir: Path | None = None  # None: prompts are of common words, and how many tokens they have is what the server says of each
     timeout_s: float = 600.0
     temperature: float = 0.0
-    ignore_eos: bool = True
-    """vLLM's and SGLang's field; servers that refuse unknown ones need it off."""
+    ignore_eos: bool = True  # vLLM's and SGLang's field; servers that refuse unknown ones need it off
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    max_model_len: int = 0
-    """0: what the server tells, as vLLM does."""
+    max_model_len: int = 0  # 0: what the server tells, as vLLM does
 
 
 class OpenAITarget:
-    """See Target."""
+    """See LoadTarget."""
 
     def __init__(self, options: OpenAIOptions) -> None:
         """Raises SetupError for a tokenizer that cannot be read, InvalidRequest for a key that cannot be; warns of a key that would go
@@ -62,7 +57,7 @@ class OpenAITarget:
         self._model = options.model
         self._session: aiohttp.ClientSession | None = None
 
-    async def open(self) -> Served:
+    async def open(self) -> ServedModel:
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             # Every request has a connection of its own if need be: a queue in here would be counted as the server's.
@@ -85,14 +80,14 @@ class OpenAITarget:
                 raise SetupError(f"give --model; {self._base} serves {', '.join(names) or 'it does not say which'}")
             self._model = names[0]
         told = next((m.get("max_model_len") for m in models if m.get("id") == self._model), None)
-        return Served(model=self._model, max_model_len=self._options.max_model_len or int(told or 0), alphabet=range(len(self._words)))
+        return ServedModel(model=self._model, max_model_len=self._options.max_model_len or int(told or 0), alphabet=range(len(self._words)))
 
     async def tokenize(self, text: str) -> array[int]:
         if self._tokenizer is None:
             raise SetupError("texts out of a file have an unknown number of tokens over HTTP; give the model's directory as --tokenizer")
         return array("I", self._tokenizer.encode(text))
 
-    def prepare(self, history: Sequence[Exchange], turn: Turn, run: str) -> dict[str, Any]:
+    def prepare(self, history: Sequence[Exchange], turn: SessionTurn, run: str) -> dict[str, Any]:
         o = self._options
         body: dict[str, Any] = {
             "model": self._model,
@@ -117,11 +112,11 @@ class OpenAITarget:
             body["prompt"] = "".join([*said, self._text(turn)])
         return body | dict(o.extra_body)
 
-    def num_prompt_tokens(self, history: Sequence[Exchange], turn: Turn) -> int:
-        # Answers are not counted here: whoever wants the sum asks for usage, which nearly every server tells.
+    def num_prompt_tokens(self, history: Sequence[Exchange], turn: SessionTurn) -> int:
+        # Answers are not counted here: the server does, in its usage.
         return sum(e.turn.num_tokens + e.turn.output_tokens for e in history) + turn.num_tokens
 
-    async def ask(self, prepared: dict[str, Any], record: RequestRecord, clock: Clock, *, keep: bool) -> Answer | None:
+    async def ask(self, prepared: dict[str, Any], record: RequestRecord, clock: Clock, *, keep: bool) -> ReceivedAnswer | None:
         assert self._session is not None, "open() comes first"
         url = f"{self._base}/{'chat/completions' if self._options.api == 'chat' else 'completions'}"
         texts: list[str] = []
@@ -141,7 +136,7 @@ class OpenAITarget:
             record.ended_s = clock()
         if not ended:
             raise RequestFailed("broken", "the stream ended without an end")
-        return Answer(token_ids=array("I"), text="".join(texts)) if keep else None
+        return ReceivedAnswer(token_ids=array("I"), text="".join(texts)) if keep else None
 
     @staticmethod
     async def _follow(stream: aiohttp.StreamReader, record: RequestRecord, clock: Clock, texts: list[str] | None) -> bool:
@@ -176,7 +171,7 @@ class OpenAITarget:
             # aiohttp closes its sockets in the loop's next turns.
             await asyncio.sleep(0)
 
-    def _text(self, turn: Turn) -> str:
+    def _text(self, turn: SessionTurn) -> str:
         return turn.prompt.text if isinstance(turn.prompt, Text) else self._words.text(turn.prompt)
 
 
@@ -199,3 +194,80 @@ def _not_let_in(base: str, status: int, body: str) -> TwostepError:
 def _refused(status: int, body: str, retry_after: str) -> RequestFailed:
     seconds = float(retry_after) if retry_after.replace(".", "", 1).isdecimal() else None
     return RequestFailed(REFUSED if status == _TOO_MANY_REQUESTS else f"http {status}", body.strip()[:500], seconds)
+
+
+# ---- server-sent events with JSON in them -------------------------------------------------------------------------------
+
+
+class EventReader:
+    """Bytes, cut anywhere, to the data of whole events (WHATWG HTML, "Server-sent events": lines may end in LF or CRLF, an event ends
+    with an empty line, `data` lines of one event are joined by LF; comments and other fields are left out)."""
+
+    def __init__(self, max_bytes: int = 8 << 20) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._max_bytes = max_bytes
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Raises ValueError if a line never ends."""
+        lines = (self._rest + chunk).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > self._max_bytes:
+            raise ValueError(f"a line of more than {self._max_bytes} bytes; this is no stream of events")
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if not line:
+                if self._data:
+                    events.append(b"\n".join(self._data))
+                    self._data = []
+            elif line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+        return events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEvent:
+    text: str = ""
+    has_token: bool = False  # it stands for at least one token, visible or not
+    finish_reason: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None  # so far, or in all: the server's count
+    cached_tokens: int | None = None
+    error: str = ""
+    done: bool = False
+
+
+def read_event(data: bytes) -> StreamEvent:
+    """Reads an event of /v1/completions or /v1/chat/completions. Raises ValueError if it is no JSON object.
+
+    An event with a text is a message of tokens, and so is one whose text is empty while the answer goes on (half a character, held
+    back); a chat's first event, which only says the role, is not."""
+    if data == _DONE:
+        return StreamEvent(done=True)
+    body: Any = json.loads(data)
+    if not isinstance(body, dict):
+        raise ValueError(f"an event with {data[:100]!r}; expected a JSON object")
+    if body.get("error"):
+        error = body["error"]
+        return StreamEvent(error=str(error.get("message", error)) if isinstance(error, dict) else str(error))
+    usage: Any = body.get("usage") or {}
+    details: Any = usage.get("prompt_tokens_details") or {}
+    counts = {
+        "prompt_tokens": usage.get("prompt_tokens"),
+        "completion_tokens": usage.get("completion_tokens"),
+        "cached_tokens": details.get("cached_tokens"),
+    }
+    choices: Any = body.get("choices")
+    if not choices:
+        return StreamEvent(**counts)
+    choice = choices[0]
+    finish = choice.get("finish_reason") or ""
+    delta: Any = choice.get("delta")
+    if delta is None:
+        text = choice.get("text")
+        said = text is not None
+    else:
+        text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+        said = "role" not in delta and ("content" in delta or "reasoning_content" in delta or bool(delta.get("tool_calls")))
+    return StreamEvent(text=text or "", has_token=bool(text) or (said and not finish), finish_reason=finish, **counts)

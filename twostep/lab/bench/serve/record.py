@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-REFUSED = "refused"
-"""Kind of a refusal for lack of room (RESOURCE_EXHAUSTED, HTTP 429); every other kind is an error."""
+REFUSED = "refused"  # kind of a refusal for lack of room (RESOURCE_EXHAUSTED, HTTP 429); every other kind is an error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,29 +18,20 @@ class RequestRecord:
     index: int
     session: int = 0
     turn: int = 0
-    scheduled_s: float
-    """When it was to be sent: the arrival process's time, or, after an answer, that of its end plus the time to think."""
-    measured: bool = True
-    """False: it came during warm-up or cool-down, and counts for nothing but what the machine had to do."""
-    prompt_tokens: int
-    """As the server counts, or, where it does not tell, as the prompt was made."""
+    scheduled_s: float  # when it was to be sent: the arrival process's time, or, after an answer, that of its end plus the time to think
+    measured: bool = True  # False: it came during warm-up or cool-down, and counts for nothing but what the machine had to do
+    prompt_tokens: int  # as the server counts, or, where it does not tell, as the prompt was made
     max_tokens: int
     sent_s: float = math.nan
     ended_s: float = math.nan
-    times_s: array[float] = field(default_factory=lambda: array("d"))
-    """When each message that carried tokens arrived."""
-    num_tokens: array[int] = field(default_factory=lambda: array("I"))
-    """How many tokens each of them carried."""
-    told_output_tokens: int | None = None
-    """The server's own count, if it tells."""
+    times_s: array[float] = field(default_factory=lambda: array("d"))  # when each message that carried tokens arrived
+    num_tokens: array[int] = field(default_factory=lambda: array("I"))  # how many tokens each of them carried
+    told_output_tokens: int | None = None  # the server's own count, if it tells
     cached_tokens: int = 0
     finish_reason: str = ""
-    phases: Mapping[str, float] | None = None
-    """The server's own account of where the time went, seconds by name (Twostep only)."""
-    quoted_tokens: int | None = None
-    """Of an answer that should repeat a passage: how many of its tokens did, from the first on."""
-    error: str = ""
-    """Empty: answered. Else its kind, of which there are few; `message` says the rest."""
+    phases: Mapping[str, float] | None = None  # the server's own account of where the time went, seconds by name (Twostep only)
+    quoted_tokens: int | None = None  # how many tokens of an answer that should repeat a passage did, from the first on
+    error: str = ""  # empty: answered. Else its kind, of which there are few; `message` says the rest.
     message: str = ""
     retry_after_s: float | None = None
 

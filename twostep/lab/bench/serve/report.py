@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from twostep.lab.bench.serve.metrics import Distribution, Targets
+from twostep.lab.bench.serve.metrics import Distribution, LatencyTargets
 from twostep.lab.bench.serve.runner import RunResult
 from twostep.lab.bench.serve.summary import Summary
 
@@ -18,17 +18,15 @@ _PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 class Point:
     """One run of one load."""
 
-    label: str
-    """What was offered, for people: `6 requests/s`."""
-    rate: float | None
-    """Requests per second that were to come; None: it was no open loop at a rate."""
+    label: str  # the load, for people: `6 requests/s`
+    rate: float | None  # requests per second that were to come; None: it was no open loop at a rate
     result: RunResult = field(repr=False)
     summary: Summary = field(repr=False)
     warnings: tuple[str, ...] = ()
 
 
 def warnings_of(result: RunResult, summary: Summary, *, max_slip_s: float, measured_s: float | None) -> tuple[str, ...]:
-    """What makes the figures doubtful. `measured_s`: the measured duration if targets are judged over it."""
+    """Returns the reasons to doubt the figures. `measured_s`: the measured duration if targets are judged over it."""
     found = []
     if result.stopped:
         found.append("stopped when it could no longer pass: these figures are of its beginning, and flatter it")
@@ -56,7 +54,7 @@ def warnings_of(result: RunResult, summary: Summary, *, max_slip_s: float, measu
     return tuple(found)
 
 
-def table(point: Point, targets: Targets, currency: str = "") -> str:
+def table(point: Point, targets: LatencyTargets, currency: str = "") -> str:
     """Everything about one run."""
     s, work = point.summary, point.summary.throughput
     lines = [
@@ -190,7 +188,7 @@ def _milliseconds(values: Distribution) -> list[str]:
 
 
 def _figure(value: float, form: str) -> str:
-    """NaN is what nothing could be divided by or counted for: nobody answered, or nothing came."""
+    """Shows NaN as a dash: there was nothing to divide by or to count."""
     return "-" if math.isnan(value) else format(value, form)
 
 

@@ -4,7 +4,7 @@ The life of a request:
 
  1. the dispatcher (open loop) or a user (closed loop) takes the next session of the workload;
  2. its first request is prepared, then slept for until its time;
- 3. it is sent on a task of its own; `Target.ask` notes when each message arrives;
+ 3. it is sent on a task of its own; `LoadTarget.ask` notes when each message arrives;
  4. the session's next turn is prepared once the answer is there, and sent after the time to think;
  5. when nothing more is to be sent, those under way are waited for (each has the target's own timeout).
 """
@@ -23,8 +23,8 @@ from typing import Any
 from twostep.errors import InvalidRequest, TwostepError
 from twostep.lab.bench.serve.metrics import Distribution
 from twostep.lab.bench.serve.record import RequestRecord
-from twostep.lab.bench.serve.target import Exchange, RequestFailed, Target
-from twostep.lab.bench.serve.workloads import Session, Turn, num_quoted
+from twostep.lab.bench.serve.target import Exchange, LoadTarget, RequestFailed
+from twostep.lab.bench.serve.workloads import BenchSession, SessionTurn, num_quoted
 
 _LAG_INTERVAL_S = 0.02
 # The event loop gets a turn at least this often while requests are due at once.
@@ -35,16 +35,12 @@ _BURST = 16
 class Extent:
     """How long a run is. Either `duration_s` or `num_requests` ends it."""
 
-    duration_s: float = 0.0
-    """Measured: after the warm-up. 0: `num_requests` decides."""
-    num_requests: int = 0
-    """Sessions that come after the warm-up."""
-    warmup_s: float = 0.0
-    """Requests before this are not measured."""
+    duration_s: float = 0.0  # measured: after the warm-up. 0: `num_requests` decides.
+    num_requests: int = 0  # sessions that come after the warm-up
+    warmup_s: float = 0.0  # requests before this are not measured
     cooldown_s: float = 0.0
     """After the duration load goes on for this long, unmeasured, so that the last measured requests have neighbours too."""
-    max_in_flight: int = 10_000
-    """More than this at once are not sent but counted as errors: the generator's bound, far above any server's."""
+    max_in_flight: int = 10_000  # more than this at once are not sent but counted as errors: the generator's bound, far above any server's
 
     def __post_init__(self) -> None:
         if (self.duration_s > 0) == (self.num_requests > 0):
@@ -62,7 +58,7 @@ class Extent:
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """A run while it runs."""
 
     elapsed_s: float = 0.0
@@ -70,8 +66,7 @@ class Progress:
     num_ended: int = 0
     num_failed: int = 0
     num_tokens: int = 0
-    none_to_come: bool = False
-    """No session begins any more: those that have are waited for."""
+    none_to_come: bool = False  # no session begins any more: those that have are waited for
 
     @property
     def in_flight(self) -> int:
@@ -80,35 +75,28 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    records: list[RequestRecord]
-    """In the order in which they were sent."""
-    start: float
-    """time.perf_counter() at the run's start, which all recorded times count from."""
+    records: list[RequestRecord]  # in the order in which they were sent
+    start: float  # time.perf_counter() at the run's start, which all recorded times count from
     wall_s: float
-    cpu_s: float
-    """CPU time of this process, all threads."""
-    stopped: bool
-    """It was ended before its time, for it could no longer pass."""
-    exhausted: bool
-    """The workload ended before the run did."""
-    loop_lag_s: Distribution
-    """How late the event loop was at its own appointments: every recorded time may be late by as much."""
+    cpu_s: float  # CPU time of this process, all threads
+    stopped: bool  # it was ended before its time, for it could no longer pass
+    exhausted: bool  # the workload ended before the run did
+    loop_lag_s: Distribution  # how late the event loop was at its own appointments: every recorded time may be late by as much
 
     @property
     def cpu_share(self) -> float:
-        """Of one core."""
+        """Share of one core."""
         return self.cpu_s / self.wall_s if self.wall_s else math.nan
 
 
 @dataclass(slots=True)
-class Runner:
+class LoadRunner:
     """One run; make a new one for the next."""
 
-    target: Target
+    target: LoadTarget
     extent: Extent
-    run: str
-    """Its name: what differs in it shares no cached prefixes."""
-    progress: Progress = field(default_factory=Progress)
+    run: str  # its name: what differs in it shares no cached prefixes
+    progress: RunProgress = field(default_factory=RunProgress)
     stop: Callable[[RequestRecord], bool] | None = None
     """Asked after every request that ended; True ends the run, and what is under way is cancelled and counts as not answered."""
     _records: list[RequestRecord] = field(default_factory=list)
@@ -116,11 +104,11 @@ class Runner:
     _exhausted: bool = False
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def open_loop(self, schedule: Iterator[tuple[float, Session]]) -> RunResult:
+    async def open_loop(self, schedule: Iterator[tuple[float, BenchSession]]) -> RunResult:
         """`schedule`: times since the start, ascending, each with what comes then."""
         return await self._measured(self._dispatch(schedule))
 
-    async def closed_loop(self, sessions: Iterator[Session], num_users: int) -> RunResult:
+    async def closed_loop(self, sessions: Iterator[BenchSession], num_users: int) -> RunResult:
         """Each user takes the next session when done with the one before."""
         if num_users < 1:
             raise InvalidRequest(f"{num_users} users: give at least 1")
@@ -173,7 +161,7 @@ class Runner:
             lags.append(max(0.0, now - due))
             self.progress.elapsed_s = now
 
-    async def _dispatch(self, schedule: Iterator[tuple[float, Session]]) -> None:
+    async def _dispatch(self, schedule: Iterator[tuple[float, BenchSession]]) -> None:
         burst = num_measured = 0
         async with asyncio.TaskGroup() as tasks:
             for number, (at, session) in enumerate(schedule):
@@ -190,7 +178,7 @@ class Runner:
                 self._exhausted = True
             self.progress.none_to_come = True
 
-    async def _users(self, sessions: Iterator[Session], num_users: int) -> None:
+    async def _users(self, sessions: Iterator[BenchSession], num_users: int) -> None:
         numbered = enumerate(sessions)
         num_measured = 0
 
@@ -216,7 +204,7 @@ class Runner:
             for _ in range(num_users):
                 tasks.create_task(user())
 
-    async def _session(self, number: int, session: Session, at: float, prepared: object) -> bool:
+    async def _session(self, number: int, session: BenchSession, at: float, prepared: object) -> bool:
         """False: one of its requests failed."""
         history: list[Exchange] = []
         last = len(session.turns) - 1
@@ -243,7 +231,7 @@ class Runner:
             await asyncio.sleep(max(0.0, at - self._clock()))
         return record.completed
 
-    async def _request(self, turn: Turn, record: RequestRecord, prepared: object, *, keep: bool) -> Exchange | None:
+    async def _request(self, turn: SessionTurn, record: RequestRecord, prepared: object, *, keep: bool) -> Exchange | None:
         """None: it failed, or nothing was to be kept."""
         progress = self.progress
         if progress.in_flight >= self.extent.max_in_flight:
@@ -273,7 +261,7 @@ class Runner:
 
 
 def _raise_single(task: asyncio.Task[None]) -> None:
-    """What a group of tasks wraps is raised as it is, if it has something to say to the user."""
+    """Raises an error that a group of tasks wraps as it is, if it has something to say to the user."""
     try:
         task.result()
     except ExceptionGroup as group:
@@ -286,7 +274,7 @@ def _raise_single(task: asyncio.Task[None]) -> None:
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """What is there now is not looked at again and again by the garbage collector, whose pauses would be the server's."""
+    """Keeps the garbage collector from looking at everything again and again: its pauses would count as the server's."""
     gc.collect()
     gc.freeze()
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from twostep.lab.bench.serve.metrics import Cost, Distribution, Goodput, Latency, Prices, Targets, cost, gaps_s, goodput, latency_of
+from twostep.lab.bench.serve.metrics import Cost, Distribution, Goodput, Latency, LatencyTargets, Prices, cost, gaps_s, goodput, latency_of
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
 
 _MAX_BINS = 10
@@ -68,13 +68,10 @@ class Throughput:
     """Work that got done within the window, of whichever request, over its length."""
 
     window_s: float
-    requests_per_s: float
-    """Answers completed."""
-    input_tokens_per_s: float
-    """Prompt tokens, cached ones included, of the requests whose first token came."""
+    requests_per_s: float  # answers completed
+    input_tokens_per_s: float  # prompt tokens, cached ones included, of the requests whose first token came
     output_tokens_per_s: float
-    mean_concurrency: float
-    """Requests under way, on average over the window (from sending to end)."""
+    mean_concurrency: float  # requests under way, on average over the window (from sending to end)
 
     @property
     def requests_per_minute(self) -> float:
@@ -93,19 +90,14 @@ class LengthBin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    num_requests: int
-    """Measured ones; figures below are theirs, unless they say otherwise."""
+    num_requests: int  # measured ones; figures below are theirs, unless they say otherwise
     num_completed: int
     num_refused: int
-    errors: dict[str, int]
-    """What was not answered, refusals included, by kind."""
-    error_messages: dict[str, str]
-    """One message of each kind."""
-    offered_rate: float
-    """Requests that came, per second."""
+    errors: dict[str, int]  # requests that were not answered, refusals included, by kind
+    error_messages: dict[str, str]  # one message of each kind
+    offered_rate: float  # requests that came, per second
     throughput: Throughput
-    goodput: Goodput | None
-    """None: no targets were given."""
+    goodput: Goodput | None  # None: no targets were given
     ttft_s: Distribution
     tpot_s: Distribution
     itl_s: Distribution
@@ -115,12 +107,9 @@ class Summary:
     """1 / TPOT: the speed at which one user's answer runs. Its slow end is at the low percentiles: `min`, not `max`."""
     prompt_tokens: Distribution
     output_tokens: Distribution
-    cached_share: float
-    """Prompt tokens that came out of a cache / all prompt tokens, where the server tells."""
-    short_answers: int
-    """Completed ones with fewer tokens than were asked for."""
-    quoted_share: float
-    """Of answers that should repeat a passage: tokens that did / tokens. NaN: none should."""
+    cached_share: float  # prompt tokens that came out of a cache / all prompt tokens, where the server tells
+    short_answers: int  # completed ones with fewer tokens than were asked for
+    quoted_share: float  # in answers that should repeat a passage: tokens that did / tokens. NaN: none should.
     phases_s: dict[str, Distribution]
     ttft_by_prompt: list[LengthBin]
     cost: Cost | None
@@ -131,7 +120,7 @@ def summarize(
     records: Sequence[RequestRecord],
     windows: Windows,
     *,
-    targets: Targets | None = None,
+    targets: LatencyTargets | None = None,
     num_gpus: int | None = None,
     prices: Prices | None = None,
 ) -> Summary:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.metrics import Targets, latency_of
+from twostep.lab.bench.serve.metrics import LatencyTargets, latency_of
 from twostep.lab.bench.serve.record import RequestRecord
 
 
@@ -24,11 +24,9 @@ class Search:
     and the lowest above it that failed, until these lie within `resolution` of each other."""
 
     first: float
-    resolution: float = 0.05
-    """Relative."""
+    resolution: float = 0.05  # relative
     max_points: int = 16
-    max_halvings: int = 8
-    """Below first / 2^this nothing is tried."""
+    max_halvings: int = 8  # below first / 2^this nothing is tried
 
     def __post_init__(self) -> None:
         if not 0 < self.first < float("inf"):
@@ -58,10 +56,9 @@ class Doom:
     """Whether a run can still pass: asked after every request that ended. True, from the first time on, once so many measured ones have
     missed a target that not enough of the `expected` can meet them all."""
 
-    targets: Targets
+    targets: LatencyTargets
     attainment: float
-    expected: int
-    """Measured requests of the whole run."""
+    expected: int  # measured requests of the whole run
     missed: int = 0
 
     def __call__(self, record: RequestRecord) -> bool:

@@ -1,4 +1,4 @@
-"""What a load generator needs of whatever it loads."""
+"""The interface between a load generator and the server it loads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from twostep.lab.bench.serve.record import RequestRecord
-from twostep.lab.bench.serve.workloads import Turn
+from twostep.lab.bench.serve.workloads import SessionTurn
 
-Clock = Callable[[], float]
-"""Seconds since the run's start."""
+Clock = Callable[[], float]  # seconds since the run's start
 
 
 class RequestFailed(Exception):
@@ -23,8 +22,8 @@ class RequestFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What came, if the target was told to keep it: the next turn's prompt has it."""
+class ReceivedAnswer:
+    """An answer, if the target was to keep it: the next turn's prompt has it."""
 
     token_ids: array[int]
     text: str
@@ -34,44 +33,42 @@ class Answer:
 class Exchange:
     """One turn and the answer to it."""
 
-    turn: Turn
-    answer: Answer
+    turn: SessionTurn
+    answer: ReceivedAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What is served there."""
+class ServedModel:
+    """The model that a target serves."""
 
     model: str
-    max_model_len: int
-    """0: it does not tell."""
-    alphabet: Sequence[int]
-    """Ids that prompts may be made of."""
+    max_model_len: int  # 0: it does not tell
+    alphabet: Sequence[int]  # ids that prompts may be made of
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """Speaks one protocol. Any number of requests at once, on one event loop. Nothing is ever repeated: what fails is counted."""
 
-    async def open(self) -> Served:
-        """Connects. Raises TwostepError, saying what to do, if nobody answers."""
+    async def open(self) -> ServedModel:
+        """Connects. Raises TwostepError, saying what to do, if no server answers."""
         ...
 
-    def prepare(self, history: Sequence[Exchange], turn: Turn, run: str) -> Any:
+    def prepare(self, history: Sequence[Exchange], turn: SessionTurn, run: str) -> Any:
         """Everything about a request that can be done before its time. Requests of different `run` share no cached prefixes, where
         the protocol has a way to say so."""
         ...
 
-    def num_prompt_tokens(self, history: Sequence[Exchange], turn: Turn) -> int:
-        """Of the prompt that `prepare` makes, as far as can be known here."""
+    def num_prompt_tokens(self, history: Sequence[Exchange], turn: SessionTurn) -> int:
+        """Counts the tokens of the prompt that `prepare` makes, as far as they can be known here."""
         ...
 
-    async def ask(self, prepared: Any, record: RequestRecord, clock: Clock, *, keep: bool) -> Answer | None:
+    async def ask(self, prepared: Any, record: RequestRecord, clock: Clock, *, keep: bool) -> ReceivedAnswer | None:
         """Sends it and notes every message's arrival in the record, and what the server says of itself at the end. None unless `keep`.
         Raises RequestFailed."""
         ...
 
     async def tokenize(self, text: str) -> array[int]:
-        """A text's token ids. Raises TwostepError if there is nobody to ask."""
+        """A text's token ids. Raises TwostepError if no tokenizer can be asked."""
         ...
 
     async def close(self) -> None: ...

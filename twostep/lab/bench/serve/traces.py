@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.content import Content
-from twostep.lab.bench.serve.workloads import Replay, Session, Text, one_turn
+from twostep.lab.bench.serve.content import PromptContent
+from twostep.lab.bench.serve.workloads import BenchSession, ReplayedSessions, Text, one_turn
 
-MOONCAKE_BLOCK = 512
-"""Tokens that one hash id stands for."""
+MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
 _MAX_CONVERSATIONS = 2000
 _TOKENIZED_AT_ONCE = 16
 
@@ -27,8 +26,7 @@ _TOKENIZED_AT_ONCE = 16
 class TraceRequest:
     """One line of a trace."""
 
-    arrival_s: float
-    """From the trace's first request."""
+    arrival_s: float  # from the trace's first request
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
@@ -36,7 +34,7 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class RequestTrace:
     """A workload: each request once, in the order of their times."""
 
     requests: tuple[TraceRequest, ...] = field(repr=False)
@@ -47,12 +45,12 @@ class Trace:
         span = self.requests[-1].arrival_s
         return (len(self.requests) - 1) / span if span > 0 else None
 
-    def sessions(self, content: Content, rng: random.Random) -> Iterator[Session]:
+    def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         for request in self.requests:
             yield one_turn(prompt_of(request, content), request.output_tokens, request.arrival_s)
 
 
-def prompt_of(request: TraceRequest, content: Content) -> array[int]:
+def prompt_of(request: TraceRequest, content: PromptContent) -> array[int]:
     """Blocks by their hash ids; what has none is of its own."""
     prompt: array[int] = array("I")
     for hash_id in request.hash_ids:
@@ -64,7 +62,7 @@ def prompt_of(request: TraceRequest, content: Content) -> array[int]:
     return prompt
 
 
-def read_trace(path: Path, form: Literal["mooncake", "azure"]) -> Trace:
+def read_trace(path: Path, form: Literal["mooncake", "azure"]) -> RequestTrace:
     """Mooncake: JSONL of timestamp (ms), input_length, output_length, hash_ids. Azure: CSV, or JSONL, of TIMESTAMP, ContextTokens,
     GeneratedTokens. Raises InvalidRequest naming the line."""
     found = []
@@ -78,7 +76,7 @@ def read_trace(path: Path, form: Literal["mooncake", "azure"]) -> Trace:
         raise InvalidRequest(f"{path} has no requests; give a {form} trace")
     found.sort(key=lambda r: r.arrival_s)
     first = found[0].arrival_s
-    return Trace(
+    return RequestTrace(
         requests=tuple(
             TraceRequest(
                 arrival_s=r.arrival_s - first,
@@ -147,7 +145,7 @@ async def read_sharegpt(
     output_tokens: int | None,
     seed: str,
     max_conversations: int = _MAX_CONVERSATIONS,
-) -> Replay:
+) -> ReplayedSessions:
     """First question and first answer of each conversation, as vLLM's benchmark takes them: the question is the prompt, the answer's
     length the number of tokens asked for (or `output_tokens`). Of a large file, so many drawn by the seed. Those with fewer than 4
     tokens on a side are left out. Raises InvalidRequest."""
@@ -169,7 +167,7 @@ async def read_sharegpt(
     ]
     if not items:
         raise InvalidRequest(f"{path} has no conversation with a question and an answer of 4 tokens or more")
-    return Replay(items=items, repeat=True)
+    return ReplayedSessions(items=items, repeat=True)
 
 
 def sharegpt_pairs(path: Path) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What requests ask for: endless, seeded sequences of sessions. Pure.
+"""Draws what requests ask for: endless, seeded sequences of sessions. Pure.
 
 A *session* is one conversation: its turns follow one another, each after the answer to the one before and a time to think; each turn's
 prompt is everything said so far and something new. Most workloads' sessions have one turn.
@@ -14,7 +14,7 @@ from itertools import accumulate, takewhile
 from typing import Protocol
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.content import Content
+from twostep.lab.bench.serve.content import PromptContent
 from twostep.lab.bench.serve.lengths import Lengths
 
 MAX_TURNS = 180
@@ -22,19 +22,17 @@ MAX_TURNS = 180
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Words of somebody's, out of a file."""
+    """A text out of a file."""
 
     text: str
     token_ids: array[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    prompt: array[int] | Text
-    """What is new in it: ids of the workload's alphabet, or a text."""
+class SessionTurn:
+    prompt: array[int] | Text  # the new part of it: ids of the workload's alphabet, or a text
     output_tokens: int
-    think_s: float = 0.0
-    """After the answer to the turn before."""
+    think_s: float = 0.0  # after the answer to the turn before
     passage_tokens: int | None = None
     """The prompt says a passage of so many tokens again and again, and the answer is expected to go on with it."""
 
@@ -44,16 +42,15 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
-    turns: tuple[Turn, ...]
-    arrival_s: float | None = None
-    """Its time in the trace it is from, from 0."""
+class BenchSession:
+    turns: tuple[SessionTurn, ...]
+    arrival_s: float | None = None  # its time in the trace it is from, from 0
 
 
 class Workload(Protocol):
     """A pure function of seed and alphabet."""
 
-    def sessions(self, content: Content, rng: random.Random) -> Iterator[Session]:
+    def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         """Endless, but for a trace."""
         ...
 
@@ -65,7 +62,7 @@ class RandomPrompts:
     prompt: Lengths
     output: Lengths
 
-    def sessions(self, content: Content, rng: random.Random) -> Iterator[Session]:
+    def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         while True:
             prompt, output = self.prompt.draw(rng), self.output.draw(rng)
             yield one_turn(content.draw(prompt), output)
@@ -84,7 +81,7 @@ class MixedPrompts:
         if not 0 <= self.long_share <= 1:
             raise InvalidRequest(f"the share of long prompts is {self.long_share:g}; give 0 to 1")
 
-    def sessions(self, content: Content, rng: random.Random) -> Iterator[Session]:
+    def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         while True:
             lengths = self.long if rng.random() < self.long_share else self.short
             prompt, output = lengths.draw(rng), self.output.draw(rng)
@@ -92,7 +89,7 @@ class MixedPrompts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedPrefix:
+class SharedPrefixPrompts:
     """Each prompt begins with one of `num_prefixes` texts, the k-th chosen with a weight of 1/k^zipf, and goes on with one of its own."""
 
     prefix_tokens: int
@@ -105,7 +102,7 @@ class SharedPrefix:
         if self.prefix_tokens < 1 or self.num_prefixes < 1 or self.zipf < 0:
             raise InvalidRequest("a shared prefix has at least one token, there is at least one, and its Zipf exponent is 0 or more")
 
-    def sessions(self, content: Content, rng: random.Random) -> Iterator[Session]:
+    def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         prefixes = [content.block(f"prefix/{i}", self.prefix_tokens) for i in range(self.num_prefixes)]
         weights = list(accumulate((k + 1) ** -self.zipf for k in range(self.num_prefixes)))
         while True:
@@ -122,13 +119,13 @@ class Quoting:
     prompt: Lengths
     output: Lengths
 
-    def sessions(self, content: Content, rng: random.Random) -> Iterator[Session]:
+    def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         while True:
             prompt, output = self.prompt.draw(rng), self.output.draw(rng)
             # Said at least once and a half, so that there is something to go by.
             passage = content.draw(max(1, prompt * 2 // 3))
             ids = (passage * (prompt // len(passage) + 1))[:prompt]
-            yield Session(turns=(Turn(prompt=ids, output_tokens=output, passage_tokens=len(passage)),))
+            yield BenchSession(turns=(SessionTurn(prompt=ids, output_tokens=output, passage_tokens=len(passage)),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,17 +137,16 @@ class MultiTurn:
     output: Lengths
     system_tokens: int = 0
     think_s: float = 0.0
-    max_total_tokens: int = 0
-    """A conversation ends before it would outgrow this; 0: no limit."""
+    max_total_tokens: int = 0  # A conversation ends before it would outgrow this; 0: no limit
 
     def __post_init__(self) -> None:
         if self.system_tokens < 0 or self.think_s < 0:
             raise InvalidRequest("the system prompt's tokens and the time to think are 0 or more")
 
-    def sessions(self, content: Content, rng: random.Random) -> Iterator[Session]:
+    def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         system = content.block("system", self.system_tokens)
         while True:
-            turns: list[Turn] = []
+            turns: list[SessionTurn] = []
             total = 0
             for i in range(min(MAX_TURNS, self.turns.draw(rng))):
                 message, output = self.message.draw(rng), self.output.draw(rng)
@@ -159,30 +155,29 @@ class MultiTurn:
                 total += len(ids) + output
                 if turns and self.max_total_tokens and total > self.max_total_tokens:
                     break
-                turns.append(Turn(prompt=ids, output_tokens=output, think_s=think))
-            yield Session(turns=tuple(turns))
+                turns.append(SessionTurn(prompt=ids, output_tokens=output, think_s=think))
+            yield BenchSession(turns=tuple(turns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class ReplayedSessions:
     """Sessions that are known beforehand, out of a file."""
 
-    items: Sequence[Session] = field(repr=False)
-    repeat: bool = False
-    """Begin again after the last. Never with the file's own arrival times."""
+    items: Sequence[BenchSession] = field(repr=False)
+    repeat: bool = False  # begin again after the last. Never with the file's own arrival times.
 
-    def sessions(self, content: Content, rng: random.Random) -> Iterator[Session]:
+    def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         while True:
             yield from self.items
             if not self.repeat or not self.items:
                 return
 
 
-def one_turn(prompt: array[int] | Text, output_tokens: int, arrival_s: float | None = None) -> Session:
-    return Session(turns=(Turn(prompt=prompt, output_tokens=output_tokens),), arrival_s=arrival_s)
+def one_turn(prompt: array[int] | Text, output_tokens: int, arrival_s: float | None = None) -> BenchSession:
+    return BenchSession(turns=(SessionTurn(prompt=prompt, output_tokens=output_tokens),), arrival_s=arrival_s)
 
 
-def num_quoted(turn: Turn, answer: Sequence[int]) -> int:
+def num_quoted(turn: SessionTurn, answer: Sequence[int]) -> int:
     """Tokens of an answer, from its first on, that go on with the passage that the prompt says again and again."""
     if isinstance(turn.prompt, Text) or turn.passage_tokens is None:
         return 0
@@ -191,11 +186,11 @@ def num_quoted(turn: Turn, answer: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer, expected, strict=True)))
 
 
-def fitted(session: Session, max_model_len: int) -> Session:
+def fitted(session: BenchSession, max_model_len: int) -> BenchSession:
     """Cut to a context: an answer to the half of it, then prompts to what is left, then turns that no longer fit. 0: nothing is cut."""
     if not max_model_len:
         return session
-    turns: list[Turn] = []
+    turns: list[SessionTurn] = []
     total = 0
     for turn in session.turns:
         output = min(turn.output_tokens, max_model_len // 2)
@@ -205,9 +200,9 @@ def fitted(session: Session, max_model_len: int) -> Session:
         prompt = turn.prompt
         if turn.num_tokens > room:
             if isinstance(prompt, Text):
-                return Session(turns=(), arrival_s=session.arrival_s)
+                return BenchSession(turns=(), arrival_s=session.arrival_s)
             prompt = prompt[:room]
-        fits = Turn(prompt=prompt, output_tokens=output, think_s=turn.think_s, passage_tokens=turn.passage_tokens)
+        fits = SessionTurn(prompt=prompt, output_tokens=output, think_s=turn.think_s, passage_tokens=turn.passage_tokens)
         total += fits.num_tokens + output
         turns.append(fits)
-    return Session(turns=tuple(turns), arrival_s=session.arrival_s)
+    return BenchSession(turns=tuple(turns), arrival_s=session.arrival_s)
