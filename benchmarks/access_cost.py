@@ -10,8 +10,7 @@ import functools
 import time
 from collections.abc import Callable
 
-from router.access.account import Account
-from router.access.identity import Identity
+from router.access.account import Account, Identity
 from router.serving.hold_back import HoldBack, HoldBackConfig
 from twostep.hold_back import Held, HeldRequest, Verdict
 from twostep.keys.api_keys import KeyTable, Limits, make_key

@@ -16,8 +16,7 @@ from router.config import DEFAULT_HTTP_PORT, RouterConfig
 from router.grpc.service import InferenceService
 from router.grpc.service_access import KeyGate
 from router.grpc.status_service import StatusService
-from router.http.admin import Administration
-from router.http.admin_server import AdminServer, load_admin_key
+from router.http.admin import Administration, AdminServer, load_admin_key
 from router.http.batches import BatchEndpoints
 from router.http.front import Front
 from router.http.server import HttpServer, ssl_context
@@ -69,8 +68,7 @@ from twostep.rpc.v1 import inference_pb2_grpc, status_pb2_grpc
 from twostep.text.chat_format import ChatFormat
 from twostep.text.chat_template import check_syntax
 from twostep.text.model_card import ModelCard
-from twostep.text.token_bytes import TokenBytes
-from twostep.text.tokenizer import Tokenizer
+from twostep.text.tokenizer import TokenBytes, Tokenizer
 
 log = logging.getLogger(__name__)
 

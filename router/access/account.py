@@ -6,12 +6,130 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from router.access.limits import Bucket, Day, Shortage, duration, worst
 from router.request.targets import Reason, Refused
-from twostep.errors import InvalidRequest
+from twostep.errors import InvalidRequest, PermissionDenied
 from twostep.keys.api_keys import Key
+from twostep.request_class import RequestClass
+from twostep.rpc.v1 import inference_pb2
+
+MINUTE_S = 60.0
+HOUR_S = 3600
+DAY_HOURS = 24
+DAY_S = 86_400.0
+STEP_S = 600.0
+
+
+class Bucket:
+    """`amount`: what it holds, and what flows in again each minute. Times are seconds of any one clock."""
+
+    __slots__ = ("_full_at", "amount")
+
+    def __init__(self, amount: int) -> None:
+        assert amount > 0, "a bucket that holds nothing gives nothing"
+        self.amount = amount
+        self._full_at = -math.inf
+
+    def left(self, now: float) -> float:
+        """What it would give now; below 0: what is owed."""
+        return self.amount - max(0.0, self._full_at - now) * self.amount / MINUTE_S
+
+    def wait_s(self, wanted: float, now: float) -> float:
+        """Until it gives so much, 0: now. Infinite for more than it ever holds."""
+        if wanted > self.amount:
+            return math.inf
+        return max(0.0, max(self._full_at, now) + (wanted - self.amount) * MINUTE_S / self.amount - now)
+
+    def take(self, taken: float, now: float) -> None:
+        """Whether there is so much or not. A negative amount goes back; it never holds more than `amount`."""
+        self._full_at = max(self._full_at, now) + taken * MINUTE_S / self.amount
+
+    def full_in_s(self, now: float) -> float:
+        return max(0.0, self._full_at - now)
+
+    def resized(self, amount: int, now: float) -> Bucket:
+        """Of another size, with as much taken out of it, and not yet flown in again."""
+        other = Bucket(amount)
+        other.take(self.amount - self.left(now), now)
+        return other
+
+
+class Day:
+    """What was used in the last 24 hours, in steps of ten minutes. Times are seconds of a clock that is never set."""
+
+    __slots__ = ("_steps", "amount")
+
+    def __init__(self, amount: int) -> None:
+        self.amount = amount
+        self._steps: dict[int, float] = {}
+
+    def used(self, now: float) -> float:
+        """In the 24 hours until now, and at most ten minutes before them."""
+        over = math.floor((now - DAY_S) / STEP_S)
+        if any(step < over for step in self._steps):
+            self._steps = {step: used for step, used in self._steps.items() if step >= over}
+        return sum(self._steps.values())
+
+    def take(self, taken: float, at: float) -> None:
+        """A negative amount goes back, and is taken off what was used last until then: nothing is owed to anybody for it later."""
+        step = math.floor(at / STEP_S)
+        if taken >= 0:
+            self._steps[step] = self._steps.get(step, 0.0) + taken
+            return
+        for each in sorted((each for each in self._steps if each <= step), reverse=True):
+            back = min(-taken, self._steps[each])
+            self._steps[each] -= back
+            taken += back
+            if taken >= 0:
+                return
+
+    def left(self, now: float) -> float:
+        return self.amount - self.used(now)
+
+    def wait_s(self, wanted: float, now: float) -> float:
+        """Until enough of it is a day ago, 0: now. Infinite for more than a day's worth."""
+        if wanted > self.amount:
+            return math.inf
+        left, then = self.left(now), now
+        for step in sorted(self._steps):
+            if left >= wanted:
+                break
+            left += self._steps[step]
+            then = (step + 1) * STEP_S + DAY_S
+        return max(0.0, then - now)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitShortage:
+    """`wait_s` infinite: waiting would not help. `limit`: the name of the one that is short, and `amount` how much it is."""
+
+    limit: str
+    amount: int
+    wait_s: float
+
+
+def worst(shortages: list[LimitShortage]) -> LimitShortage | None:
+    """The one that keeps a request for longest; None: nothing does."""
+    # Who waited as long as was said must not be refused for the rounding of it.
+    short = [each for each in shortages if each.wait_s > 1e-6]
+    return max(short, key=lambda each: each.wait_s, default=None)
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI's x-ratelimit-reset headers write it: 12ms, 1.5s, 6m0s, 2h0m0s."""
+    if seconds <= 0:
+        return "0s"
+    milliseconds = math.ceil(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    whole = milliseconds / 1000
+    if whole < 60:
+        return f"{whole:.3f}".rstrip("0").rstrip(".") + "s"
+    minutes, rest = divmod(math.ceil(whole), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + f"{minutes}m{rest}s"
+
 
 # Of calls that are in each other's way: their ends are not known.
 _CONCURRENCY_RETRY_S = 1.0
@@ -71,7 +189,7 @@ class Account:
             )
         if self._requests is not None:
             now = self._monotonic()
-            _refuse([Shortage("requests_per_minute", self._requests.amount, self._requests.wait_s(1, now))], "this request")
+            _refuse([LimitShortage("requests_per_minute", self._requests.amount, self._requests.wait_s(1, now))], "this request")
             self._requests.take(1, now)
         self._on_use(self.key.id, "requests", 1)
         self.num_calls += 1
@@ -97,9 +215,9 @@ class Account:
         now = self._monotonic()
         shortages = []
         if self._tokens is not None:
-            shortages.append(Shortage("tokens_per_minute", self._tokens.amount, self._tokens.wait_s(wanted, now)))
+            shortages.append(LimitShortage("tokens_per_minute", self._tokens.amount, self._tokens.wait_s(wanted, now)))
         if self._day.amount:
-            shortages.append(Shortage("tokens_per_day", self._day.amount, self._day.wait_s(wanted, now)))
+            shortages.append(LimitShortage("tokens_per_day", self._day.amount, self._day.wait_s(wanted, now)))
         _refuse(shortages, what)
 
     def take_tokens(self, num_tokens: int) -> None:
@@ -163,7 +281,7 @@ def _resized(bucket: Bucket | None, amount: int, now: float) -> Bucket | None:
     return bucket if bucket.amount == amount else bucket.resized(amount, now)
 
 
-def _refuse(shortages: list[Shortage], what: str) -> None:
+def _refuse(shortages: list[LimitShortage], what: str) -> None:
     short = worst(shortages)
     if short is None:
         return
@@ -178,3 +296,76 @@ def _refuse(shortages: list[Shortage], what: str) -> None:
         f"{duration(short.wait_s)}, or ask whoever runs this for more",
         retry_after_s=short.wait_s,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """`tenant`: whose share of the system the caller uses. None: nobody knows, and the request may say; if it does not, `fallback`. Without
+    an `account` nothing is counted and everything is allowed. `prompt_paid`: another answer to the same prompt pays for it. `address`:
+    where the call comes from, without its port; empty: from this router itself."""
+
+    tenant: str | None = None
+    fallback: str = ""
+    account: Account | None = None
+    prompt_paid: bool = False
+    address: str = ""
+
+    @property
+    def caller(self) -> str:
+        """Who is to have no more than its part of what the router holds: a key, or an address where no keys are asked for; a tenant's name
+        costs nothing there."""
+        return self.key_id or self.address
+
+    @property
+    def key_id(self) -> str:
+        """Empty: no key was shown, because none is asked for."""
+        return "" if self.account is None else self.account.key.id
+
+    def again(self) -> Identity:
+        """The same, for a further answer to a prompt."""
+        return self if self.prompt_paid or self.account is None else replace(self, prompt_paid=True)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around one call of a client that costs something, whatever number of answers it asks for. Raises Refused."""
+        if self.account is None:
+            yield
+            return
+        with self.account.calling():
+            yield
+
+    def check_solvent(self) -> None:
+        """Before a prompt is even tokenized. Raises Refused for a key that has no token left."""
+        if self.account is not None:
+            self.account.check_tokens(1, "any prompt")
+
+    @contextmanager
+    def spending(self, num_prompt: int) -> Iterator[Spending]:
+        """Around one answer to a prompt of so many tokens. Raises Refused, InvalidRequest."""
+        if self.account is None:
+            yield Spending()
+            return
+        with self.account.spending(0 if self.prompt_paid else num_prompt) as spending:
+            yield spending
+
+    def complete(self, request: inference_pb2.GenerateRequest) -> None:
+        """What the key says and the request leaves open."""
+        if self.account is not None and not request.request_class and self.account.key.most_urgent is RequestClass.BATCH:
+            request.request_class = inference_pb2.REQUEST_CLASS_BATCH
+
+    def check_class(self, wanted: RequestClass) -> None:
+        """Raises PermissionDenied."""
+        if self.account is None:
+            return
+        most_urgent = self.account.key.most_urgent
+        if wanted < most_urgent:
+            raise PermissionDenied(
+                f"this API key's requests may be {most_urgent.name.lower()} at best, and this one is {wanted.name.lower()}; ask for less"
+            )
+
+    def headers(self) -> dict[str, str]:
+        """What is left of the key's limits."""
+        return {} if self.account is None else self.account.headers()
+
+
+NOBODY = Identity()

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from router.access.account import Account
-from router.access.identity import Identity
+from router.access.account import Account, Identity
 from router.access.share import UsageShare, Use
 from router.access.sources import KeySource, unreachable, why
 from twostep.cluster.cancellation import end_if_cancelled

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from router.access.limits import DAY_HOURS, HOUR_S
+from router.access.account import DAY_HOURS, HOUR_S
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.connection import EXCHANGE_S
 from twostep.cluster.shared_clock import SharedClock
@@ -64,7 +64,7 @@ class _Heard(NamedTuple):
     total: int
 
 
-class Ledger:
+class UsageLedger:
     """Pure: this router's totals by window, and how much of the others' has been heard."""
 
     def __init__(self, writer: str) -> None:
@@ -135,7 +135,7 @@ class _Exchange:
     """One ledger and its windows in Redis."""
 
     def __init__(self, writer: str, prefix: str, clock: SharedClock, *, window_s: int, num_windows: int) -> None:
-        self.ledger = Ledger(writer)
+        self.ledger = UsageLedger(writer)
         self._prefix, self._clock, self._window_s, self._num_windows = prefix, clock, window_s, num_windows
         # When each was the one of its time, or was heard of, by this process's own clock: the shared one may be set to any time and back.
         self._last_seen: dict[int, float] = {}

@@ -97,7 +97,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class BatchRequest:
     """A batch as its client asked for it; it never changes. `key_id` and `tenant` are whose work it is; `served` the model of the routers
     that may do it; `output_lives_s` how long its files are kept, if the client said."""
 
@@ -125,7 +125,7 @@ class LineError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class AnswerCounts:
     """Of the answers so far. `failed` ones have a line in the error file."""
 
     completed: int = 0
@@ -135,9 +135,9 @@ class Tally:
     output_tokens: int = 0
     reasoning_tokens: int = 0
 
-    def plus(self, ok: bool, usage: tuple[int, int, int, int]) -> Tally:
+    def plus(self, ok: bool, usage: tuple[int, int, int, int]) -> AnswerCounts:
         given, cached, made, reasoned = usage
-        return Tally(
+        return AnswerCounts(
             completed=self.completed + ok,
             failed=self.failed + (not ok),
             input_tokens=self.input_tokens + given,
@@ -155,7 +155,7 @@ class RunState:
     epoch: int
     status: BatchStatus = BatchStatus.VALIDATING
     total: int = 0
-    tally: Tally = field(default_factory=Tally)
+    tally: AnswerCounts = field(default_factory=AnswerCounts)
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     ended_at: int | None = None
@@ -183,7 +183,7 @@ class RunState:
         return dataclasses.replace(self, epoch=epoch, status=status)
 
 
-def view(asked: Asked, state: RunState | None, cancelled: int | None) -> dict[str, Any]:
+def view(asked: BatchRequest, state: RunState | None, cancelled: int | None) -> dict[str, Any]:
     """OpenAI's batch object. `cancelled`: when a client asked for its end; a state of None: nobody has begun with it."""
     state = state or RunState(epoch=0)
     status, tally = state.status, state.tally
@@ -223,10 +223,10 @@ def view(asked: Asked, state: RunState | None, cancelled: int | None) -> dict[st
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------------
 
-Record = TypeVar("Record", FileRecord, Asked, RunState)
+Record = TypeVar("Record", FileRecord, BatchRequest, RunState)
 
 
-def to_json(record: FileRecord | Asked | RunState) -> bytes:
+def to_json(record: FileRecord | BatchRequest | RunState) -> bytes:
     return json.dumps(dataclasses.asdict(record)).encode()
 
 
@@ -238,7 +238,7 @@ def from_json(kind: type[Record], raw: bytes) -> Record:
         values: dict[str, Any] = {name: value for name, value in told.items() if name in known}
         if kind is RunState:
             values["status"] = BatchStatus(values["status"])
-            values["tally"] = Tally(**values["tally"])
+            values["tally"] = AnswerCounts(**values["tally"])
             values["errors"] = tuple(LineError(**each) for each in values["errors"])
         return kind(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -17,8 +17,8 @@ from operator import itemgetter
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from router.http.connections import HttpConnection
 from router.http.errors import HttpError
-from router.http.protocol import Protocol
 
 # A body has this long to come, and its size at this rate besides.
 _BODY_S = 30.0
@@ -197,7 +197,7 @@ class Bodies:
 
 
 def _received(request: web.Request) -> int:
-    assert isinstance(request.protocol, Protocol), "see Connections"
+    assert isinstance(request.protocol, HttpConnection), "see Connections"
     return request.protocol.received
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from router.access.account import Identity
 from router.access.control import Access
-from router.access.identity import Identity
 from router.batches.service import Batches
 from router.http.body_parser import BodyParser
 from router.request.job import Metadata
@@ -19,8 +19,7 @@ from twostep.metrics.registry import MetricsRegistry
 from twostep.process.tracing import Span, Tracer
 from twostep.text.chat_format import ChatFormat
 from twostep.text.model_card import ModelCard
-from twostep.text.token_bytes import TokenBytes
-from twostep.text.tokenizer import Tokenizer
+from twostep.text.tokenizer import TokenBytes, Tokenizer
 
 # The caller's trace context goes on to the workers.
 _FORWARDED = ("traceparent", "tracestate")

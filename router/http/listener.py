@@ -8,8 +8,7 @@ import ssl
 from aiohttp import web
 
 from router.http.bodies import BODIES
-from router.http.connections import Connections
-from router.http.unread import WRITE_TIMEOUT_S, cut_unread
+from router.http.connections import WRITE_TIMEOUT_S, Connections, cut_unread
 from twostep.errors import SetupError
 
 _HANDSHAKE_S = 10.0
@@ -40,7 +39,9 @@ class Listener:
         """Returns the real port. Raises SetupError if it is taken; `flag` is the one that names it."""
         await self._runner.setup()
         assert self._runner.server is not None, "it is set up"
-        connections = Connections(self._runner.server, self._bodies, limit=self._max_connections, keepalive_timeout_s=self._keepalive_s)
+        connections = Connections(
+            self._runner.server, self._bodies.cut_slowest, limit=self._max_connections, keepalive_timeout_s=self._keepalive_s
+        )
         try:
             self._listening = await asyncio.get_running_loop().create_server(
                 connections,

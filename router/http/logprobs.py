@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from router.json_pieces import small
 from twostep.rpc.v1 import inference_pb2 as pb
-from twostep.text.token_bytes import TokenBytes
+from twostep.text.tokenizer import TokenBytes
 
 # JSON has no infinity: what was ruled out has this, as vLLM writes it.
 _LEAST = -9999.0
@@ -83,7 +83,7 @@ class PieceLogprobs(Protocol):
         ...
 
 
-class ChatLogprobs:
+class ChatLogprobsWriter:
     """Of /v1/chat/completions."""
 
     def __init__(self, names: TokenNames) -> None:
@@ -108,7 +108,7 @@ def _kept(token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> Ite
         yield Kept(token_id, each.logprob, [(top.token_id, top.logprob) for top in each.top])
 
 
-class TextLogprobs:
+class TextLogprobsWriter:
     """Of /v1/completions. Offsets go on counting from one piece to the next, in characters of the tokens' names."""
 
     def __init__(self, names: TokenNames, offset: int = 0) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions"]
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
@@ -33,7 +34,7 @@ class CompletionDetails(Reply):
     reasoning_tokens: int
 
 
-class Usage(Reply):
+class UsageReply(Reply):
     prompt_tokens: int
     """Once for each prompt, however many answers there are."""
     total_tokens: int
@@ -54,14 +55,14 @@ class Timed(Reply):
     """Of each choice, where there are several."""
 
 
-class TopLogprob(Reply):
+class TopLogprobReply(Reply):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
+class TokenLogprob(TopLogprobReply):
+    top_logprobs: list[TopLogprobReply]
 
 
 class ChatLogprobs(Reply):
@@ -99,7 +100,7 @@ class ChatChoice(Reply):
     token_ids: list[int] | None = None
 
 
-class Told(Reply):
+class CommonReply(Reply):
     """Of whole answers and of events alike."""
 
     id: str
@@ -110,15 +111,15 @@ class Told(Reply):
     twostep: Timed | None = None
 
 
-class Answer(Told):
-    usage: Usage
+class WholeReply(CommonReply):
+    usage: UsageReply
 
 
-class Event(Told):
-    usage: Usage | None = None
+class Event(CommonReply):
+    usage: UsageReply | None = None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(WholeReply):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
@@ -179,7 +180,7 @@ class TextChoice(SaidText):
     stop_reason: str | int | None
 
 
-class TextCompletion(Answer):
+class TextCompletion(WholeReply):
     object: Literal["text_completion"]
     choices: list[TextChoice]
 
@@ -194,7 +195,7 @@ class TextChunk(Event):
     choices: list[TextChunkChoice]
 
 
-class Model(Reply):
+class ModelReply(Reply):
     id: str
     object: Literal["model"]
     created: int
@@ -204,10 +205,10 @@ class Model(Reply):
 
 class ModelList(Reply):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelReply]
 
 
-class Status(Reply):
+class StatusReply(Reply):
     status: str
 
 
@@ -225,3 +226,96 @@ class Tokenized(Reply):
 
 class Detokenized(Reply):
     prompt: str
+
+
+class FileReply(Reply):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(Reply):
+    object: Literal["list"]
+    data: list[FileReply]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(Reply):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class InputError(Reply):
+    code: str
+    message: str
+    line: int | None
+    param: str | None
+
+
+class InputErrors(Reply):
+    object: Literal["list"]
+    data: list[InputError]
+
+
+class RequestCounts(Reply):
+    total: int
+    completed: int
+    failed: int
+
+
+class CachedDetails(Reply):
+    cached_tokens: int
+
+
+class ReasoningDetails(Reply):
+    reasoning_tokens: int
+
+
+class BatchUsage(Reply):
+    input_tokens: int
+    input_tokens_details: CachedDetails
+    output_tokens: int
+    output_tokens_details: ReasoningDetails
+    total_tokens: int
+
+
+class BatchReply(Reply):
+    id: str
+    object: Literal["batch"]
+    endpoint: BatchEndpoint
+    model: str
+    errors: InputErrors | None
+    input_file_id: str
+    completion_window: str
+    status: Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    usage: BatchUsage
+    metadata: dict[str, str] | None
+
+
+class BatchList(Reply):
+    object: Literal["list"]
+    data: list[BatchReply]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -16,9 +16,9 @@ from typing import Any
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from router.http.connections import bound_unsent
 from router.http.errors import body_of
 from router.http.front import REQUEST_ID
-from router.http.unread import bound_unsent
 from twostep.errors import ResourceExhausted, Unavailable
 
 DONE = b"data: [DONE]\n\n"

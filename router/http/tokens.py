@@ -11,13 +11,12 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import Field
 
-from router.http.calls import parsed
-from router.http.chat_body import ChatPrompt, adapt_roles
-from router.http.described import described
 from router.http.errors import HttpError, blaming
-from router.http.fields import Body, IdArray, TokenId, ids_of, packed, parse_body
 from router.http.front import FRONT, IDENTITY
+from router.http.generation import parsed
+from router.http.openapi import described
 from router.http.replies import Detokenized, Tokenized
+from router.http.request_bodies import Body, ChatPrompt, IdArray, TokenId, adapt_roles, ids_of, packed, parse_body
 from router.http.whole_answer import ENCODER, JSON_ID_BYTES, WholeAnswer
 from router.json_pieces import json_pieces, small
 from twostep.rpc.v1 import inference_pb2 as pb

@@ -89,7 +89,7 @@ class WholeAnswer(NamedTuple):
     pieces: Iterator[str]
 
 
-class Encoder:
+class AnswerEncoder:
     """Makes JSON beside the event loop: a chunk of one answer at a time, in turns with the others."""
 
     def __init__(self) -> None:
@@ -133,4 +133,4 @@ class Encoder:
         return made.getvalue()
 
 
-ENCODER: web.AppKey[Encoder] = web.AppKey("encoder", Encoder)
+ENCODER: web.AppKey[AnswerEncoder] = web.AppKey("encoder", AnswerEncoder)

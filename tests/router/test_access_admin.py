@@ -22,7 +22,7 @@ import pytest
 from http_fakes import CHAT, chat, url
 from router_fakes import SECRET, Cluster, RedisServer
 
-from router.http.admin_server import load_admin_key
+from router.http.admin import load_admin_key
 from twostep.errors import SetupError
 from twostep.keys.api_keys import admin_key, system_key
 from twostep.local.ports import free_ports

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import MAX_MODEL_LEN, Cluster, Script, until
 
-from router.access.identity import NOBODY
-from router.http.calls import Call, ask_all
+from router.access.account import NOBODY
+from router.http.connections import UnreadOutput
 from router.http.errors import HttpError
-from router.http.unread import Unread
+from router.http.generation import HttpCall, ask_all
 from router.http.whole_answer import check_size
 from router.json_pieces import Json, in_chunks, json_pieces, small
 from router.request.memory_budget import MemoryBudget
@@ -226,7 +226,7 @@ class FakeConnection:
 
 
 def test_who_takes_nothing_for_too_long_is_cut_and_nobody_else() -> None:
-    unread = Unread(timeout_s=30.0)
+    unread = UnreadOutput(timeout_s=30.0)
     stuck, slow, endless, idle, short, gone = (FakeConnection() for _ in range(6))
     everybody = (stuck, slow, endless, idle, short, gone)
     transports = {each: each.transport for each in everybody}
@@ -403,7 +403,7 @@ async def test_many_answers_are_begun_in_turns_with_everybody_else() -> None:
         raise AssertionError("nobody asks for it")
 
     beside = asyncio.create_task(turns())
-    call, readers = Call(request_id="r", identity=NOBODY), [Taking() for _ in range(128)]
+    call, readers = HttpCall(request_id="r", identity=NOBODY), [Taking() for _ in range(128)]
     await ask_all(cast(Inference, Generating()), call, readers, lambda _: pb.GenerateRequest(), read_prompt, timeout_s=60, num_each=128)
     beside.cancel()
     assert max(Counter(begun).values()) <= 2

@@ -18,14 +18,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.batches.disk import Disk
-from router.batches.files import FileStore
-from router.batches.journal import NO_USAGE, Entry
-from router.batches.occupancy import Occupancy
-from router.batches.records import Asked, BatchStatus, owner_of
-from router.batches.run import Answered, Asking, Failure, Run, RunLimits
+from router.batches.disk import Disk, Threads
+from router.batches.files import FileStore, Occupancy
+from router.batches.journal import NO_USAGE, AnswerRecord
+from router.batches.records import BatchRequest, BatchStatus, owner_of
+from router.batches.run import Answered, Asking, BatchRun, Failure, RunLimits
 from router.batches.store import BatchStore
-from router.batches.threads import Threads
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.metrics.batches import BatchMetrics, BatchState
 from twostep.metrics.registry import MetricsRegistry
@@ -135,8 +133,8 @@ def make_input(store: BatchStore) -> str:
     return store.files.keep(OWNER, upload, store.files.new_record(filename="in", num_bytes=len(content), purpose="batch", lives_s=None)).id
 
 
-def asked_for(input_file_id: str, number: int = 0) -> Asked:
-    return Asked(
+def asked_for(input_file_id: str, number: int = 0) -> BatchRequest:
+    return BatchRequest(
         id=f"batch_{number:032x}",
         tenant=TENANT,
         key_id="",
@@ -151,7 +149,7 @@ def asked_for(input_file_id: str, number: int = 0) -> Asked:
 
 async def run_once(store: BatchStore, batch_id: str, answers: Answers, threads: Threads) -> bool:
     """False: the power was cut."""
-    run = Run(
+    run = BatchRun(
         store,
         threads,
         OWNER,
@@ -342,7 +340,7 @@ def test_an_owners_bytes_are_bounded_however_they_come(tmp_path: Path) -> None:
     send(files, 4_000_000)
     # Another router's, and what a batch has answered: known soon, if not at once.
     store.begin_run(OWNER, asked.id)
-    store.record(OWNER, asked.id, 1, [Entry("a", True, NO_USAGE, b"x" * 300_000)])
+    store.record(OWNER, asked.id, 1, [AnswerRecord("a", True, NO_USAGE, b"x" * 300_000)])
     clock[0] += 1000.0
     assert not files.has_room(OWNER)
     with pytest.raises(ResourceExhausted, match="no room"):

@@ -17,7 +17,7 @@ from http_fakes import CHAT, TEXT, blocking_client, open_client, open_http
 from router_fakes import Cluster, after, refuse, until
 from scraping import Scrape, scrape
 
-from router.http.batch_replies import BatchList, BatchReply, FileList, FileReply
+from router.http.batches import BatchList, BatchReply, FileList, FileReply
 
 
 async def test_a_batch_from_its_file_to_its_answers(cluster: Cluster, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from http_fakes import open_client, url, when
 from openai import AsyncOpenAI
 from router_fakes import Cluster, after, until
 
-from router.batches.lease import Lease
+from router.batches.service import BatchLease
 from router.server import Router
 from twostep.keys.api_key_file import put_in_file, remove_from_file
 from twostep.keys.api_keys import Limits, make_key
@@ -57,9 +57,9 @@ async def test_another_router_goes_on(cluster: Cluster, tmp_path: Path, death: s
         await until(lambda: len(prefill.requests) == 7, "five are answered and two under way")
         async with second_router(cluster, **options) as second:
             assert second.batches is not None
-            take, taken = second.batches._leases.take, list[Lease | None]()
+            take, taken = second.batches._leases.take, list[BatchLease | None]()
 
-            async def told(name: str) -> Lease | None:
+            async def told(name: str) -> BatchLease | None:
                 taken.append(await take(name))
                 return taken[-1]
 
@@ -131,9 +131,9 @@ async def test_a_batch_that_a_router_takes_as_it_drains_is_anybodys_at_once(clus
         assert batches is not None
         # Nothing lapses by itself while this test runs.
         batches._leases._lease_s = 1000.0
-        take, taken = batches._leases.take, list[Lease | None]()
+        take, taken = batches._leases.take, list[BatchLease | None]()
 
-        async def late(name: str) -> Lease | None:
+        async def late(name: str) -> BatchLease | None:
             taken.append(await take(name))
             await batches.drain(0.0)
             return taken[-1]

@@ -9,8 +9,8 @@ import pytest
 from http_fakes import CHAT, MESSAGES, TEXT, chat, open_client, open_http, raw_events
 from router_fakes import ANSWER_TEXT, Cluster
 
+from router.http.generation import choice_seed
 from router.http.replies import ChatChunk, ChatCompletion, TextChunk, TextCompletion
-from router.http.translate import choice_seed
 from twostep.text.tokenizer import Tokenizer
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from http_fakes import events_of, url
 from router_fakes import Cluster
 
-from router.http.chat_body import ChatBody
-from router.http.completion_body import CompletionBody
+from router.http.request_bodies import ChatBody, CompletionBody
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
 

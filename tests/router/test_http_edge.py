@@ -210,7 +210,7 @@ async def serving(
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     assert runner.server is not None
-    connections = Connections(runner.server, watched, limit=limit, keepalive_timeout_s=75.0)
+    connections = Connections(runner.server, watched.cut_slowest, limit=limit, keepalive_timeout_s=75.0)
     server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
     try:
         yield server.sockets[0].getsockname()[1], watched

@@ -14,9 +14,8 @@ import pytest
 from http_fakes import CHAT, MESSAGES, TEXT, chat, events_of, open_client, open_http, url, when
 from router_fakes import MAX_MODEL_LEN, Cluster, after, refuse, until
 
-from router.http.completion_body import CompletionBody
 from router.http.errors import HttpError
-from router.http.fields import parse_body
+from router.http.request_bodies import CompletionBody, parse_body
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"logit_bias": {"5": 10}}, "logit_bias"),

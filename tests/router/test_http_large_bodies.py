@@ -16,10 +16,8 @@ from router_fakes import Cluster
 
 from router.batches.lines import LineError, parse_line
 from router.http.body_parser import BodyParser
-from router.http.chat_body import ChatBody
-from router.http.completion_body import CompletionBody
 from router.http.errors import HttpError
-from router.http.fields import parse_body
+from router.http.request_bodies import ChatBody, CompletionBody, parse_body
 from router.json_size import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, checked_size
 from twostep.errors import InvalidRequest
 

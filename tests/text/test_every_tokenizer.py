@@ -22,8 +22,8 @@ from twostep.engine.token_masks import WORD
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text import Detokenizer, Tokenizer
-from twostep.text.grammar_tokenizer import grammar_tokenizer
-from twostep.text.token_bytes import TokenBytes
+from twostep.text.grammar import grammar_tokenizer
+from twostep.text.tokenizer import TokenBytes
 
 BOS, EOS = 1, 2
 NUM_TEXTS = 1000

@@ -11,8 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostep.errors import SetupError
-from twostep.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, TOOL_CALL_FORMATS, ToolCallFormat, ToolCallParser, tool_call_format
-from twostep.text.tool_events import CallArguments, CallBegun, Content
+from twostep.text.tool_calls import (
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    TOOL_CALL_FORMATS,
+    CallArguments,
+    CallBegun,
+    ContentDelta,
+    ToolCallFormat,
+    ToolCallParser,
+    tool_call_format,
+)
 
 FORMATS = list(TOOL_CALL_FORMATS.values())
 
@@ -39,7 +49,7 @@ def read(
     for events in [*map(parser.push, pieces), parser.finish(cut=cut_off)]:
         for event in events:
             match event:
-                case Content(text):
+                case ContentDelta(text):
                     assert text
                     found.content += text
                 case CallBegun(index, call_id, name):
@@ -276,7 +286,7 @@ def test_being_cut_off_adds_no_content(format: ToolCallFormat, text: str, parall
 
 def test_arguments_come_as_they_are_written() -> None:
     parser = ToolCallParser(HERMES, new_id=lambda: "i")
-    assert parser.push("Well.") == [Content("Well.")]
+    assert parser.push("Well.") == [ContentDelta("Well.")]
     assert parser.push('<tool_call>{"name": "f", "argu') == []
     assert parser.push('ments": {"a') == [CallBegun(0, "i", "f"), CallArguments(0, '{"a')]
     assert parser.push('": "x') == [CallArguments(0, '": "x')]
@@ -289,7 +299,7 @@ def test_arguments_come_as_they_are_written() -> None:
 def test_content_is_not_kept_waiting() -> None:
     for format in FORMATS:
         parser = ToolCallParser(format)
-        said = "".join(event.text for word in ("It ", "is ", "<5", " [T") for event in parser.push(word) if isinstance(event, Content))
+        said = "".join(event.text for word in ("It ", "is ", "<5", " [T") for event in parser.push(word) if isinstance(event, ContentDelta))
         assert len(said) >= len("It is <5 [") - 2
 
 

@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from twostep.errors import InvalidRequest
-from twostep.text.added_tokens import AddedTokens
 from twostep.text.template_sandbox import escaped
+from twostep.text.tokenizer import AddedTokens
 
 # Of Unicode's private use.
 _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD

@@ -18,8 +18,7 @@ from typing import Any
 from twostep.errors import InvalidRequest
 from twostep.process.helper_service import limit_memory, serve
 from twostep.sampling_params import Grammar, GrammarKind
-from twostep.text.grammar import library, limits, refused, source_of
-from twostep.text.grammar_tokenizer import grammar_tokenizer
+from twostep.text.grammar import grammar_tokenizer, library, limits, refused, source_of
 
 # Of an answer that is made up: what grows, as a rule grows soon.
 _NUM_TOKENS = 24
