@@ -27,8 +27,7 @@ from router.http.completions import CompletionGeneration
 from router.http.errors import HttpError, body_of
 from router.http.front import FRONT, IDENTITY, Front
 from router.http.generation import HttpCall, parsed
-from router.http.openapi import described
-from router.http.replies import BatchEndpoint, BatchList, BatchReply, FileDeleted, FileList, FileReply
+from router.http.openapi import Described
 from router.http.request_bodies import Body, ChatBody, CompletionBody, parse_body
 from router.http.whole_answer import ENCODER, INLINE_BYTES, AnswerEncoder, WholeAnswer
 from router.json_pieces import json_pieces, small
@@ -68,7 +67,7 @@ Metadata = Annotated[
 class BatchBody(Body):
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     """A file of purpose `batch`: one request a line."""
-    endpoint: BatchEndpoint
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Literal["24h"]
     """What is not answered by then is not answered at all."""
     metadata: Metadata | None = None
@@ -98,7 +97,7 @@ AnyQuery = TypeVar("AnyQuery", bound=BaseModel)
 
 
 @routes.post("/v1/batches")
-@described("Has the requests of a file answered when there is room.", bodies=(BatchBody,), reply=BatchReply)
+@Described("Has the requests of a file answered when there is room.", bodies=(BatchBody,))
 async def batch_create(request: web.Request) -> web.Response:
     batches = batches_of(request)
     body = await parsed(request, partial(parse_body, BatchBody))
@@ -116,7 +115,7 @@ async def batch_create(request: web.Request) -> web.Response:
 
 
 @routes.get("/v1/batches")
-@described("Your batches, newest first.", query=BatchQuery, reply=BatchList)
+@Described("Your batches, newest first.", query=BatchQuery)
 async def batch_list(request: web.Request) -> web.StreamResponse:
     batches, query = batches_of(request), query_of(BatchQuery, request)
     limit = query.limit or _DEFAULT_BATCHES
@@ -125,14 +124,14 @@ async def batch_list(request: web.Request) -> web.StreamResponse:
 
 
 @routes.get("/v1/batches/{batch_id}")
-@described("How far a batch is.", reply=BatchReply)
+@Described("How far a batch is.")
 async def batch_retrieve(request: web.Request) -> web.Response:
     batches = batches_of(request)
     return _batch(await batches.threads.short(batches.store.get, owner(request), request.match_info["batch_id"]))
 
 
 @routes.post("/v1/batches/{batch_id}/cancel")
-@described("Ends a batch; what is answered already is kept.", reply=BatchReply)
+@Described("Ends a batch; what is answered already is kept.")
 async def batch_cancel(request: web.Request) -> web.Response:
     stored = await batches_of(request).cancel(owner(request), request.match_info["batch_id"])
     if stored.cancelled is None:
@@ -238,7 +237,7 @@ _ENCODINGS = ("", "binary", "8bit", "7bit")
 
 
 @routes.post("/v1/files")
-@described("Takes a file of requests, for a batch.", form=FileForm, reply=FileReply)
+@Described("Takes a file of requests, for a batch.", form=FileForm)
 async def file_upload(request: web.Request) -> web.Response:
     batches = batches_of(request)
     if request.content_type != "multipart/form-data":
@@ -358,7 +357,7 @@ def _printable(text: str) -> str:
 
 
 @routes.get("/v1/files")
-@described("Your files, newest first.", query=FileQuery, reply=FileList)
+@Described("Your files, newest first.", query=FileQuery)
 async def file_list(request: web.Request) -> web.StreamResponse:
     batches, query = batches_of(request), query_of(FileQuery, request)
     found, has_more = await batches.threads.short(
@@ -373,13 +372,13 @@ async def file_list(request: web.Request) -> web.StreamResponse:
 
 
 @routes.get("/v1/files/{file_id}")
-@described("What a file is.", reply=FileReply)
+@Described("What a file is.")
 async def file_retrieve(request: web.Request) -> web.Response:
     return web.json_response((await _record(request)).view())
 
 
 @routes.delete("/v1/files/{file_id}")
-@described("Deletes a file. A batch that was made of it goes on.", reply=FileDeleted)
+@Described("Deletes a file. A batch that was made of it goes on.")
 async def file_delete(request: web.Request) -> web.Response:
     batches, file_id = batches_of(request), request.match_info["file_id"]
     await batches.threads.short(batches.files.delete, owner(request), file_id)
@@ -387,7 +386,7 @@ async def file_delete(request: web.Request) -> web.Response:
 
 
 @routes.get("/v1/files/{file_id}/content")
-@described("A file's content.", media="application/octet-stream")
+@Described("A file's content.", media="application/octet-stream")
 async def file_content(request: web.Request) -> web.StreamResponse:
     batches, record = batches_of(request), await _record(request)
     short = batches.threads.short

@@ -14,8 +14,7 @@ from router.http.errors import HttpError
 from router.http.front import FRONT, Front
 from router.http.generation import HEADERS, Generation, HttpCall, parsed, respond
 from router.http.logprobs import ChatLogprobsWriter
-from router.http.openapi import described
-from router.http.replies import ChatChunk, ChatCompletion
+from router.http.openapi import Described
 from router.http.request_bodies import ChatBody, NamedTool, ToolText, adapt_roles, parse_body
 from router.prompting.prompt import Prompt
 from router.request.memory_budget import Holding
@@ -176,11 +175,10 @@ routes = web.RouteTableDef()
 
 
 @routes.post("/v1/chat/completions")
-@described(
+@Described(
     "Answers to a chat.",
     bodies=(ChatBody,),
-    reply=ChatCompletion,
-    events=ChatChunk,
+    events=True,
     headers=HEADERS,
 )
 async def chat_completions(request: web.Request) -> web.StreamResponse:

@@ -12,8 +12,7 @@ from router.http.errors import blaming
 from router.http.front import FRONT, Front
 from router.http.generation import HEADERS, Generation, HttpCall, parsed, respond
 from router.http.logprobs import TextLogprobsWriter
-from router.http.openapi import described
-from router.http.replies import TextChunk, TextCompletion
+from router.http.openapi import Described
 from router.http.request_bodies import CompletionBody, parse_body
 from router.http.tokens import decoded
 from router.prompting.prompt import Prompt
@@ -25,11 +24,10 @@ routes = web.RouteTableDef()
 
 
 @routes.post("/v1/completions")
-@described(
+@Described(
     "Texts that go on with prompts.",
     bodies=(CompletionBody,),
-    reply=TextCompletion,
-    events=TextChunk,
+    events=True,
     headers=HEADERS,
 )
 async def completions(request: web.Request) -> web.StreamResponse:

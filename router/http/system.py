@@ -9,8 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from router.http.errors import HttpError
 from router.http.front import FRONT
-from router.http.openapi import described
-from router.http.replies import ModelList, ModelReply, StatusReply, Version
+from router.http.openapi import Described
 from router.http.whole_answer import ENCODER
 from twostep.errors import NotFound, Unavailable
 from twostep.metrics.process import package_version
@@ -19,7 +18,7 @@ routes = web.RouteTableDef()
 
 
 @routes.get("/health")
-@described("Whether the process should go on living.", reply=StatusReply)
+@Described("Whether the process should go on living.")
 async def health(request: web.Request) -> web.Response:
     """200 while the event loop makes progress: whether the process should be restarted."""
     if not request.app[FRONT].alive():
@@ -28,7 +27,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 @routes.get("/ready")
-@described("Whether a request could be placed.", reply=StatusReply)
+@Described("Whether a request could be placed.")
 async def ready(request: web.Request) -> web.Response:
     """200 while a request could be placed on workers."""
     if not request.app[FRONT].ready():
@@ -37,13 +36,13 @@ async def ready(request: web.Request) -> web.Response:
 
 
 @routes.get("/version")
-@described("The version that runs.", reply=Version)
+@Described("The version that runs.")
 async def version(request: web.Request) -> web.Response:
     return web.json_response({"version": package_version()})
 
 
 @routes.get("/metrics")
-@described("Prometheus' metrics.", media="text/plain")
+@Described("Prometheus' metrics.", media="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """The same as on --metrics-port, for whoever can reach this port only."""
     body = await request.app[ENCODER].made(partial(generate_latest, request.app[FRONT].metrics.collectors))
@@ -51,13 +50,13 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 @routes.get("/v1/models")
-@described("The models served here.", reply=ModelList)
+@Described("The models served here.")
 async def models(request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": _models(request)})
 
 
 @routes.get("/v1/models/{model:.+}")
-@described("One of them.", reply=ModelReply)
+@Described("One of them.")
 async def model(request: web.Request) -> web.Response:
     name = request.match_info["model"]
     for found in _models(request):

@@ -14,8 +14,7 @@ from pydantic import Field
 from router.http.errors import HttpError, blaming
 from router.http.front import FRONT, IDENTITY
 from router.http.generation import parsed
-from router.http.openapi import described
-from router.http.replies import Detokenized, Tokenized
+from router.http.openapi import Described
 from router.http.request_bodies import Body, ChatPrompt, IdArray, TokenId, adapt_roles, ids_of, packed, parse_body
 from router.http.whole_answer import ENCODER, JSON_ID_BYTES, WholeAnswer
 from router.json_pieces import json_pieces, small
@@ -49,9 +48,7 @@ class DetokenizeBody(Body):
 
 
 @routes.post("/tokenize")
-@described(
-    "The token ids of a text, or of a chat with the model's template around it.", bodies=(TokenizeText, TokenizeChat), reply=Tokenized
-)
+@Described("The token ids of a text, or of a chat with the model's template around it.", bodies=(TokenizeText, TokenizeChat))
 async def tokenize(request: web.Request) -> web.StreamResponse:
     body = await parsed(request, _tokenize_body)
     front = request.app[FRONT]
@@ -94,7 +91,7 @@ def _is_chat(raw: bytes) -> bool:
 
 
 @routes.post("/detokenize")
-@described("The text of token ids, special tokens written out.", bodies=(DetokenizeBody,), reply=Detokenized)
+@Described("The text of token ids, special tokens written out.", bodies=(DetokenizeBody,))
 async def detokenize(request: web.Request) -> web.StreamResponse:
     body = await parsed(request, partial(parse_body, DetokenizeBody))
     front = request.app[FRONT]

@@ -6,11 +6,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from http_fakes import CHAT, MESSAGES, TEXT, chat, open_client, open_http, raw_events
+from http_fakes import CHAT, MESSAGES, TEXT, chat, check_shape, open_client, open_http, raw_events
 from router_fakes import ANSWER_TEXT, Cluster
 
 from router.http.generation import choice_seed
-from router.http.replies import ChatChunk, ChatCompletion, TextChunk, TextCompletion
 from twostep.text.tokenizer import Tokenizer
 
 
@@ -18,7 +17,7 @@ async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any], **h
     async with http.post(path, json=body, headers=headers) as answer:
         told: dict[str, Any] = await answer.json()
         assert answer.status == 200, told
-        (ChatCompletion if path == CHAT else TextCompletion).model_validate(told)
+        check_shape(told)
         return told
 
 
@@ -29,7 +28,7 @@ async def stream(http: aiohttp.ClientSession, path: str, body: dict[str, Any], *
         *events, done = await raw_events(answer)
         assert done == "[DONE]"
         for event in events:
-            (ChatChunk if path == CHAT else TextChunk).model_validate(event)
+            check_shape(event)
         return events
 
 
