@@ -32,7 +32,7 @@ class Bucket:
         self._full_at = -math.inf
 
     def left(self, now: float) -> float:
-        """What it would give now; below 0: what is owed."""
+        """Returns what it would give now; below 0: what is owed."""
         return self.amount - max(0.0, self._full_at - now) * self.amount / MINUTE_S
 
     def wait_s(self, wanted: float, now: float) -> float:
@@ -49,14 +49,14 @@ class Bucket:
         return max(0.0, self._full_at - now)
 
     def resized(self, amount: int, now: float) -> Bucket:
-        """Of another size, with as much taken out of it, and not yet flown in again."""
+        """Returns one of another size, with as much taken out of it and not yet flown in again."""
         other = Bucket(amount)
         other.take(self.amount - self.left(now), now)
         return other
 
 
 class Day:
-    """What was used in the last 24 hours, in steps of ten minutes. Times are seconds of a clock that is never set."""
+    """Counts what was used in the last 24 hours, in steps of ten minutes. Times are seconds of a clock that is never set."""
 
     __slots__ = ("_steps", "amount")
 
@@ -139,7 +139,7 @@ OnUse = Callable[[str, str, int], None]
 
 @dataclass(slots=True)
 class Spending:
-    """Of one answer. Whoever serves it says how many tokens the answer has, and whether a worker has taken the prompt."""
+    """Holds what one answer costs: its tokens, and whether a worker has taken the prompt, as whoever serves it says."""
 
     num_output: int = 0
     placed: bool = False
@@ -232,12 +232,12 @@ class Account:
             self._requests.take(num_requests, self._monotonic())
 
     def elsewhere_tokens(self, num_tokens: int) -> None:
-        """Of the minute's limit."""
+        """Takes them off the minute's limit."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, self._monotonic())
 
     def elsewhere_day(self, num_tokens: int, age_s: float = 0.0) -> None:
-        """Of the day's limit, so long ago."""
+        """Takes them off the day's limit, so long ago."""
         self._day.take(num_tokens, self._monotonic() - age_s)
 
     # ---- what is left ----------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class Identity:
             yield spending
 
     def complete(self, request: inference_pb2.GenerateRequest) -> None:
-        """What the key says and the request leaves open."""
+        """Returns what the key says and the request leaves open."""
         if self.account is not None and not request.request_class and self.account.key.most_urgent is RequestClass.BATCH:
             request.request_class = inference_pb2.REQUEST_CLASS_BATCH
 
@@ -364,7 +364,7 @@ class Identity:
             )
 
     def headers(self) -> dict[str, str]:
-        """What is left of the key's limits."""
+        """Tells what is left of the key's limits."""
         return {} if self.account is None else self.account.headers()
 
 

@@ -1,4 +1,4 @@
-"""What API keys have used, told to and heard from the other routers through Redis, so that their limits hold over all replicas.
+"""Shares what API keys have used, told to and heard from the other routers through Redis, so that their limits hold over all replicas.
 
 twostep:v1:api-usage:minute:{window}   hash: [router, key, "requests" | "tokens"] as JSON -> used on that router in those ten seconds
 twostep:v1:api-usage:day:{hour}        the same tokens by the hour, kept for a day
@@ -83,7 +83,7 @@ class UsageLedger:
             book.pop(window, None)
 
     def field(self, entry: Entry) -> str:
-        """What this router's totals of it are called."""
+        """Returns what this router's totals of it are called."""
         return json.dumps([self._writer, *entry])
 
     def untold(self) -> Mapping[int, Mapping[Entry, int]]:
@@ -97,7 +97,7 @@ class UsageLedger:
             untold -= {entry for entry, total in fields.items() if self._own[window][entry] == total}
 
     def hear(self, window: int, fields: Mapping[bytes, bytes]) -> list[Use]:
-        """What others have used since the last time. Fields that make no sense are passed over. Most are as they were: those cost a
+        """Returns what others have used since the last time. Fields that make no sense are passed over. Most are as they were: those cost a
         comparison, and a name is parsed once."""
         heard, news = self._heard.setdefault(window, {}), []
         for field, value in fields.items():
@@ -118,7 +118,7 @@ class UsageLedger:
         return news
 
     def all_of(self, key_ids: Collection[str]) -> list[Use]:
-        """What is known of those keys' use, on all routers."""
+        """Returns what is known of those keys' use, on all routers."""
         own = ((window, entry, total) for window, totals in self._own.items() for entry, total in totals.items())
         heard = ((window, each.entry, each.total) for window, fields in self._heard.items() for each in fields.values())
         return [Use(window, entry, total) for window, entry, total in chain(own, heard) if entry and entry[0] in key_ids and total]
@@ -201,7 +201,7 @@ class _Exchange:
         return sorted({window - 1, window, *recent})
 
     def _aged(self, uses: Sequence[Use]) -> list[Use]:
-        """What their windows say of when it was, but for those that were seen here later than that."""
+        """Dates them by their windows, but for those that were seen here later than that."""
         unix, now = self._clock.unix(), self._clock.monotonic()
         aged = []
         for use in uses:

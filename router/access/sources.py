@@ -53,7 +53,7 @@ class KeySource(Protocol):
 
 
 def source_of(path: Path | None, where: str, redis: Redis, secret: bytes) -> KeySource | None:
-    """Of --api-keys-file and --api-keys; None: without either everybody may ask. Raises SetupError."""
+    """Returns the source that --api-keys-file and --api-keys name; None: without either everybody may ask. Raises SetupError."""
     if path is not None and where:
         raise SetupError("--api-keys-file and --api-keys contradict each other; keep the keys in one place")
     return FileKeys(path) if path is not None else RedisKeys(redis, secret, adopt=where == "redis-adopt") if where else None
@@ -106,7 +106,8 @@ class FileKeys:
 
 
 class RedisKeys:
-    """Of one deployment: a key counts if somebody with the deployment's secret has signed it. `adopt`: those are signed that nobody has."""
+    """Keeps the keys of one deployment: a key counts if somebody with the deployment's secret has signed it. `adopt`: those are signed that
+    nobody has."""
 
     def __init__(self, redis: Redis, secret: bytes, *, adopt: bool = False) -> None:
         self._redis = redis
@@ -154,7 +155,7 @@ class RedisKeys:
             return bool((await pipe.execute())[0])
 
     def _signature(self, key_id: str, record: str) -> str:
-        """What follows the record where it is signed."""
+        """Returns what follows the record where it is signed."""
         return self._signer.sign_value(record, key_id)[len(record) :]
 
     async def _write_back(self, known: dict[str, Key]) -> None:
@@ -205,14 +206,14 @@ def _usable(records: Mapping[bytes, bytes], signatures: Mapping[bytes, bytes], s
 
 
 def unreachable(error: Exception) -> TwostepError:
-    """What an operator is told who wanted to change something."""
+    """Returns what an operator is told who wanted to change something."""
     if isinstance(error, TwostepError):
         return error
     return Unavailable(f"the API keys cannot be reached ({why(error)}); look after their file or Redis, and repeat it")
 
 
 def why(error: Exception) -> str:
-    """Of whatever a source raises."""
+    """Says what is wrong, for whatever a source raises."""
     if isinstance(error, TwostepError):
         return error.message
     if isinstance(error, OSError) and error.strerror:

@@ -15,10 +15,10 @@ from twostep.process.bounded_threads import BoundedThreads
 
 
 class Disk:
-    """Of one folder tree, which other routers may share: renames and exclusive creation are what they agree by."""
+    """Changes one folder tree, which other routers may share: renames and exclusive creation are what they agree by."""
 
     def now(self, folder: Path) -> float:
-        """What time the volume has: that of its files' times."""
+        """Returns the volume's time, which its files are dated by."""
         probe = folder / f".now-{os.urandom(8).hex()}"
         try:
             self.create(probe, b"")
@@ -158,6 +158,6 @@ class Threads:
             ) from error
 
     def close(self) -> None:
-        """What has begun ends by itself."""
+        """Starts nothing more; what has begun ends by itself."""
         self._short.close()
         self._long.close()

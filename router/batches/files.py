@@ -89,7 +89,7 @@ def _look(folder: Path, known: set[tuple[int, int]]) -> Occupied:
 
 
 def size_of(found: os.stat_result) -> int:
-    """What a file takes. Not every volume tells its blocks."""
+    """Returns the bytes that a file takes. Not every volume tells its blocks."""
     return max(found.st_size, found.st_blocks * _BLOCK_BYTES)
 
 
@@ -104,7 +104,7 @@ _RECORD_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Of a list: ids, and whether more follow."""
+    """Holds ids of a list, and whether more follow."""
 
     ids: Sequence[str]
     has_more: bool
@@ -162,7 +162,7 @@ class FileStore:
         return self.keep(owner, upload, record)
 
     def keep(self, owner: str, path: Path, record: FileRecord) -> FileRecord:
-        """What is at `path` becomes a file."""
+        """Makes a file of what is at `path`."""
         self._disk.rename(path, self._data(owner, record.id))
         self._disk.write(self._record(owner, record.id), to_json(record))
         self._occupancy.changed(self._folder(owner), 1, _RECORD_BYTES)

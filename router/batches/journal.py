@@ -56,7 +56,7 @@ def decode(line: bytes) -> AnswerRecord | None:
 
 @dataclass(frozen=True, slots=True)
 class RecordPlace:
-    """Of a record: the run, and where in its file, in bytes."""
+    """Says where a record is: the run, and the place in its file, in bytes."""
 
     epoch: int
     offset: int
@@ -66,7 +66,7 @@ class RecordPlace:
 
 @dataclass(slots=True)
 class Results:
-    """What is there of a batch, over all of its runs."""
+    """Holds what is answered of a batch, over all of its runs."""
 
     places: dict[str, RecordPlace] = field(default_factory=dict)
     tally: AnswerCounts = field(default_factory=AnswerCounts)

@@ -1,4 +1,4 @@
-"""What is kept of files and batches, how it looks as JSON, and which way a batch may go. Pure.
+"""Records of files and batches: how they look as JSON, and which way a batch may go. Pure.
 
     validating ──► in_progress ──► finalizing ──► completed
         │               │               ├───────► expired       after the completion window
@@ -57,7 +57,7 @@ def new_id(prefix: str, unix_s: float) -> str:
 
 
 def output_id(batch_id: str, epoch: int, kind: str, unix_s: float) -> str:
-    """Of the output or error file that the run of `epoch` writes: known to whoever clears up behind it, but for the time."""
+    """Returns the id of the output or error file that the run of `epoch` writes: known to whoever clears up behind it, but for the time."""
     digest = blake2b(f"{batch_id} {epoch} {kind}".encode(), digest_size=10, person=b"twostep output").hexdigest()
     return f"file-{int(unix_s * 1000):012x}{digest}"
 
@@ -126,7 +126,7 @@ class LineError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCounts:
-    """Of the answers so far. `failed` ones have a line in the error file."""
+    """Counts the answers so far. `failed` ones have a line in the error file."""
 
     completed: int = 0
     failed: int = 0
@@ -176,7 +176,7 @@ class RunState:
         return dataclasses.replace(self, status=status, **times, **changes)
 
     def taken_over(self, epoch: int) -> RunState:
-        """What a later run begins with: what was being finalized is looked through again first."""
+        """Returns what a later run begins with: what was being finalized is looked through again first."""
         if self.status.final:
             return dataclasses.replace(self, epoch=epoch)
         status = BatchStatus.IN_PROGRESS if self.in_progress_at is not None else BatchStatus.VALIDATING

@@ -95,7 +95,7 @@ class Failure:
 
 
 class Endpoints(Protocol):
-    """What requests are asked of."""
+    """Answers requests."""
 
     def answer(self, asking: Asking) -> AbstractAsyncContextManager[Answered]:
         """The answer, whose memory is free once the context ends. Entering raises whatever the endpoint does."""
@@ -312,7 +312,7 @@ class BatchRun:
         return AnswerRecord(line.custom_id, False, NO_USAGE, answered(request_id, line.custom_id, failure.status, failure.body))
 
     async def _give_up(self, lines: list[InputLine], end: BatchStatus) -> None:
-        """What has no answer gets none."""
+        """Writes down that what has no answer gets none."""
         code, message = _REASONS[end]
         pending = await self._pending(lines)
         for start in range(0, len(pending), 1000):

@@ -272,7 +272,8 @@ class Batches:
             await self.threads.long(lambda: self.store.sweep(self._surely(), self.config.lifetime_s))
 
     def _late(self) -> float:
-        """What nobody gets back ends when Redis's clock and this host's both say so: one of them may be set to anything."""
+        """Returns the time by which things end for good: Redis's clock and this host's both say so, as one of them may be set to
+        anything."""
         return min(self._clock.unix(), time.time())
 
     def _surely(self) -> float:

@@ -177,7 +177,7 @@ class BatchStore:
         return (self._folder(owner, batch_id) / "end.json").exists()
 
     def results(self, owner: str, batch_id: str) -> Results:
-        """Of all runs."""
+        """Reads the answers of all runs."""
         folder, found = self._folder(owner, batch_id), Results()
         for epoch in _epochs(folder):
             try:
@@ -289,7 +289,7 @@ class BatchStore:
         self._disk.delete(self._marker(batch_id))
 
     def forget_marker(self, batch_id: str, now: float) -> None:
-        """Of a batch that is not there: its making was broken off, or it was swept away."""
+        """Deletes the marker of a batch that is not there: its making was broken off, or it was swept away."""
         try:
             if now - self._marker(batch_id).stat().st_mtime > _ABANDONED_S:
                 self._disk.delete(self._marker(batch_id))

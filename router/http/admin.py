@@ -1,4 +1,4 @@
-"""What operators may do to a running router, on a port of its own (--admin-port): nothing of it can be reached through the others.
+"""Lets operators change a running router, on a port of its own (--admin-port): nothing of it can be reached through the others.
 
     GET    /admin/keys              all API keys, with what they have used; never the keys themselves, nor their hashes
     POST   /admin/keys              makes one: {"name", "tenant", "requests_per_minute", ...}; `key` in the answer is told this once
@@ -28,10 +28,9 @@ from aiohttp import web
 
 from router.access.account import Account
 from router.access.control import Access
-from router.http.bodies import BODIES, watch_bodies
+from router.http.bodies import BODIES, json_body, watch_bodies
 from router.http.connections import at_work
 from router.http.errors import Handler, errors
-from router.http.generation import json_body
 from router.http.listener import Listener
 from router.http.origins import ORIGINS, Origins, same_site
 from router.status.board import StatusBoard
@@ -55,7 +54,7 @@ _OURS = frozenset({"id", "hash", "created"})
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Administration:
-    """What the handlers work on. `key` opens the port; `secret` and `tls` are the deployment's; `drain` begins it and returns."""
+    """Holds what the handlers work on. `key` opens the port; `secret` and `tls` are the deployment's; `drain` begins it and returns."""
 
     key: str
     access: Access
@@ -245,7 +244,7 @@ class AdminServer:
 
 
 def load_admin_key(path: Path | None, secret: bytes) -> str:
-    """Of --admin-key-file, else what follows from the deployment's secret. Raises SetupError."""
+    """Returns the key in --admin-key-file, else the one that follows from the deployment's secret. Raises SetupError."""
     if path is None:
         return admin_key(secret)
     try:

@@ -25,8 +25,8 @@ from router.batches.store import Stored
 from router.http.chat import ChatGeneration
 from router.http.completions import CompletionGeneration
 from router.http.errors import HttpError, body_of
-from router.http.front import FRONT, IDENTITY, Front
-from router.http.generation import HttpCall, parsed
+from router.http.front import FRONT, IDENTITY, Front, parsed
+from router.http.generation import HttpCall
 from router.http.openapi import Described
 from router.http.request_bodies import Body, ChatBody, CompletionBody, parse_body
 from router.http.whole_answer import ENCODER, INLINE_BYTES, AnswerEncoder, WholeAnswer
@@ -69,7 +69,7 @@ class BatchBody(Body):
     """A file of purpose `batch`: one request a line."""
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Literal["24h"]
-    """What is not answered by then is not answered at all."""
+    """Requests that are not answered by then get no answer at all."""
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 

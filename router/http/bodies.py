@@ -77,7 +77,7 @@ _BODY: web.RequestKey[_Body] = web.RequestKey("body", _Body)
 
 
 class Bodies:
-    """Of one server. `clock`: seconds; `max_held_bytes`: see read()."""
+    """Watches the bodies of one server. `clock`: seconds; `max_held_bytes`: see read()."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, max_held_bytes: int = _MAX_HELD_BYTES) -> None:
         self._clock = clock
@@ -121,7 +121,7 @@ class Bodies:
         return bytes(pieces)
 
     def free(self, request: web.Request) -> None:
-        """What was read of it is not kept any more."""
+        """Counts it as no longer kept."""
         body = request.get(_BODY)
         if body is not None:
             self._free(body)
@@ -214,3 +214,10 @@ async def _watching(app: web.Application) -> AsyncIterator[None]:
     yield
     task.cancel()
     await asyncio.wait((task,))
+
+
+async def json_body(request: web.Request) -> bytes:
+    """Reads a whole body that is JSON, as its header must say. Raises HttpError 415, and as Bodies.read() does."""
+    if request.content_type != "application/json":
+        raise HttpError(415, f"the body is {request.content_type}; send JSON, with the header content-type: application/json")
+    return await request.app[BODIES].read(request)

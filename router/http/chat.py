@@ -11,8 +11,8 @@ from aiohttp import web
 
 from router.http.choices import CHAT_WRAP, Events, KeptText, Said, StreamedChoice, WholeChoice, usage_of, was_cut
 from router.http.errors import HttpError
-from router.http.front import FRONT, Front
-from router.http.generation import HEADERS, Generation, HttpCall, parsed, respond
+from router.http.front import FRONT, Front, parsed
+from router.http.generation import HEADERS, Generation, HttpCall, respond
 from router.http.logprobs import ChatLogprobsWriter
 from router.http.openapi import Described
 from router.http.request_bodies import ChatBody, NamedTool, ToolText, adapt_roles, parse_body
@@ -89,7 +89,7 @@ class ToolUse:
         return [Function(tool.name, tool.parameters(), tool.strict) for tool in self.tools]
 
     def parser(self) -> ToolCallParser | None:
-        """Of one answer."""
+        """Returns one for an answer."""
         if self.format is None:
             return None
         return ToolCallParser(self.format, names=[tool.name for tool in self.tools], parallel=self.parallel, must=self.must)
@@ -123,7 +123,7 @@ class ToolMessage:
             self._add(self._parser.finish(cut=cut))
 
     def fields(self) -> dict[str, Any]:
-        """Of the message; the content of one that only calls is null."""
+        """Returns the message's fields; the content of one that only calls is null."""
         content = str(self._content)
         if not self._calls:
             return {"content": content}

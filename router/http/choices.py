@@ -1,4 +1,4 @@
-"""What the choices of an answer have in common, whichever endpoint they are of: kept until they are whole, or sent piece by piece.
+"""The choices of an answer, whichever endpoint they belong to: kept until they are whole, or sent piece by piece.
 
 An endpoint derives its own from these, and says what a piece looks like there.
 """
@@ -77,7 +77,7 @@ def usage_of(prompt_tokens: int, completion_tokens: int, *, cached_tokens: int =
 
 
 def total_usage(prompts: Sequence[Sequence[pb.Usage]]) -> dict[str, Any]:
-    """Of several answers to each of several prompts: a prompt counts once, with what of it was cached for its first answer."""
+    """Adds up several answers to each of several prompts: a prompt counts once, with what of it was cached for its first answer."""
     return usage_of(
         sum(answers[0].prompt_tokens for answers in prompts),
         sum(answer.completion_tokens for answers in prompts for answer in answers),
@@ -139,7 +139,7 @@ _COUNT_AFTER = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What a body asks of all its answers, `n` to each prompt. `logprobs`, `token_ids`, `phases`: they are told."""
+    """Holds what a body asks of all its answers, `n` to each prompt. `logprobs`, `token_ids`, `phases`: they are told."""
 
     n: int
     stop_strings: Sequence[str]
@@ -186,11 +186,11 @@ class WholeChoice(ABC):
     @property
     @abstractmethod
     def num_text_bytes(self) -> int:
-        """Of what `take` has kept, but for what came last."""
+        """Counts what `take` has kept, but for what came last."""
 
     @property
     def num_json_bytes(self) -> int:
-        """What it comes to as JSON, about."""
+        """Estimates what it comes to as JSON."""
         named = 0 if self._logprobs is None else self._logprobs.num_named
         num_ids = len(self._token_ids) + len(self.prompt) if self._wanted.token_ids else 0
         return self.num_text_bytes + JSON_ID_BYTES * num_ids + JSON_LOGPROB_BYTES * named
@@ -237,8 +237,8 @@ class WholeChoice(ABC):
 
 
 class Events:
-    """What the choices of one stream share: the head of its chunks, the way to the client, and what follows the end of the last choice to
-    end: usage if it is asked for, and `[DONE]`."""
+    """Holds what the choices of one stream share: the head of its chunks, the way to the client, and what follows the end of the last
+    choice to end: usage if it is asked for, and `[DONE]`."""
 
     def __init__(self, wanted: AnswerOptions, head: dict[str, Any], num_choices: int, send: Send) -> None:
         self.wanted, self.head, self.send = wanted, head, send
@@ -246,7 +246,7 @@ class Events:
         self._num_under_way = num_choices
 
     def beside(self, end: pb.End) -> dict[str, Any]:
-        """What stands in the chunk that ends a choice, beside it. The usage chunk, if there is one, tells the phases."""
+        """Returns what stands beside a choice in the chunk that ends it. The usage chunk, if there is one, tells the phases."""
         others: dict[str, Any] = {}
         if self.wanted.continuous_usage:
             others["usage"] = usage_of(end.usage.prompt_tokens, end.usage.completion_tokens)
@@ -283,22 +283,22 @@ class StreamedChoice(ABC):
 
     @abstractmethod
     def pieces(self, piece: pb.Piece) -> list[Said]:
-        """What a piece adds, an event each; it may be nothing."""
+        """Returns what a piece adds, an event each; it may be nothing."""
 
     @abstractmethod
     def last_words(self, end: pb.End) -> list[Said]:
-        """What was held back, an event each. The last of them, there is one always, is that which tells the end."""
+        """Returns what was held back, an event each. There is always one: the last tells the end."""
 
     @abstractmethod
     def silence(self) -> Said:
-        """Of an event that has other things to tell."""
+        """Returns the content of an event that has other things to tell."""
 
     def opening(self) -> bytes:
-        """What comes before everything else."""
+        """Returns the first event, if there is one before the first piece."""
         return b""
 
     def details(self, piece: pb.Piece) -> dict[str, Any]:
-        """What stands beside what was said: log probabilities, token ids."""
+        """Returns what stands beside a piece's text: log probabilities, token ids."""
         fields: dict[str, Any] = {}
         if self._wanted.logprobs:
             fields["logprobs"] = self._logprobs.of(piece.token_ids, piece.logprobs)

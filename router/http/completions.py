@@ -9,8 +9,8 @@ from aiohttp import web
 
 from router.http.choices import TEXT_WRAP, Events, KeptText, Said, StreamedChoice, WholeChoice
 from router.http.errors import blaming
-from router.http.front import FRONT, Front
-from router.http.generation import HEADERS, Generation, HttpCall, parsed, respond
+from router.http.front import FRONT, Front, parsed
+from router.http.generation import HEADERS, Generation, HttpCall, respond
 from router.http.logprobs import TextLogprobsWriter
 from router.http.openapi import Described
 from router.http.request_bodies import CompletionBody, parse_body
@@ -77,7 +77,7 @@ class CompletionGeneration(Generation[CompletionBody]):
         return prompt
 
     def echo(self, index: int) -> str:
-        """Of a choice, once its prompt is read."""
+        """Returns the prompt that a choice repeats, once it is read."""
         return self._echoes[index // self.n]
 
     def whole_choice(self, index: int, holding: Holding) -> WholeText:

@@ -301,7 +301,7 @@ class _Waiting(NamedTuple):
 
 
 class UnreadOutput:
-    """What waits for whom."""
+    """Remembers how much waits for each connection, and since when."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -326,7 +326,7 @@ class UnreadOutput:
 
 
 async def cut_unread(server: web.Server, timeout_s: float) -> None:
-    """Of all connections of a server, until cancelled."""
+    """Looks at all connections of a server, until cancelled."""
     unread, loop = UnreadOutput(timeout_s), asyncio.get_running_loop()
     while True:
         await asyncio.sleep(min(_LOOK_S, timeout_s / 4))

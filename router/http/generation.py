@@ -1,4 +1,8 @@
-"""Bodies to requests of router.serving.inference. Pure, but for seeds that are drawn."""
+"""Chats and completions as requests of router.serving.inference: one body asks for `n` answers to each of its prompts.
+
+body ─▶ Generation ─ check_size ─┬─ whole ──▶ WholeChoices ──────▶ one JSON document
+                                 └─ stream ─▶ StreamedChoices ───▶ events
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from aiohttp import web
 
 from router.access.account import Identity
-from router.http.bodies import BODIES
 from router.http.choices import AnswerOptions, Events, Send, StreamedChoice, WholeChoice
 from router.http.errors import HttpError, blaming
-from router.http.front import FRONT, IDENTITY, RECEIVED, REQUEST_ID, Front, forwarded
+from router.http.front import IDENTITY, RECEIVED, REQUEST_ID, Front, forwarded
 from router.http.logprobs import TokenNames
 from router.http.request_bodies import (
     ChatBody,
@@ -42,30 +45,18 @@ from router.serving.inference import Inference
 from twostep.errors import ContextExceeded, TwostepError
 from twostep.rpc.v1 import inference_pb2 as pb
 
-_CLASSES = {
-    "interactive": pb.REQUEST_CLASS_INTERACTIVE,
-    "standard": pb.REQUEST_CLASS_STANDARD,
-    "batch": pb.REQUEST_CLASS_BATCH,
-}
+_CLASSES = {name: pb.RequestClass.Value(f"REQUEST_CLASS_{name.upper()}") for name in ("interactive", "standard", "batch")}
 _TIERS = {"flex": pb.REQUEST_CLASS_BATCH, "priority": pb.REQUEST_CLASS_INTERACTIVE}
 _MAX_TARGET_MS = 3_600_000.0
 _MAX_TIMEOUT_MS = 86_400_000.0
 _SEED = re.compile(r"-?[0-9]{1,19}")
 
-_SAME_NAME = (
-    "temperature",
-    "top_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-)
+# Fields that a request calls as the body does.
+_SAME_NAME = ["temperature", "top_p", "frequency_penalty", "presence_penalty", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"]
 
 
 def drawn_seed_of(headers: Mapping[str, str]) -> int:
-    """Of a request that gives none: a new one, or that of the request which is repeated. Raises HttpError 400."""
+    """Draws a seed for a request that gives none, or returns that of the request which it repeats. Raises HttpError 400."""
     text = headers.get("x-twostep-seed")
     if not text:
         return secrets.randbits(63)
@@ -75,7 +66,7 @@ def drawn_seed_of(headers: Mapping[str, str]) -> int:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Of the i-th answer: the request's own for the first, so that n does not change it; for the others 63 bits of a hash."""
+    """Returns the i-th answer's: the request's own for the first, so that n does not change it; for the others 63 bits of a hash."""
     if choice == 0:
         return seed
     digest = blake2b(f"{seed} {choice}".encode(), digest_size=8, person=b"twostep choice").digest()
@@ -114,7 +105,7 @@ def sampling_of(body: ChatBody | CompletionBody, *, seed: int) -> pb.SamplingPar
 
 
 def grammar_of(body: CommonBody) -> pb.Grammar | None:
-    """What the answer is held to. Raises HttpError 400 if it is said in two ways."""
+    """Returns what the answer is held to. Raises HttpError 400 if it is said in two ways."""
     asked: dict[str, pb.Grammar] = {}
     match body.response_format:
         case JsonObjectFormat():
@@ -127,52 +118,37 @@ def grammar_of(body: CommonBody) -> pb.Grammar | None:
             asked["response_format"] = pb.Grammar(lark=grammar)
     if body.structured_outputs is not None:
         asked["structured_outputs"] = _structured(body.structured_outputs)
-    if body.guided_json is not None:
-        asked["guided_json"] = pb.Grammar(json_schema=body.guided_json)
-    if body.guided_regex is not None:
-        asked["guided_regex"] = pb.Grammar(regex=body.guided_regex)
-    if body.guided_choice is not None:
-        asked["guided_choice"] = _choice(body.guided_choice)
-    if body.guided_grammar is not None:
-        asked["guided_grammar"] = pb.Grammar(lark=body.guided_grammar)
+    guided = (("json", body.guided_json), ("regex", body.guided_regex), ("choice", body.guided_choice), ("grammar", body.guided_grammar))
+    asked |= {f"guided_{kind}": _GRAMMARS[kind](given) for kind, given in guided if given is not None}
     if len(asked) > 1:
         raise HttpError(400, f"{' and '.join(asked)} each say what the answer must look like; keep one", param=list(asked)[1])
     return next(iter(asked.values()), None)
 
 
 def _structured(given: StructuredOutputs) -> pb.Grammar:
+    field = "structured_outputs"
     if given.structural_tag is not None:
-        raise HttpError(
-            400,
-            "structured_outputs.structural_tag is not supported here; use json, regex, choice or grammar",
-            param="structured_outputs.structural_tag",
-            code="unsupported_parameter",
-        )
-    asked: list[pb.Grammar] = []
-    if given.json_ is not None:
-        asked.append(pb.Grammar(json_schema=given.json_))
-    if given.json_object:
-        asked.append(pb.Grammar(json_object=True))
-    if given.regex is not None:
-        asked.append(pb.Grammar(regex=given.regex))
-    if given.choice is not None:
-        asked.append(_choice(given.choice))
-    if given.grammar is not None:
-        asked.append(pb.Grammar(lark=given.grammar))
+        message = f"{field}.structural_tag is not supported here; use json, regex, choice or grammar"
+        raise HttpError(400, message, param=f"{field}.structural_tag", code="unsupported_parameter")
+    kinds = {"json": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar}
+    asked = [_GRAMMARS[kind](value) for kind, value in kinds.items() if value is not None]
+    asked += [pb.Grammar(json_object=True)] if given.json_object else []
     if len(asked) != 1:
-        raise HttpError(
-            400, "structured_outputs takes exactly one of json, json_object, regex, choice, grammar", param="structured_outputs"
-        )
+        raise HttpError(400, f"{field} takes exactly one of json, json_object, regex, choice, grammar", param=field)
     return asked[0]
-
-
-def _choice(choices: list[str]) -> pb.Grammar:
-    return pb.Grammar(regex="|".join(_escaped(choice) for choice in choices))
 
 
 def _escaped(text: str) -> str:
     """For regular expressions of every dialect: nothing is escaped that needs no escape."""
     return re.sub(r"[\\.+*?()|\[\]{}^$]", lambda found: "\\" + found.group(), text)
+
+
+_GRAMMARS: Mapping[str, Callable[[Any], pb.Grammar]] = {
+    "json": lambda schema: pb.Grammar(json_schema=schema),
+    "regex": lambda pattern: pb.Grammar(regex=pattern),
+    "choice": lambda choices: pb.Grammar(regex="|".join(map(_escaped, choices))),
+    "grammar": lambda lark: pb.Grammar(lark=lark),
+}
 
 
 def _class(body: CommonBody, headers: Mapping[str, str]) -> pb.RequestClass.ValueType:
@@ -219,8 +195,6 @@ def flag_of(headers: Mapping[str, str], name: str) -> bool:
     return headers.get(name, "").strip().lower() in ("1", "true", "yes")
 
 
-T = TypeVar("T")
-
 # Of one HTTP request; the others wait for these.
 MAX_AT_ONCE = 128
 # Of its prompts: the threads that tokenize are everybody's, and refuse when too many wait for them.
@@ -229,7 +203,7 @@ _MAX_READ_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpCall:
-    """What is known of a request besides its body. `received` is in time.monotonic() seconds: all of its body was there."""
+    """Holds what is known of a request besides its body. `received` is in time.monotonic() seconds: all of its body was there."""
 
     request_id: str
     identity: Identity
@@ -249,26 +223,10 @@ class HttpCall:
         )
 
 
-class AnswerReader(Protocol):
-    """Takes one answer."""
-
-    @property
-    def prompt(self) -> Sequence[int]: ...
-
-    @prompt.setter
-    def prompt(self, token_ids: Sequence[int]) -> None: ...
-
-    async def write(self, response: pb.GenerateResponse) -> None: ...
-
-    async def end(self, end: pb.End) -> None:
-        """After the last piece; everything that the answer held is free."""
-        ...
-
-
 class HttpCaller:
     """See router.serving.inference.Caller."""
 
-    def __init__(self, call: HttpCall, reader: AnswerReader, timeout_s: float, *, repeated: bool = False) -> None:
+    def __init__(self, call: HttpCall, reader: WholeChoice | StreamedChoice, timeout_s: float, *, repeated: bool = False) -> None:
         """`repeated`: a further answer to a prompt."""
         self.identity = call.identity.again() if repeated else call.identity
         self.metadata, self.received = call.metadata, call.received
@@ -289,7 +247,7 @@ class HttpCaller:
 async def ask_all(
     inference: Inference,
     call: HttpCall,
-    readers: Sequence[AnswerReader],
+    readers: Sequence[WholeChoice | StreamedChoice],
     request_of: Callable[[int], pb.GenerateRequest],
     read_prompt: Callable[[int], Awaitable[Prompt]],
     *,
@@ -350,52 +308,23 @@ class _SharedPrompt:
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What the client is told: an error of ours rather than one that nobody expected."""
+    """Chooses what the client is told: an error of ours rather than an unexpected one."""
     return next((error for error in errors.exceptions if isinstance(error, TwostepError)), errors.exceptions[0])
 
 
-async def parsed(request: web.Request, read: Callable[[bytes], T]) -> T:
-    """The body of a request, as `read` has it: see BodyParser. Raises HttpError 415: what a browser sends from anywhere without asking
-    first is not taken."""
-    raw = await json_body(request)
-    request[RECEIVED] = time.monotonic()
-    try:
-        return await request.app[FRONT].parser.parse(read, raw)
-    finally:
-        request.app[BODIES].free(request)
-
-
-async def json_body(request: web.Request) -> bytes:
-    """Raises HttpError 415."""
-    if request.content_type != "application/json":
-        raise HttpError(415, f"the body is {request.content_type}; send JSON, with the header content-type: application/json")
-    return await request.app[BODIES].read(request)
-
-
 AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody)
-# Request headers that say what a body may say too, or concern the connection.
 _NUMBER = {"type": "string", "pattern": r"^[1-9][0-9]{0,5}$"}
+_SECONDS = {"type": "string", "pattern": r"^[1-9][0-9]{0,2}$"}
+# Request headers that say what a body may say too, or concern the connection: their names, what they mean, and their schemas.
 HEADERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    (
-        "x-request-id",
-        "the request's name; one is made if it is missing or has other than 1 to 128 of A-Z a-z 0-9 . _ : -",
-        {"type": "string"},
-    ),
-    ("x-twostep-class", "how urgent it is", {"type": "string", "enum": ["interactive", "standard", "batch"]}),
+    ("x-request-id", "the request's name; one is made if it has other than 1 to 128 of A-Z a-z 0-9 . _ : -", {"type": "string"}),
+    ("x-twostep-class", "how urgent it is", {"type": "string", "enum": list(_CLASSES)}),
     ("x-twostep-ttft-ms", "the first token is promised within so many milliseconds", _NUMBER),
     ("x-twostep-tpot-ms", "each further token is promised within so many milliseconds", _NUMBER),
     ("x-twostep-timeout-ms", "the request ends after so many milliseconds", _NUMBER),
-    (
-        "x-twostep-seed",
-        "what an answer's header of this name told: repeats a request without `seed`, all of its prompts",
-        {"type": "string", "pattern": "^-?[0-9]{1,19}$"},
-    ),
+    ("x-twostep-seed", "an answer's header: repeats a request without `seed`", {"type": "string", "pattern": "^-?[0-9]{1,19}$"}),
     ("x-twostep-phases", "1: the answer says how long each phase took", {"type": "string", "enum": ["0", "1"]}),
-    (
-        "x-twostep-keep-alive-s",
-        "of streams: comments after so many silent seconds, also before the first token, whose failures then are events",
-        {"type": "string", "pattern": "^[1-9][0-9]{0,2}$"},
-    ),
+    ("x-twostep-keep-alive-s", "streams have comments after so many silent seconds; early failures are events", _SECONDS),
 )
 
 
@@ -436,7 +365,7 @@ class Generation(ABC, Generic[AnyBody]):
 
     @abstractmethod
     async def read_prompt(self, index: int) -> Prompt:
-        """The index-th of the body. Raises TwostepError."""
+        """Reads the index-th prompt of the body. Raises TwostepError."""
 
     @abstractmethod
     def whole_choice(self, index: int, holding: Holding) -> WholeChoice: ...
@@ -449,11 +378,11 @@ class Generation(ABC, Generic[AnyBody]):
         return self.n
 
     def beside_choices(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """What the answer tells of its prompt."""
+        """Returns what the answer tells of its prompt."""
         return {}
 
     def check_size(self, *, is_line: bool = False) -> None:
-        """Of the answer, whole; `is_line`: of a batch's file. Raises HttpError 400 for what could come to too much."""
+        """Raises HttpError 400 for a whole answer that could become too large; `is_line`: for a line of a batch's file."""
         inference, limit = self.front.inference, self.body.token_limit
         check_size(
             num_answers=self.num_choices,
@@ -467,7 +396,7 @@ class Generation(ABC, Generic[AnyBody]):
         )
 
     def check_room(self, prompt: Prompt) -> None:
-        """Of a prompt that was read. Raises ContextExceeded in the body's words: completions that say nothing have a limit too."""
+        """Raises ContextExceeded for a prompt that was read, in the body's words: completions that say nothing have a limit too."""
         limit, longest = self.body.token_limit, self.front.inference.max_model_len
         room = longest - len(prompt.ids)
         if limit is None or not 0 < room < limit:
@@ -480,7 +409,7 @@ class Generation(ABC, Generic[AnyBody]):
         )
 
     def check_repeated(self, prompt: Prompt, echo: str = "") -> None:
-        """Of a prompt that was read. Raises HttpError 400."""
+        """Raises HttpError 400 for a prompt that each answer would repeat, at too great a length."""
         if echo or self.wanted.token_ids:
             check_repeated(num_answers=self.num_choices, num_chars=len(echo), num_ids=len(prompt.ids) if self.wanted.token_ids else 0)
 
@@ -521,7 +450,7 @@ class Generation(ABC, Generic[AnyBody]):
         request.request_id = self._name if index == 0 else f"{self._name[:120]}-{index}"
         return request
 
-    async def _ask(self, readers: Sequence[AnswerReader]) -> None:
+    async def _ask(self, readers: Sequence[WholeChoice | StreamedChoice]) -> None:
         """Raises TwostepError; what a message says of a field of the body is said of it by name."""
         with blaming(type(self.body).model_fields):
             await ask_all(

@@ -68,7 +68,7 @@ class Listener:
             self._runner.server.pre_shutdown()
 
     async def close(self, grace_s: float) -> None:
-        """What still runs after `grace_s` is cut."""
+        """Cuts what still runs after `grace_s`."""
         self.stop_listening()
         if self._runner.server is not None:
             await self._runner.server.shutdown(grace_s)

@@ -53,7 +53,7 @@ class KeptLogprobs:
         return sum(len(each) * each.itemsize for each in (self._token_ids, self._logprobs, self._num_top, self._top_ids, self._top))
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> None:
-        """Of the next piece."""
+        """Adds those of the next piece."""
         self._token_ids.extend(token_ids)
         for each in logprobs:
             top = each.top
@@ -75,16 +75,16 @@ class PieceLogprobs(Protocol):
     """`choices[].logprobs` of one answer."""
 
     def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
-        """Of its next piece."""
+        """Returns those of its next piece."""
         ...
 
     def of_all(self, kept: KeptLogprobs) -> dict[str, Any]:
-        """Of a whole answer. Its lists are iterators (router/json_pieces.py)."""
+        """Returns those of a whole answer. Its lists are iterators (router/json_pieces.py)."""
         ...
 
 
 class ChatLogprobsWriter:
-    """Of /v1/chat/completions."""
+    """Writes those of /v1/chat/completions."""
 
     def __init__(self, names: TokenNames) -> None:
         self._names = names
@@ -109,7 +109,7 @@ def _kept(token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> Ite
 
 
 class TextLogprobsWriter:
-    """Of /v1/completions. Offsets go on counting from one piece to the next, in characters of the tokens' names."""
+    """Writes those of /v1/completions. Offsets go on counting from one piece to the next, in characters of the tokens' names."""
 
     def __init__(self, names: TokenNames, offset: int = 0) -> None:
         self._names = names

@@ -1,4 +1,4 @@
-"""What every HTTP request goes through: it gets a name, is counted and traced, and shows whose it is."""
+"""Middleware of every HTTP request: it gets a name, is counted and traced, and shows whose it is."""
 
 from __future__ import annotations
 

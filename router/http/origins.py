@@ -27,8 +27,8 @@ _COSTLY_FOLDER = "/ui/api/"
 
 
 class Origins:
-    """Of one server that listens on `host`. `allowed_hosts`: names that it is asked by; "*" is any, and so is none at all unless `host`
-    is this machine's alone."""
+    """Says who may ask a server that listens on `host`. `allowed_hosts`: names that it is asked by; "*" is any, and so is none at all
+    unless `host` is this machine's alone."""
 
     def __init__(self, *, host: str, allowed_hosts: Collection[str], allowed_origins: Collection[str] = ()) -> None:
         names = frozenset(allowed_hosts)

@@ -1,4 +1,4 @@
-"""What bodies of requests have in common: sampling, structured output, and this system's own fields. Their names are OpenAI's, then vLLM's.
+"""Bodies of requests. Their fields have OpenAI's names, then vLLM's, and this system has some of its own.
 
 Unknown fields are ignored, as vLLM does, so that clients of newer APIs keep working. What is known, changes the answer, and is not done
 here is refused with its name in `param`.
@@ -56,7 +56,7 @@ class Body(BaseModel):
 
     @classmethod
     def misfit(cls, field: str, value: Any) -> Misfit | None:
-        """What is wrong with the value of a field that may be of several types. None: the first message of its types says it."""
+        """Says what is wrong with the value of a field that may be of several types. None: the first message of its types says it."""
         return None
 
 
@@ -170,8 +170,8 @@ class CommonBody(Body):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     """Answers to each prompt. The i-th is the same for the same seed, whatever n."""
     seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)
-    """Of each prompt: equal ones get equal answers. Without one every answer to every prompt has its own, made of one that the router draws
-    and tells in the header `x-twostep-seed`; a request with this header repeats them."""
+    """Holds for each prompt: equal ones get equal answers. Without one every answer to every prompt has its own, made of one that the
+    router draws and tells in the header `x-twostep-seed`; a request with this header repeats them."""
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     """The text ends before the first of these."""
     temperature: float | None = Field(default=None, ge=0.0, le=100.0)
@@ -341,11 +341,11 @@ class MessageBody(Body):
     content: str | Annotated[list[ContentPart], Field(max_length=_MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: list[ToolCallBody] | None = Field(default=None, max_length=_MAX_TOOL_CALLS, fail_fast=True)
-    """Of an assistant."""
+    """Only an assistant has them."""
     tool_call_id: str | None = None
-    """Of a tool."""
+    """Only a tool has it."""
     reasoning_content: str | None = None
-    """Of an assistant: what it thought before."""
+    """An assistant's: what it thought before."""
     reasoning: str | None = None
     """Another name of `reasoning_content`."""
 
@@ -554,7 +554,7 @@ def _misfit_id(value: Any, *path: int | str) -> Misfit:
 
 
 def _misfit(prompt: Any) -> Misfit | None:
-    """What a prompt is meant to be, its first item says."""
+    """Finds what is wrong with a prompt: what it is meant to be, its first item says."""
     if isinstance(prompt, str):
         return None
     if not isinstance(prompt, list):

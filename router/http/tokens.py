@@ -12,8 +12,7 @@ from aiohttp import web
 from pydantic import Field
 
 from router.http.errors import HttpError, blaming
-from router.http.front import FRONT, IDENTITY
-from router.http.generation import parsed
+from router.http.front import FRONT, IDENTITY, parsed
 from router.http.openapi import Described
 from router.http.request_bodies import Body, ChatPrompt, IdArray, TokenId, adapt_roles, ids_of, packed, parse_body
 from router.http.whole_answer import ENCODER, JSON_ID_BYTES, WholeAnswer
@@ -33,7 +32,7 @@ class TokenizeText(Body):
     model: str = ""
     prompt: str
     add_special_tokens: bool | None = None
-    """What the tokenizer puts around a text; true if not given."""
+    """Whether the tokenizer puts something around a text; true if not given."""
     return_token_strs: bool | None = None
 
 
@@ -70,7 +69,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
 
 
 async def _told(request: web.Request, told: dict[str, Any], num_bytes: int) -> web.StreamResponse:
-    """Of about so many bytes, which are the caller's until they are read."""
+    """Answers with about so many bytes, which are the caller's until they are read."""
     async with request.app[FRONT].inference.memory.hold(request[IDENTITY].caller) as holding:
         holding.add(num_bytes)
         return await request.app[ENCODER].respond(request, WholeAnswer({}, num_bytes, json_pieces(told)))

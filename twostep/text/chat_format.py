@@ -25,7 +25,7 @@ class ChatFormat:
 
     @property
     def markers(self) -> list[str]:
-        """What the model itself writes around reasoning and calls."""
+        """Returns what the model itself writes around reasoning and calls."""
         reasoning = [] if self.reasoning is None else [self.reasoning.opening, self.reasoning.closing]
         return reasoning + ([] if self.tool_calls is None else list(self.tool_calls.markers))
 

@@ -210,7 +210,7 @@ class ChatTemplate:
 
 
 def _continued(text: str, content: str) -> str:
-    """What comes before the tag; stripped, if the template strips messages: with the tag it could not."""
+    """Returns what comes before the tag; stripped, if the template strips messages: with the tag it could not."""
     at = text.rfind(_TAG.strip())
     if at < 0 or content.strip() not in text:
         raise InvalidRequest(

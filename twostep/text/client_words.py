@@ -27,9 +27,9 @@ _MAX_DRAWS = 64
 
 
 class ClientWords:
-    """Of one model. `constants`: strings of the template's, which it may look for in what it is given (`</think>`): they are left whole
-    where no control token can be made of them. `model_markers`: what the model itself writes, and the template may look for, in the
-    assistant's messages: they are tokens there, as they were when the model wrote them."""
+    """Knows one model's control tokens. `constants`: strings of the template's, which it may look for in what it is given (`</think>`):
+    they are left whole where no control token can be made of them. `model_markers`: what the model itself writes, and the template may look
+    for, in the assistant's messages: they are tokens there, as they were when the model wrote them."""
 
     def __init__(self, tokens: AddedTokens, constants: Iterable[str] = (), model_markers: Collection[str] = ()) -> None:
         self._tokens = tokens
@@ -79,8 +79,8 @@ class ClientWords:
         return text
 
     def own_and_clients(self, seen: str, mark: str) -> tuple[str, list[str], list[int]]:
-        """Of a text that was rendered with marks: the text without them, the control tokens that are the template's, and where those
-        begin that are not."""
+        """Takes a text that was rendered with marks apart: the text without them, the control tokens that are the template's, and where
+        those begin that are not."""
         text, other = seen.replace(mark, ""), chr(ord(mark) ^ 1)
         # As long as `text`, and other where a client's signs stand.
         told = seen

@@ -94,8 +94,8 @@ def _within_slashes(regex: str) -> str:
 
 
 def schema_of(grammar: Grammar) -> str:
-    """Of a grammar of JSON: its schema as llguidance is given it, wherever in a grammar it stands. What it says under "x-guidance" itself
-    holds. Raises InvalidRequest."""
+    """Returns the schema of a grammar of JSON as llguidance is given it, wherever in a grammar it stands. What it says under "x-guidance"
+    itself holds. Raises InvalidRequest."""
     schema = _schema(grammar.text) if grammar.kind is GrammarKind.JSON_SCHEMA else {"type": "object"}
     if schema is False:
         raise refused(grammar, "nothing is valid under the schema false")
@@ -106,7 +106,7 @@ def schema_of(grammar: Grammar) -> str:
 
 
 def refused(grammar: Grammar, why: str) -> InvalidRequest:
-    """What a client is told of a grammar that llguidance does not take."""
+    """Returns what a client is told of a grammar that llguidance does not take."""
     hint = ""
     if any(sign in why for sign in _UNWRITABLE):
         why = "no answer is a sentence of it, in the tokens of this model"
@@ -123,7 +123,7 @@ def _short(why: str) -> str:
 
 
 def _schema(text: str) -> Any:
-    """What is given to llguidance is written anew: it puts the text into a larger document as it is."""
+    """Writes a schema anew for llguidance, which puts the text into a larger document as it is."""
     try:
         schema = json.loads(text, parse_constant=_no_constant)
     except RecursionError as error:
@@ -176,7 +176,7 @@ def _made_for(tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> Any:
 
 
 class _Vocabulary:
-    """What llguidance asks for, by the names that it has for it."""
+    """Answers what llguidance asks for, by the names that it has for it."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -44,7 +44,7 @@ def _answer(tokenizer: Any, question: bytes) -> bytes:
 
 
 def trouble(tokenizer: Any, kind: str, text: str) -> str | None:
-    """What is wrong with a grammar; None: nothing was found in the beginning of an answer."""
+    """Says what is wrong with a grammar; None: nothing was found in the beginning of an answer."""
     try:
         grammar = Grammar(GrammarKind(kind), text)
         matcher = library().LLMatcher(tokenizer, source_of(grammar), log_level=0, limits=limits())

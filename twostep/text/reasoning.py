@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the answer while both arrive.
+"""Reasoning: what a model thinks before it answers, told apart from the answer while both arrive.
 
     "\\n<think>\\nLet me see.\\n</think>\\n\\nIt is 4."    reasoning "Let me see."    text "It is 4."
 
@@ -59,7 +59,7 @@ REASONING_PARSERS = ("auto", "none", *REASONING_FORMATS)
 
 
 def reasoning_format(name: str, chat_template: str | None) -> ReasoningFormat | None:
-    """Of a parser's name. "auto" looks at the model's chat template, which writes the markers if the model knows any."""
+    """Returns the format of a parser's name. "auto" looks at the model's chat template, which writes the markers if the model knows any."""
     if name == "none":
         return None
     if name == "auto":
@@ -71,7 +71,7 @@ def reasoning_format(name: str, chat_template: str | None) -> ReasoningFormat | 
 
 
 class SplitText(NamedTuple):
-    """What a piece of an answer adds to each; the reasoning comes first."""
+    """Holds what a piece of an answer adds to each; the reasoning comes first."""
 
     reasoning: str
     text: str

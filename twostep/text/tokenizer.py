@@ -30,7 +30,7 @@ class AddedToken:
 
 
 class AddedTokens:
-    """Of one tokenizer; the first in a text is found, of those that begin at one place the longest, as the tokenizer does it."""
+    """Finds one tokenizer's added tokens: the first in a text, of those that begin at one place the longest, as the tokenizer does it."""
 
     def __init__(self, tokens: Mapping[str, AddedToken]) -> None:
         self._tokens = tokens
@@ -164,7 +164,7 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> AddedTokens:
-        """What `encode` cuts out of a text."""
+        """Returns what `encode` cuts out of a text."""
         return self._added_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -175,8 +175,8 @@ class Tokenizer:
         return ids
 
     def encode_chat(self, text: str, clients: Collection[int] = ()) -> list[int]:
-        """Of what a chat template makes, special tokens and all. Those that begin at `clients` are encoded as if there were no such token.
-        Raises InvalidRequest as `encode` does, and where the vocabulary has no other way to write them."""
+        """Encodes what a chat template makes, special tokens and all. Those that begin at `clients` are encoded as if there were no such
+        token. Raises InvalidRequest as `encode` does, and where the vocabulary has no other way to write them."""
         if not clients:
             return self.encode(text, add_special_tokens=False)
         return self._guarded.encode(text, frozenset(clients))
@@ -217,16 +217,16 @@ class Tokenizer:
         return self._anchor
 
     def decode_after(self, token_ids: Sequence[int]) -> str:
-        """What tokens add to a text that ends on a character boundary. Many decoders leave out a space at the beginning of a text, which
-        `decode` takes them for."""
+        """Returns what tokens add to a text that ends on a character boundary. Many decoders leave out a space at the beginning of a text,
+        which `decode` takes them for."""
         if not self._anchor:
             return self.decode(token_ids)
         return self.decode((*self._anchor, *token_ids))[self._anchor_chars :]
 
     def whole_text(self, token_id: int) -> str | None:
-        """What a token adds to a text that ends on a character boundary, if that is whole characters whatever stands around it: empty for
-        special ids and those outside the vocabulary. None: it takes `decode` to tell. Remembered, so that a token of a stream costs no
-        call of the library."""
+        """Returns what a token adds to a text that ends on a character boundary, if that is whole characters whatever stands around it:
+        empty for special ids and those outside the vocabulary. None: it takes `decode` to tell. Remembered, so that a token of a stream
+        costs no call of the library."""
         try:
             return self._whole[token_id]
         except KeyError:

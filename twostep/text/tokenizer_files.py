@@ -102,7 +102,7 @@ def _named(config: dict[str, Any], path: Path) -> dict[str, tokenizers.AddedToke
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, tokenizers.AddedToken], path: Path) -> None:
-    """What tokenizer.json has not, or has otherwise. Ids are given out in their order: what the file calls them is not looked at."""
+    """Adds what tokenizer.json has not, or has otherwise. Ids are given out in their order: what the file calls them is not looked at."""
     by_id = config.get("added_tokens_decoder") or {}
     if not isinstance(by_id, dict) or not all(i.isdecimal() and i.isascii() for i in by_id):
         raise _wrong(path, "added_tokens_decoder", by_id, "an object of tokens by their ids")
@@ -127,7 +127,8 @@ def _add_tokens(inner: tokenizers.Tokenizer, config: dict[str, Any], named: dict
 
 
 def _put_around(inner: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, tokenizers.AddedToken], path: Path) -> None:
-    """What tokenizer.json puts around a text counts; where it says nothing of it, `add_bos_token` and `add_eos_token` do."""
+    """Sets what is put around a text: what tokenizer.json says counts; where it says nothing of it, `add_bos_token` and `add_eos_token`
+    do."""
     around: dict[str, str] = {}
     for key, role in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
         wanted = config.get(key)

@@ -69,13 +69,13 @@ def _kind(event: Event) -> tuple[type[Event], int | None]:
 
 @lru_cache
 def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
-    """What finds the first of them, and what may become one."""
+    """Returns a pattern that finds the first of them, and all that may become one."""
     beginnings = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
     return re.compile("|".join(map(re.escape, markers))), beginnings
 
 
 class NoCall(Exception):
-    """What follows the mark is something else."""
+    """Says that something else than a call follows the mark."""
 
 
 class ToolCallReader:
@@ -525,7 +525,8 @@ TOOL_CALL_PARSERS = ("auto", "none", *TOOL_CALL_FORMATS)
 
 
 def tool_call_format(name: str, chat_template: str | None) -> ToolCallFormat | None:
-    """Of a parser's name. "auto" looks at the model's chat template, which writes earlier calls as the model writes new ones."""
+    """Returns the format of a parser's name. "auto" looks at the model's chat template, which writes earlier calls as the model writes new
+    ones."""
     if name == "none":
         return None
     if name == "auto":
