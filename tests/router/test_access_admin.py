@@ -201,6 +201,7 @@ async def test_status_and_the_logs_level(cluster: Cluster, root_level: None) -> 
         assert cluster.router.drain_asked.is_set()
 
 
+@pytest.mark.system
 def test_a_router_that_is_asked_to_drains_and_exits(bare_model_dir: Path, redis_server: RedisServer, tmp_path: Path) -> None:
     """As a process, with a key of the port's own."""
     (port,) = free_ports(1)

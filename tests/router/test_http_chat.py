@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import openai
-import pytest
-from http_fakes import MESSAGES, RENDERED, blocking_client, open_client, open_http
-from router_fakes import ANSWER_TEXT, Cluster
+from http_fakes import MESSAGES, RENDERED, open_http
+from openai import AsyncOpenAI
+from router_fakes import ANSWER_TEXT, Cluster, FakeDecode, FakePrefill
 
 
-async def test_an_answer_whole(cluster: Cluster) -> None:
-    prefill, _ = await cluster.prefill(), await cluster.decode()
+async def test_an_answer_whole(cluster: Cluster, prefill: FakePrefill, client: AsyncOpenAI) -> None:
     prefill.cached_tokens = 3
-    async with cluster.serving(), open_client(cluster) as client:
-        answer = await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=90, seed=7)
-        await cluster.all_free()
+    answer = await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=90, seed=7)
+    await cluster.all_free()
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", cluster.text_of(cluster.expected(90)))
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
@@ -32,22 +27,20 @@ async def test_an_answer_whole(cluster: Cluster) -> None:
     assert usage.completion_tokens_details.reasoning_tokens == 0
 
 
-async def test_an_answer_streamed(cluster: Cluster) -> None:
-    _, decode = await cluster.prefill(), await cluster.decode()
-    async with cluster.serving(), open_client(cluster) as client:
-        stream = await client.chat.completions.create(
-            model="m", messages=MESSAGES, max_tokens=40, stream=True, stream_options={"include_usage": True}
-        )
-        chunks = [chunk async for chunk in stream]
-        await cluster.all_free()
-        # What there is of an answer is sent while the rest is far away.
-        decode.script.step_s = 600.0
-        slow = await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=40, stream=True)
-        begin = [(await anext(slow)).choices[0] for _ in range(2)]
-        assert cluster.text_of(cluster.expected(40)).startswith(begin[1].delta.content or "nothing")
-        assert begin[1].finish_reason is None
-        await slow.close()
-        await cluster.all_free()
+async def test_an_answer_streamed(cluster: Cluster, decode: FakeDecode, client: AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="m", messages=MESSAGES, max_tokens=40, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    await cluster.all_free()
+    # What there is of an answer is sent while the rest is far away.
+    decode.script.step_s = 600.0
+    slow = await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=40, stream=True)
+    begin = [(await anext(slow)).choices[0] for _ in range(2)]
+    assert cluster.text_of(cluster.expected(40)).startswith(begin[1].delta.content or "nothing")
+    assert begin[1].finish_reason is None
+    await slow.close()
+    await cluster.all_free()
     assert len({chunk.id for chunk in chunks}) == 1
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     *pieces, end, usage = chunks
@@ -60,48 +53,27 @@ async def test_an_answer_streamed(cluster: Cluster) -> None:
     assert usage.usage.completion_tokens == 40
 
 
-async def test_the_synchronous_client_too(cluster: Cluster) -> None:
-    await cluster.prefill()
-    await cluster.decode()
-
-    def ask() -> None:
-        with blocking_client(cluster) as client:
-            answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=12)
-            assert answer.choices[0].message.content == cluster.text_of(cluster.expected(12))
-            with client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=12, stream=True) as stream:
-                text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-            assert text == cluster.text_of(cluster.expected(12))
-            with pytest.raises(openai.NotFoundError, match="not served here"):
-                client.chat.completions.create(model="other", messages=MESSAGES)
-
-    async with cluster.serving():
-        await asyncio.to_thread(ask)
-
-
-async def test_what_the_client_builds_on_streams(cluster: Cluster) -> None:
+async def test_what_the_client_builds_on_streams(cluster: Cluster, client: AsyncOpenAI) -> None:
     """Its own helpers: accumulated streams, raw responses, models, legacy completions."""
-    await cluster.prefill()
-    await cluster.decode()
     text = cluster.text_of(cluster.expected(20))
-    async with cluster.serving(), open_client(cluster) as client:
-        async with client.chat.completions.stream(model="m", messages=MESSAGES, max_tokens=400, stop="the end") as stream:
-            async for _ in stream:
-                pass
-            final = await stream.get_final_completion()
-        assert final.choices[0].message.content == ANSWER_TEXT[: ANSWER_TEXT.index("the end")]
-        raw = await client.chat.completions.with_raw_response.create(
-            model="m", messages=MESSAGES, max_tokens=20, extra_headers={"x-request-id": "of-the-client"}
-        )
-        assert (raw.request_id, raw.headers["x-request-id"]) == ("of-the-client", "of-the-client")
-        assert raw.parse().choices[0].message.content == text
-        assert [model.id async for model in client.models.list()] == ["m"]
-        assert (await client.models.retrieve("m")).owned_by == "twostep"
-        pieces = await client.completions.create(model="m", prompt="x", max_tokens=20, stream=True)
-        assert "".join([piece.choices[0].text async for piece in pieces]) == text
-        several = await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=20, n=2, logprobs=True, top_logprobs=1)
-        for choice in several.choices:
-            assert choice.logprobs is not None
-            assert len(choice.logprobs.content or ()) == 20
+    async with client.chat.completions.stream(model="m", messages=MESSAGES, max_tokens=400, stop="the end") as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.content == ANSWER_TEXT[: ANSWER_TEXT.index("the end")]
+    raw = await client.chat.completions.with_raw_response.create(
+        model="m", messages=MESSAGES, max_tokens=20, extra_headers={"x-request-id": "of-the-client"}
+    )
+    assert (raw.request_id, raw.headers["x-request-id"]) == ("of-the-client", "of-the-client")
+    assert raw.parse().choices[0].message.content == text
+    assert [model.id async for model in client.models.list()] == ["m"]
+    assert (await client.models.retrieve("m")).owned_by == "twostep"
+    pieces = await client.completions.create(model="m", prompt="x", max_tokens=20, stream=True)
+    assert "".join([piece.choices[0].text async for piece in pieces]) == text
+    several = await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=20, n=2, logprobs=True, top_logprobs=1)
+    for choice in several.choices:
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.content or ()) == 20
 
 
 async def test_how_a_prompt_ends_is_the_callers_choice(cluster: Cluster) -> None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from pathlib import Path
-
 import aiohttp
-from http_fakes import TEXT, open_http
-from router_fakes import MAX_MODEL_LEN, Cluster, RedisServer, make_model_dir
+from router_fakes import Cluster
 
 from twostep.metrics.process import package_version
 
@@ -27,25 +22,6 @@ async def test_health_version_models_and_metrics(cluster: Cluster) -> None:
             assert await answer.json() == model
         async with http.get("/metrics") as answer:
             assert 'twostep_process_info{role="router"' in await answer.text()
-
-
-async def test_a_context_that_yarn_stretches_is_told_and_may_be_used(redis_server: RedisServer, tmp_path: Path) -> None:
-    model_dir = make_model_dir(tmp_path / "m")
-    config = json.loads((model_dir / "config.json").read_text())
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": MAX_MODEL_LEN}
-    (model_dir / "config.json").write_text(json.dumps(config | {"rope_scaling": rope}))
-    cluster = Cluster(model_dir, redis_server, tmp_path)
-    cluster.template = dataclasses.replace(cluster.template, max_model_len=4 * MAX_MODEL_LEN)
-    try:
-        await cluster.prefill()
-        await cluster.decode()
-        async with cluster.serving(), open_http(cluster) as http:
-            async with http.get("/v1/models") as answer:
-                assert (await answer.json())["data"][0]["max_model_len"] == 4 * MAX_MODEL_LEN
-            async with http.post(TEXT, json={"prompt": [5] * (3 * MAX_MODEL_LEN), "max_tokens": MAX_MODEL_LEN // 2}) as answer:
-                assert answer.status == 200, await answer.text()
-    finally:
-        await cluster.close()
 
 
 async def test_failures_look_like_openais(cluster: Cluster) -> None:

@@ -137,18 +137,6 @@ def test_scripts_never_parse_text_as_html_or_code(name: str) -> None:
         assert target in _SCRIPTS
 
 
-def test_classes_of_the_script_have_a_style() -> None:
-    """A class that is written in one place and not in the other is a slip."""
-    styles = "".join((FOLDER / name).read_text() for name in _STYLES)
-    styled = set(re.findall(r"\.([a-z][\w-]*)", styles))
-    written: set[str] = set()
-    for name in (*_SCRIPTS, "index.html"):
-        for value in re.findall(r'class(?:="|: ")([a-z][a-z _-]*)"', (FOLDER / name).read_text()):
-            written |= set(value.split())
-    # Names that only say what something is.
-    assert written - styled - {"plain", "lines"} == set()
-
-
 def _colours(scheme: str) -> dict[str, tuple[float, float, float]]:
     found = re.findall(r"--([\w-]+): light-dark\(#([0-9a-f]{6}), #([0-9a-f]{6})\);", (FOLDER / "style.css").read_text())
     values = {name: light if scheme == "light" else dark for name, light, dark in found}
@@ -182,22 +170,6 @@ def test_contrasts_are_enough_to_read(scheme: str) -> None:
     # Edges of what can be used, and the ring around what has the focus.
     for line in ("strong-line", "accent"):
         assert _contrast(colours[line], colours["panel"]) >= 3.0, line
-
-
-def test_phases_can_be_read_on_their_colours() -> None:
-    found = re.findall(r"\.phase-(\w+) { background: #([0-9a-f]{6}); }", (FOLDER / "playground.css").read_text())
-    assert len(found) == 7
-    for name, value in found:
-        assert _contrast((1.0, 1.0, 1.0), _colour(value)) >= 4.5, name
-
-
-def test_every_colour_has_both_schemes() -> None:
-    text = (FOLDER / "style.css").read_text()
-    named = set(re.findall(r"^  --([\w-]+):", text, re.MULTILINE))
-    assert named - {"shadow"} == set(_colours("light")) == set(_colours("dark"))
-    # What is chosen wins over the system's wish.
-    for scheme in ("light", "dark"):
-        assert f':root[data-theme="{scheme}"] {{ color-scheme: {scheme}; }}' in text
 
 
 def _history() -> dict[str, Any]:

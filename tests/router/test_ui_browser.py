@@ -22,7 +22,7 @@ from twostep.keys.api_keys import make_key
 from twostep.local.ports import free_ports
 from twostep.step_curve import StepCurve
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here to open the page with")
+pytestmark = [pytest.mark.system, pytest.mark.skipif(chromium() is None, reason="no Chromium here to open the page with")]
 
 _LIVE = "document.documentElement.dataset.connection === 'live'"
 # The router may go before the page.
@@ -378,6 +378,7 @@ async def test_an_answer_can_be_stopped_and_asked_again(cluster: Cluster, page: 
         assert len(await texts(page, ".turn")) == 0
 
 
+@pytest.mark.smoke
 async def test_without_workers_the_playground_says_so(cluster: Cluster, page: Page) -> None:
     page.expected.append("503")
     async with cluster.serving(no_worker_grace=0.1):

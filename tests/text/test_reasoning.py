@@ -76,7 +76,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(edges)]
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.sampled_from(FORMATS), texts, st.lists(st.integers(0, 1000), max_size=20), st.booleans())
 def test_however_the_text_is_cut(format: ReasoningFormat, text: str, places: list[int], begun: bool) -> None:
     whole = split(format, [text], begun=begun)
