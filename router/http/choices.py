@@ -15,7 +15,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from router.http.logprobs import KeptLogprobs, PieceLogprobs
+from router.http.logprobs import KeptLogprobs, LogprobsWriter
 from router.http.sse import DONE
 from router.http.whole_answer import JSON_ID_BYTES, JSON_LOGPROB_BYTES
 from router.json_pieces import compact
@@ -166,7 +166,7 @@ class AnswerOptions:
 class WholeChoice(ABC):
     """Keeps its answer until it is whole."""
 
-    def __init__(self, index: int, wanted: AnswerOptions, logprobs: PieceLogprobs, holding: Holding) -> None:
+    def __init__(self, index: int, wanted: AnswerOptions, logprobs: LogprobsWriter, holding: Holding) -> None:
         """`holding`: what it keeps is counted there."""
         self._index, self._wanted, self._reader, self._holding = index, wanted, logprobs, holding
         self._logprobs = KeptLogprobs() if wanted.logprobs else None
@@ -270,7 +270,7 @@ class Events:
 class StreamedChoice(ABC):
     """Sends its answer as it comes: one event a piece."""
 
-    def __init__(self, index: int, events: Events, logprobs: PieceLogprobs, *, wrap: tuple[str, str], plain: bool = True) -> None:
+    def __init__(self, index: int, events: Events, logprobs: LogprobsWriter, *, wrap: tuple[str, str], plain: bool = True) -> None:
         """`wrap`: see ChunkWriter. `plain`: the text of a piece is said as it is."""
         wanted = self._wanted = events.wanted
         self._index, self._events, self._logprobs, self._send = index, events, logprobs, events.send

@@ -26,8 +26,8 @@ _KEEPALIVE_S = 75.0
 _LAST_S = 1.0
 
 
-class HttpServer:
-    """start(), drain(). `port` is the real one once it is started."""
+class HttpServer(Listener):
+    """start(), drain()."""
 
     def __init__(
         self,
@@ -41,28 +41,25 @@ class HttpServer:
         allowed_hosts: Collection[str] = (),
     ) -> None:
         """Raises SetupError for unreadable TLS files."""
-        self.host, self.port = host, port
-        self._front = front
+        self._parser = front.parser
         self._app = make_app(front, Origins(host=host, allowed_hosts=allowed_hosts, allowed_origins=front.allowed_origins))
-        self._listener = Listener(
+        super().__init__(
             self._app,
+            host=host,
+            port=port,
+            flag="--http-port",
             tls=ssl_context(tls),
             max_connections=max_connections,
             keepalive_s=_KEEPALIVE_S,
             write_timeout_s=write_timeout_s,
         )
 
-    async def start(self) -> int:
-        """Returns the real port. Raises SetupError if it is taken."""
-        self.port = await self._listener.open(self.host, self.port, flag="--http-port")
-        return self.port
-
     async def drain(self, grace_s: float) -> None:
         """No new connections; what runs may end within `grace_s`."""
-        self._listener.stop_listening()
+        self.stop_listening()
         await self._app[ANSWERS].drain(grace_s)
-        await self._listener.close(_LAST_S)
-        await self._front.parser.close()
+        await self.close(_LAST_S)
+        await self._parser.close()
 
 
 def make_app(front: Front, origins: Origins) -> web.Application:
