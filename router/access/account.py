@@ -1,4 +1,10 @@
-"""One API key's account: what was used of its limits, here and on other routers, and what is left."""
+"""Who calls, and one API key's account: what was used of its limits, here and on other routers, and what is left.
+
+Limits of a minute are buckets that hold a minute's worth and fill evenly: GCRA, the generic cell rate algorithm (ITU-T I.371, annex A),
+whose whole state is one instant, the one at which the bucket will be full again. So in any time of T seconds a key gets at most
+limit * (1 + T / 60). Tokens of answers are known only afterwards and are taken in any case: the bucket goes into debt, and nothing is given
+until that is paid. Tokens of a day add up to the limit at most in any 24 hours; debts aside.
+"""
 
 from __future__ import annotations
 
@@ -300,7 +306,7 @@ def _refuse(shortages: list[LimitShortage], what: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """`tenant`: whose share of the system the caller uses. None: nobody knows, and the request may say; if it does not, `fallback`. Without
+    """`tenant`: whose share of the system the caller uses. None: the request may say; if it does not, `fallback`. Without
     an `account` nothing is counted and everything is allowed. `prompt_paid`: another answer to the same prompt pays for it. `address`:
     where the call comes from, without its port; empty: from this router itself."""
 

@@ -4,7 +4,7 @@ twostep:v1:api-usage:minute:{window}   hash: [router, key, "requests" | "tokens"
 twostep:v1:api-usage:day:{hour}        the same tokens by the hour, kept for a day
 
 Windows are named by the clock that all routers share (twostep/cluster/shared_clock.py). How long ago something was used,
-each router measures by its own: whatever becomes of any clock, nobody gets another day before the first is over.
+each router measures by its own: whatever becomes of any clock, no key gets another day before the first is over.
 
 As router/waiting/quota_share.py has it: each writes its own fields as totals, so that an exchange that broke may be repeated, and what
 has grown in the others' since the last time is what they have given. Beside the requests, never on their way. What is given between two
@@ -78,7 +78,7 @@ class UsageLedger:
         self._untold.setdefault(window, set()).add(entry)
 
     def forget(self, window: int) -> None:
-        """Nobody reads it any more."""
+        """Drops a window that is not read any more."""
         for book in (self._own, self._untold, self._heard):
             book.pop(window, None)
 
@@ -87,11 +87,11 @@ class UsageLedger:
         return json.dumps([self._writer, *entry])
 
     def untold(self) -> Mapping[int, Mapping[Entry, int]]:
-        """Totals that have changed since they were told."""
+        """Returns totals that have changed since they were last written."""
         return {window: {entry: self._own[window][entry] for entry in entries} for window, entries in self._untold.items() if entries}
 
     def told(self, totals: Mapping[int, Mapping[Entry, int]]) -> None:
-        """Those have arrived."""
+        """Notes that those have arrived."""
         for window, fields in totals.items():
             untold = self._untold.get(window, set())
             untold -= {entry for entry, total in fields.items() if self._own[window][entry] == total}
@@ -139,7 +139,7 @@ class _Exchange:
         self._prefix, self._clock, self._window_s, self._num_windows = prefix, clock, window_s, num_windows
         # When each was the one of its time, or was heard of, by this process's own clock: the shared one may be set to any time and back.
         self._last_seen: dict[int, float] = {}
-        # Used while nobody knows what time it is for all routers.
+        # Used while the shared time is not known yet.
         self._undated: Counter[Entry] = Counter()
         self._read_all = True
 

@@ -50,7 +50,7 @@ class Disk:
             raise
 
     def create(self, path: Path, data: bytes) -> None:
-        """By nobody else: raises FileExistsError. A crash may leave less than `data`."""
+        """Creates a file exclusively: raises FileExistsError. A crash may leave less than `data`."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _write_all(descriptor, data)
@@ -60,7 +60,7 @@ class Disk:
         _sync_folder(path.parent)
 
     def create_whole(self, path: Path, data: bytes) -> None:
-        """By nobody else, and whole or not at all: raises FileExistsError."""
+        """Creates a file exclusively, whole or not at all: raises FileExistsError."""
         temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
         try:
             self.create(temporary, data)

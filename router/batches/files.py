@@ -4,7 +4,7 @@
     DIR/OWNER/files/file-….data   its content, there before
     DIR/OWNER/uploads/            what is still coming
 
-OWNER stands for a tenant: nobody reaches another's folder.
+OWNER stands for a tenant: none reaches another's folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class _Seen:
 
 
 class Occupancy:
-    """May be asked from several threads."""
+    """Knows what files and batches of an owner take on disk. A folder is looked through from time to time, and what this router changes is
+    counted at once; what others change is known at the next look. So a file more costs the same however many there are. May be asked from
+    several threads."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -94,7 +96,7 @@ def size_of(found: os.stat_result) -> int:
 
 
 _UPLOADS = "uploads"
-# What nobody finishes: uploads that broke off, contents whose records never came.
+# For how long unfinished things are kept: uploads that broke off, contents whose records never came.
 _ABANDONED_S = 3600.0
 # Records of files and of batches are files too. Lists are read whole.
 MAX_OWNER_FILES = 100_000
@@ -131,7 +133,7 @@ class FileStore:
         occupancy: Occupancy | None = None,
     ) -> None:
         """`lifetime_s`: of files that say nothing themselves. `max_owner_bytes`: of all that an owner has on disk; 0: no bound. With
-        `one_account` that is the bound of all owners together: nobody knows who they are."""
+        `one_account` that is the bound of all owners together: they are not told apart."""
         self._root = root
         self._disk = disk
         self._lifetime_s = lifetime_s

@@ -4,7 +4,7 @@ A record is a line: a checksum, what there is to know without reading the answer
 
     crc32 of the rest ␠ {"id": custom id, "ok": for the output file or the error file, "usage": tokens} ⇥ answer ⏎
 
-A run writes into its own file only, never behind the torn end that a dead one left. Whoever reads takes the first whole record of each
+A run writes into its own file only, never behind the torn end that a dead one left. Readers take the first whole record of each
 custom id, in the order of runs: so it does not matter how often a request was answered, nor whether an old run still writes.
 """
 

@@ -57,7 +57,8 @@ def new_id(prefix: str, unix_s: float) -> str:
 
 
 def output_id(batch_id: str, epoch: int, kind: str, unix_s: float) -> str:
-    """Returns the id of the output or error file that the run of `epoch` writes: known to whoever clears up behind it, but for the time."""
+    """Returns the id of the output or error file that the run of `epoch` writes: which can be worked out to clear up behind it, but for the
+    time."""
     digest = blake2b(f"{batch_id} {epoch} {kind}".encode(), digest_size=10, person=b"twostep output").hexdigest()
     return f"file-{int(unix_s * 1000):012x}{digest}"
 
@@ -184,7 +185,7 @@ class RunState:
 
 
 def view(asked: BatchRequest, state: RunState | None, cancelled: int | None) -> dict[str, Any]:
-    """OpenAI's batch object. `cancelled`: when a client asked for its end; a state of None: nobody has begun with it."""
+    """OpenAI's batch object. `cancelled`: when a client asked for its end; a state of None: no run has begun with it."""
     state = state or RunState(epoch=0)
     status, tally = state.status, state.tally
     at = {f"{final}_at": state.ended_at if status is final else None for final in sorted(_FINAL)}

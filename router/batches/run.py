@@ -166,7 +166,7 @@ class BatchRun:
     async def run(self) -> None:
         """To the batch's end. Raises LeaseLost, Left, TwostepError (the disk)."""
         self._state = await self._threads.short(self._store.begin_run, self._owner, self._batch_id)
-        # Nobody sees it fall back.
+        # Clients do not see it fall back.
         self._tally, self.status = self._state.tally, self._state.status
         self._asked = (await self._threads.short(self._store.get, self._owner, self._batch_id)).asked
         if not self._state.status.final:

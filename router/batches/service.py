@@ -1,7 +1,11 @@
 """Batches of one router: what clients do with theirs, and those that this router runs.
 
-Every router looks at the batches that are open, and takes a lease of one that nobody runs (lease.py), as long as it has room. A router that
+Every router looks at the batches that are open, and takes a lease of one that is not run, as long as it has room. A router that
 dies loses its leases within ten seconds, and another begins where it was.
+
+    twostep:v1:batch:{id}   who runs it; lapses LEASE_S after it was renewed last
+
+A lease says who should run a batch; that two runs do no harm where it fails (a stopped process, a Redis that forgot) is the store's doing.
 """
 
 from __future__ import annotations
@@ -102,7 +106,7 @@ class Leases:
             return None
 
     async def take_for(self, name: str, seconds: float) -> bool:
-        """Nobody does it again for so long, whoever does it now."""
+        """Returns whether this router is to do it now; no other does it for so long."""
         try:
             return bool(await self._redis.set(f"twostep:v1:batch:{name}", self._router_id, nx=True, ex=int(seconds)))
         except (RedisError, OSError):

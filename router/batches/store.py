@@ -9,7 +9,7 @@
                               end.json          how it ended, as the first run that got there has it
 
 A run has a number that no other has, because it creates its .json exclusively; it writes no file of another run. So routers that think
-they run the same batch do each other no harm. Which of them should is another matter: lease.py.
+they run the same batch do each other no harm. Which of them should is the lease's matter (service.py).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class BatchStore:
         return found
 
     def begin_run(self, owner: str, batch_id: str) -> RunState:
-        """Under a number that nobody else has. Raises NotFound, DataLoss."""
+        """Begins a run, under a number of its own. Raises NotFound, DataLoss."""
         folder = self._folder(owner, batch_id)
         while True:
             before = self.get(owner, batch_id).state
@@ -276,7 +276,7 @@ class BatchStore:
         return self.files.keep(owner, path, record).id
 
     def close(self, owner: str, batch_id: str) -> None:
-        """It is over: what it was made of goes, and what other runs published; then nobody looks for it any more."""
+        """Clears up behind a batch that is over: what it was made of, what other runs published, and its marker."""
         folder = self._folder(owner, batch_id)
         epochs, end = _epochs(folder), _end(folder)
         kept = () if end is None else (end.output_file_id, end.error_file_id)

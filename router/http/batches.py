@@ -221,7 +221,7 @@ class BatchEndpoints:
         return self._front.ready()
 
     def _identity(self, asked: BatchRequest) -> Identity:
-        """Whoever made the batch, as far as that may still be."""
+        """Returns the identity that made the batch, as far as it may still ask."""
         identity = self._front.access.identity_of(asked.key_id)
         return identity if identity.tenant is not None else dataclasses.replace(identity, tenant=asked.tenant)
 

@@ -1,7 +1,7 @@
 """Bodies of requests on their way in: how slowly they may come, and how much of them is held.
 
-A body has a time of its own, by its size, and must bring something in every interval: whoever sends a byte now and then is cut. What is
-read but not yet parsed has a bound in all. At this bound, as at that of connections, whichever body comes in slowest makes room.
+A body has a time of its own, by its size, and must bring something in every interval: a client that sends a byte now and then is cut. What
+is read but not yet parsed has a bound in all. At this bound, as at that of connections, whichever body comes in slowest makes room.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Body:
         return not content.is_eof() and content.exception() is None and self.request.transport is not None
 
     def cut(self, error: HttpError) -> None:
-        """Whoever reads it is told, now or when it reads."""
+        """Raises the error in its reader, now or when it reads."""
         self.request.content.set_exception(error)
 
 

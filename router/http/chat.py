@@ -31,7 +31,7 @@ _CALL_BYTES = 600
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`format` None: there are no calls, and nobody looks for any. `must`: the answer is nothing but calls, of `tools`."""
+    """`format` None: answers have no calls, and none are looked for. `must`: the answer is nothing but calls, of `tools`."""
 
     format: ToolCallFormat | None = None
     tools: tuple[ToolText, ...] = ()

@@ -2,9 +2,9 @@
 
 A connection costs memory whether it asks for anything or not, so there is a bound. At the bound a new one takes the place of
 
-    1. the one that has been without a request for longest: those that are only kept, or whose heads never come, shut nobody out;
+    1. the one that has been without a request for longest: those that are only kept, or whose heads never come, keep no place;
     2. where all have a request, the one whose body comes in slowest: who sends a byte now and then keeps no place;
-    3. nobody's, where all bodies have come: the new one is told so, and closed.
+    3. none, where all bodies have come: the new one is refused with 503, and closed.
 
 Clients that do not read are cut: when what waits for one, of an answer, a file, metrics or an error, has not become less for so long by as
 much as a very slow line takes. What such a client has in hand is half an answer, which says so: its length is missing, or its last chunk.
@@ -30,20 +30,20 @@ _LEAST_BYTES = 32 << 10
 _LOOK_S = 1.0
 # How long a client may read nothing, unless a flag says otherwise.
 WRITE_TIMEOUT_S = 30.0
-# What the kernel may hold of a connection that nobody reads. What is more stays where it is seen.
+# What the kernel may hold of a connection whose client does not read. What is more stays where it is seen.
 _MAX_UNSENT_BYTES = 128 << 10
 _TOO_LONG = "a line of the request's head is too long; keep the URL and each header under 8 KiB"
 _NO_HTTP = "this is no HTTP request that can be read; send HTTP/1.1 with a Host, to an https:// address if the router has --tls-cert"
 # Of one request's head, all its lines together.
 _MAX_HEAD_BYTES = 64 << 10
-# Up to twice as much of a body is kept that nobody reads yet.
+# Up to twice as much of a body is kept before it is read.
 _READ_BUFFER_BYTES = 64 << 10
 # Of what came, one turn of the loop takes so much, and about so many line ends: each may end a chunk of one byte, which costs microseconds.
 _TURN_BYTES = 256 << 10
 _TURN_LINES = 512
-# A body that nobody wants, as its request is refused, is read for so long: its sender is to see the answer.
+# The body of a refused request is read for so long, so that its sender sees the answer.
 _LINGERING_S = 5.0
-# Whoever is shut out reads why within so long, or not at all.
+# A client that is shut out may read why for so long.
 FAREWELL_S = 1.0
 # Those that are shut out and may still read why; more are cut at once.
 _MAX_FAREWELLS = 64
@@ -193,8 +193,8 @@ _FULL = refusal(
 
 class Connections:
     """Makes a protocol for each new connection of `server`, and hears what becomes of it. Each call costs the same however many there
-    are: whoever opens thousands a second must not take the loop's time with them. `cut_slowest` ends the body that comes in slowest with
-    an error, and returns its connection, None without any."""
+    are: a client that opens thousands a second must not take the loop's time with them. `cut_slowest` ends the body that comes in slowest
+    with an error, and returns its connection, None without any."""
 
     def __init__(self, server: web.Server, cut_slowest: Callable[[HttpError], object], *, limit: int, keepalive_timeout_s: float) -> None:
         self._server = server
@@ -275,7 +275,7 @@ class _Refused(asyncio.Protocol):
         self._connections.leave(stream)
 
     def data_received(self, data: bytes) -> None:
-        """Nobody reads it."""
+        """Drops it."""
 
 
 @web.middleware

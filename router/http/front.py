@@ -27,7 +27,7 @@ from twostep.text.tokenizer import TokenBytes, Tokenizer
 T = TypeVar("T")
 # The caller's trace context goes on to the workers.
 _FORWARDED = ("traceparent", "tracestate")
-# What gRPC takes as metadata, and as much as W3C asks of whoever passes it on. A context that is none is left out.
+# What gRPC takes as metadata, and as much as W3C asks of those who pass it on. A context that is none is left out.
 _SENDABLE = re.compile(r"[\x20-\x7e]{1,512}")
 
 

@@ -302,9 +302,9 @@ class _SharedPrompt:
             return await self._read()
 
     def close(self) -> None:
-        """Nobody wants it any more."""
+        """Stops reading it, if it is not read yet."""
         if self._reading is not None and not self._reading.cancel() and not self._reading.cancelled():
-            self._reading.exception()  # whoever waited for it was told
+            self._reading.exception()  # it was raised in all who waited
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

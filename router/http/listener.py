@@ -31,7 +31,7 @@ class Listener:
         keepalive_s: float,
         write_timeout_s: float = WRITE_TIMEOUT_S,
     ) -> None:
-        """`write_timeout_s`: whoever takes nothing of what waits for it for so long is cut."""
+        """`write_timeout_s`: a client that reads nothing of its answer for so long is cut."""
         self.host, self.port, self._flag = host, port, flag
         self._runner = web.AppRunner(app, handler_cancellation=True)
         self._bodies, self._tls = app[BODIES], tls
@@ -66,7 +66,7 @@ class Listener:
         self.port = int(self._listening.sockets[0].getsockname()[1])
 
     def stop_listening(self) -> None:
-        """Connections that nobody uses now are closed, and the others when their request is over."""
+        """Closes idle connections, and the others when their request is over."""
         if self._listening is not None:
             self._listening.close()
         if self._runner.server is not None:

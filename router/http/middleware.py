@@ -73,7 +73,7 @@ def route_of(request: web.Request) -> str:
     return "other" if resource is None else resource.canonical
 
 
-# Nobody wants to see every look at /health.
+# Probes of /health would drown all others.
 _API = "/v1/"
 
 

@@ -4,7 +4,9 @@
     http://evil.example, whose name then            its page asks its own origin, which is this router by now:
       means 127.0.0.1 (DNS rebinding)               Host is evil's name, refused where only this machine's names are served
 
-Both are refused before a body is read. Without a browser there is no Origin, and nobody is in the way.
+Both are refused before a body is read. Pages that --allowed-origins names may ask, by the Fetch standard's CORS protocol; the browser's own
+credentials (cookies, client certificates) are never let through: who may ask is told by the API key, which a page sends itself.
+Clients that are no browsers send no Origin, and are let through.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Origins:
             self._check_origin(request)
 
     def known_as(self, host: str) -> bool:
-        """As a Host header says it. Addresses are no names: nobody can make one mean another machine."""
+        """As a Host header says it. Addresses are no names: DNS cannot make one mean another machine."""
         name = _name_of(host)
         return self._names is None or name in self._names or not name or _is_address(name)
 
@@ -138,7 +140,7 @@ async def tell_origin(request: web.Request, response: web.StreamResponse) -> Non
     """As the head of any answer goes out: of a stream with its first event, of failures too."""
     allowed = request.app[FRONT].allowed_origins
     if allowed and "*" not in allowed:
-        # Also where the origin may not ask: whoever keeps the answer must not give it to another.
+        # Also where the origin may not ask: a cache must not give the answer to another.
         response.headers.add("Vary", "Origin")
     origin = _told(request)
     if origin is not None:

@@ -44,7 +44,7 @@ async def version(request: web.Request) -> web.Response:
 @routes.get("/metrics")
 @Described("Prometheus' metrics.", media="text/plain")
 async def metrics(request: web.Request) -> web.Response:
-    """The same as on --metrics-port, for whoever can reach this port only."""
+    """The same as on --metrics-port, for those who can reach this port only."""
     body = await request.app[ENCODER].made(partial(generate_latest, request.app[FRONT].metrics.collectors))
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 

@@ -12,7 +12,7 @@ from twostep.text.tool_calls import ToolCallFormat, tool_call_format
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """None: the model has no marks for it, or nobody is to look for them."""
+    """None: the model has no marks for it, or they are not to be looked for."""
 
     reasoning: ReasoningFormat | None = None
     tool_calls: ToolCallFormat | None = None

@@ -114,7 +114,7 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def drawn_mark(strings: Sequence[str]) -> str:
-    """A character that stands in none of them, nor does its escape. Drawn, so that nobody can guess it."""
+    """Draws a character that stands in none of them, nor does its escape, so that it cannot be guessed."""
     for _ in range(_MAX_DRAWS):
         mark = chr(_FIRST_MARK + secrets.randbelow(_LAST_MARK - _FIRST_MARK + 1))
         pair = (mark, chr(ord(mark) ^ 1), escaped(mark))

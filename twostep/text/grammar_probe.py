@@ -1,4 +1,4 @@
-"""A process that tries grammars of strangers, so that whoever asks it survives them (started by router/prompting/grammar_check.py).
+"""A process that tries grammars of strangers, so that the router survives them (started by router/prompting/grammar_check.py).
 
 Most of what a grammar may cost is bounded by llguidance's own limits, but not all: conjunctions of a dozen regular expressions take more
 memory than there is, and a library that gets none ends its process.

@@ -282,7 +282,7 @@ def _adds_alike(decoder: Any) -> bool:
 
 
 class _Guarded:
-    """A tokenizer that knows control tokens by names that nobody can write: whatever a text says, none is made of it but by such a name.
+    """Knows control tokens by secret names: whatever a text says, none is made of it but by such a name.
     All else is the same: what is cut out of a text first, and how what remains is read."""
 
     def __init__(

@@ -43,7 +43,8 @@ def _patterns(value: Any) -> Iterator[str]:
 
 
 def repeats_repetitions(pattern: str) -> bool:
-    """Whether a group that is repeated without end has something in it that is."""
+    """Whether a group that is repeated without end has something in it that is, as `(x+)+y`: twice as many characters of some text take
+    four billion times as long to match, and nothing stops a match."""
     # Of each group that is open: whether something in it is repeated so.
     endless = [False]
     closed = False  # the part before was a group, and one such

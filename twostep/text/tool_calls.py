@@ -79,7 +79,9 @@ class NoCall(Exception):
 
 
 class ToolCallReader:
-    """Text on one side, events on the other."""
+    """Gives formats the characters of an answer as they come, and collects the events that they find. A format is a coroutine: it yields
+    where it needs more text, and is resumed when there is some or none will come. Before a call has begun it reads behind a mark: `NoCall`
+    takes it back there, and what it has read is content. After that nothing is taken back."""
 
     def __init__(self, *, names: frozenset[str], parallel: bool, new_id: Callable[[], str]) -> None:
         self.names = names
@@ -257,7 +259,7 @@ class ToolCallReader:
         return self._num_found <= (_MAX_CALLS if self._parallel else 1)
 
     def last_words(self) -> None:
-        """The text is over. White space around calls is nobody's; without any, it is content like everything else."""
+        """The text is over. White space around calls is dropped; without any, it is content like everything else."""
         space, self._space = "".join(self._space), []
         if space and not self._num_found and not self.cut_in_call:
             self._events.append(ContentDelta(space))
@@ -508,7 +510,7 @@ def _short_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """`markers`: tokens that the text has to show, special or not. `read`: the grammar of it, as a coroutine over a ToolCallReader."""
+    """`markers`: tokens that the text has to show, special or not. `read`: its syntax, as a coroutine over a ToolCallReader."""
 
     name: str
     markers: tuple[str, ...]
@@ -563,7 +565,7 @@ class ToolCallParser:
         new_id: Callable[[], str] | None = None,
     ) -> None:
         """`names`: the functions that there are; a bare JSON object is a call only if it names one of them (all formats with a mark take
-        any name: whoever executes calls says that there is no such function). Without `parallel`, calls after the first are dropped.
+        any name: the client, who executes calls, knows which there are). Without `parallel`, calls after the first are dropped.
         `must`: a grammar holds the answer to calls."""
         self._must = must
         self._reader = ToolCallReader(names=frozenset(names), parallel=parallel, new_id=new_id or format.new_id)
