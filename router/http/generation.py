@@ -265,12 +265,22 @@ async def ask_all(
         await ask(0, partial(read_prompt, 0))
         return
     gate = asyncio.Semaphore(_MAX_READ_AT_ONCE)
-    prompts = [_SharedPrompt(partial(read_prompt, i), gate) for i in range(len(readers) // num_each)]
+    reading: dict[int, asyncio.Task[Prompt]] = {}
     turns = iter(range(len(readers)))
+
+    async def read(index: int) -> Prompt:
+        async with gate:
+            return await read_prompt(index)
+
+    async def shared_prompt(index: int) -> Prompt:
+        """Is read when the first answer to it wants it, for all of them."""
+        if index not in reading:
+            reading[index] = asyncio.create_task(read(index))
+        return await asyncio.shield(reading[index])
 
     async def ask_in_turn() -> None:
         for index in turns:
-            await ask(index, prompts[index // num_each])
+            await ask(index, partial(shared_prompt, index // num_each))
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -281,30 +291,9 @@ async def ask_all(
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
     finally:
-        for prompt in prompts:
-            prompt.close()
-
-
-class _SharedPrompt:
-    """Read when the first answer to it wants it, for all of them."""
-
-    def __init__(self, read: ReadPrompt, gate: asyncio.Semaphore) -> None:
-        self._read, self._gate = read, gate
-        self._reading: asyncio.Task[Prompt] | None = None
-
-    async def __call__(self) -> Prompt:
-        if self._reading is None:
-            self._reading = asyncio.create_task(self._gated())
-        return await asyncio.shield(self._reading)
-
-    async def _gated(self) -> Prompt:
-        async with self._gate:
-            return await self._read()
-
-    def close(self) -> None:
-        """Stops reading it, if it is not read yet."""
-        if self._reading is not None and not self._reading.cancel() and not self._reading.cancelled():
-            self._reading.exception()  # it was raised in all who waited
+        for task in reading.values():
+            task.cancel()
+        await asyncio.gather(*reading.values(), return_exceptions=True)
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -402,9 +391,9 @@ class Generation(ABC, Generic[AnyBody]):
         if limit is None or not 0 < room < limit:
             return
         field = self.body.limit_field
-        generation = f"an answer has up to {limit} where max_tokens is not given" if field is None else f"{field} is {limit}"
+        asked = f"an answer has up to {limit} where max_tokens is not given" if field is None else f"{field} is {limit}"
         raise ContextExceeded(
-            f"the prompt has {len(prompt.ids)} tokens, {generation}, and the context has {longest}; "
+            f"the prompt has {len(prompt.ids)} tokens, {asked}, and the context has {longest}; "
             f"shorten the prompt or {'give a max_tokens of' if field is None else 'ask for'} at most {room}"
         )
 

@@ -19,6 +19,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     GetPydanticSchema,
     JsonValue,
+    PlainValidator,
     StringConstraints,
     ValidationError,
     WithJsonSchema,
@@ -40,24 +41,11 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 
 
-class Misfit(NamedTuple):
-    """Where a value is that does not fit, and what would: ("prompt", 0), "a token id is a whole number"."""
-
-    path: tuple[int | str, ...]
-    message: str
-    value: Any
-
-
 class Body(BaseModel):
     """Types are taken at their word: "5" is no number. Lists fail at the first item that is wrong (`fail_fast`): a message for each of a
     million takes minutes and gigabytes."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
-
-    @classmethod
-    def misfit(cls, field: str, value: Any) -> Misfit | None:
-        """Says what is wrong with the value of a field that may be of several types. None: the first message of its types says it."""
-        return None
 
 
 def packed(pack: Callable[[Any], object], kind: Any) -> GetPydanticSchema:
@@ -147,7 +135,7 @@ class StructuredOutputs(Body):
     choice: list[str] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
     grammar: str | None = None
     structural_tag: Any | None = None
-    """Unsupported."""
+    """Refused."""
 
 
 class StreamOptions(Body):
@@ -258,29 +246,26 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        raise _said(error, kind) from None
+        raise _said(error) from None
 
 
-def _said(error: ValidationError, kind: type[BaseModel]) -> HttpError:
-    """A union's message of each of its members is one too many: the body's own word of it, or else the one that got furthest."""
+def _said(error: ValidationError) -> HttpError:
+    """Tells of one error: a union's message of each of its members is too many, so that of the one that got furthest."""
     errors = error.errors(include_url=False, include_context=False)
     first = max(errors, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     if first["type"] == "json_invalid":
         return HttpError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
-    top = errors[0]["loc"][0] if errors[0]["loc"] else None
-    # The first member of a union is a plain type: it has been given all of the value.
-    if isinstance(top, str) and len(errors[0]["loc"]) == 2 and issubclass(kind, Body):
-        misfit = kind.misfit(top, errors[0]["input"])
-        if misfit is not None:
-            param = path_of(misfit.path)
-            return HttpError(400, f"{param}: {misfit.message} (it is {_shown(misfit.value)}); see /openapi.json", param=param)
-    if first["loc"][:1] != (top,):
+    if first["loc"][:1] != errors[0]["loc"][:1]:
         first = errors[0]
-    param = path_of(first["loc"])
-    shown = _shown(first["input"])
     message = first["msg"][:1].lower() + first["msg"][1:]
-    about = f" (it is {shown})" if first["type"] != "missing" else ""
-    return HttpError(400, f"{param or 'the body'}: {message}{about}; see /openapi.json", param=param)
+    param = _path_of(first["loc"])
+    if first["type"] == "missing":
+        return HttpError(400, f"{param or 'the body'}: {message}; see /openapi.json", param=param)
+    return wrong_value(param, message, first["input"])
+
+
+def wrong_value(param: str | None, message: str, value: Any) -> HttpError:
+    return HttpError(400, f"{param or 'the body'}: {message} (it is {_shown(value)}); see /openapi.json", param=param)
 
 
 def _shown(value: Any) -> str:
@@ -295,7 +280,7 @@ def _shown(value: Any) -> str:
     return text
 
 
-def path_of(location: tuple[int | str, ...]) -> str | None:
+def _path_of(location: tuple[int | str, ...]) -> str | None:
     """`messages[0].content`; what pydantic adds of its own (names of types, of members of unions) is left out."""
     path = ""
     for part in location:
@@ -307,7 +292,7 @@ def path_of(location: tuple[int | str, ...]) -> str | None:
     return path or None
 
 
-_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "list", "dict", "none", "TextPart", "RefusalPart", "OtherPart"})
+_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "list", "dict", "none"})
 
 
 _MAX_TOOLS = 1024
@@ -525,77 +510,58 @@ MAX_ANSWERS = 4096
 DEFAULT_MAX_TOKENS = 16
 
 
-def _in_range(ids: list[int]) -> IdArray:
-    # Of all at once: prompts may have a million.
-    if min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
-        raise ValueError(f"token ids are from 0 to {MAX_TOKEN_ID}")
-    return ids_of(ids)
-
-
-_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
-# The first wrong item is enough: a list of ids is not told of each that it is no text.
-Ids = Annotated[IdArray, packed(_in_range, Annotated[list[int], Field(min_length=1, fail_fast=True)]), WithJsonSchema(_SCHEMA)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-ListOfIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-
-
 _MIXED = "a list is of texts, of token ids, or of lists of token ids, and not of several of these"
 _KINDS = "give a text, a list of texts, the token ids of one prompt, or a list of such lists"
+_NO_ID = "a token id is a whole number from 0 up to the vocabulary's size"
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
+_PROMPTS = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+_PROMPT = {"anyOf": [{"type": "string"}, _PROMPTS | {"items": {"type": "string"}}, _IDS, _PROMPTS | {"items": _IDS}]}
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
-
-
-def _misfit_id(value: Any, *path: int | str) -> Misfit:
-    if isinstance(value, (str, list)):
-        return Misfit(path, _MIXED, value)
-    return Misfit(path, "a token id is a whole number from 0 up to the vocabulary's size", value)
-
-
-def _misfit(prompt: Any) -> Misfit | None:
-    """Finds what is wrong with a prompt: what it is meant to be, its first item says."""
-    if isinstance(prompt, str):
-        return None
-    if not isinstance(prompt, list):
-        return Misfit(("prompt",), _KINDS, prompt)
-    if not prompt:
-        return Misfit(("prompt",), f"the list is empty; {_KINDS}", prompt)
-    kind = type(prompt[0])
+def _prompt(given: Any) -> str | list[str] | IdArray | list[IdArray]:
+    """Reads a prompt: what it is meant to be, its first item says. Raises HttpError 400."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise wrong_value("prompt", _KINDS, given)
+    if not given:
+        raise wrong_value("prompt", f"the list is empty; {_KINDS}", given)
+    kind = type(given[0])
     if kind not in (str, list, int, float, bool):
-        return Misfit(("prompt", 0), _KINDS, prompt[0])
-    if kind is not str and kind is not list:
-        at = next((i for i, item in enumerate(prompt) if not _is_id(item)), None)
-        return None if at is None else _misfit_id(prompt[at], "prompt", at)
-    if len(prompt) > MAX_PROMPTS:
-        return Misfit(("prompt",), f"there are {len(prompt)} prompts; send at most {MAX_PROMPTS} at a time", prompt)
-    for i, item in enumerate(prompt):
+        raise wrong_value("prompt[0]", _KINDS, given[0])
+    if kind not in (str, list):
+        return _ids(given, "prompt")
+    if len(given) > MAX_PROMPTS:
+        raise wrong_value("prompt", f"there are {len(given)} prompts; send at most {MAX_PROMPTS} at a time", given)
+    for i, item in enumerate(given):
         if type(item) is not kind:
-            return Misfit(("prompt", i), _MIXED, item)
+            raise wrong_value(f"prompt[{i}]", _MIXED, item)
         if kind is list and not item:
-            return Misfit(("prompt", i), "a prompt has no token ids; give at least one", item)
-        if kind is list and (at := next((j for j, token_id in enumerate(item) if not _is_id(token_id)), None)) is not None:
-            return _misfit_id(item[at], "prompt", i, at)
-    return None
+            raise wrong_value(f"prompt[{i}]", "a prompt has no token ids; give at least one", item)
+    return given if kind is str else [_ids(item, f"prompt[{i}]") for i, item in enumerate(given)]
+
+
+def _ids(given: list[Any], path: str) -> IdArray:
+    # All at once: there may be a million.
+    if set(map(type, given)) == {int} and min(given) >= 0 and max(given) <= MAX_TOKEN_ID:
+        return ids_of(given)
+    at, wrong = next((i, each) for i, each in enumerate(given) if type(each) is not int or not 0 <= each <= MAX_TOKEN_ID)
+    raise wrong_value(f"{path}[{at}]", _MIXED if isinstance(wrong, str | list) else _NO_ID, wrong)
 
 
 class CompletionBody(CommonBody):
-    prompt: str | Texts | Ids | ListOfIds
+    prompt: Annotated[str | list[str] | IdArray | list[IdArray], PlainValidator(_prompt), WithJsonSchema(_PROMPT)]
     """A text, several, the token ids of one, or of several. Choice i of prompt p has the index p * n + i."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     """The text begins with the prompt's."""
     best_of: int | None = Field(default=None, ge=1)
-    """Unsupported if above n."""
+    """Refused if above n."""
     add_special_tokens: bool | None = None
     """false: the tokenizer adds nothing to the prompt, such as a token that begins a text."""
 
     suffix: Annotated[Any, Unsupported("nothing is inserted between two texts here; leave it out", unless="")] = None
     prompt_embeds: Annotated[Any, Unsupported("send text or token ids", unless=[])] = None
-
-    @classmethod
-    def misfit(cls, field: str, value: Any) -> Misfit | None:
-        return _misfit(value) if field == "prompt" else super().misfit(field, value)
 
     @property
     def token_limit(self) -> int:
