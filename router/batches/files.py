@@ -12,15 +12,16 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Generic, NamedTuple, TypeVar
 
 from router.batches.disk import Disk
 from router.batches.records import FILE_ID, FileRecord, from_json, new_id, output_id, to_json
 from twostep.errors import DataLoss, NotFound, ResourceExhausted
 
+Item = TypeVar("Item")
 _LEAST_S = 2.0
 # Looking takes this part of the time at most.
 _SHARE = 1 / 50
@@ -104,20 +105,32 @@ MAX_OWNER_FILES = 100_000
 _RECORD_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Holds ids of a list, and whether more follow."""
+class Page(NamedTuple, Generic[Item]):
+    """A part of a list. `has_more`: more follow."""
 
-    ids: Sequence[str]
+    items: list[Item]
     has_more: bool
 
 
-def page_of(ids: Iterable[str], *, after: str | None, limit: int, ascending: bool = False) -> Page:
-    """Newest first, or the other way round. `after`: the last id of the page before, which may be gone by now."""
-    ordered = sorted(ids, reverse=not ascending)
-    if after is not None:
-        ordered = [each for each in ordered if (each > after if ascending else each < after)]
-    return Page(ordered[:limit], len(ordered) > limit)
+def page_of(
+    ids: Iterable[str], read: Callable[[str], Item | None], *, after: str | None, limit: int, ascending: bool = False
+) -> Page[Item]:
+    """Reads a page of a list, newest first or the other way round. `after`: the last id of the page before, which may be gone by now. What
+    cannot be read (NotFound, DataLoss) is passed over, as is what `read` returns None for."""
+    found: list[Item] = []
+    for each in sorted(ids, reverse=not ascending):
+        if after is not None and not (each > after if ascending else each < after):
+            continue
+        try:
+            item = read(each)
+        except (NotFound, DataLoss):
+            continue
+        if item is None:
+            continue
+        if len(found) == limit:
+            return Page(found, True)
+        found.append(item)
+    return Page(found, False)
 
 
 class FileStore:
@@ -211,22 +224,16 @@ class FileStore:
         return self._data(owner, file_id)
 
     def ids(self, owner: str) -> list[str]:
-        return [name.removesuffix(".json") for name in _names(self._folder(owner)) if FILE_ID.fullmatch(name.removesuffix(".json"))]
+        return [name.removesuffix(".json") for name in names_in(self._folder(owner)) if FILE_ID.fullmatch(name.removesuffix(".json"))]
 
-    def page(self, owner: str, *, after: str | None, limit: int, ascending: bool, purpose: str | None) -> tuple[list[FileRecord], bool]:
-        """And whether more follow. Damaged records are passed over."""
-        found: list[FileRecord] = []
-        ids = page_of(self.ids(owner), after=after, limit=1 << 30, ascending=ascending).ids
-        for file_id in ids:
-            try:
-                record = self.get(owner, file_id)
-            except (NotFound, DataLoss):
-                continue
-            if purpose is None or record.purpose == purpose:
-                if len(found) == limit:
-                    return found, True
-                found.append(record)
-        return found, False
+    def page(self, owner: str, *, after: str | None, limit: int, ascending: bool, purpose: str | None) -> Page[FileRecord]:
+        """Damaged records are passed over."""
+
+        def read(file_id: str) -> FileRecord | None:
+            record = self.get(owner, file_id)
+            return record if purpose in (None, record.purpose) else None
+
+        return page_of(self.ids(owner), read, after=after, limit=limit, ascending=ascending)
 
     def delete(self, owner: str, file_id: str) -> None:
         """Raises NotFound. A batch that has begun with it goes on."""
@@ -240,9 +247,9 @@ class FileStore:
 
     def sweep(self, owner: str, now: float) -> None:
         """Files whose time is over, and what is left of uploads that broke off."""
-        for name in _names(self._root / owner / _UPLOADS):
+        for name in names_in(self._root / owner / _UPLOADS):
             self._drop_old(self._root / owner / _UPLOADS / name, now)
-        for name in _names(self._folder(owner)):
+        for name in names_in(self._folder(owner)):
             path = self._folder(owner) / name
             file_id, _, kind = name.rpartition(".")
             if kind != "json" or not FILE_ID.fullmatch(file_id):
@@ -301,7 +308,7 @@ class FileStore:
         return self._folder(owner) / f"{file_id}.data"
 
 
-def _names(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
     except FileNotFoundError:

@@ -19,11 +19,12 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from router.batches.disk import Disk
-from router.batches.files import FileStore, page_of
+from router.batches.files import FileStore, Page, names_in, page_of
 from router.batches.journal import AnswerRecord, Results, decode, encode
 from router.batches.lines import MAX_REQUESTS, InputLine, LineRequest, duplicate, parse_line
 from router.batches.records import BATCH_ID, MAX_ERRORS, BatchRequest, LineError, RunState, from_json, is_output_of, owner_of, to_json
@@ -98,20 +99,10 @@ class BatchStore:
                 pass
         raise NotFound(f"there is no batch {batch_id[:64]!r}; GET /v1/batches lists yours")
 
-    def page(self, owner: str, *, after: str | None, limit: int) -> tuple[list[Stored], bool]:
-        """Newest first, and whether more follow. Damaged ones are passed over."""
-        try:
-            names = os.listdir(self._root / owner / "batches")
-        except FileNotFoundError:
-            names = []
-        page = page_of((name for name in names if BATCH_ID.fullmatch(name)), after=after, limit=limit)
-        found = []
-        for batch_id in page.ids:
-            try:
-                found.append(self.get(owner, batch_id))
-            except (NotFound, DataLoss):
-                continue
-        return found, page.has_more
+    def page(self, owner: str, *, after: str | None, limit: int) -> Page[Stored]:
+        """Newest first. Damaged ones are passed over."""
+        names = names_in(self._root / owner / "batches")
+        return page_of(filter(BATCH_ID.fullmatch, names), partial(self.get, owner), after=after, limit=limit)
 
     def cancel(self, owner: str, batch_id: str, now: int) -> Stored:
         """Raises NotFound, DataLoss. The first cancel counts."""
@@ -302,8 +293,7 @@ class BatchStore:
             if not _OWNER.fullmatch(owner):
                 continue
             self.files.sweep(owner, now)
-            folder = self._root / owner / "batches"
-            for batch_id in os.listdir(folder) if folder.exists() else ():
+            for batch_id in names_in(self._root / owner / "batches"):
                 try:
                     stored = self.get(owner, batch_id)
                 except (NotFound, DataLoss):

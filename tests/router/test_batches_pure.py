@@ -215,11 +215,11 @@ def test_pages_are_all_there_is_each_once(ids: list[str], limit: int, ascending:
     seen: list[str] = []
     after = None
     while True:
-        page = page_of(ids, after=after, limit=limit, ascending=ascending)
-        seen += page.ids
+        page = page_of(ids, str, after=after, limit=limit, ascending=ascending)
+        seen += page.items
         if not page.has_more:
             break
-        after = page.ids[-1]
+        after = page.items[-1]
     assert seen == sorted(ids, reverse=not ascending)
 
 
