@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -28,12 +28,11 @@ STEP_S = 600.0
 
 
 class Bucket:
-    """`amount`: what it holds, and what flows in again each minute. Times are seconds of any one clock."""
+    """`amount`: what it holds, and what flows in again each minute; 0: there is no limit. Times are seconds of any one clock."""
 
     __slots__ = ("_full_at", "amount")
 
     def __init__(self, amount: int) -> None:
-        assert amount > 0, "a bucket that holds nothing gives nothing"
         self.amount = amount
         self._full_at = -math.inf
 
@@ -49,10 +48,8 @@ class Bucket:
 
     def take(self, taken: float, now: float) -> None:
         """Whether there is so much or not. A negative amount goes back; it never holds more than `amount`."""
-        self._full_at = max(self._full_at, now) + taken * MINUTE_S / self.amount
-
-    def full_in_s(self, now: float) -> float:
-        return max(0.0, self._full_at - now)
+        if self.amount:
+            self._full_at = max(self._full_at, now) + taken * MINUTE_S / self.amount
 
     def resized(self, amount: int, now: float) -> Bucket:
         """Returns one of another size, with as much taken out of it and not yet flown in again."""
@@ -106,22 +103,6 @@ class Day:
         return max(0.0, then - now)
 
 
-@dataclass(frozen=True, slots=True)
-class LimitShortage:
-    """`wait_s` infinite: waiting would not help. `limit`: the name of the one that is short, and `amount` how much it is."""
-
-    limit: str
-    amount: int
-    wait_s: float
-
-
-def worst(shortages: list[LimitShortage]) -> LimitShortage | None:
-    """The one that keeps a request for longest; None: nothing does."""
-    # Who waited as long as was said must not be refused for the rounding of it.
-    short = [each for each in shortages if each.wait_s > 1e-6]
-    return max(short, key=lambda each: each.wait_s, default=None)
-
-
 def duration(seconds: float) -> str:
     """As OpenAI's x-ratelimit-reset headers write it: 12ms, 1.5s, 6m0s, 2h0m0s."""
     if seconds <= 0:
@@ -167,16 +148,15 @@ class Account:
         self._on_use = on_use
         self._monotonic = monotonic
         limits = key.limits
-        self._requests = Bucket(limits.requests_per_minute) if limits.requests_per_minute else None
-        self._tokens = Bucket(limits.tokens_per_minute) if limits.tokens_per_minute else None
+        self._requests, self._tokens = Bucket(limits.requests_per_minute), Bucket(limits.tokens_per_minute)
         # Counted in any case: a limit may come later in the day.
         self._day = Day(limits.tokens_per_day)
 
     def change(self, key: Key) -> None:
         """Other limits, with what was used under the old ones."""
         limits, now = key.limits, self._monotonic()
-        self._requests = _resized(self._requests, limits.requests_per_minute, now)
-        self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
+        self._requests = self._requests.resized(limits.requests_per_minute, now)
+        self._tokens = self._tokens.resized(limits.tokens_per_minute, now)
         self._day.amount = limits.tokens_per_day
         self.key = key
 
@@ -193,10 +173,9 @@ class Account:
                 "whoever runs this for a higher max_concurrent",
                 retry_after_s=_CONCURRENCY_RETRY_S,
             )
-        if self._requests is not None:
-            now = self._monotonic()
-            _refuse([LimitShortage("requests_per_minute", self._requests.amount, self._requests.wait_s(1, now))], "this request")
-            self._requests.take(1, now)
+        now = self._monotonic()
+        _check({"requests_per_minute": self._requests}, 1, now, "this request")
+        self._requests.take(1, now)
         self._on_use(self.key.id, "requests", 1)
         self.num_calls += 1
         try:
@@ -218,13 +197,7 @@ class Account:
 
     def check_tokens(self, wanted: int, what: str) -> None:
         """Raises Refused, InvalidRequest."""
-        now = self._monotonic()
-        shortages = []
-        if self._tokens is not None:
-            shortages.append(LimitShortage("tokens_per_minute", self._tokens.amount, self._tokens.wait_s(wanted, now)))
-        if self._day.amount:
-            shortages.append(LimitShortage("tokens_per_day", self._day.amount, self._day.wait_s(wanted, now)))
-        _refuse(shortages, what)
+        _check({"tokens_per_minute": self._tokens, "tokens_per_day": self._day}, wanted, self._monotonic(), what)
 
     def take_tokens(self, num_tokens: int) -> None:
         """Whether there are so many or not."""
@@ -234,13 +207,11 @@ class Account:
             self._on_use(self.key.id, "tokens", num_tokens)
 
     def elsewhere_requests(self, num_requests: int) -> None:
-        if self._requests is not None:
-            self._requests.take(num_requests, self._monotonic())
+        self._requests.take(num_requests, self._monotonic())
 
     def elsewhere_tokens(self, num_tokens: int) -> None:
         """Takes them off the minute's limit."""
-        if self._tokens is not None:
-            self._tokens.take(num_tokens, self._monotonic())
+        self._tokens.take(num_tokens, self._monotonic())
 
     def elsewhere_day(self, num_tokens: int, age_s: float = 0.0) -> None:
         """Takes them off the day's limit, so long ago."""
@@ -253,8 +224,8 @@ class Account:
         now = self._monotonic()
         return {
             "requests_under_way": self.num_calls,
-            "requests_this_minute": 0 if self._requests is None else round(self._requests.amount - self._requests.left(now)),
-            "tokens_this_minute": 0 if self._tokens is None else round(self._tokens.amount - self._tokens.left(now)),
+            "requests_this_minute": round(self._requests.amount - self._requests.left(now)),
+            "tokens_this_minute": round(self._tokens.amount - self._tokens.left(now)),
             "tokens_this_day": round(self._day.used(now)),
         }
 
@@ -262,45 +233,33 @@ class Account:
         """OpenAI's x-ratelimit-* of those limits that there are, and the same for the day."""
         now = self._monotonic()
         told: dict[str, str] = {}
-        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
-            if bucket is not None:
-                told |= _told(name, bucket.amount, bucket.left(now), bucket.full_in_s(now))
-        if self._day.amount:
-            day = self._day
-            told |= _told("tokens-day", day.amount, day.left(now), day.wait_s(day.amount, now))
+        for name, limit in (("requests", self._requests), ("tokens", self._tokens), ("tokens-day", self._day)):
+            if limit.amount:
+                told |= {
+                    f"x-ratelimit-limit-{name}": str(limit.amount),
+                    f"x-ratelimit-remaining-{name}": str(max(0, math.floor(limit.left(now) + 1e-6))),
+                    f"x-ratelimit-reset-{name}": duration(limit.wait_s(limit.amount, now)),
+                }
         return told
 
 
-def _told(name: str, amount: int, left: float, reset_s: float) -> dict[str, str]:
-    return {
-        f"x-ratelimit-limit-{name}": str(amount),
-        f"x-ratelimit-remaining-{name}": str(max(0, math.floor(left + 1e-6))),
-        f"x-ratelimit-reset-{name}": duration(reset_s),
-    }
-
-
-def _resized(bucket: Bucket | None, amount: int, now: float) -> Bucket | None:
-    if not amount:
-        return None
-    if bucket is None:
-        return Bucket(amount)
-    return bucket if bucket.amount == amount else bucket.resized(amount, now)
-
-
-def _refuse(shortages: list[LimitShortage], what: str) -> None:
-    short = worst(shortages)
-    if short is None:
+def _check(limits: Mapping[str, Bucket | Day], wanted: int, now: float, what: str) -> None:
+    """Raises what the limit that keeps a request for longest says: Refused, or InvalidRequest where waiting would not help."""
+    waits = {name: limit.wait_s(wanted, now) for name, limit in limits.items() if limit.amount}
+    short = max(waits, key=lambda name: waits[name], default="")
+    # Who waited as long as was said must not be refused for the rounding of it.
+    if not short or waits[short] <= 1e-6:
         return
-    if math.isinf(short.wait_s):
+    amount, wait_s = limits[short].amount, waits[short]
+    if math.isinf(wait_s):
         raise InvalidRequest(
-            f"{what} is more than this API key's {short.limit} of {short.amount} ever has room for; send less, or ask "
-            "whoever runs this for more"
+            f"{what} is more than this API key's {short} of {amount} ever has room for; send less, or ask whoever runs this for more"
         )
     raise Refused(
         Reason.QUOTA,
-        f"rate limit reached: this API key's {short.limit} of {short.amount} have no room for {what} now; try again in "
-        f"{duration(short.wait_s)}, or ask whoever runs this for more",
-        retry_after_s=short.wait_s,
+        f"rate limit reached: this API key's {short} of {amount} have no room for {what} now; try again in {duration(wait_s)}, or ask "
+        "whoever runs this for more",
+        retry_after_s=wait_s,
     )
 
 
