@@ -28,7 +28,7 @@ from aiohttp import web
 
 from router.access.account import Account
 from router.access.control import Access
-from router.http.bodies import BODIES, json_body, watch_bodies
+from router.http.bodies import BODIES, json_body
 from router.http.connections import at_work
 from router.http.errors import Handler, errors
 from router.http.listener import Listener
@@ -74,7 +74,6 @@ def make_admin_app(administration: Administration, origins: Origins) -> web.Appl
     app = web.Application(middlewares=[at_work, errors, same_site, _let_in], client_max_size=_MAX_BODY_BYTES)
     app[ADMINISTRATION] = administration
     app[ORIGINS] = origins
-    watch_bodies(app)
     app.add_routes(routes)
     return app
 

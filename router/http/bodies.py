@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -202,18 +202,6 @@ def _received(request: web.Request) -> int:
 
 
 BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
-
-
-def watch_bodies(app: web.Application) -> None:
-    app[BODIES] = Bodies()
-    app.cleanup_ctx.append(_watching)
-
-
-async def _watching(app: web.Application) -> AsyncIterator[None]:
-    task = asyncio.create_task(app[BODIES].run())
-    yield
-    task.cancel()
-    await asyncio.wait((task,))
 
 
 async def json_body(request: web.Request) -> bytes:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from aiohttp import web
 
-from router.http.bodies import BODIES
+from router.http.bodies import BODIES, Bodies
 from router.http.connections import WRITE_TIMEOUT_S, Connections, cut_unread
 from twostep.errors import SetupError
 
@@ -17,7 +19,7 @@ _LAST_S = 60.0
 
 
 class Listener:
-    """start(), then stop_listening() and close(). `port` is the real one once it is started; `flag` names it. `app` has BODIES."""
+    """start(), then stop_listening() and close(). `port` is the real one once it is started; `flag` names it."""
 
     def __init__(
         self,
@@ -30,13 +32,16 @@ class Listener:
         max_connections: int,
         keepalive_s: float,
         write_timeout_s: float = WRITE_TIMEOUT_S,
+        beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`write_timeout_s`: a client that reads nothing of its answer for so long is cut."""
+        """`write_timeout_s`: a client that reads nothing of its answer for so long is cut. `beside`: what runs for as long as the port is
+        open."""
         self.host, self.port, self._flag = host, port, flag
         self._runner = web.AppRunner(app, handler_cancellation=True)
-        self._bodies, self._tls = app[BODIES], tls
+        self._bodies = app[BODIES] = Bodies()
+        self._tls, self._beside = tls, beside
         self._max_connections, self._keepalive_s, self._write_timeout_s = max_connections, keepalive_s, write_timeout_s
-        self._cutting: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._listening: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -62,7 +67,8 @@ class Listener:
             raise SetupError(
                 f"cannot serve HTTP on {self.host}:{self.port} ({why}); choose another port with {self._flag}, -1 for none"
             ) from error
-        self._cutting = asyncio.create_task(cut_unread(server, self._write_timeout_s))
+        running = (cut_unread(server, self._write_timeout_s), self._bodies.run(), *(run() for run in self._beside))
+        self._tasks = [asyncio.create_task(each) for each in running]
         self.port = int(self._listening.sockets[0].getsockname()[1])
 
     def stop_listening(self) -> None:
@@ -77,6 +83,6 @@ class Listener:
         self.stop_listening()
         if self._runner.server is not None:
             await self._runner.server.shutdown(grace_s)
-        if self._cutting is not None:
-            self._cutting.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._runner.cleanup()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection
 
 from aiohttp import web
 
 from router.http import batches, chat, completions, openapi, system, tokens, ui
-from router.http.bodies import watch_bodies
 from router.http.connections import at_work
 from router.http.errors import errors
 from router.http.front import FRONT, Front
@@ -52,6 +50,7 @@ class HttpServer(Listener):
             max_connections=max_connections,
             keepalive_s=_KEEPALIVE_S,
             write_timeout_s=write_timeout_s,
+            beside=[self._app[ANSWERS].keep_alive],
         )
 
     async def drain(self, grace_s: float) -> None:
@@ -59,6 +58,7 @@ class HttpServer(Listener):
         self.stop_listening()
         await self._app[ANSWERS].drain(grace_s)
         await self.close(_LAST_S)
+        self._app[ENCODER].close()
         await self._parser.close()
 
 
@@ -71,29 +71,13 @@ def make_app(front: Front, origins: Origins) -> web.Application:
     app.on_response_prepare.append(tell_origin)
     app[FRONT] = front
     app[ORIGINS] = origins
-    watch_bodies(app)
     count(app)
-    app[ANSWERS] = Answers()
-    app.cleanup_ctx.append(_keeping_alive)
-    app.cleanup_ctx.append(_encoding)
+    app[ANSWERS], app[ENCODER] = Answers(), AnswerEncoder()
     app[ui.PAGE] = ui.load_page()
     for module in (chat, completions, batches, tokens, system, openapi, ui):
         app.add_routes(module.routes)
     openapi.describe(app)
     return app
-
-
-async def _keeping_alive(app: web.Application) -> AsyncIterator[None]:
-    task = asyncio.create_task(app[ANSWERS].keep_alive())
-    yield
-    task.cancel()
-    await asyncio.wait((task,))
-
-
-async def _encoding(app: web.Application) -> AsyncIterator[None]:
-    encoder = app[ENCODER] = AnswerEncoder()
-    yield
-    encoder.close()
 
 
 def ssl_context(tls: TlsFiles) -> ssl.SSLContext | None:

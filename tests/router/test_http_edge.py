@@ -36,26 +36,26 @@ FORM_TYPE = "multipart/form-data; boundary=x"
 # ---- what is packed --------------------------------------------------------------------------------------------------------------
 
 
-def zeros() -> bytes:
-    """64 MiB in 64 KB."""
-    return zlib.compress(bytes(64 << 20), wbits=31)
+ZEROS = zlib.compress(bytes(32 << 20), wbits=31)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "GZIP", "x-unknown"])
-async def test_nothing_packed_is_taken(cluster: Cluster, encoding: str) -> None:
-    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+async def test_nothing_packed_is_taken(cluster: Cluster) -> None:
+    def headers(encoding: str, key: str = "") -> dict[str, str]:
+        given = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+        return given | ({"Authorization": f"Bearer {key}"} if key else {})
+
     async with cluster.serving(api_keys="k" * 40, admin_port=0), open_http(cluster) as http:
         for path in (CHAT, "/", "/v1/files"):
-            async with http.post(path, data=zeros(), headers=headers) as answer:
+            async with http.post(path, data=ZEROS, headers=headers("gzip")) as answer:
                 assert answer.status == 401, "who shows no key is not told more"
-        async with http.post(CHAT, data=zeros(), headers={**headers, "Authorization": f"Bearer {'k' * 40}"}) as answer:
-            assert answer.status in (401, 415)
         admin = f"http://127.0.0.1:{cluster.router.admin_port}/admin/keys"
-        async with http.post(admin, data=zeros(), headers={**headers, "Authorization": f"Bearer {admin_key(SECRET)}"}) as answer:
+        async with http.post(admin, data=ZEROS, headers=headers("gzip", admin_key(SECRET))) as answer:
             assert answer.status == 415
-    async with cluster.serving(), open_http(cluster) as http, http.post(CHAT, data=zeros(), headers=headers) as answer:
-        assert answer.status == 415
-        assert "Content-Encoding" in (await answer.json())["error"]["message"]
+    async with cluster.serving(), open_http(cluster) as http:
+        for encoding in ("gzip", "deflate", "br", "zstd", "GZIP", "x-unknown"):
+            async with http.post(CHAT, data=ZEROS, headers=headers(encoding)) as answer:
+                assert answer.status == 415, encoding
+                assert "Content-Encoding" in (await answer.json())["error"]["message"]
 
 
 async def test_nothing_is_unpacked_for_whoever_is_refused() -> None:
@@ -66,14 +66,13 @@ async def test_nothing_is_unpacked_for_whoever_is_refused() -> None:
         raise web.HTTPUnauthorized
 
     bodies: list[aiohttp.StreamReader] = []
-    packed = zeros()
     async with serving(refuse) as (port, _), aiohttp.ClientSession() as http:
-        async with http.post(f"http://127.0.0.1:{port}/", data=packed, headers={"Content-Encoding": "gzip"}) as answer:
+        async with http.post(f"http://127.0.0.1:{port}/", data=ZEROS, headers={"Content-Encoding": "gzip"}) as answer:
             assert answer.status == 401
         # The next over the same connection is answered when all of the first is read.
         async with http.post(f"http://127.0.0.1:{port}/", data=b"a") as answer:
             assert answer.status == 401
-    assert bodies[0].total_bytes <= len(packed)
+    assert bodies[0].total_bytes <= len(ZEROS)
 
 
 # ---- who asks --------------------------------------------------------------------------------------------------------------------
