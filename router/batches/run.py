@@ -108,26 +108,12 @@ class Endpoints(Protocol):
         ...
 
 
-class LeaseHeld(Protocol):
-    @property
-    def held(self) -> bool: ...
-
-
 class LeaseLost(Exception):
     """Another router may run the batch by now."""
 
 
 class RouterLeaving(Exception):
     """This router goes; another may go on with the batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunLimits:
-    """`concurrency`: of one batch; the gate is for all. `max_line_bytes`: of a request."""
-
-    concurrency: int
-    max_line_bytes: int
-    look_s: float = _LOOK_S
 
 
 class BatchRun:
@@ -139,17 +125,21 @@ class BatchRun:
         batch_id: str,
         *,
         endpoints: Endpoints,
-        lease: LeaseHeld,
+        held: Callable[[], bool],
         gate: asyncio.Semaphore,
-        limits: RunLimits,
+        concurrency: int,
+        max_line_bytes: int,
+        look_s: float = _LOOK_S,
         metrics: BatchMetrics,
         wall: Callable[[], float] = time.time,
         late: Callable[[], float] = time.time,
     ) -> None:
-        """`wall`: what time it is; `late`: what time it is at least, for what cannot be undone."""
+        """`held`: whether this router has the lease. `concurrency`: of this batch; the gate is for all. `wall`: what time it is; `late`:
+        what time it is at least, for what cannot be undone."""
         self._store, self._threads = store, threads
         self._owner, self._batch_id = owner, batch_id
-        self._endpoints, self._lease, self._gate, self._limits, self._wall = endpoints, lease, gate, limits, wall
+        self._endpoints, self._held, self._gate, self._wall = endpoints, held, gate, wall
+        self._concurrency, self._max_line_bytes, self._look_s = concurrency, max_line_bytes, look_s
         self._late = late
         self._metrics = metrics
         self.status = BatchStatus.VALIDATING
@@ -174,7 +164,7 @@ class BatchRun:
         await self._threads.short(self._store.close, self._owner, self._batch_id)
 
     async def _to_the_end(self) -> None:
-        found = await self._threads.long(lambda: self._store.read_input(self._asked, max_line_bytes=self._limits.max_line_bytes))
+        found = await self._threads.long(lambda: self._store.read_input(self._asked, max_line_bytes=self._max_line_bytes))
         if found.errors:
             await self._become(BatchStatus.FAILED, errors=found.errors)
             return
@@ -222,7 +212,7 @@ class BatchRun:
         async def work_together() -> None:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(self._limits.concurrency, len(pending))):
+                    for _ in range(min(self._concurrency, len(pending))):
                         group.create_task(work())
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
@@ -249,7 +239,7 @@ class BatchRun:
         """Returns why to stop. Raises LeaseLost."""
         told = self._tally
         while True:
-            await asyncio.sleep(self._limits.look_s)
+            await asyncio.sleep(self._look_s)
             end = await self._why_end()
             if end is not None:
                 return end
@@ -268,7 +258,7 @@ class BatchRun:
     async def _answer(self, line: InputLine) -> None:
         """However often it takes. The answer is on disk when it returns."""
         request_id = uuid.uuid4().hex
-        limit = self._limits.max_line_bytes
+        limit = self._max_line_bytes
         request = await self._threads.short(lambda: self._store.read_request(self._asked, line, max_line_bytes=limit))
         if request.body.get("stream"):
             error = InvalidRequest("stream is not for batches, whose answers come whole; leave it out")
@@ -281,7 +271,7 @@ class BatchRun:
             while not (self._endpoints.ready() and await self._threads.short(self._store.files.has_room, self._owner)):
                 if self._leaving:
                     raise RouterLeaving(self._batch_id)
-                await asyncio.sleep(self._limits.look_s)
+                await asyncio.sleep(self._look_s)
             async with AsyncExitStack() as held:
                 try:
                     async with self._gate:
@@ -337,7 +327,7 @@ class BatchRun:
             self._metrics.ended[status.value].inc()
 
     def _check_lease(self) -> None:
-        if not self._lease.held:
+        if not self._held():
             raise LeaseLost(self._batch_id)
 
 

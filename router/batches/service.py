@@ -27,7 +27,7 @@ from redis.exceptions import RedisError
 from router.batches.disk import Disk, Threads
 from router.batches.files import FileStore
 from router.batches.records import COMPLETION_WINDOWS, BatchRequest, new_id
-from router.batches.run import BatchRun, Endpoints, LeaseLost, RouterLeaving, RunLimits
+from router.batches.run import BatchRun, Endpoints, LeaseLost, RouterLeaving
 from router.batches.store import BatchStore, Stored
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.shared_clock import SharedClock
@@ -57,7 +57,6 @@ class BatchLease:
         """How often."""
         return self._lease_s / 4
 
-    @property
     def held(self) -> bool:
         return time.monotonic() < self._until
 
@@ -77,7 +76,7 @@ class BatchLease:
                 renewed = await self._redis.eval(_RENEW, 1, self._key, self._holder, str(int(self._lease_s * 1000)))
             if renewed:
                 self._until = asked + self._lease_s * (1 - _MARGIN)
-            elif not (self.held and await self.acquire()):
+            elif not (self.held() and await self.acquire()):
                 self._until = 0.0
         except (RedisError, OSError, TimeoutError):
             return  # until it lapses
@@ -310,9 +309,10 @@ class Batches:
             owner,
             batch_id,
             endpoints=self._endpoints,
-            lease=lease,
+            held=lease.held,
             gate=self._gate,
-            limits=RunLimits(concurrency=self.config.concurrency, max_line_bytes=self.config.max_line_bytes),
+            concurrency=self.config.concurrency,
+            max_line_bytes=self.config.max_line_bytes,
             metrics=self._metrics,
             wall=self._wall,
             late=self._late,

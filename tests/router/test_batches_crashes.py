@@ -22,7 +22,7 @@ from router.batches.disk import Disk, Threads
 from router.batches.files import FileStore, Occupancy
 from router.batches.journal import NO_USAGE, AnswerRecord
 from router.batches.records import BatchRequest, BatchStatus, owner_of
-from router.batches.run import Answered, Asking, BatchRun, Failure, RunLimits
+from router.batches.run import Answered, Asking, BatchRun, Failure
 from router.batches.store import BatchStore
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.metrics.batches import BatchMetrics, BatchState
@@ -116,10 +116,6 @@ class Answers:
         return True
 
 
-class Held:
-    held = True
-
-
 def store_of(root: Path, lives: int | None = None) -> BatchStore:
     disk = MortalDisk(lives)
     return BatchStore(root, disk, FileStore(root, disk, lifetime_s=1e9, max_owner_bytes=0))
@@ -155,9 +151,11 @@ async def run_once(store: BatchStore, batch_id: str, answers: Answers, threads: 
         OWNER,
         batch_id,
         endpoints=answers,
-        lease=Held(),
+        held=lambda: True,
         gate=asyncio.Semaphore(3),
-        limits=RunLimits(concurrency=3, max_line_bytes=1 << 16, look_s=0.01),
+        concurrency=3,
+        max_line_bytes=1 << 16,
+        look_s=0.01,
         metrics=BatchMetrics(MetricsRegistry(), lambda: BatchState(num_open=0, running={})),
     )
     try:
