@@ -30,6 +30,12 @@ from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.rpc.v1 import decode_pb2, prefill_pb2
 from twostep.rpc.v1 import inference_pb2 as pb
 
+
+def memory_of(cluster: Cluster) -> MemoryBudget:
+    """Private: nothing outside a router tells what its answers hold."""
+    return cluster.router._inference.memory
+
+
 # ---- before it begins ------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +131,7 @@ def test_callers_that_take_all_they_get_leave_room_for_another() -> None:
 async def test_a_whole_answer_is_kept_small_and_told_in_pieces(cluster: Cluster, decode: FakeDecode, http: aiohttp.ClientSession) -> None:
     decode.script = Script(tokens_per_step=50, once=False)
     num, n = 300, 16
-    memory = cluster.router._inference.memory
+    memory = memory_of(cluster)
     async with http.post(CHAT, json=chat(max_tokens=num, logprobs=True, top_logprobs=20, n=n, return_token_ids=True)) as answer:
         assert answer.status == 200
         assert "content-length" not in answer.headers, "it is nowhere whole"
@@ -151,8 +157,7 @@ async def test_a_whole_answer_is_kept_small_and_told_in_pieces(cluster: Cluster,
 async def test_an_answer_that_finds_no_room_fails_and_leaves_none_behind(
     cluster: Cluster, decode: FakeDecode, http: aiohttp.ClientSession
 ) -> None:
-    decode.script = Script(tokens_per_step=50, once=False)
-    inference = cluster.router._inference
+    memory = memory_of(cluster)
     memory = inference.memory
     async with memory.hold("127.0.0.1") as holding:
         holding.add(memory.of_caller - 1000)
@@ -268,7 +273,7 @@ async def test_whatever_is_not_read_is_cut_and_its_memory_free(cluster: Cluster,
         with pytest.raises(ConnectionError):
             await asyncio.wait_for(send(), 60)
         sock.close()
-        await until(lambda: cluster.router._inference.memory.num_held == 0, "what it held is free")
+        await until(lambda: memory_of(cluster).num_held == 0, "what it held is free")
         async with http.post(CHAT, json=chat(max_tokens=5)) as answer:
             assert answer.status == 200
 

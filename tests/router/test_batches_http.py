@@ -258,7 +258,7 @@ async def test_a_cancel_keeps_what_is_answered(cluster: Cluster, tmp_path: Path)
         undone = await answers(client, batch.error_file_id)
         assert sorted([*done, *(each["custom_id"] for each in undone)], key=int) == [str(index) for index in range(20)]
         assert {each["error"]["code"] for each in undone} == {"batch_cancelled"}
-        with pytest.raises(openai.ConflictError, match="is over"):
+        with pytest.raises(openai.ConflictError):
             await client.batches.cancel((await ended(client, (await submit(client, b"x")).id)).id)
         seen = scrape(cluster.router.metrics_port)
         found = {status: seen("twostep_batch_requests_total", status=status) for status in ("ok", "failed", "unanswered")}

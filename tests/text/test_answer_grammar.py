@@ -176,7 +176,7 @@ def test_calls_or_what_is_asked_for(marked: Model, grammar: Grammar, answer: str
 
 
 def test_broken_schemas_are_the_clients(plain: Model) -> None:
-    with pytest.raises(InvalidRequest, match="not JSON"):
+    with pytest.raises(InvalidRequest):
         after_reasoning(Grammar(GrammarKind.JSON_SCHEMA, '{"a": } start: "x"'), REASONING_FORMATS["qwen3"], plain.tokenizer, Begun.YES)
 
 

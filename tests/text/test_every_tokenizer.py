@@ -105,7 +105,7 @@ def test_what_tokens_are_called_adds_up_to_the_text(kind_dir: Path) -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(GRAMMARS)))
 def test_tokenizers_that_know_no_grammars_say_so(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="between which its decoder"):
+    with pytest.raises(InvalidRequest):
         grammar_tokenizer(save_kind(tmp_path, kind))
 
 
