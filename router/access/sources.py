@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -123,7 +123,9 @@ class RedisKeys:
         version, num_there = await pipeline.execute()
         unchanged = self._known is not None and version == self._version
         if self._known and (version is None or (unchanged and num_there < 2)):
-            await self._write_back(self._known)
+            known = self._known
+            log.warning("Redis has lost its API keys; this router goes on with the %d that it knows, and writes them back", len(known))
+            await self._write(known.values())
             return None
         if unchanged:
             return None
@@ -140,12 +142,7 @@ class RedisKeys:
         return list(known.values())
 
     async def put(self, key: Key) -> None:
-        async with self._redis.pipeline(transaction=True) as pipe:
-            record = key.to_json()
-            pipe.hset(KEYS, key.id, record)
-            pipe.hset(SIGNATURES, key.id, self._signature(key.id, record))
-            pipe.set(VERSION, secrets.token_hex(8))
-            await pipe.execute()
+        await self._write([key])
 
     async def remove(self, key_id: str) -> bool:
         async with self._redis.pipeline(transaction=True) as pipe:
@@ -158,10 +155,9 @@ class RedisKeys:
         """Returns what follows the record where it is signed."""
         return self._signer.sign_value(record, key_id)[len(record) :]
 
-    async def _write_back(self, known: dict[str, Key]) -> None:
-        log.warning("Redis has lost its API keys; this router goes on with the %d that it knows, and writes them back", len(known))
+    async def _write(self, keys: Iterable[Key]) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
-            for key in known.values():
+            for key in keys:
                 record = key.to_json()
                 pipe.hset(KEYS, key.id, record)
                 pipe.hset(SIGNATURES, key.id, self._signature(key.id, record))

@@ -158,7 +158,6 @@ async def test_an_answer_that_finds_no_room_fails_and_leaves_none_behind(
     cluster: Cluster, decode: FakeDecode, http: aiohttp.ClientSession
 ) -> None:
     memory = memory_of(cluster)
-    memory = inference.memory
     async with memory.hold("127.0.0.1") as holding:
         holding.add(memory.of_caller - 1000)
         async with http.post(CHAT, json=chat(max_tokens=1000, logprobs=True, top_logprobs=20)) as answer:
