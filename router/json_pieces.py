@@ -67,7 +67,7 @@ def _items(items: Iterator[Any]) -> Iterator[str]:
 
 
 def in_chunks(pieces: Iterator[str], size: int = PIECE_BYTES) -> Iterator[bytes]:
-    """Of about so many bytes each."""
+    """Joins pieces to chunks of about so many bytes each."""
     waiting: list[str] = []
     num_chars = 0
     for piece in pieces:

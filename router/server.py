@@ -16,10 +16,10 @@ from router.config import DEFAULT_HTTP_PORT, RouterConfig
 from router.grpc.service import InferenceService
 from router.grpc.service_access import KeyGate
 from router.grpc.status_service import StatusService
-from router.http.admin import Administration
-from router.http.admin_server import AdminServer, load_admin_key
+from router.http.admin import Administration, admin_listener, load_admin_key
 from router.http.batches import BatchEndpoints
 from router.http.front import Front
+from router.http.listener import Listener
 from router.http.server import HttpServer, ssl_context
 from router.placing.log import PlacementLog
 from router.placing.placement import Demand, Placement, place
@@ -69,8 +69,7 @@ from twostep.rpc.v1 import inference_pb2_grpc, status_pb2_grpc
 from twostep.text.chat_format import ChatFormat
 from twostep.text.chat_template import check_syntax
 from twostep.text.model_card import ModelCard
-from twostep.text.token_bytes import TokenBytes
-from twostep.text.tokenizer import Tokenizer
+from twostep.text.tokenizer import TokenBytes, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -361,7 +360,7 @@ class Router:
         )
         return Batches(batch_config, redis=self._redis, router_id=self.router_id, metrics=metrics, clock=self._clock)
 
-    def _admin_server(self, secret: bytes) -> AdminServer:
+    def _admin_server(self, secret: bytes) -> Listener:
         config = self.config
         administration = Administration(
             key=load_admin_key(config.admin_key_file, secret),
@@ -372,11 +371,11 @@ class Router:
             tls=config.tls,
             drain=self.drain_asked.set,
         )
-        return AdminServer(
+        return admin_listener(
             administration,
             host=config.admin_host,
             port=config.admin_port,
-            ssl_context=ssl_context(config.front_tls),
+            tls=ssl_context(config.front_tls),
             allowed_hosts=config.allowed_hosts,
         )
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from router.access.account import Account
-from router.access.identity import Identity
+from router.access.account import Account, Identity
 from router.access.share import UsageShare, Use
 from router.access.sources import KeySource, unreachable, why
 from twostep.cluster.cancellation import end_if_cancelled
@@ -30,7 +29,7 @@ class Access:
     """start(), then run() until cancelled."""
 
     def __init__(self, source: KeySource | None, *, secret: bytes, redis: Redis, router_id: str, clock: SharedClock | None = None) -> None:
-        """What keys use is shared through `redis`, wherever they come from."""
+        """Shares what keys use through `redis`, wherever they come from."""
         self._source = source
         self._clock = clock or SharedClock()
         self._share = UsageShare(redis, router_id, self._clock, on_minute=self._on_minute, on_day=self._on_day)
@@ -64,8 +63,8 @@ class Access:
         return self._identity(key, tenant)
 
     def identity_of(self, key_id: str) -> Identity:
-        """Of whoever asked earlier with that key, for what is done in its name now. Empty: it was asked for without any. Raises
-        Unauthenticated if it may not any more."""
+        """Returns the identity of whoever asked earlier with that key, for what is done in its name now. Empty: it was asked for without
+        any. Raises Unauthenticated if it may not any more."""
         if self._source is None:
             return Identity()
         key = self._table.by_id.get(key_id)

@@ -1,10 +1,10 @@
-"""What API keys have used, told to and heard from the other routers through Redis, so that their limits hold over all replicas.
+"""Shares what API keys have used, told to and heard from the other routers through Redis, so that their limits hold over all replicas.
 
 twostep:v1:api-usage:minute:{window}   hash: [router, key, "requests" | "tokens"] as JSON -> used on that router in those ten seconds
 twostep:v1:api-usage:day:{hour}        the same tokens by the hour, kept for a day
 
 Windows are named by the clock that all routers share (twostep/cluster/shared_clock.py). How long ago something was used,
-each router measures by its own: whatever becomes of any clock, nobody gets another day before the first is over.
+each router measures by its own: whatever becomes of any clock, no key gets another day before the first is over.
 
 As router/waiting/quota_share.py has it: each writes its own fields as totals, so that an exchange that broke may be repeated, and what
 has grown in the others' since the last time is what they have given. Beside the requests, never on their way. What is given between two
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from router.access.limits import DAY_HOURS, HOUR_S
+from router.access.account import DAY_HOURS, HOUR_S
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.connection import EXCHANGE_S
 from twostep.cluster.shared_clock import SharedClock
@@ -64,7 +64,7 @@ class _Heard(NamedTuple):
     total: int
 
 
-class Ledger:
+class UsageLedger:
     """Pure: this router's totals by window, and how much of the others' has been heard."""
 
     def __init__(self, writer: str) -> None:
@@ -78,26 +78,26 @@ class Ledger:
         self._untold.setdefault(window, set()).add(entry)
 
     def forget(self, window: int) -> None:
-        """Nobody reads it any more."""
+        """Drops a window that is not read any more."""
         for book in (self._own, self._untold, self._heard):
             book.pop(window, None)
 
     def field(self, entry: Entry) -> str:
-        """What this router's totals of it are called."""
+        """Returns what this router's totals of it are called."""
         return json.dumps([self._writer, *entry])
 
     def untold(self) -> Mapping[int, Mapping[Entry, int]]:
-        """Totals that have changed since they were told."""
+        """Returns totals that have changed since they were last written."""
         return {window: {entry: self._own[window][entry] for entry in entries} for window, entries in self._untold.items() if entries}
 
     def told(self, totals: Mapping[int, Mapping[Entry, int]]) -> None:
-        """Those have arrived."""
+        """Notes that those have arrived."""
         for window, fields in totals.items():
             untold = self._untold.get(window, set())
             untold -= {entry for entry, total in fields.items() if self._own[window][entry] == total}
 
     def hear(self, window: int, fields: Mapping[bytes, bytes]) -> list[Use]:
-        """What others have used since the last time. Fields that make no sense are passed over. Most are as they were: those cost a
+        """Returns what others have used since the last time. Fields that make no sense are passed over. Most are as they were: those cost a
         comparison, and a name is parsed once."""
         heard, news = self._heard.setdefault(window, {}), []
         for field, value in fields.items():
@@ -118,7 +118,7 @@ class Ledger:
         return news
 
     def all_of(self, key_ids: Collection[str]) -> list[Use]:
-        """What is known of those keys' use, on all routers."""
+        """Returns what is known of those keys' use, on all routers."""
         own = ((window, entry, total) for window, totals in self._own.items() for entry, total in totals.items())
         heard = ((window, each.entry, each.total) for window, fields in self._heard.items() for each in fields.values())
         return [Use(window, entry, total) for window, entry, total in chain(own, heard) if entry and entry[0] in key_ids and total]
@@ -135,11 +135,11 @@ class _Exchange:
     """One ledger and its windows in Redis."""
 
     def __init__(self, writer: str, prefix: str, clock: SharedClock, *, window_s: int, num_windows: int) -> None:
-        self.ledger = Ledger(writer)
+        self.ledger = UsageLedger(writer)
         self._prefix, self._clock, self._window_s, self._num_windows = prefix, clock, window_s, num_windows
         # When each was the one of its time, or was heard of, by this process's own clock: the shared one may be set to any time and back.
         self._last_seen: dict[int, float] = {}
-        # Used while nobody knows what time it is for all routers.
+        # Used while the shared time is not known yet.
         self._undated: Counter[Entry] = Counter()
         self._read_all = True
 
@@ -201,7 +201,7 @@ class _Exchange:
         return sorted({window - 1, window, *recent})
 
     def _aged(self, uses: Sequence[Use]) -> list[Use]:
-        """What their windows say of when it was, but for those that were seen here later than that."""
+        """Dates them by their windows, but for those that were seen here later than that."""
         unix, now = self._clock.unix(), self._clock.monotonic()
         aged = []
         for use in uses:

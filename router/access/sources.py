@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -53,7 +53,7 @@ class KeySource(Protocol):
 
 
 def source_of(path: Path | None, where: str, redis: Redis, secret: bytes) -> KeySource | None:
-    """Of --api-keys-file and --api-keys; None: without either everybody may ask. Raises SetupError."""
+    """Returns the source that --api-keys-file and --api-keys name; None: without either everybody may ask. Raises SetupError."""
     if path is not None and where:
         raise SetupError("--api-keys-file and --api-keys contradict each other; keep the keys in one place")
     return FileKeys(path) if path is not None else RedisKeys(redis, secret, adopt=where == "redis-adopt") if where else None
@@ -106,7 +106,8 @@ class FileKeys:
 
 
 class RedisKeys:
-    """Of one deployment: a key counts if somebody with the deployment's secret has signed it. `adopt`: those are signed that nobody has."""
+    """Keeps the keys of one deployment: a key counts if somebody with the deployment's secret has signed it. `adopt`: those are signed that
+    nobody has."""
 
     def __init__(self, redis: Redis, secret: bytes, *, adopt: bool = False) -> None:
         self._redis = redis
@@ -122,7 +123,9 @@ class RedisKeys:
         version, num_there = await pipeline.execute()
         unchanged = self._known is not None and version == self._version
         if self._known and (version is None or (unchanged and num_there < 2)):
-            await self._write_back(self._known)
+            known = self._known
+            log.warning("Redis has lost its API keys; this router goes on with the %d that it knows, and writes them back", len(known))
+            await self._write(known.values())
             return None
         if unchanged:
             return None
@@ -139,12 +142,7 @@ class RedisKeys:
         return list(known.values())
 
     async def put(self, key: Key) -> None:
-        async with self._redis.pipeline(transaction=True) as pipe:
-            record = key.to_json()
-            pipe.hset(KEYS, key.id, record)
-            pipe.hset(SIGNATURES, key.id, self._signature(key.id, record))
-            pipe.set(VERSION, secrets.token_hex(8))
-            await pipe.execute()
+        await self._write([key])
 
     async def remove(self, key_id: str) -> bool:
         async with self._redis.pipeline(transaction=True) as pipe:
@@ -154,13 +152,12 @@ class RedisKeys:
             return bool((await pipe.execute())[0])
 
     def _signature(self, key_id: str, record: str) -> str:
-        """What follows the record where it is signed."""
+        """Returns what follows the record where it is signed."""
         return self._signer.sign_value(record, key_id)[len(record) :]
 
-    async def _write_back(self, known: dict[str, Key]) -> None:
-        log.warning("Redis has lost its API keys; this router goes on with the %d that it knows, and writes them back", len(known))
+    async def _write(self, keys: Iterable[Key]) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
-            for key in known.values():
+            for key in keys:
                 record = key.to_json()
                 pipe.hset(KEYS, key.id, record)
                 pipe.hset(SIGNATURES, key.id, self._signature(key.id, record))
@@ -205,14 +202,14 @@ def _usable(records: Mapping[bytes, bytes], signatures: Mapping[bytes, bytes], s
 
 
 def unreachable(error: Exception) -> TwostepError:
-    """What an operator is told who wanted to change something."""
+    """Returns what an operator is told who wanted to change something."""
     if isinstance(error, TwostepError):
         return error
     return Unavailable(f"the API keys cannot be reached ({why(error)}); look after their file or Redis, and repeat it")
 
 
 def why(error: Exception) -> str:
-    """Of whatever a source raises."""
+    """Says what is wrong, for whatever a source raises."""
     if isinstance(error, TwostepError):
         return error.message
     if isinstance(error, OSError) and error.strerror:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from twostep.errors import Unavailable
+from twostep.process.bounded_threads import BoundedThreads
 
 
 class Disk:
-    """Of one folder tree, which other routers may share: renames and exclusive creation are what they agree by."""
+    """Changes one folder tree, which other routers may share: renames and exclusive creation are what they agree by."""
 
     def now(self, folder: Path) -> float:
-        """What time the volume has: that of its files' times."""
+        """Returns the volume's time, which its files are dated by."""
         probe = folder / f".now-{os.urandom(8).hex()}"
         try:
             self.create(probe, b"")
@@ -43,7 +50,7 @@ class Disk:
             raise
 
     def create(self, path: Path, data: bytes) -> None:
-        """By nobody else: raises FileExistsError. A crash may leave less than `data`."""
+        """Creates a file exclusively: raises FileExistsError. A crash may leave less than `data`."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _write_all(descriptor, data)
@@ -53,7 +60,7 @@ class Disk:
         _sync_folder(path.parent)
 
     def create_whole(self, path: Path, data: bytes) -> None:
-        """By nobody else, and whole or not at all: raises FileExistsError."""
+        """Creates a file exclusively, whole or not at all: raises FileExistsError."""
         temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
         try:
             self.create(temporary, data)
@@ -113,3 +120,44 @@ def _sync_folder(path: Path) -> None:
         pass  # not every shared volume can
     finally:
         os.close(descriptor)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SHORT_S = 30.0
+
+
+class Threads:
+    def __init__(self, timeout_s: float = _SHORT_S) -> None:
+        self._timeout_s = timeout_s
+        self._short = BoundedThreads(4, "batches")
+        # Whole files are read and written: small things need not wait for it.
+        self._long = BoundedThreads(2, "batches-long")
+
+    async def short(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Raises what `work` does; Unavailable for a disk that fails or does not answer."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._in(self._short, partial(work, *args, **kwargs))
+        except TimeoutError:
+            raise Unavailable(
+                f"the batch directory did not answer within {self._timeout_s:.0f} s; repeat it, or look after the volume"
+            ) from None
+
+    async def long(self, work: Callable[[], T]) -> T:
+        """The same, however long it takes."""
+        return await self._in(self._long, work)
+
+    async def _in(self, threads: BoundedThreads, work: Callable[[], T]) -> T:
+        try:
+            return await threads.run(work)
+        except OSError as error:
+            raise Unavailable(
+                f"the batch directory cannot be used ({error.strerror or error}); look after the volume and its room"
+            ) from error
+
+    def close(self) -> None:
+        """Starts nothing more; what has begun ends by itself."""
+        self._short.close()
+        self._long.close()

@@ -4,25 +4,100 @@
     DIR/OWNER/files/file-….data   its content, there before
     DIR/OWNER/uploads/            what is still coming
 
-OWNER stands for a tenant: nobody reaches another's folder.
+OWNER stands for a tenant: none reaches another's folder.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Generic, NamedTuple, TypeVar
 
 from router.batches.disk import Disk
-from router.batches.occupancy import Occupancy, size_of
 from router.batches.records import FILE_ID, FileRecord, from_json, new_id, output_id, to_json
 from twostep.errors import DataLoss, NotFound, ResourceExhausted
 
+Item = TypeVar("Item")
+_LEAST_S = 2.0
+# Looking takes this part of the time at most.
+_SHARE = 1 / 50
+_BLOCK_BYTES = 512
+
+
+class Occupied(NamedTuple):
+    num_files: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Seen:
+    occupied: Occupied
+    until: float
+
+
+class Occupancy:
+    """Knows what files and batches of an owner take on disk. A folder is looked through from time to time, and what this router changes is
+    counted at once; what others change is known at the next look. So a file more costs the same however many there are. May be asked from
+    several threads."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._seen: dict[Path, _Seen] = {}
+
+    def of(self, folder: Path) -> Occupied:
+        """All there is below it, as far as it is known."""
+        seen, began = self._seen.get(folder), self._monotonic()
+        if seen is not None:
+            if began < seen.until:
+                return seen.occupied
+            seen.until = began + _LEAST_S  # others need not look as well
+        occupied, ended = _look(folder, set()), self._monotonic()
+        self._seen[folder] = _Seen(occupied, ended + max(_LEAST_S, (ended - began) / _SHARE))
+        return occupied
+
+    def changed(self, folder: Path, num_files: int, num_bytes: int) -> None:
+        """So many more, or fewer."""
+        for each, seen in list(self._seen.items()):
+            if folder.is_relative_to(each):
+                seen.occupied = Occupied(seen.occupied.num_files + num_files, seen.occupied.num_bytes + num_bytes)
+
+
+def _look(folder: Path, known: set[tuple[int, int]]) -> Occupied:
+    num_files = num_bytes = 0
+    try:
+        entries = os.scandir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return Occupied(0, 0)
+    with entries:
+        for entry in entries:
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            num_files += 1
+            if stat.S_ISDIR(found.st_mode):
+                below = _look(folder / entry.name, known)
+                num_files, num_bytes = num_files + below.num_files, num_bytes + below.num_bytes
+            elif found.st_nlink > 1:
+                # The same content under two names, in one of which it was counted.
+                num_bytes += 0 if (found.st_dev, found.st_ino) in known else size_of(found)
+                known.add((found.st_dev, found.st_ino))
+            else:
+                num_bytes += size_of(found)
+    return Occupied(num_files, num_bytes)
+
+
+def size_of(found: os.stat_result) -> int:
+    """Returns the bytes that a file takes. Not every volume tells its blocks."""
+    return max(found.st_size, found.st_blocks * _BLOCK_BYTES)
+
+
 _UPLOADS = "uploads"
-# What nobody finishes: uploads that broke off, contents whose records never came.
+# For how long unfinished things are kept: uploads that broke off, contents whose records never came.
 _ABANDONED_S = 3600.0
 # Records of files and of batches are files too. Lists are read whole.
 MAX_OWNER_FILES = 100_000
@@ -30,20 +105,32 @@ MAX_OWNER_FILES = 100_000
 _RECORD_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Of a list: ids, and whether more follow."""
+class Page(NamedTuple, Generic[Item]):
+    """A part of a list. `has_more`: more follow."""
 
-    ids: Sequence[str]
+    items: list[Item]
     has_more: bool
 
 
-def page_of(ids: Iterable[str], *, after: str | None, limit: int, ascending: bool = False) -> Page:
-    """Newest first, or the other way round. `after`: the last id of the page before, which may be gone by now."""
-    ordered = sorted(ids, reverse=not ascending)
-    if after is not None:
-        ordered = [each for each in ordered if (each > after if ascending else each < after)]
-    return Page(ordered[:limit], len(ordered) > limit)
+def page_of(
+    ids: Iterable[str], read: Callable[[str], Item | None], *, after: str | None, limit: int, ascending: bool = False
+) -> Page[Item]:
+    """Reads a page of a list, newest first or the other way round. `after`: the last id of the page before, which may be gone by now. What
+    cannot be read (NotFound, DataLoss) is passed over, as is what `read` returns None for."""
+    found: list[Item] = []
+    for each in sorted(ids, reverse=not ascending):
+        if after is not None and not (each > after if ascending else each < after):
+            continue
+        try:
+            item = read(each)
+        except (NotFound, DataLoss):
+            continue
+        if item is None:
+            continue
+        if len(found) == limit:
+            return Page(found, True)
+        found.append(item)
+    return Page(found, False)
 
 
 class FileStore:
@@ -59,7 +146,7 @@ class FileStore:
         occupancy: Occupancy | None = None,
     ) -> None:
         """`lifetime_s`: of files that say nothing themselves. `max_owner_bytes`: of all that an owner has on disk; 0: no bound. With
-        `one_account` that is the bound of all owners together: nobody knows who they are."""
+        `one_account` that is the bound of all owners together: they are not told apart."""
         self._root = root
         self._disk = disk
         self._lifetime_s = lifetime_s
@@ -90,7 +177,7 @@ class FileStore:
         return self.keep(owner, upload, record)
 
     def keep(self, owner: str, path: Path, record: FileRecord) -> FileRecord:
-        """What is at `path` becomes a file."""
+        """Makes a file of what is at `path`."""
         self._disk.rename(path, self._data(owner, record.id))
         self._disk.write(self._record(owner, record.id), to_json(record))
         self._occupancy.changed(self._folder(owner), 1, _RECORD_BYTES)
@@ -137,22 +224,16 @@ class FileStore:
         return self._data(owner, file_id)
 
     def ids(self, owner: str) -> list[str]:
-        return [name.removesuffix(".json") for name in _names(self._folder(owner)) if FILE_ID.fullmatch(name.removesuffix(".json"))]
+        return [name.removesuffix(".json") for name in names_in(self._folder(owner)) if FILE_ID.fullmatch(name.removesuffix(".json"))]
 
-    def page(self, owner: str, *, after: str | None, limit: int, ascending: bool, purpose: str | None) -> tuple[list[FileRecord], bool]:
-        """And whether more follow. Damaged records are passed over."""
-        found: list[FileRecord] = []
-        ids = page_of(self.ids(owner), after=after, limit=1 << 30, ascending=ascending).ids
-        for file_id in ids:
-            try:
-                record = self.get(owner, file_id)
-            except (NotFound, DataLoss):
-                continue
-            if purpose is None or record.purpose == purpose:
-                if len(found) == limit:
-                    return found, True
-                found.append(record)
-        return found, False
+    def page(self, owner: str, *, after: str | None, limit: int, ascending: bool, purpose: str | None) -> Page[FileRecord]:
+        """Damaged records are passed over."""
+
+        def read(file_id: str) -> FileRecord | None:
+            record = self.get(owner, file_id)
+            return record if purpose in (None, record.purpose) else None
+
+        return page_of(self.ids(owner), read, after=after, limit=limit, ascending=ascending)
 
     def delete(self, owner: str, file_id: str) -> None:
         """Raises NotFound. A batch that has begun with it goes on."""
@@ -166,9 +247,9 @@ class FileStore:
 
     def sweep(self, owner: str, now: float) -> None:
         """Files whose time is over, and what is left of uploads that broke off."""
-        for name in _names(self._root / owner / _UPLOADS):
+        for name in names_in(self._root / owner / _UPLOADS):
             self._drop_old(self._root / owner / _UPLOADS / name, now)
-        for name in _names(self._folder(owner)):
+        for name in names_in(self._folder(owner)):
             path = self._folder(owner) / name
             file_id, _, kind = name.rpartition(".")
             if kind != "json" or not FILE_ID.fullmatch(file_id):
@@ -227,7 +308,7 @@ class FileStore:
         return self._folder(owner) / f"{file_id}.data"
 
 
-def _names(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
     except FileNotFoundError:

@@ -29,12 +29,12 @@ class InputLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LineRequest:
     custom_id: str
     body: Mapping[str, Any]
 
 
-def parse_line(raw: bytes, number: int, *, endpoint: str, max_bytes: int) -> Request | LineError | None:
+def parse_line(raw: bytes, number: int, *, endpoint: str, max_bytes: int) -> LineRequest | LineError | None:
     """`number` counts from 1. None: an empty line, which is passed over."""
     if number == 1:
         raw = raw.removeprefix(_BOM)
@@ -70,7 +70,7 @@ def parse_line(raw: bytes, number: int, *, endpoint: str, max_bytes: int) -> Req
     body = told.get("body")
     if not isinstance(body, dict):
         return wrong("invalid_body", "body is not an object; give the fields of the request", "body")
-    return Request(custom_id, body)
+    return LineRequest(custom_id, body)
 
 
 def duplicate(custom_id: str, number: int, known: Container[str]) -> LineError | None:

@@ -1,4 +1,4 @@
-"""What is kept of files and batches, how it looks as JSON, and which way a batch may go. Pure.
+"""Records of files and batches: how they look as JSON, and which way a batch may go. Pure.
 
     validating ──► in_progress ──► finalizing ──► completed
         │               │               ├───────► expired       after the completion window
@@ -57,7 +57,8 @@ def new_id(prefix: str, unix_s: float) -> str:
 
 
 def output_id(batch_id: str, epoch: int, kind: str, unix_s: float) -> str:
-    """Of the output or error file that the run of `epoch` writes: known to whoever clears up behind it, but for the time."""
+    """Returns the id of the output or error file that the run of `epoch` writes: which can be worked out to clear up behind it, but for the
+    time."""
     digest = blake2b(f"{batch_id} {epoch} {kind}".encode(), digest_size=10, person=b"twostep output").hexdigest()
     return f"file-{int(unix_s * 1000):012x}{digest}"
 
@@ -97,7 +98,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class BatchRequest:
     """A batch as its client asked for it; it never changes. `key_id` and `tenant` are whose work it is; `served` the model of the routers
     that may do it; `output_lives_s` how long its files are kept, if the client said."""
 
@@ -125,8 +126,8 @@ class LineError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """Of the answers so far. `failed` ones have a line in the error file."""
+class AnswerCounts:
+    """Counts the answers so far. `failed` ones have a line in the error file."""
 
     completed: int = 0
     failed: int = 0
@@ -135,9 +136,9 @@ class Tally:
     output_tokens: int = 0
     reasoning_tokens: int = 0
 
-    def plus(self, ok: bool, usage: tuple[int, int, int, int]) -> Tally:
+    def plus(self, ok: bool, usage: tuple[int, int, int, int]) -> AnswerCounts:
         given, cached, made, reasoned = usage
-        return Tally(
+        return AnswerCounts(
             completed=self.completed + ok,
             failed=self.failed + (not ok),
             input_tokens=self.input_tokens + given,
@@ -155,7 +156,7 @@ class RunState:
     epoch: int
     status: BatchStatus = BatchStatus.VALIDATING
     total: int = 0
-    tally: Tally = field(default_factory=Tally)
+    tally: AnswerCounts = field(default_factory=AnswerCounts)
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     ended_at: int | None = None
@@ -176,15 +177,15 @@ class RunState:
         return dataclasses.replace(self, status=status, **times, **changes)
 
     def taken_over(self, epoch: int) -> RunState:
-        """What a later run begins with: what was being finalized is looked through again first."""
+        """Returns what a later run begins with: what was being finalized is looked through again first."""
         if self.status.final:
             return dataclasses.replace(self, epoch=epoch)
         status = BatchStatus.IN_PROGRESS if self.in_progress_at is not None else BatchStatus.VALIDATING
         return dataclasses.replace(self, epoch=epoch, status=status)
 
 
-def view(asked: Asked, state: RunState | None, cancelled: int | None) -> dict[str, Any]:
-    """OpenAI's batch object. `cancelled`: when a client asked for its end; a state of None: nobody has begun with it."""
+def view(asked: BatchRequest, state: RunState | None, cancelled: int | None) -> dict[str, Any]:
+    """OpenAI's batch object. `cancelled`: when a client asked for its end; a state of None: no run has begun with it."""
     state = state or RunState(epoch=0)
     status, tally = state.status, state.tally
     at = {f"{final}_at": state.ended_at if status is final else None for final in sorted(_FINAL)}
@@ -223,10 +224,10 @@ def view(asked: Asked, state: RunState | None, cancelled: int | None) -> dict[st
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------------
 
-Record = TypeVar("Record", FileRecord, Asked, RunState)
+Record = TypeVar("Record", FileRecord, BatchRequest, RunState)
 
 
-def to_json(record: FileRecord | Asked | RunState) -> bytes:
+def to_json(record: FileRecord | BatchRequest | RunState) -> bytes:
     return json.dumps(dataclasses.asdict(record)).encode()
 
 
@@ -238,7 +239,7 @@ def from_json(kind: type[Record], raw: bytes) -> Record:
         values: dict[str, Any] = {name: value for name, value in told.items() if name in known}
         if kind is RunState:
             values["status"] = BatchStatus(values["status"])
-            values["tally"] = Tally(**values["tally"])
+            values["tally"] = AnswerCounts(**values["tally"])
             values["errors"] = tuple(LineError(**each) for each in values["errors"])
         return kind(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -22,15 +22,46 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from router.batches.group_writer import GroupWriter
-from router.batches.journal import NO_USAGE, Entry, Usage
+from router.batches.disk import Threads
+from router.batches.journal import NO_USAGE, AnswerRecord, GroupWriter, Usage
 from router.batches.lines import InputLine, answered, body_bytes, unanswered
-from router.batches.records import Asked, BatchStatus, RunState, Tally
-from router.batches.retry import retry_s
+from router.batches.records import AnswerCounts, BatchRequest, BatchStatus, RunState
 from router.batches.store import BatchStore
-from router.batches.threads import Threads
-from twostep.errors import DeadlineExceeded, InvalidRequest
+from router.request.targets import Expired
+from twostep.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    Incompatible,
+    InternalError,
+    InvalidRequest,
+    ResourceExhausted,
+    TwostepError,
+    Unavailable,
+)
 from twostep.metrics.batches import BatchMetrics
+
+_FIRST_S = 0.5
+_LONGEST_S = 30.0
+# Of what need not get better.
+MAX_FAILURES = 3
+# A request whose workers are lost each time may be why.
+MAX_LOSSES = 8
+
+
+def retry_s(error: Exception, num_before: int, draw: float) -> float | None:
+    """Seconds until the next try, after `num_before` failed ones and this one; None: the error is the answer. `draw` is in 0 to 1. Having
+    no room is not the request's fault, and waited out however long it takes."""
+    wait_s = min(_LONGEST_S, _FIRST_S * 2.0 ** min(num_before, 16)) * (0.5 + draw / 2)
+    if isinstance(error, ResourceExhausted):
+        return max(wait_s, (error.retry_after_s or 0.0) * (1.0 + draw / 4))
+    if isinstance(error, Expired):
+        return wait_s
+    if isinstance(error, Unavailable):
+        return wait_s if num_before + 1 < MAX_LOSSES else None
+    if isinstance(error, (DeadlineExceeded, Incompatible, DataLoss, InternalError)) or not isinstance(error, TwostepError):
+        return wait_s if num_before + 1 < MAX_FAILURES else None
+    return None
+
 
 # How often it looks for a cancel and says how far it is.
 _LOOK_S = 1.0
@@ -44,7 +75,7 @@ class Asking:
     endpoint: str
     body: bytes
     request_id: str
-    asked: Asked
+    asked: BatchRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +95,7 @@ class Failure:
 
 
 class Endpoints(Protocol):
-    """What requests are asked of."""
+    """Answers requests."""
 
     def answer(self, asking: Asking) -> AbstractAsyncContextManager[Answered]:
         """The answer, whose memory is free once the context ends. Entering raises whatever the endpoint does."""
@@ -77,29 +108,15 @@ class Endpoints(Protocol):
         ...
 
 
-class LeaseHeld(Protocol):
-    @property
-    def held(self) -> bool: ...
-
-
 class LeaseLost(Exception):
     """Another router may run the batch by now."""
 
 
-class Left(Exception):
+class RouterLeaving(Exception):
     """This router goes; another may go on with the batch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunLimits:
-    """`concurrency`: of one batch; the gate is for all. `max_line_bytes`: of a request."""
-
-    concurrency: int
-    max_line_bytes: int
-    look_s: float = _LOOK_S
-
-
-class Run:
+class BatchRun:
     def __init__(
         self,
         store: BatchStore,
@@ -108,24 +125,28 @@ class Run:
         batch_id: str,
         *,
         endpoints: Endpoints,
-        lease: LeaseHeld,
+        held: Callable[[], bool],
         gate: asyncio.Semaphore,
-        limits: RunLimits,
+        concurrency: int,
+        max_line_bytes: int,
+        look_s: float = _LOOK_S,
         metrics: BatchMetrics,
         wall: Callable[[], float] = time.time,
         late: Callable[[], float] = time.time,
     ) -> None:
-        """`wall`: what time it is; `late`: what time it is at least, for what cannot be undone."""
+        """`held`: whether this router has the lease. `concurrency`: of this batch; the gate is for all. `wall`: what time it is; `late`:
+        what time it is at least, for what cannot be undone."""
         self._store, self._threads = store, threads
         self._owner, self._batch_id = owner, batch_id
-        self._endpoints, self._lease, self._gate, self._limits, self._wall = endpoints, lease, gate, limits, wall
+        self._endpoints, self._held, self._gate, self._wall = endpoints, held, gate, wall
+        self._concurrency, self._max_line_bytes, self._look_s = concurrency, max_line_bytes, look_s
         self._late = late
         self._metrics = metrics
         self.status = BatchStatus.VALIDATING
-        self._tally = Tally()
+        self._tally = AnswerCounts()
         self._writer = GroupWriter(self._write)
         self._leaving = False
-        self._asked: Asked
+        self._asked: BatchRequest
         self._state: RunState
 
     def leave(self) -> None:
@@ -135,7 +156,7 @@ class Run:
     async def run(self) -> None:
         """To the batch's end. Raises LeaseLost, Left, TwostepError (the disk)."""
         self._state = await self._threads.short(self._store.begin_run, self._owner, self._batch_id)
-        # Nobody sees it fall back.
+        # Clients do not see it fall back.
         self._tally, self.status = self._state.tally, self._state.status
         self._asked = (await self._threads.short(self._store.get, self._owner, self._batch_id)).asked
         if not self._state.status.final:
@@ -143,7 +164,7 @@ class Run:
         await self._threads.short(self._store.close, self._owner, self._batch_id)
 
     async def _to_the_end(self) -> None:
-        found = await self._threads.long(lambda: self._store.read_input(self._asked, max_line_bytes=self._limits.max_line_bytes))
+        found = await self._threads.long(lambda: self._store.read_input(self._asked, max_line_bytes=self._max_line_bytes))
         if found.errors:
             await self._become(BatchStatus.FAILED, errors=found.errors)
             return
@@ -191,12 +212,12 @@ class Run:
         async def work_together() -> None:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(self._limits.concurrency, len(pending))):
+                    for _ in range(min(self._concurrency, len(pending))):
                         group.create_task(work())
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             if pending:
-                raise Left(self._batch_id)
+                raise RouterLeaving(self._batch_id)
 
         workers = asyncio.create_task(work_together())
         watch = asyncio.create_task(self._watch())
@@ -218,7 +239,7 @@ class Run:
         """Returns why to stop. Raises LeaseLost."""
         told = self._tally
         while True:
-            await asyncio.sleep(self._limits.look_s)
+            await asyncio.sleep(self._look_s)
             end = await self._why_end()
             if end is not None:
                 return end
@@ -237,7 +258,7 @@ class Run:
     async def _answer(self, line: InputLine) -> None:
         """However often it takes. The answer is on disk when it returns."""
         request_id = uuid.uuid4().hex
-        limit = self._limits.max_line_bytes
+        limit = self._max_line_bytes
         request = await self._threads.short(lambda: self._store.read_request(self._asked, line, max_line_bytes=limit))
         if request.body.get("stream"):
             error = InvalidRequest("stream is not for batches, whose answers come whole; leave it out")
@@ -249,8 +270,8 @@ class Run:
         while True:
             while not (self._endpoints.ready() and await self._threads.short(self._store.files.has_room, self._owner)):
                 if self._leaving:
-                    raise Left(self._batch_id)
-                await asyncio.sleep(self._limits.look_s)
+                    raise RouterLeaving(self._batch_id)
+                await asyncio.sleep(self._look_s)
             async with AsyncExitStack() as held:
                 try:
                     async with self._gate:
@@ -260,7 +281,7 @@ class Run:
                     entry = None if wait_s is not None else self._failed(line, request_id, error)
                 else:
                     payload = answered(request_id, line.custom_id, 200, answer.body)
-                    wait_s, entry = None, Entry(line.custom_id, True, usage_of(answer.usage), payload)
+                    wait_s, entry = None, AnswerRecord(line.custom_id, True, usage_of(answer.usage), payload)
                 if entry is not None:
                     await self._keep(entry)
                     return
@@ -269,19 +290,19 @@ class Run:
             self._metrics.retries.inc()
             await asyncio.sleep(wait_s)
 
-    async def _keep(self, entry: Entry) -> None:
+    async def _keep(self, entry: AnswerRecord) -> None:
         await self._writer.write(entry)
         self._tally = self._tally.plus(entry.ok, entry.usage)
         self._metrics.requests["ok" if entry.ok else "failed"].inc()
 
-    def _failed(self, line: InputLine, request_id: str, error: Exception) -> Entry:
+    def _failed(self, line: InputLine, request_id: str, error: Exception) -> AnswerRecord:
         if isinstance(error, DeadlineExceeded):
             return _no_answer(line, "request_timeout", error.message, request_id)
         failure = self._endpoints.failure(error)
-        return Entry(line.custom_id, False, NO_USAGE, answered(request_id, line.custom_id, failure.status, failure.body))
+        return AnswerRecord(line.custom_id, False, NO_USAGE, answered(request_id, line.custom_id, failure.status, failure.body))
 
     async def _give_up(self, lines: list[InputLine], end: BatchStatus) -> None:
-        """What has no answer gets none."""
+        """Writes down that what has no answer gets none."""
         code, message = _REASONS[end]
         pending = await self._pending(lines)
         for start in range(0, len(pending), 1000):
@@ -289,10 +310,10 @@ class Run:
 
     # ---- disk --------------------------------------------------------------------------------------------------------------------
 
-    async def _write(self, entries: list[Entry]) -> None:
+    async def _write(self, entries: list[AnswerRecord]) -> None:
         await self._threads.short(self._store.record, self._owner, self._batch_id, self._state.epoch, entries)
 
-    async def _write_unanswered(self, entries: list[Entry]) -> None:
+    async def _write_unanswered(self, entries: list[AnswerRecord]) -> None:
         await self._write(entries)
         self._metrics.requests["unanswered"].inc(len(entries))
 
@@ -306,7 +327,7 @@ class Run:
             self._metrics.ended[status.value].inc()
 
     def _check_lease(self) -> None:
-        if not self._lease.held:
+        if not self._held():
             raise LeaseLost(self._batch_id)
 
 
@@ -319,8 +340,8 @@ _REASONS = {
 }
 
 
-def _no_answer(line: InputLine, code: str, message: str, request_id: str = "") -> Entry:
-    return Entry(line.custom_id, False, NO_USAGE, unanswered(request_id or uuid.uuid4().hex, line.custom_id, code, message))
+def _no_answer(line: InputLine, code: str, message: str, request_id: str = "") -> AnswerRecord:
+    return AnswerRecord(line.custom_id, False, NO_USAGE, unanswered(request_id or uuid.uuid4().hex, line.custom_id, code, message))
 
 
 def usage_of(usage: Mapping[str, Any]) -> Usage:

@@ -1,7 +1,11 @@
 """Batches of one router: what clients do with theirs, and those that this router runs.
 
-Every router looks at the batches that are open, and takes a lease of one that nobody runs (lease.py), as long as it has room. A router that
+Every router looks at the batches that are open, and takes a lease of one that is not run, as long as it has room. A router that
 dies loses its leases within ten seconds, and another begins where it was.
+
+    twostep:v1:batch:{id}   who runs it; lapses LEASE_S after it was renewed last
+
+A lease says who should run a batch; that two runs do no harm where it fails (a stopped process, a Redis that forgot) is the store's doing.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -17,19 +22,95 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
-from router.batches.disk import Disk
+from router.batches.disk import Disk, Threads
 from router.batches.files import FileStore
-from router.batches.lease import LEASE_S, Lease, Leases
-from router.batches.records import COMPLETION_WINDOWS, Asked, new_id
-from router.batches.run import Endpoints, LeaseLost, Left, Run, RunLimits
+from router.batches.records import COMPLETION_WINDOWS, BatchRequest, new_id
+from router.batches.run import BatchRun, Endpoints, LeaseLost, RouterLeaving
 from router.batches.store import BatchStore, Stored
-from router.batches.threads import Threads
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.shared_clock import SharedClock
 from twostep.errors import DataLoss, NotFound, SetupError, TwostepError, Unavailable
 from twostep.metrics.batches import BatchMetrics, BatchState
 from twostep.metrics.registry import MetricsRegistry
+
+LEASE_S = 10.0
+# Before others may take it, its holder knows that it has lapsed.
+_MARGIN = 0.2
+
+# KEYS[1]: the lease; ARGV: its holder, milliseconds.
+_RENEW = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) else return 0 end"
+_RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) else return 0 end"
+
+
+class BatchLease:
+    """Held from its making on, for as long as it is renewed."""
+
+    def __init__(self, redis: Redis, key: str, holder: str, lease_s: float) -> None:
+        self._redis, self._key, self._holder = redis, key, holder
+        self._lease_s = lease_s
+        self._until = 0.0
+
+    @property
+    def renew_s(self) -> float:
+        """How often."""
+        return self._lease_s / 4
+
+    def held(self) -> bool:
+        return time.monotonic() < self._until
+
+    async def acquire(self) -> bool:
+        """False: another router has it. Raises RedisError, OSError."""
+        asked = time.monotonic()
+        if not await self._redis.set(self._key, self._holder, nx=True, px=int(self._lease_s * 1000)):
+            return False
+        self._until = asked + self._lease_s * (1 - _MARGIN)
+        return True
+
+    async def renew(self) -> None:
+        """Once; never raises for what Redis does. A Redis that has lost the lease is asked for another."""
+        asked = time.monotonic()
+        try:
+            async with asyncio.timeout(self.renew_s):
+                renewed = await self._redis.eval(_RENEW, 1, self._key, self._holder, str(int(self._lease_s * 1000)))
+            if renewed:
+                self._until = asked + self._lease_s * (1 - _MARGIN)
+            elif not (self.held() and await self.acquire()):
+                self._until = 0.0
+        except (RedisError, OSError, TimeoutError):
+            return  # until it lapses
+
+    async def release(self) -> None:
+        """Others need not wait. Never raises for what Redis does."""
+        self._until = 0.0
+        try:
+            await self._redis.eval(_RELEASE, 1, self._key, self._holder)
+        except (RedisError, OSError):
+            return  # it lapses
+
+
+class Leases:
+    def __init__(self, redis: Redis, router_id: str, lease_s: float) -> None:
+        self._redis = redis
+        self._router_id = router_id
+        self._lease_s = lease_s
+
+    async def take(self, name: str) -> BatchLease | None:
+        """None: it is another's, or Redis cannot be asked."""
+        lease = BatchLease(self._redis, f"twostep:v1:batch:{name}", f"{self._router_id}:{secrets.token_hex(8)}", self._lease_s)
+        try:
+            return lease if await lease.acquire() else None
+        except (RedisError, OSError):
+            return None
+
+    async def take_for(self, name: str, seconds: float) -> bool:
+        """Returns whether this router is to do it now; no other does it for so long."""
+        try:
+            return bool(await self._redis.set(f"twostep:v1:batch:{name}", self._router_id, nx=True, ex=int(seconds)))
+        except (RedisError, OSError):
+            return False
+
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +182,7 @@ class Batches:
         self.store = BatchStore(config.root, disk, self.files)
         self._clock, self._wall = clock, clock.unix
         self._gate = asyncio.Semaphore(config.concurrency)
-        self._runs: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._owners: dict[str, str] = {}
         self._not_before: dict[str, float] = {}
         self._look = asyncio.Event()
@@ -139,7 +220,7 @@ class Batches:
     ) -> Stored:
         """Raises NotFound, ResourceExhausted, Unavailable."""
         now = self._wall()
-        asked = Asked(
+        asked = BatchRequest(
             id=new_id("batch_", now),
             tenant=tenant,
             key_id=key_id,
@@ -194,7 +275,8 @@ class Batches:
             await self.threads.long(lambda: self.store.sweep(self._surely(), self.config.lifetime_s))
 
     def _late(self) -> float:
-        """What nobody gets back ends when Redis's clock and this host's both say so: one of them may be set to anything."""
+        """Returns the time by which things end for good: Redis's clock and this host's both say so, as one of them may be set to
+        anything."""
         return min(self._clock.unix(), time.time())
 
     def _surely(self) -> float:
@@ -221,15 +303,16 @@ class Batches:
             # Since this look began: another router need not wait until it lapses.
             await lease.release()
             return
-        run = Run(
+        run = BatchRun(
             self.store,
             self.threads,
             owner,
             batch_id,
             endpoints=self._endpoints,
-            lease=lease,
+            held=lease.held,
             gate=self._gate,
-            limits=RunLimits(concurrency=self.config.concurrency, max_line_bytes=self.config.max_line_bytes),
+            concurrency=self.config.concurrency,
+            max_line_bytes=self.config.max_line_bytes,
             metrics=self._metrics,
             wall=self._wall,
             late=self._late,
@@ -237,12 +320,12 @@ class Batches:
         self._owners[batch_id] = owner
         self._runs[batch_id] = run, asyncio.create_task(self._keep_running(batch_id, run, lease))
 
-    async def _keep_running(self, batch_id: str, run: Run, lease: Lease) -> None:
+    async def _keep_running(self, batch_id: str, run: BatchRun, lease: BatchLease) -> None:
         renewing = asyncio.create_task(_renew(lease))
         try:
             await run.run()
             log.info("batch %s is over", batch_id)
-        except (LeaseLost, Left):
+        except (LeaseLost, RouterLeaving):
             log.warning("batch %s is left to another router", batch_id)
         except TwostepError as error:
             log.warning("batch %s: %s; it is tried again in %.0f s", batch_id, error.message, _AGAIN_S)
@@ -281,7 +364,7 @@ class Batches:
         self.threads.close()
 
 
-async def _renew(lease: Lease) -> None:
+async def _renew(lease: BatchLease) -> None:
     while True:
         await asyncio.sleep(lease.renew_s)
         await lease.renew()

@@ -9,7 +9,7 @@
                               end.json          how it ended, as the first run that got there has it
 
 A run has a number that no other has, because it creates its .json exclusively; it writes no file of another run. So routers that think
-they run the same batch do each other no harm. Which of them should is another matter: lease.py.
+they run the same batch do each other no harm. Which of them should is the lease's matter (service.py).
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from router.batches.disk import Disk
-from router.batches.files import FileStore, page_of
-from router.batches.journal import Entry, Results, decode, encode
-from router.batches.lines import MAX_REQUESTS, InputLine, Request, duplicate, parse_line
-from router.batches.records import BATCH_ID, MAX_ERRORS, Asked, LineError, RunState, from_json, is_output_of, owner_of, to_json
+from router.batches.files import FileStore, Page, names_in, page_of
+from router.batches.journal import AnswerRecord, Results, decode, encode
+from router.batches.lines import MAX_REQUESTS, InputLine, LineRequest, duplicate, parse_line
+from router.batches.records import BATCH_ID, MAX_ERRORS, BatchRequest, LineError, RunState, from_json, is_output_of, owner_of, to_json
 from twostep.errors import DataLoss, NotFound, ResourceExhausted
 
 _RUN = re.compile(r"run-(\d{8})\.json")
@@ -40,7 +41,7 @@ _PART_BYTES = 1 << 20
 class Stored:
     """A batch as it is on disk. `cancelled`: since when a client wants no more of it."""
 
-    asked: Asked
+    asked: BatchRequest
     state: RunState | None
     cancelled: int | None
 
@@ -67,7 +68,7 @@ class BatchStore:
 
     # ---- clients -------------------------------------------------------------------------------------------------------------
 
-    def create(self, asked: Asked) -> Stored:
+    def create(self, asked: BatchRequest) -> Stored:
         """Raises NotFound (the input file), ResourceExhausted, DataLoss."""
         owner = owner_of(asked.tenant)
         source = self.files.content(owner, asked.input_file_id)
@@ -92,26 +93,16 @@ class BatchStore:
         if BATCH_ID.fullmatch(batch_id):
             folder = self._folder(owner, batch_id)
             try:
-                asked = from_json(Asked, (folder / "asked.json").read_bytes())
+                asked = from_json(BatchRequest, (folder / "asked.json").read_bytes())
                 return Stored(asked, self._state(folder), _cancelled(folder))
             except FileNotFoundError:
                 pass
         raise NotFound(f"there is no batch {batch_id[:64]!r}; GET /v1/batches lists yours")
 
-    def page(self, owner: str, *, after: str | None, limit: int) -> tuple[list[Stored], bool]:
-        """Newest first, and whether more follow. Damaged ones are passed over."""
-        try:
-            names = os.listdir(self._root / owner / "batches")
-        except FileNotFoundError:
-            names = []
-        page = page_of((name for name in names if BATCH_ID.fullmatch(name)), after=after, limit=limit)
-        found = []
-        for batch_id in page.ids:
-            try:
-                found.append(self.get(owner, batch_id))
-            except (NotFound, DataLoss):
-                continue
-        return found, page.has_more
+    def page(self, owner: str, *, after: str | None, limit: int) -> Page[Stored]:
+        """Newest first. Damaged ones are passed over."""
+        names = names_in(self._root / owner / "batches")
+        return page_of(filter(BATCH_ID.fullmatch, names), partial(self.get, owner), after=after, limit=limit)
 
     def cancel(self, owner: str, batch_id: str, now: int) -> Stored:
         """Raises NotFound, DataLoss. The first cancel counts."""
@@ -140,7 +131,7 @@ class BatchStore:
         return found
 
     def begin_run(self, owner: str, batch_id: str) -> RunState:
-        """Under a number that nobody else has. Raises NotFound, DataLoss."""
+        """Begins a run, under a number of its own. Raises NotFound, DataLoss."""
         folder = self._folder(owner, batch_id)
         while True:
             before = self.get(owner, batch_id).state
@@ -156,7 +147,7 @@ class BatchStore:
     def write_state(self, owner: str, batch_id: str, state: RunState) -> None:
         self._disk.write(self._folder(owner, batch_id) / f"run-{state.epoch:08}.json", to_json(state))
 
-    def record(self, owner: str, batch_id: str, epoch: int, entries: list[Entry]) -> None:
+    def record(self, owner: str, batch_id: str, epoch: int, entries: list[AnswerRecord]) -> None:
         """On disk when it returns."""
         self._disk.append(self._log(self._folder(owner, batch_id), epoch), b"".join(map(encode, entries)))
 
@@ -177,7 +168,7 @@ class BatchStore:
         return (self._folder(owner, batch_id) / "end.json").exists()
 
     def results(self, owner: str, batch_id: str) -> Results:
-        """Of all runs."""
+        """Reads the answers of all runs."""
         folder, found = self._folder(owner, batch_id), Results()
         for epoch in _epochs(folder):
             try:
@@ -187,20 +178,20 @@ class BatchStore:
                 continue
         return found
 
-    def read_input(self, asked: Asked, *, max_line_bytes: int) -> Input:
+    def read_input(self, asked: BatchRequest, *, max_line_bytes: int) -> Input:
         try:
             return self._read_input(asked, max_line_bytes)
         except FileNotFoundError:
             return Input([], (LineError(code="input_lost", message="the batch's input is gone from its volume; send it again"),))
 
-    def _read_input(self, asked: Asked, max_line_bytes: int) -> Input:
+    def _read_input(self, asked: BatchRequest, max_line_bytes: int) -> Input:
         lines: list[InputLine] = []
         errors: list[LineError] = []
         known: set[str] = set()
         with (self._folder(owner_of(asked.tenant), asked.id) / "input.jsonl").open("rb") as file:
             for number, (offset, raw) in enumerate(_lines(file, max_line_bytes), 1):
                 parsed = parse_line(raw, number, endpoint=asked.endpoint, max_bytes=max_line_bytes)
-                if isinstance(parsed, Request):
+                if isinstance(parsed, LineRequest):
                     parsed = duplicate(parsed.custom_id, number, known) or parsed
                 if isinstance(parsed, LineError):
                     errors.append(parsed)
@@ -218,24 +209,24 @@ class BatchStore:
             errors.append(LineError(code="empty_file", message="the input file has no requests; write one a line"))
         return Input(lines, tuple(errors))
 
-    def read_request(self, asked: Asked, line: InputLine, *, max_line_bytes: int) -> Request:
+    def read_request(self, asked: BatchRequest, line: InputLine, *, max_line_bytes: int) -> LineRequest:
         """One that was read before. Raises DataLoss."""
         with (self._folder(owner_of(asked.tenant), asked.id) / "input.jsonl").open("rb") as file:
             file.seek(line.offset)
             raw = file.read(line.length)
         parsed = parse_line(raw, 1, endpoint=asked.endpoint, max_bytes=max_line_bytes)
-        if not isinstance(parsed, Request) or parsed.custom_id != line.custom_id:
+        if not isinstance(parsed, LineRequest) or parsed.custom_id != line.custom_id:
             raise DataLoss("the batch's input has changed on disk; send it again")
         return parsed
 
     # ---- the end ---------------------------------------------------------------------------------------------------------------
 
-    def publish(self, asked: Asked, epoch: int, wanted: list[InputLine], results: Results) -> tuple[str | None, str | None]:
+    def publish(self, asked: BatchRequest, epoch: int, wanted: list[InputLine], results: Results) -> tuple[str | None, str | None]:
         """Writes the output file and the error file, in the order of the input; None for one without lines."""
         ids = [self._publish(asked, epoch, kind, wanted, results) for kind in ("output", "error")]
         return ids[0], ids[1]
 
-    def _publish(self, asked: Asked, epoch: int, kind: str, wanted: list[InputLine], results: Results) -> str | None:
+    def _publish(self, asked: BatchRequest, epoch: int, kind: str, wanted: list[InputLine], results: Results) -> str | None:
         owner = owner_of(asked.tenant)
         folder, num_bytes = self._folder(owner, asked.id), 0
         path = folder / f".{kind}-{epoch:08}"
@@ -276,7 +267,7 @@ class BatchStore:
         return self.files.keep(owner, path, record).id
 
     def close(self, owner: str, batch_id: str) -> None:
-        """It is over: what it was made of goes, and what other runs published; then nobody looks for it any more."""
+        """Clears up behind a batch that is over: what it was made of, what other runs published, and its marker."""
         folder = self._folder(owner, batch_id)
         epochs, end = _epochs(folder), _end(folder)
         kept = () if end is None else (end.output_file_id, end.error_file_id)
@@ -289,7 +280,7 @@ class BatchStore:
         self._disk.delete(self._marker(batch_id))
 
     def forget_marker(self, batch_id: str, now: float) -> None:
-        """Of a batch that is not there: its making was broken off, or it was swept away."""
+        """Deletes the marker of a batch that is not there: its making was broken off, or it was swept away."""
         try:
             if now - self._marker(batch_id).stat().st_mtime > _ABANDONED_S:
                 self._disk.delete(self._marker(batch_id))
@@ -302,8 +293,7 @@ class BatchStore:
             if not _OWNER.fullmatch(owner):
                 continue
             self.files.sweep(owner, now)
-            folder = self._root / owner / "batches"
-            for batch_id in os.listdir(folder) if folder.exists() else ():
+            for batch_id in names_in(self._root / owner / "batches"):
                 try:
                     stored = self.get(owner, batch_id)
                 except (NotFound, DataLoss):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from router.access.account import Identity
 from router.access.control import Access
-from router.access.identity import Identity
 from router.request.targets import TENANT_HEADER
 
 # Whoever calls with the deployment's own key; no key's id has a space.

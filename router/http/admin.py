@@ -1,4 +1,4 @@
-"""What operators may do to a running router, on a port of its own (--admin-port): nothing of it can be reached through the others.
+"""Lets operators change a running router, on a port of its own (--admin-port): nothing of it can be reached through the others.
 
     GET    /admin/keys              all API keys, with what they have used; never the keys themselves, nor their hashes
     POST   /admin/keys              makes one: {"name", "tenant", "requests_per_minute", ...}; `key` in the answer is told this once
@@ -18,24 +18,27 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import ssl
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from router.access.account import Account
 from router.access.control import Access
-from router.http.bodies import BODIES, watch_bodies
-from router.http.calls import json_body
+from router.http.bodies import BODIES, json_body
 from router.http.connections import at_work
 from router.http.errors import Handler, errors
+from router.http.listener import Listener
 from router.http.origins import ORIGINS, Origins, same_site
 from router.status.board import StatusBoard
 from router.status.last_of_role import what_ends
 from router.workers.pool import WorkerPool
-from twostep.errors import Incompatible, InvalidRequest, NotFound, Unauthenticated
-from twostep.keys.api_keys import Key, make_key, same_key
+from twostep.errors import Incompatible, InvalidRequest, NotFound, SetupError, Unauthenticated
+from twostep.keys.api_keys import Key, admin_key, make_key, same_key
+from twostep.keys.secret import MIN_SECRET_BYTES
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.channel import TlsFiles
 from twostep.rpc.worker_role import switch_role
@@ -51,7 +54,7 @@ _OURS = frozenset({"id", "hash", "created"})
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Administration:
-    """What the handlers work on. `key` opens the port; `secret` and `tls` are the deployment's; `drain` begins it and returns."""
+    """Holds what the handlers work on. `key` opens the port; `secret` and `tls` are the deployment's; `drain` begins it and returns."""
 
     key: str
     access: Access
@@ -71,7 +74,6 @@ def make_admin_app(administration: Administration, origins: Origins) -> web.Appl
     app = web.Application(middlewares=[at_work, errors, same_site, _let_in], client_max_size=_MAX_BODY_BYTES)
     app[ADMINISTRATION] = administration
     app[ORIGINS] = origins
-    watch_bodies(app)
     app.add_routes(routes)
     return app
 
@@ -206,3 +208,28 @@ async def _object(request: web.Request) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidRequest("the body is not a JSON object; send one")
     return found
+
+
+# Operators are few.
+_KEEPALIVE_S, _MAX_CONNECTIONS = 15.0, 64
+
+
+def admin_listener(
+    administration: Administration, *, host: str, port: int, tls: ssl.SSLContext | None, allowed_hosts: Collection[str] = ()
+) -> Listener:
+    app = make_admin_app(administration, Origins(host=host, allowed_hosts=allowed_hosts))
+    return Listener(app, host=host, port=port, flag="--admin-port", tls=tls, max_connections=_MAX_CONNECTIONS, keepalive_s=_KEEPALIVE_S)
+
+
+def load_admin_key(path: Path | None, secret: bytes) -> str:
+    """Returns the key in --admin-key-file, else the one that follows from the deployment's secret. Raises SetupError."""
+    if path is None:
+        return admin_key(secret)
+    try:
+        key = path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SetupError(f"--admin-key-file {path}: {error}; give a readable file with one line of ASCII") from error
+    if len(key) < MIN_SECRET_BYTES or not key.isprintable() or " " in key:
+        wanted = f"give {MIN_SECRET_BYTES} characters or more without spaces, for example of `openssl rand -hex 32`"
+        raise SetupError(f"--admin-key-file {path} holds no key: {wanted}")
+    return key

@@ -1,7 +1,7 @@
 """Bodies of requests on their way in: how slowly they may come, and how much of them is held.
 
-A body has a time of its own, by its size, and must bring something in every interval: whoever sends a byte now and then is cut. What is
-read but not yet parsed has a bound in all. At this bound, as at that of connections, whichever body comes in slowest makes room.
+A body has a time of its own, by its size, and must bring something in every interval: a client that sends a byte now and then is cut. What
+is read but not yet parsed has a bound in all. At this bound, as at that of connections, whichever body comes in slowest makes room.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -17,8 +17,8 @@ from operator import itemgetter
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from router.http.connections import HttpConnection
 from router.http.errors import HttpError
-from router.http.protocol import Protocol
 
 # A body has this long to come, and its size at this rate besides.
 _BODY_S = 30.0
@@ -69,7 +69,7 @@ class _Body:
         return not content.is_eof() and content.exception() is None and self.request.transport is not None
 
     def cut(self, error: HttpError) -> None:
-        """Whoever reads it is told, now or when it reads."""
+        """Raises the error in its reader, now or when it reads."""
         self.request.content.set_exception(error)
 
 
@@ -77,7 +77,7 @@ _BODY: web.RequestKey[_Body] = web.RequestKey("body", _Body)
 
 
 class Bodies:
-    """Of one server. `clock`: seconds; `max_held_bytes`: see read()."""
+    """Watches the bodies of one server. `clock`: seconds; `max_held_bytes`: see read()."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, max_held_bytes: int = _MAX_HELD_BYTES) -> None:
         self._clock = clock
@@ -121,7 +121,7 @@ class Bodies:
         return bytes(pieces)
 
     def free(self, request: web.Request) -> None:
-        """What was read of it is not kept any more."""
+        """Counts it as no longer kept."""
         body = request.get(_BODY)
         if body is not None:
             self._free(body)
@@ -197,20 +197,15 @@ class Bodies:
 
 
 def _received(request: web.Request) -> int:
-    assert isinstance(request.protocol, Protocol), "see Connections"
+    assert isinstance(request.protocol, HttpConnection), "see Connections"
     return request.protocol.received
 
 
 BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
 
 
-def watch_bodies(app: web.Application) -> None:
-    app[BODIES] = Bodies()
-    app.cleanup_ctx.append(_watching)
-
-
-async def _watching(app: web.Application) -> AsyncIterator[None]:
-    task = asyncio.create_task(app[BODIES].run())
-    yield
-    task.cancel()
-    await asyncio.wait((task,))
+async def json_body(request: web.Request) -> bytes:
+    """Reads a whole body that is JSON, as its header must say. Raises HttpError 415, and as Bodies.read() does."""
+    if request.content_type != "application/json":
+        raise HttpError(415, f"the body is {request.content_type}; send JSON, with the header content-type: application/json")
+    return await request.app[BODIES].read(request)

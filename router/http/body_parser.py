@@ -1,28 +1,38 @@
-"""Bodies of strangers become objects without holding up the event loop: what few values have, here and now; the others, in a process.
+"""Parses bodies of strangers without holding up the event loop: those of few values here and now, the others in a process.
 
     raw ─ how many values? ─┬─ few ──────────────────────────▶ parsed on the loop, in a millisecond or two
                             ├─ many ── a process ────────────▶ parsed there, and brought here as bytes and texts
                             └─ more than anybody needs ──────▶ refused before anything is made of them
 
-Processes (router/http/body_process.py) start with the first body that needs one. One that comes to more than a MiB is counted there too.
+This file is also the process's. Processes start with the first body that needs one. A body of more than a MiB is counted there too. A
+process is asked first for a number, the bytes of memory that bodies may take; then again and again, with the function that reads a body:
+
+    | u32 bytes N | N bytes: its pickle | the body |      ->      a pickle
+
+of ("read", what it made), ("refused", an HttpError's arguments) or ("failed", the name of another exception). Only a router writes and
+reads these pickles.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pickle
+import struct
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from router.http.body_process import HEAD
+# The process has this before its memory is bounded and before the first body waits for it.
+from router.http import request_bodies  # noqa: F401
 from router.http.errors import HttpError
 from router.json_size import JsonSize, checked_size, rough_size
 from router.prompting.helper_pool import Helper, HelperPool, Line
 from router.prompting.helper_process import Lost
-from twostep.errors import SetupError, Unavailable
+from twostep.errors import InvalidRequest, SetupError, Unavailable
+from twostep.process.helper_service import limit_memory, serve
 
 T = TypeVar("T")
 
+_HEAD = struct.Struct("<I")
 # What a millisecond or two is enough for.
 _FEW_CONTAINERS = 600
 _FEW_VALUES = 10_000
@@ -35,22 +45,22 @@ _MEMORY_BYTES = 1 << 30
 
 
 class BodyParser:
-    """Of one router. Belongs to its event loop."""
+    """Belongs to one router, and to its event loop."""
 
     def __init__(self) -> None:
-        helper = Helper(module="router.http.body_process", setup=str(_MEMORY_BYTES).encode(), purpose="read large bodies")
+        helper = Helper(module="router.http.body_parser", setup=str(_MEMORY_BYTES).encode(), purpose="read large bodies")
         self._pool = HelperPool(helper, _NUM_PROCESSES)
         self._turn = asyncio.Lock()
         self._line = Line("large bodies wait to be read", most=_MAX_WAITING, at_once=_NUM_PROCESSES)
 
     async def parse(self, read: Callable[[bytes], T], raw: bytes) -> T:
-        """What `read` makes of the bytes; a function that can be pickled, as its result can. Raises the HttpError that it does,
+        """Returns what `read` makes of the bytes: a function that can be pickled, as its result can. Raises the HttpError that it does,
         InvalidRequest (too many values), ResourceExhausted (too many others wait)."""
         if len(raw) <= _SHORT_BYTES and (_is_light(rough_size(raw)) or _is_light(await self._checked(raw))):
             return read(raw)
         reader = pickle.dumps(read, protocol=5)
         try:
-            kind, answer = pickle.loads(await self._pool.ask(self._line, HEAD.pack(len(reader)), reader, raw, cpu_s=_PARSE_S))
+            kind, answer = pickle.loads(await self._pool.ask(self._line, _HEAD.pack(len(reader)), reader, raw, cpu_s=_PARSE_S))
         except SetupError as error:
             message = "the router cannot start the process that reads large bodies; repeat later, or send a smaller one"
             raise Unavailable(message) from error
@@ -76,3 +86,35 @@ class BodyParser:
 
 def _is_light(size: JsonSize) -> bool:
     return size.containers <= _FEW_CONTAINERS and size.values <= _FEW_VALUES
+
+
+# ---- the process ---------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    def begin(num_bytes: bytes) -> Callable[[bytes], bytes]:
+        limit_memory(int(num_bytes))
+        return lambda question: pickle.dumps(_answer(question), protocol=5)
+
+    serve(begin)
+
+
+def _answer(question: bytes) -> tuple[str, Any]:
+    (num_bytes,) = _HEAD.unpack_from(question)
+    read, raw = pickle.loads(question[_HEAD.size : _HEAD.size + num_bytes]), question[_HEAD.size + num_bytes :]
+    try:
+        checked_size(raw)
+        return "read", read(raw)
+    except HttpError as error:
+        told = {"status": error.status, "message": error.message, "param": error.param, "code": error.code}
+        return "refused", told
+    except InvalidRequest as error:
+        return "refused", {"status": 400, "message": error.message}
+    except MemoryError:
+        return "refused", {"status": 400, "message": "the body takes too much memory to read; send fewer values"}
+    except Exception as error:  # noqa: BLE001  # it is told, and what it may quote is not
+        return "failed", type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

@@ -1,23 +1,134 @@
-"""What the choices of an answer have in common, whichever endpoint they are of: kept until they are whole, or sent piece by piece.
+"""The choices of an answer, whichever endpoint they belong to: kept until they are whole, or sent piece by piece.
 
 An endpoint derives its own from these, and says what a piece looks like there.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from router.http.chunks import ChunkWriter, usage_chunk
-from router.http.logprobs import KeptLogprobs, PieceLogprobs
+from google.protobuf.message import Message
+
+from router.http.logprobs import KeptLogprobs, LogprobsWriter
 from router.http.sse import DONE
-from router.http.usage import finish_of, phases_of, stop_reason_of, total_usage, usage_of
 from router.http.whole_answer import JSON_ID_BYTES, JSON_LOGPROB_BYTES
+from router.json_pieces import compact
 from router.request.memory_budget import Holding
 from twostep.rpc.v1 import inference_pb2 as pb
+
+# Strings of a few characters take ten times as much memory as what they say.
+_JOINED = 64
+
+
+class KeptText:
+    def __init__(self) -> None:
+        self._whole: list[str] = []
+        self._recent: list[str] = []
+        # All but what came last.
+        self.num_bytes = 0
+
+    def add(self, text: str) -> None:
+        if not text:
+            return
+        self._recent.append(text)
+        if len(self._recent) >= _JOINED:
+            self._whole.append("".join(self._recent))
+            self._recent.clear()
+            self.num_bytes += sys.getsizeof(self._whole[-1])
+
+    def __str__(self) -> str:
+        return "".join((*self._whole, *self._recent))
+
+
+_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_CONTENT_FILTER: "content_filter"}
+
+
+def finish_of(end: pb.End) -> str:
+    return _FINISH.get(end.finish_reason, "stop")
+
+
+def was_cut(end: pb.End) -> bool:
+    """The model did not end the answer itself: it was too long, was held back, or hit something that the client asked to stop at."""
+    return finish_of(end) != "stop" or bool(end.stop_reason)
+
+
+def stop_reason_of(end: pb.End, stop_strings: Sequence[str]) -> str | int | None:
+    """The stop string, or the id of the stop token, that was asked for by name and ended the answer."""
+    reason = end.stop_reason
+    if not reason:
+        return None
+    return reason if reason in stop_strings else int(reason)
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, *, cached_tokens: int = 0, reasoning_tokens: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+    }
+
+
+def total_usage(prompts: Sequence[Sequence[pb.Usage]]) -> dict[str, Any]:
+    """Adds up several answers to each of several prompts: a prompt counts once, with what of it was cached for its first answer."""
+    return usage_of(
+        sum(answers[0].prompt_tokens for answers in prompts),
+        sum(answer.completion_tokens for answers in prompts for answer in answers),
+        cached_tokens=sum(answers[0].cached_tokens for answers in prompts),
+        reasoning_tokens=sum(answer.reasoning_tokens for answers in prompts for answer in answers),
+    )
+
+
+def phases_of(end: pb.End) -> dict[str, Any]:
+    """`twostep` in an answer: seconds of each phase, how the KV cache travelled, and how often the request was begun."""
+    return {"phases": _fields(end.phases), "transfer": _fields(end.transfer), "attempts": end.attempts}
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+_quoted: Callable[[str], str] = encode_basestring_ascii
+
+
+class ChunkWriter:
+    """Events of one choice. `head`: what all chunks of the answer have in common (id, object, created, model ...). `wrap` is the shape that
+    text has within a choice, as the JSON before and after it. `with_usage`: chunks have a usage, null but in the last one."""
+
+    def __init__(self, head: dict[str, Any], index: int, *, wrap: tuple[str, str], with_usage: bool) -> None:
+        self._head = compact(head)[:-1]
+        self._index = index
+        self._tail = ',"usage":null}\n\n' if with_usage else "}\n\n"
+        begin, end = wrap
+        self._before = f'data: {self._head},"choices":[{{"index":{index},{begin}'
+        self._after = f'{end},"logprobs":null,"finish_reason":null}}]{self._tail}'
+
+    def text(self, text: str) -> bytes:
+        """A piece of text and nothing else."""
+        return (self._before + _quoted(text) + self._after).encode("ascii")
+
+    def choice(self, fields: dict[str, Any], **others: Any) -> bytes:
+        """Any other piece; `others` stand beside the choices: usage, phases. None of them: what `text` has there."""
+        choice = compact({"index": self._index, **fields})
+        tail = "," + compact(others)[1:] + "\n\n" if others else self._tail
+        return f'data: {self._head},"choices":[{choice}]{tail}'.encode("ascii")
+
+
+def usage_chunk(head: dict[str, Any], usage: dict[str, Any], **others: Any) -> bytes:
+    """The last one, without choices."""
+    return f"data: {compact({**head, 'choices': [], 'usage': usage, **others})}\n\n".encode("ascii")
+
+
+CHAT_WRAP = ('"delta":{"content":', "}")
+TEXT_WRAP = ('"text":', "")
+
 
 Send = Callable[[bytes], Awaitable[None]]
 # What of a choice is an endpoint's own: {"delta": {"content": "Hel"}}, {"text": "Hel"}.
@@ -27,8 +138,8 @@ _COUNT_AFTER = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a body asks of all its answers, `n` to each prompt. `logprobs`, `token_ids`, `phases`: they are told."""
+class AnswerOptions:
+    """Holds what a body asks of all its answers, `n` to each prompt. `logprobs`, `token_ids`, `phases`: they are told."""
 
     n: int
     stop_strings: Sequence[str]
@@ -55,7 +166,7 @@ class Wanted:
 class WholeChoice(ABC):
     """Keeps its answer until it is whole."""
 
-    def __init__(self, index: int, wanted: Wanted, logprobs: PieceLogprobs, holding: Holding) -> None:
+    def __init__(self, index: int, wanted: AnswerOptions, logprobs: LogprobsWriter, holding: Holding) -> None:
         """`holding`: what it keeps is counted there."""
         self._index, self._wanted, self._reader, self._holding = index, wanted, logprobs, holding
         self._logprobs = KeptLogprobs() if wanted.logprobs else None
@@ -75,11 +186,11 @@ class WholeChoice(ABC):
     @property
     @abstractmethod
     def num_text_bytes(self) -> int:
-        """Of what `take` has kept, but for what came last."""
+        """Counts what `take` has kept, but for what came last."""
 
     @property
     def num_json_bytes(self) -> int:
-        """What it comes to as JSON, about."""
+        """Estimates what it comes to as JSON."""
         named = 0 if self._logprobs is None else self._logprobs.num_named
         num_ids = len(self._token_ids) + len(self.prompt) if self._wanted.token_ids else 0
         return self.num_text_bytes + JSON_ID_BYTES * num_ids + JSON_LOGPROB_BYTES * named
@@ -126,16 +237,16 @@ class WholeChoice(ABC):
 
 
 class Events:
-    """What the choices of one stream share: the head of its chunks, the way to the client, and what follows the end of the last choice to
-    end: usage if it is asked for, and `[DONE]`."""
+    """Holds what the choices of one stream share: the head of its chunks, the way to the client, and what follows the end of the last
+    choice to end: usage if it is asked for, and `[DONE]`."""
 
-    def __init__(self, wanted: Wanted, head: dict[str, Any], num_choices: int, send: Send) -> None:
+    def __init__(self, wanted: AnswerOptions, head: dict[str, Any], num_choices: int, send: Send) -> None:
         self.wanted, self.head, self.send = wanted, head, send
         self._ends: list[pb.End] = [pb.End()] * num_choices
         self._num_under_way = num_choices
 
     def beside(self, end: pb.End) -> dict[str, Any]:
-        """What stands in the chunk that ends a choice, beside it. The usage chunk, if there is one, tells the phases."""
+        """Returns what stands beside a choice in the chunk that ends it. The usage chunk, if there is one, tells the phases."""
         others: dict[str, Any] = {}
         if self.wanted.continuous_usage:
             others["usage"] = usage_of(end.usage.prompt_tokens, end.usage.completion_tokens)
@@ -159,7 +270,7 @@ class Events:
 class StreamedChoice(ABC):
     """Sends its answer as it comes: one event a piece."""
 
-    def __init__(self, index: int, events: Events, logprobs: PieceLogprobs, *, wrap: tuple[str, str], plain: bool = True) -> None:
+    def __init__(self, index: int, events: Events, logprobs: LogprobsWriter, *, wrap: tuple[str, str], plain: bool = True) -> None:
         """`wrap`: see ChunkWriter. `plain`: the text of a piece is said as it is."""
         wanted = self._wanted = events.wanted
         self._index, self._events, self._logprobs, self._send = index, events, logprobs, events.send
@@ -172,22 +283,22 @@ class StreamedChoice(ABC):
 
     @abstractmethod
     def pieces(self, piece: pb.Piece) -> list[Said]:
-        """What a piece adds, an event each; it may be nothing."""
+        """Returns what a piece adds, an event each; it may be nothing."""
 
     @abstractmethod
     def last_words(self, end: pb.End) -> list[Said]:
-        """What was held back, an event each. The last of them, there is one always, is that which tells the end."""
+        """Returns what was held back, an event each. There is always one: the last tells the end."""
 
     @abstractmethod
     def silence(self) -> Said:
-        """Of an event that has other things to tell."""
+        """Returns the content of an event that has other things to tell."""
 
     def opening(self) -> bytes:
-        """What comes before everything else."""
+        """Returns the first event, if there is one before the first piece."""
         return b""
 
     def details(self, piece: pb.Piece) -> dict[str, Any]:
-        """What stands beside what was said: log probabilities, token ids."""
+        """Returns what stands beside a piece's text: log probabilities, token ids."""
         fields: dict[str, Any] = {}
         if self._wanted.logprobs:
             fields["logprobs"] = self._logprobs.of(piece.token_ids, piece.logprobs)

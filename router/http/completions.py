@@ -7,18 +7,13 @@ from typing import Any
 
 from aiohttp import web
 
-from router.http.asked import HEADERS, Asked, respond
-from router.http.calls import Call, parsed
-from router.http.choices import Events, Said, StreamedChoice, WholeChoice
-from router.http.chunks import TEXT_WRAP
-from router.http.completion_body import CompletionBody
-from router.http.described import described
+from router.http.choices import TEXT_WRAP, Events, KeptText, Said, StreamedChoice, WholeChoice
 from router.http.errors import blaming
-from router.http.fields import parse_body
-from router.http.front import FRONT, Front
-from router.http.kept_text import KeptText
-from router.http.logprobs import TextLogprobs
-from router.http.replies import TextChunk, TextCompletion
+from router.http.front import FRONT, Front, parsed
+from router.http.generation import HEADERS, Generation, HttpCall, respond
+from router.http.logprobs import TextLogprobsWriter
+from router.http.openapi import Described
+from router.http.request_bodies import CompletionBody, parse_body
 from router.http.tokens import decoded
 from router.prompting.prompt import Prompt
 from router.request.memory_budget import Holding
@@ -29,24 +24,23 @@ routes = web.RouteTableDef()
 
 
 @routes.post("/v1/completions")
-@described(
+@Described(
     "Texts that go on with prompts.",
     bodies=(CompletionBody,),
-    reply=TextCompletion,
-    events=TextChunk,
+    events=True,
     headers=HEADERS,
 )
 async def completions(request: web.Request) -> web.StreamResponse:
     body = await parsed(request, partial(parse_body, CompletionBody))
-    return await respond(request, Completion(request.app[FRONT], body, Call.of(request)), stream=bool(body.stream))
+    return await respond(request, CompletionGeneration(request.app[FRONT], body, HttpCall.of(request)), stream=bool(body.stream))
 
 
-class Completion(Asked[CompletionBody]):
+class CompletionGeneration(Generation[CompletionBody]):
     """See Asked."""
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, front: Front, body: CompletionBody, call: Call) -> None:
+    def __init__(self, front: Front, body: CompletionBody, call: HttpCall) -> None:
         super().__init__(front, body, call)
         self._prompts = body.prompts()
         # What the texts of each prompt's answers begin with.
@@ -83,7 +77,7 @@ class Completion(Asked[CompletionBody]):
         return prompt
 
     def echo(self, index: int) -> str:
-        """Of a choice, once its prompt is read."""
+        """Returns the prompt that a choice repeats, once it is read."""
         return self._echoes[index // self.n]
 
     def whole_choice(self, index: int, holding: Holding) -> WholeText:
@@ -94,8 +88,8 @@ class Completion(Asked[CompletionBody]):
 
 
 class WholeText(WholeChoice):
-    def __init__(self, completion: Completion, index: int, holding: Holding) -> None:
-        super().__init__(index, completion.wanted, TextLogprobs(completion.names), holding)
+    def __init__(self, completion: CompletionGeneration, index: int, holding: Holding) -> None:
+        super().__init__(index, completion.wanted, TextLogprobsWriter(completion.names), holding)
         self._completion = completion
         self._text = KeptText()
 
@@ -118,8 +112,8 @@ class WholeText(WholeChoice):
 
 
 class StreamedText(StreamedChoice):
-    def __init__(self, completion: Completion, index: int, events: Events) -> None:
-        super().__init__(index, events, TextLogprobs(completion.names), wrap=TEXT_WRAP)
+    def __init__(self, completion: CompletionGeneration, index: int, events: Events) -> None:
+        super().__init__(index, events, TextLogprobsWriter(completion.names), wrap=TEXT_WRAP)
         self._completion = completion
         self._echoed = False
 

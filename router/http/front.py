@@ -1,16 +1,19 @@
-"""What the handlers of the HTTP front are given."""
+"""Holds what all handlers of the HTTP front need, and what they know of one request."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from aiohttp import web
 
+from router.access.account import Identity
 from router.access.control import Access
-from router.access.identity import Identity
 from router.batches.service import Batches
+from router.http.bodies import BODIES, json_body
 from router.http.body_parser import BodyParser
 from router.request.job import Metadata
 from router.serving.inference import Inference
@@ -19,12 +22,12 @@ from twostep.metrics.registry import MetricsRegistry
 from twostep.process.tracing import Span, Tracer
 from twostep.text.chat_format import ChatFormat
 from twostep.text.model_card import ModelCard
-from twostep.text.token_bytes import TokenBytes
-from twostep.text.tokenizer import Tokenizer
+from twostep.text.tokenizer import TokenBytes, Tokenizer
 
+T = TypeVar("T")
 # The caller's trace context goes on to the workers.
 _FORWARDED = ("traceparent", "tracestate")
-# What gRPC takes as metadata, and as much as W3C asks of whoever passes it on. A context that is none is left out.
+# What gRPC takes as metadata, and as much as W3C asks of those who pass it on. A context that is none is left out.
 _SENDABLE = re.compile(r"[\x20-\x7e]{1,512}")
 
 
@@ -67,3 +70,14 @@ def forwarded(request: web.Request) -> Metadata:
         return span.metadata
     given = ((name, request.headers.get(name, "")) for name in _FORWARDED)
     return tuple((name, value) for name, value in given if _SENDABLE.fullmatch(value))
+
+
+async def parsed(request: web.Request, read: Callable[[bytes], T]) -> T:
+    """Returns the body of a request as `read` has it: see BodyParser. Raises HttpError 415: what a browser sends from anywhere without
+    asking first is not taken."""
+    raw = await json_body(request)
+    request[RECEIVED] = time.monotonic()
+    try:
+        return await request.app[FRONT].parser.parse(read, raw)
+    finally:
+        request.app[BODIES].free(request)

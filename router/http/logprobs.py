@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from router.json_pieces import small
 from twostep.rpc.v1 import inference_pb2 as pb
-from twostep.text.token_bytes import TokenBytes
+from twostep.text.tokenizer import TokenBytes
 
 # JSON has no infinity: what was ruled out has this, as vLLM writes it.
 _LEAST = -9999.0
@@ -53,7 +54,7 @@ class KeptLogprobs:
         return sum(len(each) * each.itemsize for each in (self._token_ids, self._logprobs, self._num_top, self._top_ids, self._top))
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> None:
-        """Of the next piece."""
+        """Adds those of the next piece."""
         self._token_ids.extend(token_ids)
         for each in logprobs:
             top = each.top
@@ -71,29 +72,31 @@ class KeptLogprobs:
             start = end
 
 
-class PieceLogprobs(Protocol):
-    """`choices[].logprobs` of one answer."""
-
-    def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
-        """Of its next piece."""
-        ...
-
-    def of_all(self, kept: KeptLogprobs) -> dict[str, Any]:
-        """Of a whole answer. Its lists are iterators (router/json_pieces.py)."""
-        ...
-
-
-class ChatLogprobs:
-    """Of /v1/chat/completions."""
+class LogprobsWriter(ABC):
+    """Writes `choices[].logprobs` of one answer, piece by piece or whole."""
 
     def __init__(self, names: TokenNames) -> None:
         self._names = names
 
     def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
-        return {"content": [self._token(each) for each in _kept(token_ids, logprobs)], "refusal": None}
+        """Returns those of its next piece."""
+        top = ([(one.token_id, one.logprob) for one in each.top] for each in logprobs)
+        return self._told([Kept(*each) for each in zip(token_ids, (each.logprob for each in logprobs), top, strict=True)], list)
 
     def of_all(self, kept: KeptLogprobs) -> dict[str, Any]:
-        return {"content": small(self._token(each) for each in kept), "refusal": None}
+        """Returns those of a whole answer. Its lists are iterators (router/json_pieces.py)."""
+        return self._told(kept, small)
+
+    @abstractmethod
+    def _told(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any]) -> dict[str, Any]:
+        """Reads `kept` once for each list, which `listed` makes of an iterator."""
+
+
+class ChatLogprobsWriter(LogprobsWriter):
+    """Writes those of /v1/chat/completions."""
+
+    def _told(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any]) -> dict[str, Any]:
+        return {"content": listed(self._token(each) for each in kept), "refusal": None}
 
     def _token(self, kept: Kept) -> dict[str, Any]:
         return self._entry(kept.token_id, kept.logprob) | {"top_logprobs": [self._entry(token_id, top) for token_id, top in kept.top]}
@@ -103,44 +106,23 @@ class ChatLogprobs:
         return {"token": names.name(token_id), "logprob": max(_LEAST, logprob), "bytes": names.bytes_of(token_id)}
 
 
-def _kept(token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> Iterator[Kept]:
-    for token_id, each in zip(token_ids, logprobs, strict=True):
-        yield Kept(token_id, each.logprob, [(top.token_id, top.logprob) for top in each.top])
+class TextLogprobsWriter(LogprobsWriter):
+    """Writes those of /v1/completions. Offsets go on counting from one piece to the next, in characters of the tokens' names."""
 
+    _offset = 0
 
-class TextLogprobs:
-    """Of /v1/completions. Offsets go on counting from one piece to the next, in characters of the tokens' names."""
-
-    def __init__(self, names: TokenNames, offset: int = 0) -> None:
-        self._names = names
-        self._offset = offset
-
-    def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
-        names = [self._names.name(token_id) for token_id in token_ids]
-        offsets = []
-        for name in names:
-            offsets.append(self._offset)
-            self._offset += len(name)
+    def _told(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any]) -> dict[str, Any]:
         return {
-            "text_offset": offsets,
-            "token_logprobs": [max(_LEAST, each.logprob) for each in logprobs],
-            "tokens": names,
-            "top_logprobs": [self._top(each) for each in _kept(token_ids, logprobs)],
+            "text_offset": listed(self._offsets(kept)),
+            "token_logprobs": listed(max(_LEAST, each.logprob) for each in kept),
+            "tokens": listed(self._names.name(each.token_id) for each in kept),
+            "top_logprobs": listed(self._top(each) for each in kept),
         }
 
-    def of_all(self, kept: KeptLogprobs) -> dict[str, Any]:
-        return {
-            "text_offset": small(self._offsets(kept)),
-            "token_logprobs": small(max(_LEAST, each.logprob) for each in kept),
-            "tokens": small(self._names.name(each.token_id) for each in kept),
-            "top_logprobs": small(self._top(each) for each in kept),
-        }
-
-    def _offsets(self, kept: KeptLogprobs) -> Iterator[int]:
-        offset = self._offset
+    def _offsets(self, kept: Iterable[Kept]) -> Iterator[int]:
         for each in kept:
-            yield offset
-            offset += len(self._names.name(each.token_id))
+            yield self._offset
+            self._offset += len(self._names.name(each.token_id))
 
     def _top(self, kept: Kept) -> dict[str, float]:
         """The likeliest, and the token itself wherever it is among them."""

@@ -1,18 +1,54 @@
-"""GET /openapi.json: the API's description, made of what the handlers say of themselves (described.py)."""
+"""GET /openapi.json: the API's description, made of what the handlers say of themselves. Replies are OpenAI's, and are not described."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, TypeVar
 
 from aiohttp import hdrs, web
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from router.http.described import Description, described, description_of
-from router.http.replies import Error
 from twostep.metrics.process import package_version
+
+Handler = TypeVar("Handler", bound=Callable[..., object])
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Says what /openapi.json tells of a handler, and goes between it and its route. `bodies`: what the request's body may be, one of them;
+    `media`: the type of the reply, which with `events` may also be a stream. `headers` of requests: name, what it says, schema. `query`:
+    the URL's parameters; `form`: fields of a multipart body, beside its `file`."""
+
+    summary: str
+    _: KW_ONLY
+    bodies: tuple[type[BaseModel], ...] = ()
+    media: str = "application/json"
+    events: bool = False
+    headers: tuple[tuple[str, str, dict[str, Any]], ...] = ()
+    query: type[BaseModel] | None = None
+    form: type[BaseModel] | None = None
+
+    def __call__(self, handler: Handler) -> Handler:
+        _described[handler] = self
+        return handler
+
+
+_described: dict[Callable[..., object], Described] = {}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorDetail
+
 
 routes = web.RouteTableDef()
 
@@ -22,7 +58,7 @@ _DOCUMENT: web.AppKey[dict[str, Any]] = web.AppKey("openapi", dict)
 
 
 @routes.get("/openapi.json")
-@described("This description.")
+@Described("This description.")
 async def openapi(request: web.Request) -> web.Response:
     return web.json_response(request.app[_DOCUMENT])
 
@@ -35,12 +71,8 @@ def describe(app: web.Application) -> None:
 def document(routes: Iterable[web.AbstractRoute]) -> dict[str, Any]:
     """OpenAPI 3.1. Routes for every method are none of the API's, but catch what is asked for elsewhere."""
     told = list(_told(routes))
-    models: dict[type[BaseModel], None] = {Error: None}
-    for _, _, description in told:
-        models |= dict.fromkeys((*description.bodies, *(m for m in (description.reply, description.events) if m is not None)))
-    kinds: list[tuple[type[BaseModel], JsonSchemaMode]] = [
-        (model, "validation" if _is_body(model, told) else "serialization") for model in models
-    ]
+    bodies = dict.fromkeys(body for _, _, description in told for body in description.bodies)
+    kinds: list[tuple[type[BaseModel], JsonSchemaMode]] = [(Error, "serialization"), *((body, "validation") for body in bodies)]
     names, schemas = models_json_schema(kinds, ref_template=_REF)
     refs = {model: names[model, kind] for model, kind in kinds}
     paths: dict[str, dict[str, Any]] = {}
@@ -62,26 +94,23 @@ def document(routes: Iterable[web.AbstractRoute]) -> dict[str, Any]:
     }
 
 
-def _told(routes: Iterable[web.AbstractRoute]) -> Iterator[tuple[str, str, Description]]:
+def _told(routes: Iterable[web.AbstractRoute]) -> Iterator[tuple[str, str, Described]]:
     for route in routes:
         if route.resource is None or route.method in (hdrs.METH_ANY, hdrs.METH_HEAD, hdrs.METH_OPTIONS):
             continue
         path = route.resource.canonical
         if path.startswith("/ui"):
             continue  # the page's own, which changes with it
-        yield path, route.method.lower(), description_of(route.handler) or Description(summary=path, media="*/*")
+        yield path, route.method.lower(), _described.get(route.handler) or Described(path, media="*/*")
 
 
-def _is_body(model: type[BaseModel], told: Iterable[tuple[str, str, Description]]) -> bool:
-    return any(model in description.bodies for _, _, description in told)
-
-
-def _operation(path: str, method: str, description: Description, refs: dict[type[BaseModel], Any]) -> dict[str, Any]:
+def _operation(path: str, method: str, description: Described, refs: dict[type[BaseModel], Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {media: {} for media in (description.media, *(["text/event-stream"] if description.events else []))}
     operation: dict[str, Any] = {
         "summary": description.summary,
         "operationId": re.sub(r"\W+", "_", f"{method}{path}").strip("_"),
         "responses": {
-            "200": {"description": "The answer.", "content": _content(description, refs)},
+            "200": {"description": "The answer.", "content": content},
             "default": {"description": "What went wrong.", "content": {"application/json": {"schema": refs[Error]}}},
         },
     }
@@ -107,11 +136,3 @@ def _operation(path: str, method: str, description: Description, refs: dict[type
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation
-
-
-def _content(description: Description, refs: dict[type[BaseModel], Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {description.media: {"schema": refs[description.reply]} if description.reply is not None else {}}
-    if description.events is not None:
-        # OpenAPI has no word for events: this is what each `data:` but the last holds.
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": refs[description.events]}
-    return content

@@ -4,18 +4,22 @@
     http://evil.example, whose name then            its page asks its own origin, which is this router by now:
       means 127.0.0.1 (DNS rebinding)               Host is evil's name, refused where only this machine's names are served
 
-Both are refused before a body is read. Without a browser there is no Origin, and nobody is in the way.
+Both are refused before a body is read. Pages that --allowed-origins names may ask, by the Fetch standard's CORS protocol; the browser's own
+credentials (cookies, client certificates) are never let through: who may ask is told by the API key, which a page sends itself.
+Clients that are no browsers send no Origin, and are let through.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Collection
 
 from aiohttp import web
 
 from router.http.errors import Handler, HttpError
-from router.http.keys import is_open
+from router.http.front import FRONT
+from router.http.middleware import is_open
 
 _LOCAL_NAMES = frozenset({"localhost", "localhost.localdomain"})
 # These cost nothing, change nothing, and no other page sees the answer unless it may.
@@ -25,8 +29,8 @@ _COSTLY_FOLDER = "/ui/api/"
 
 
 class Origins:
-    """Of one server that listens on `host`. `allowed_hosts`: names that it is asked by; "*" is any, and so is none at all unless `host`
-    is this machine's alone."""
+    """Says who may ask a server that listens on `host`. `allowed_hosts`: names that it is asked by; "*" is any, and so is none at all
+    unless `host` is this machine's alone."""
 
     def __init__(self, *, host: str, allowed_hosts: Collection[str], allowed_origins: Collection[str] = ()) -> None:
         names = frozenset(allowed_hosts)
@@ -44,7 +48,7 @@ class Origins:
             self._check_origin(request)
 
     def known_as(self, host: str) -> bool:
-        """As a Host header says it. Addresses are no names: nobody can make one mean another machine."""
+        """As a Host header says it. Addresses are no names: DNS cannot make one mean another machine."""
         name = _name_of(host)
         return self._names is None or name in self._names or not name or _is_address(name)
 
@@ -107,3 +111,47 @@ ORIGINS: web.AppKey[Origins] = web.AppKey("origins", Origins)
 async def same_site(request: web.Request, handler: Handler) -> web.StreamResponse:
     request.app[ORIGINS].check(request)
     return await handler(request)
+
+
+_METHODS = "GET, HEAD, POST, DELETE"
+_MAX_AGE_S = 600
+_TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
+_HEADER_NAMES = re.compile(rf"{_TOKEN}(?:[ \t]*,[ \t]*{_TOKEN})*")
+
+
+@web.middleware
+async def preflights(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Goes around whatever asks for keys: browsers do not show any before they know that they may."""
+    asked = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+    if not asked or _told(request) is None:
+        return await handler(request)
+    names = request.headers.get("Access-Control-Request-Headers", "")
+    headers = {
+        "Access-Control-Allow-Methods": _METHODS,
+        # By name: * would not mean Authorization.
+        "Access-Control-Allow-Headers": names if _HEADER_NAMES.fullmatch(names) else "Authorization, Content-Type",
+        "Access-Control-Max-Age": str(_MAX_AGE_S),
+        "Vary": "Access-Control-Request-Headers",
+    }
+    return web.Response(status=204, headers=headers)
+
+
+async def tell_origin(request: web.Request, response: web.StreamResponse) -> None:
+    """As the head of any answer goes out: of a stream with its first event, of failures too."""
+    allowed = request.app[FRONT].allowed_origins
+    if allowed and "*" not in allowed:
+        # Also where the origin may not ask: a cache must not give the answer to another.
+        response.headers.add("Vary", "Origin")
+    origin = _told(request)
+    if origin is not None:
+        response.headers["Access-Control-Allow-Origin"] = origin
+        shown = [name for name in response.headers if name.lower().startswith("x-") or name.lower() == "retry-after"]
+        response.headers["Access-Control-Expose-Headers"] = ", ".join(shown)
+
+
+def _told(request: web.Request) -> str | None:
+    """Who may ask, as this request's page is told; None: it may not."""
+    origin, allowed = request.headers.get("Origin"), request.app[FRONT].allowed_origins
+    if origin is None:
+        return None
+    return "*" if "*" in allowed else origin if origin in allowed else None

@@ -1,39 +1,31 @@
-"""The HTTP server of a router: limits, TLS, request ids, graceful drain. What it serves stands in the other modules of this package."""
+"""The HTTP server of a router: its middleware and routes, TLS, graceful drain."""
 
 from __future__ import annotations
 
-import asyncio
-import re
 import ssl
-import uuid
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection
 
 from aiohttp import web
 
-from router.http import batches, chat, completions, counting, files, openapi, refusals, system, tokens, tracing, ui
-from router.http.bodies import watch_bodies
+from router.http import batches, chat, completions, openapi, system, tokens, ui
 from router.http.connections import at_work
-from router.http.cors import preflights, tell_origin
-from router.http.errors import Handler, errors
-from router.http.front import FRONT, REQUEST_ID, Front, forwarded
-from router.http.keys import identified, tell_limits
+from router.http.errors import errors
+from router.http.front import FRONT, Front
 from router.http.listener import Listener
-from router.http.origins import ORIGINS, Origins, same_site
+from router.http.middleware import count, counted, identified, named, tell_limits, traced
+from router.http.origins import ORIGINS, Origins, preflights, same_site, tell_origin
 from router.http.sse import ANSWERS, Answers
-from router.http.whole_answer import ENCODER, Encoder
+from router.http.whole_answer import ENCODER, AnswerEncoder
 from twostep.errors import SetupError
-from twostep.process.log import concerning
-from twostep.process.tracing import trace_id_of
 from twostep.rpc.channel import TlsFiles
 
-_GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _KEEPALIVE_S = 75.0
 # For what is no answer, once answers have ended.
 _LAST_S = 1.0
 
 
-class HttpServer:
-    """start(), drain(). `port` is the real one once it is started."""
+class HttpServer(Listener):
+    """start(), drain()."""
 
     def __init__(
         self,
@@ -47,75 +39,45 @@ class HttpServer:
         allowed_hosts: Collection[str] = (),
     ) -> None:
         """Raises SetupError for unreadable TLS files."""
-        self.host, self.port = host, port
-        self._front = front
+        self._parser = front.parser
         self._app = make_app(front, Origins(host=host, allowed_hosts=allowed_hosts, allowed_origins=front.allowed_origins))
-        self._listener = Listener(
+        super().__init__(
             self._app,
+            host=host,
+            port=port,
+            flag="--http-port",
             tls=ssl_context(tls),
             max_connections=max_connections,
             keepalive_s=_KEEPALIVE_S,
             write_timeout_s=write_timeout_s,
+            beside=[self._app[ANSWERS].keep_alive],
         )
-
-    async def start(self) -> int:
-        """Returns the real port. Raises SetupError if it is taken."""
-        self.port = await self._listener.open(self.host, self.port, flag="--http-port")
-        return self.port
 
     async def drain(self, grace_s: float) -> None:
         """No new connections; what runs may end within `grace_s`."""
-        self._listener.stop_listening()
+        self.stop_listening()
         await self._app[ANSWERS].drain(grace_s)
-        await self._listener.close(_LAST_S)
-        await self._front.parser.close()
+        await self.close(_LAST_S)
+        self._app[ENCODER].close()
+        await self._parser.close()
 
 
 def make_app(front: Front, origins: Origins) -> web.Application:
     app = web.Application(
-        middlewares=[at_work, counting.counted, preflights, tracing.traced, _named, errors, same_site, identified],
+        middlewares=[at_work, counted, preflights, traced, named, errors, same_site, identified],
         client_max_size=front.max_body_bytes,
     )
     app.on_response_prepare.append(tell_limits)
     app.on_response_prepare.append(tell_origin)
     app[FRONT] = front
     app[ORIGINS] = origins
-    watch_bodies(app)
-    counting.count(app)
-    app[ANSWERS] = Answers()
-    app.cleanup_ctx.append(_keeping_alive)
-    app.cleanup_ctx.append(_encoding)
+    count(app)
+    app[ANSWERS], app[ENCODER] = Answers(), AnswerEncoder()
     app[ui.PAGE] = ui.load_page()
-    for module in (chat, completions, files, batches, tokens, system, openapi, ui):
+    for module in (chat, completions, batches, tokens, system, openapi, ui):
         app.add_routes(module.routes)
-    app.add_routes(refusals.routes)
     openapi.describe(app)
     return app
-
-
-async def _keeping_alive(app: web.Application) -> AsyncIterator[None]:
-    task = asyncio.create_task(app[ANSWERS].keep_alive())
-    yield
-    task.cancel()
-    await asyncio.wait((task,))
-
-
-async def _encoding(app: web.Application) -> AsyncIterator[None]:
-    encoder = app[ENCODER] = Encoder()
-    yield
-    encoder.close()
-
-
-@web.middleware
-async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every request has a name, and every answer says it: the client's own `x-request-id`, or a new one."""
-    given = request.headers.get("x-request-id", "")
-    request[REQUEST_ID] = given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
-    concerning(request[REQUEST_ID], trace_id_of(forwarded(request)))
-    response = await handler(request)
-    if not response.prepared:
-        response.headers.setdefault("x-request-id", request[REQUEST_ID])
-    return response
 
 
 def ssl_context(tls: TlsFiles) -> ssl.SSLContext | None:

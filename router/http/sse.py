@@ -16,9 +16,9 @@ from typing import Any
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from router.http.connections import bound_unsent
 from router.http.errors import body_of
 from router.http.front import REQUEST_ID
-from router.http.unread import bound_unsent
 from twostep.errors import ResourceExhausted, Unavailable
 
 DONE = b"data: [DONE]\n\n"
@@ -26,7 +26,7 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 # Proxies close what is silent for a minute, some for half of it.
 KEEP_ALIVE_S = 15.0
 _TICK_S = 0.5
-# What the kernel may hold of a stream that nobody reads; what is more stays here, where it is bounded in tokens.
+# What the kernel may hold of a stream whose client does not read; what is more stays here, where it is bounded in tokens.
 _MAX_UNSENT_BYTES = 32 << 10
 _LAST_WORD_S = 1.0
 

@@ -1,4 +1,4 @@
-"""What operators and clients ask of the router itself: health, version, metrics, models."""
+"""Answers what is asked of the router itself: health, version, metrics, models; and refuses the endpoints that are not served here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import partial
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from router.http.described import described
+from router.http.errors import HttpError
 from router.http.front import FRONT
-from router.http.replies import Model, ModelList, Status, Version
+from router.http.openapi import Described
 from router.http.whole_answer import ENCODER
 from twostep.errors import NotFound, Unavailable
 from twostep.metrics.process import package_version
@@ -18,7 +18,7 @@ routes = web.RouteTableDef()
 
 
 @routes.get("/health")
-@described("Whether the process should go on living.", reply=Status)
+@Described("Whether the process should go on living.")
 async def health(request: web.Request) -> web.Response:
     """200 while the event loop makes progress: whether the process should be restarted."""
     if not request.app[FRONT].alive():
@@ -27,7 +27,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 @routes.get("/ready")
-@described("Whether a request could be placed.", reply=Status)
+@Described("Whether a request could be placed.")
 async def ready(request: web.Request) -> web.Response:
     """200 while a request could be placed on workers."""
     if not request.app[FRONT].ready():
@@ -36,27 +36,27 @@ async def ready(request: web.Request) -> web.Response:
 
 
 @routes.get("/version")
-@described("The version that runs.", reply=Version)
+@Described("The version that runs.")
 async def version(request: web.Request) -> web.Response:
     return web.json_response({"version": package_version()})
 
 
 @routes.get("/metrics")
-@described("Prometheus' metrics.", media="text/plain")
+@Described("Prometheus' metrics.", media="text/plain")
 async def metrics(request: web.Request) -> web.Response:
-    """The same as on --metrics-port, for whoever can reach this port only."""
+    """The same as on --metrics-port, for those who can reach this port only."""
     body = await request.app[ENCODER].made(partial(generate_latest, request.app[FRONT].metrics.collectors))
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 @routes.get("/v1/models")
-@described("The models served here.", reply=ModelList)
+@Described("The models served here.")
 async def models(request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": _models(request)})
 
 
 @routes.get("/v1/models/{model:.+}")
-@described("One of them.", reply=Model)
+@Described("One of them.")
 async def model(request: web.Request) -> web.Response:
     name = request.match_info["model"]
     for found in _models(request):
@@ -71,3 +71,40 @@ def _models(request: web.Request) -> list[dict[str, object]]:
         {"id": each.name, "object": "model", "created": front.started_unix_s, "owned_by": "twostep", "max_model_len": each.max_model_len}
         for each in front.inference.models().models
     ]
+
+
+# Endpoints of OpenAI's and vLLM's APIs that are not served here, and what to use instead.
+_REFUSED = {
+    "/v1/embeddings": "the models served here generate text and compute no embeddings; use another server for them",
+    "/v1/responses": "the Responses API is not served; use /v1/chat/completions",
+    "/v1/conversations": "no conversations are kept; use /v1/chat/completions, and send the messages with each request",
+    "/v1/assistants": "the Assistants API is not served; use /v1/chat/completions",
+    "/v1/threads": "the Assistants API is not served; use /v1/chat/completions",
+    "/v1/vector_stores": "no documents are searched here; use /v1/chat/completions, and put what was found into the messages",
+    "/v1/moderations": "texts are not judged here; use another server for it",
+    "/v1/images": "the models served here write text; images are not served",
+    "/v1/videos": "the models served here write text; videos are not served",
+    "/v1/audio": "the models served here read and write text; audio is not served",
+    "/v1/realtime": "the Realtime API is not served; use /v1/chat/completions with stream",
+    "/v1/fine_tuning": "models are not trained here",
+    "/v1/evals": "answers are not judged here",
+    "/v1/containers": "no code is run here",
+    "/v1/uploads": "files come whole: use /v1/files",
+    "/v1/messages": "Anthropic's API is not served; use /v1/chat/completions",
+    "/v1/rerank": "the models served here generate text; nothing is ranked",
+    "/v1/score": "the models served here generate text; nothing is scored",
+    "/rerank": "the models served here generate text; nothing is ranked",
+    "/score": "the models served here generate text; nothing is scored",
+    "/pooling": "the models served here generate text and compute no embeddings",
+    "/classify": "the models served here generate text; nothing is classified",
+}
+
+
+async def _refuse_endpoint(request: web.Request) -> web.StreamResponse:
+    path = next(path for path in _REFUSED if request.path == path or request.path.startswith(f"{path}/"))
+    raise HttpError(404, f"{path}: {_REFUSED[path]}", code="unsupported_endpoint")
+
+
+for _path in _REFUSED:
+    for _tail in ("", "/{rest:.*}"):
+        routes.route("*", _path + _tail)(_refuse_endpoint)

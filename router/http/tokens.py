@@ -11,13 +11,10 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import Field
 
-from router.http.calls import parsed
-from router.http.chat_body import ChatPrompt, adapt_roles
-from router.http.described import described
 from router.http.errors import HttpError, blaming
-from router.http.fields import Body, IdArray, TokenId, ids_of, packed, parse_body
-from router.http.front import FRONT, IDENTITY
-from router.http.replies import Detokenized, Tokenized
+from router.http.front import FRONT, IDENTITY, parsed
+from router.http.openapi import Described
+from router.http.request_bodies import Body, ChatPrompt, IdArray, TokenId, adapt_roles, ids_of, packed, parse_body
 from router.http.whole_answer import ENCODER, JSON_ID_BYTES, WholeAnswer
 from router.json_pieces import json_pieces, small
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -35,7 +32,7 @@ class TokenizeText(Body):
     model: str = ""
     prompt: str
     add_special_tokens: bool | None = None
-    """What the tokenizer puts around a text; true if not given."""
+    """Whether the tokenizer puts something around a text; true if not given."""
     return_token_strs: bool | None = None
 
 
@@ -50,9 +47,7 @@ class DetokenizeBody(Body):
 
 
 @routes.post("/tokenize")
-@described(
-    "The token ids of a text, or of a chat with the model's template around it.", bodies=(TokenizeText, TokenizeChat), reply=Tokenized
-)
+@Described("The token ids of a text, or of a chat with the model's template around it.", bodies=(TokenizeText, TokenizeChat))
 async def tokenize(request: web.Request) -> web.StreamResponse:
     body = await parsed(request, _tokenize_body)
     front = request.app[FRONT]
@@ -74,7 +69,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
 
 
 async def _told(request: web.Request, told: dict[str, Any], num_bytes: int) -> web.StreamResponse:
-    """Of about so many bytes, which are the caller's until they are read."""
+    """Answers with about so many bytes, which are the caller's until they are read."""
     async with request.app[FRONT].inference.memory.hold(request[IDENTITY].caller) as holding:
         holding.add(num_bytes)
         return await request.app[ENCODER].respond(request, WholeAnswer({}, num_bytes, json_pieces(told)))
@@ -95,7 +90,7 @@ def _is_chat(raw: bytes) -> bool:
 
 
 @routes.post("/detokenize")
-@described("The text of token ids, special tokens written out.", bodies=(DetokenizeBody,), reply=Detokenized)
+@Described("The text of token ids, special tokens written out.", bodies=(DetokenizeBody,))
 async def detokenize(request: web.Request) -> web.StreamResponse:
     body = await parsed(request, partial(parse_body, DetokenizeBody))
     front = request.app[FRONT]

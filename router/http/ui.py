@@ -20,7 +20,7 @@ from aiohttp import web
 
 from router.http.front import FRONT
 
-# Nothing but what this router serves runs in the page or is asked by it, and nobody else's page may frame it.
+# Nothing but what this router serves runs in the page or is asked by it, and no other page may frame it.
 PAGE_HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -65,7 +65,7 @@ PAGE: web.AppKey[Mapping[str, PageFile]] = web.AppKey("page", Mapping)
 
 @routes.get("/ui")
 async def to_index(request: web.Request) -> web.Response:
-    """Relative: whoever stands in front of the router may have put it under a path of its own."""
+    """Redirects by a relative path: a proxy may have put the router under a path of its own."""
     return web.Response(status=307, headers={"Location": "ui/", "Cache-Control": "no-cache"})
 
 
@@ -115,7 +115,7 @@ async def history(request: web.Request) -> web.Response:
 @routes.get("/ui/api/events")
 async def events(request: web.Request) -> web.StreamResponse:
     async with aclosing(request.app[FRONT].board.events()) as told:
-        # Whoever is one too many is told before anything is sent.
+        # One stream too many is refused before anything is sent.
         first = await anext(told)
         response = web.StreamResponse(headers={**_NEVER_STORED, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         await response.prepare(request)

@@ -42,8 +42,8 @@ def check_size(
     logprobs_field: str,
     limit_field: str | None = "max_tokens",
 ) -> None:
-    """Of a whole answer that may have so many bytes in memory; of a line of a batch, on disk. `limit_field`: the field that says how long
-    an answer may be, None if nothing does. Raises HttpError 400."""
+    """Checks a whole answer that may have `most` bytes in memory, or a line of a batch, on disk. `limit_field`: the field that says how
+    long an answer may be, None if nothing does. Raises HttpError 400."""
     num_names = 0 if num_logprobs is None else num_logprobs + 1
     each = _TOKEN_BYTES
     if is_line:
@@ -89,7 +89,7 @@ class WholeAnswer(NamedTuple):
     pieces: Iterator[str]
 
 
-class Encoder:
+class AnswerEncoder:
     """Makes JSON beside the event loop: a chunk of one answer at a time, in turns with the others."""
 
     def __init__(self) -> None:
@@ -133,4 +133,4 @@ class Encoder:
         return made.getvalue()
 
 
-ENCODER: web.AppKey[Encoder] = web.AppKey("encoder", Encoder)
+ENCODER: web.AppKey[AnswerEncoder] = web.AppKey("encoder", AnswerEncoder)

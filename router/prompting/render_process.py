@@ -19,11 +19,10 @@ from router.prompting.chat import conversation_of
 from twostep.errors import InvalidRequest, SetupError
 from twostep.process.helper_service import limit_memory, serve
 from twostep.rpc.v1 import inference_pb2
-from twostep.text.added_tokens import AddedToken, AddedTokens
 from twostep.text.chat_format import ChatFormat
 from twostep.text.chat_template import ChatTemplate, Rendered, TooMuchWork
 from twostep.text.model_card import ModelCard
-from twostep.text.tokenizer import Tokenizer
+from twostep.text.tokenizer import AddedToken, AddedTokens, Tokenizer
 
 STEPS = struct.Struct("<I")
 _HEAD = struct.Struct("<BI")

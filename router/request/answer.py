@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from twostep.rpc.v1 import inference_pb2, prefill_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.text.detokenizer import Detokenizer
-from twostep.text.reasoning import Part, ReasoningSplitter
+from twostep.text.reasoning import ReasoningSplitter, SplitText
 from twostep.text.stop_strings import StopStrings
 from twostep.text.tokenizer import Tokenizer
 
@@ -75,7 +75,7 @@ class Answer:
     def _careful_response(self, tokens: Sequence[prefill_pb2.Token]) -> inference_pb2.GenerateResponse | None:
         """Token by token, wherever one may end the answer or its reasoning."""
         taken: list[prefill_pb2.Token] = []
-        parts: list[Part] = []
+        parts: list[SplitText] = []
         unread: list[int] = []
         for token in tokens:
             if self.finish is not None:
@@ -92,7 +92,7 @@ class Answer:
                 if ended and self.finish is None:
                     parts.append(self._end(token, num_read))
         if unread:
-            parts.append(Part("", self._watch(self._detokenizer.push(unread), self.num_tokens + len(taken))))
+            parts.append(SplitText("", self._watch(self._detokenizer.push(unread), self.num_tokens + len(taken))))
         reasoning, text = parts[0] if len(parts) == 1 else _joined(parts)
         if not taken and not text and not reasoning:
             return None
@@ -114,19 +114,19 @@ class Answer:
         self.num_tokens += len(token_ids)
         return response
 
-    def _read(self, token_ids: list[int], num_read: int) -> Part:
+    def _read(self, token_ids: list[int], num_read: int) -> SplitText:
         """`num_read`: tokens of the answer that have been read, these included."""
         text = self._watch(self._detokenizer.push(token_ids), num_read)
         return self._split(text, num_read)
 
-    def _split(self, text: str, num_read: int) -> Part:
+    def _split(self, text: str, num_read: int) -> SplitText:
         splitter = self._splitter
         if splitter is None:
-            return Part("", text)
+            return SplitText("", text)
         part = splitter.push(text)
         if self.finish is not None:
             last = splitter.finish()
-            part = Part(part.reasoning + last.reasoning, part.text + last.text)
+            part = SplitText(part.reasoning + last.reasoning, part.text + last.text)
         if splitter.opened and not self._counted:
             self.num_reasoning_tokens = num_read
             self._counted = not splitter.thinking
@@ -142,7 +142,7 @@ class Answer:
             self.stopped_by_text = True
         return result.text
 
-    def _end(self, token: prefill_pb2.Token, num_read: int) -> Part:
+    def _end(self, token: prefill_pb2.Token, num_read: int) -> SplitText:
         """Text still held back; it may complete a stop string, which then is what ended the answer."""
         text = self._watch(self._detokenizer.finish(), num_read)
         if self.finish is None:
@@ -152,5 +152,5 @@ class Answer:
         return self._split(text, num_read)
 
 
-def _joined(parts: Sequence[Part]) -> Part:
-    return Part("".join(part.reasoning for part in parts), "".join(part.text for part in parts))
+def _joined(parts: Sequence[SplitText]) -> SplitText:
+    return SplitText("".join(part.reasoning for part in parts), "".join(part.text for part in parts))

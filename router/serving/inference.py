@@ -28,7 +28,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.access.identity import Identity
+from router.access.account import Identity
 from router.prompting.prompt import Prompt, PromptReader, ReadPrompt
 from router.request.answer import Answer, Finish
 from router.request.job import Job, Metadata

@@ -21,7 +21,7 @@ from twostep.model.loading.gguf_check import check_gguf
 from twostep.model.loading.gguf_import import convert
 from twostep.model.loading.weights import stored_tensors
 from twostep.text import ModelCard, Tokenizer
-from twostep.text.slow_patterns import repeats_repetitions
+from twostep.text.tokenizer_files import repeats_repetitions
 
 HUGE = 1 << 60
 # What reading may take of Python's memory: a small model's files and some more.

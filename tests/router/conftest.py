@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 import redis.asyncio
-from router_fakes import Cluster, RedisServer, make_model_dir
+from http_fakes import open_client, open_http
+from openai import AsyncOpenAI
+from router_fakes import Cluster, FakeDecode, FakePrefill, RedisServer, make_model_dir
 
 from twostep.cluster.connection import connect
 
@@ -39,6 +42,30 @@ async def cluster(bare_model_dir: Path, redis_server: RedisServer, tmp_path: Pat
     built = Cluster(bare_model_dir, redis_server, tmp_path)
     yield built
     await built.close()
+
+
+@pytest.fixture
+async def prefill(cluster: Cluster) -> FakePrefill:
+    return await cluster.prefill()
+
+
+@pytest.fixture
+async def decode(cluster: Cluster) -> FakeDecode:
+    return await cluster.decode()
+
+
+@pytest.fixture
+async def http(cluster: Cluster, prefill: FakePrefill, decode: FakeDecode) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client that hides nothing, of a router with its defaults and a worker of each role."""
+    async with cluster.serving(), open_http(cluster) as session:
+        yield session
+
+
+@pytest.fixture
+async def client(cluster: Cluster, http: aiohttp.ClientSession) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's, of the same router."""
+    async with open_client(cluster) as made:
+        yield made
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,13 +9,36 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BaseModel, OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router_fakes import Cluster, Hook
 
 MESSAGES: list[Any] = [{"role": "user", "content": "the capital of France"}]
 RENDERED = "<|im_start|>user\nthe capital of France<|im_end|>\n<|im_start|>assistant\n"
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+
+
+# What answers have that OpenAI's do not.
+OUR_FIELDS = {"stop_reason", "token_ids", "prompt_token_ids", "twostep", "reasoning", "reasoning_content"}
+
+
+def check_shape(told: dict[str, Any]) -> None:
+    """An answer, or an event of a stream, has the fields that OpenAI's client knows, of the types that it knows, and ours."""
+    kind: type[BaseModel] = {"chat.completion": ChatCompletion, "chat.completion.chunk": ChatCompletionChunk}.get(
+        told["object"], Completion
+    )
+    # OpenAI's type knows completions as they are when they end.
+    ended = [{**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in told["choices"]]
+    waiting: list[Any] = [kind.model_validate({**told, "choices": ended} if kind is Completion else told)]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, BaseModel):
+            assert set(value.model_extra or ()) <= OUR_FIELDS, value
+            waiting += [getattr(value, name) for name in type(value).model_fields]
+        elif isinstance(value, list):
+            waiting += value
 
 
 def url(cluster: Cluster) -> str:

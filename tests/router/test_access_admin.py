@@ -22,7 +22,7 @@ import pytest
 from http_fakes import CHAT, chat, url
 from router_fakes import SECRET, Cluster, RedisServer
 
-from router.http.admin_server import load_admin_key
+from router.http.admin import load_admin_key
 from twostep.errors import SetupError
 from twostep.keys.api_keys import admin_key, system_key
 from twostep.local.ports import free_ports
@@ -201,6 +201,7 @@ async def test_status_and_the_logs_level(cluster: Cluster, root_level: None) -> 
         assert cluster.router.drain_asked.is_set()
 
 
+@pytest.mark.system
 def test_a_router_that_is_asked_to_drains_and_exits(bare_model_dir: Path, redis_server: RedisServer, tmp_path: Path) -> None:
     """As a process, with a key of the port's own."""
     (port,) = free_ports(1)

@@ -9,8 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from router.access.account import Account
-from router.access.limits import DAY_S, HOUR_S, STEP_S
+from router.access.account import DAY_S, HOUR_S, STEP_S, Account
 from router.access.share import UsageShare
 from router.request.targets import Refused
 from twostep.cluster.shared_clock import SharedClock

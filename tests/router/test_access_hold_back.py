@@ -179,7 +179,7 @@ async def test_a_hook_without_a_verdict(hook: Callable[[Held], Any], fail_open: 
             assert await answer.push(piece, last=True)
             assert written == ["something secret"]
         else:
-            with pytest.raises(Unavailable, match="could not be checked"):
+            with pytest.raises(Unavailable):
                 await answer.push(piece, last=True)
             assert not written
     finally:

@@ -1,9 +1,11 @@
-"""Keys as records, and who may ask with which."""
+"""Keys as records, where they are kept, and who may ask with which."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -20,11 +22,12 @@ from router_fakes import SECRET, RedisServer, until
 from router.access.account import Account
 from router.access.control import Access
 from router.access.share import UsageShare, Use
-from router.access.sources import KEYS, FileKeys, RedisKeys
+from router.access.sources import KEYS, SIGNATURES, VERSION, FileKeys, RedisKeys
 from router.request.targets import Refused
 from twostep.cluster.shared_clock import SharedClock
-from twostep.errors import NotFound, SetupError, Unauthenticated, Unavailable
-from twostep.keys.api_key_file import put_in_file, read_file
+from twostep.cluster.signed import API_KEYS, Signer
+from twostep.errors import InvalidRequest, NotFound, SetupError, Unauthenticated, Unavailable
+from twostep.keys.api_key_file import put_in_file, read_file, remove_from_file
 from twostep.keys.api_keys import BadKey, Key, KeyTable, Limits, hash_of, make_key, system_key
 from twostep.request_class import RequestClass
 
@@ -128,14 +131,10 @@ def test_whatever_is_no_record_is_refused_as_such(data: bytes) -> None:
         Key.from_json(data)
 
 
-def test_keys_are_long_and_never_the_same() -> None:
-    made = {make_key()[0] for _ in range(100)}
-    assert len(made) == 100
-    assert all(told.startswith("ts-") and len(told) == 46 for told in made)
-
-
 def test_a_table_finds_keys_by_what_their_holders_say() -> None:
     made = [make_key() for _ in range(5)]
+    assert len({told for told, _ in made}) == 5
+    assert all(told.startswith("ts-") and len(told) == 46 for told, _ in made)
     table = KeyTable(key for _, key in made)
     for told, key in made:
         assert table.find(told) == key
@@ -143,6 +142,7 @@ def test_a_table_finds_keys_by_what_their_holders_say() -> None:
         assert table.find(key.hash) is None
         assert table.find(key.id) is None
     assert table.find("x" * 100_000) is None
+    assert hash_of("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad", "plain SHA-256"
 
 
 # ---- who may --------------------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ async def test_who_may_and_who_may_not(access: Access) -> None:
     for authorization in (f"Bearer {told}", f"bearer  {told} "):
         assert access.identify(authorization, "somebody else").tenant == "acme"
     for authorization in (None, "", "Bearer", "Bearer ", f"Basic {told}", told, f"Bearer {told}x", f"Bearer {key.id}", "Bearer \udcff"):
-        with pytest.raises(Unauthenticated, match="API key") as refused:
+        with pytest.raises(Unauthenticated) as refused:
             access.identify(authorization)
         assert told not in refused.value.message
     own = make_key()
@@ -169,9 +169,9 @@ async def test_who_may_and_who_may_not(access: Access) -> None:
     assert access.identify(f"Bearer {own[0]}").tenant == own[1].id, "a tenant of its own"
     assert access.identity_of(key.id).tenant == "acme"
     await access.remove(key.id)
-    with pytest.raises(Unauthenticated, match="revoked"):
+    with pytest.raises(Unauthenticated):
         access.identify(f"Bearer {told}")
-    with pytest.raises(Unauthenticated, match="revoked"):
+    with pytest.raises(Unauthenticated):
         access.identity_of(key.id)
     with pytest.raises(NotFound):
         await access.remove(key.id)
@@ -241,7 +241,7 @@ async def test_a_volume_that_hangs_costs_one_thread_and_nobody_their_key(
     for _ in range(3):
         await access.refresh()
         access.identify(f"Bearer {told}")
-    with pytest.raises(Unavailable, match=r"cannot be reached \(no answer in time\)"):
+    with pytest.raises(Unavailable):
         await access.remove(key.id)
     await until(lambda: bool(asked), "the thread has begun")
     assert len(asked) == 1
@@ -259,8 +259,13 @@ async def test_a_revoked_key_does_not_come_back_with_a_look_that_began_before(re
 
         def __init__(self) -> None:
             super().__init__(redis_client, SECRET)
-            self.go_on = asyncio.Event()
+            self.go_on, self.removed = asyncio.Event(), asyncio.Event()
             self.num_looks = 0
+
+        async def remove(self, key_id: str) -> bool:
+            there = await super().remove(key_id)
+            self.removed.set()
+            return there
 
         async def read(self) -> Sequence[Key] | None:
             self.num_looks += 1
@@ -277,7 +282,7 @@ async def test_a_revoked_key_does_not_come_back_with_a_look_that_began_before(re
     looking = asyncio.create_task(access.refresh())
     await until(lambda: source.num_looks == 1, "the look has begun")
     revoking = asyncio.create_task(access.remove(key.id))
-    await asyncio.sleep(0.1)
+    await source.removed.wait()
     source.go_on.set()
     await looking
     await revoking
@@ -389,5 +394,128 @@ async def test_without_redis_each_counts_for_itself(redis_server: RedisServer, r
     assert sorted(use.amount for use in heard) == [5, 5], "of the minute and of the day"
 
 
-def test_hashes_are_plain_sha256() -> None:
-    assert hash_of("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+# ---- a file -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_file_is_read_when_it_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    first = make_key(name="first")[1]
+    path.write_text(f"# ours\n\n{first.to_json()}\n")
+    source = FileKeys(path)
+    assert await source.read() == [first]
+    assert await source.read() is None
+    second = make_key(name="second")[1]
+    await source.put(second)
+    assert await source.read() == [first, second]
+    await source.put(Key.from_dict({**json.loads(second.to_json()), "disabled": True}))
+    assert [key.disabled for key in await source.read() or ()] == [False, True]
+    assert await source.remove(first.id)
+    assert not await source.remove(first.id)
+    assert path.read_text().startswith("# ours\n\n{"), "remarks stay"
+    assert sorted(os.listdir(tmp_path)) == [".keys.lock", "keys"], "nothing is left lying about"
+
+
+def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
+    put_in_file(tmp_path / "keys", make_key()[1])
+    assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_broken_file_names_its_line_and_no_secret(tmp_path: Path) -> None:
+    told, key = make_key()
+    for line in ("{", key.to_json()[:-3], key.to_json(), json.dumps({"id": "x", "hash": told})):
+        (tmp_path / "keys").write_text(f"{key.to_json()}\n{line}\n")
+        with pytest.raises(BadKey, match="line 2") as error:
+            read_file(tmp_path / "keys")
+        assert told not in str(error.value)
+        assert key.hash not in str(error.value)
+    with pytest.raises(InvalidRequest):
+        remove_from_file(tmp_path / "none", "x")
+
+
+def test_writers_of_a_file_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As long as all the others may take on a slow disk.
+    monkeypatch.setattr("twostep.keys.api_key_file._LOCK_S", 60.0)
+    path = tmp_path / "keys"
+    threads = [threading.Thread(target=put_in_file, args=(path, make_key()[1])) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read_file(path)) == 20
+
+
+def test_a_file_that_is_changed_stays_where_and_whose_it_is(tmp_path: Path) -> None:
+    """As when root runs `twostep keys` on the file of a router that does not run as root, behind a link."""
+    kept = tmp_path / "kept" / "keys"
+    kept.parent.mkdir()
+    put_in_file(kept, make_key()[1])
+    kept.chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(kept, 12345, 12346)
+    (tmp_path / "keys").symlink_to(kept)
+    before = kept.stat()
+    put_in_file(tmp_path / "keys", make_key()[1])
+    assert (tmp_path / "keys").is_symlink()
+    assert len(read_file(kept)) == 2
+    after = kept.stat()
+    assert (after.st_uid, after.st_gid, after.st_mode) == (before.st_uid, before.st_gid, before.st_mode)
+    assert after.st_ino != before.st_ino, "it was replaced whole"
+
+
+def test_a_writer_that_hangs_is_not_waited_for_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostep.keys.api_key_file._LOCK_S", 0.05)
+    path = tmp_path / "keys"
+    put_in_file(path, make_key()[1])
+    with (tmp_path / ".keys.lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError):
+            put_in_file(path, make_key()[1])
+    assert len(read_file(path)) == 1
+    assert sorted(os.listdir(tmp_path)) == [".keys.lock", "keys"]
+
+
+# ---- Redis ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_redis_tells_what_has_changed(redis_client: redis.asyncio.Redis) -> None:
+    one, other = RedisKeys(redis_client, SECRET), RedisKeys(redis_client, SECRET)
+    assert await one.read() == []
+    key = make_key()[1]
+    await other.put(key)
+    assert await one.read() == [key]
+    assert await one.read() is None
+    assert key.hash.encode() in (await redis_client.hgetall(KEYS))[key.id.encode()]
+    assert await other.remove(key.id)
+    assert not await other.remove(key.id)
+    assert await one.read() == []
+
+
+async def test_a_record_that_redis_damaged_costs_itself_alone(redis_client: redis.asyncio.Redis) -> None:
+    source = RedisKeys(redis_client, SECRET)
+    key = make_key()[1]
+    await source.put(key)
+    await redis_client.hset(KEYS, "broken", "{")
+    await redis_client.hset(SIGNATURES, "broken", Signer(SECRET, API_KEYS).sign_value("{", "broken")[1:])
+    await redis_client.set(VERSION, "another")
+    assert await source.read() == [key]
+
+
+async def test_more_keys_than_are_known_are_complained_of(
+    redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.access.sources.MAX_KEYS", 2)
+    source = RedisKeys(redis_client, SECRET)
+    for _ in range(3):
+        await source.put(make_key()[1])
+    assert len(await source.read() or ()) == 2
+    assert "and 2 of them are known here" in caplog.text
+
+
+async def test_keys_that_redis_lost_are_written_back(redis_client: redis.asyncio.Redis) -> None:
+    source, key = RedisKeys(redis_client, SECRET), make_key()[1]
+    await source.put(key)
+    assert await source.read() == [key]
+    await redis_client.flushall()
+    assert await source.read() is None, "those known go on"
+    assert await source.read() == [key]
+    assert await RedisKeys(redis_client, SECRET).read() == [key]

@@ -12,10 +12,8 @@ from typing import Any
 
 import aiohttp
 import grpc
-import openai
 import pytest
-from http_fakes import CHAT, MESSAGES, TEXT, chat, open_http, raw_events, url
-from openai import AsyncOpenAI
+from http_fakes import CHAT, TEXT, chat, open_http, raw_events
 from router_fakes import ANSWER_TEXT, SECRET, Cluster, until
 
 from twostep.errors import RETRY_AFTER
@@ -103,17 +101,6 @@ async def test_everything_but_probes_and_the_page_wants_a_key(cluster: Cluster, 
             async with http.get(path, headers=bearer(told)) as answer:
                 assert answer.status == 200, path
                 assert answer.headers["Server"] == "twostep", "and not of which versions it is made"
-
-
-async def test_openais_client_is_let_in_with_its_key(cluster: Cluster, keys: Keys) -> None:
-    told = keys.add()
-    async with serving(cluster, keys):
-        async with AsyncOpenAI(base_url=f"{url(cluster)}/v1", api_key=told, max_retries=0) as client:
-            answer = await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=4)
-            assert answer.choices[0].message.content
-        async with AsyncOpenAI(base_url=f"{url(cluster)}/v1", api_key="ts-wrong", max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError, match="not known here"):
-                await client.models.list()
 
 
 async def test_grpc_wants_a_key_too(cluster: Cluster, keys: Keys) -> None:

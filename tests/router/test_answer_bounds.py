@@ -10,16 +10,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import aiohttp
 import pytest
 from http_fakes import CHAT, TEXT, chat, open_http
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import MAX_MODEL_LEN, Cluster, Script, until
+from router_fakes import MAX_MODEL_LEN, Cluster, FakeDecode, FakePrefill, Script, until
 
-from router.access.identity import NOBODY
-from router.http.calls import Call, ask_all
+from router.access.account import NOBODY
+from router.http.connections import UnreadOutput
 from router.http.errors import HttpError
-from router.http.unread import Unread
+from router.http.generation import HttpCall, ask_all
 from router.http.whole_answer import check_size
 from router.json_pieces import Json, in_chunks, json_pieces, small
 from router.request.memory_budget import MemoryBudget
@@ -29,22 +30,26 @@ from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.rpc.v1 import decode_pb2, prefill_pb2
 from twostep.rpc.v1 import inference_pb2 as pb
 
+
+def memory_of(cluster: Cluster) -> MemoryBudget:
+    """Private: nothing outside a router tells what its answers hold."""
+    return cluster.router._inference.memory
+
+
 # ---- before it begins ------------------------------------------------------------------------------------------------------
 
 
-async def test_what_could_come_to_too_much_is_refused_and_may_be_streamed(cluster: Cluster) -> None:
-    prefill, _ = await cluster.prefill(), await cluster.decode()
-    async with cluster.serving(), open_http(cluster) as http:
-        body: dict[str, Any] = {"prompt": ["a"] * 32, "n": 128, "logprobs": 20, "max_tokens": 2000}
-        async with http.post(TEXT, json=body) as answer:
-            told = await answer.json()
-            assert (answer.status, told["error"]["param"]) == (400, "n"), told
-            assert all(word in told["error"]["message"] for word in ("n ", "max_tokens", "logprobs", "stream")), told
-        assert not prefill.requests, "no worker was asked for anything"
-        async with http.post(TEXT, json=body | {"n": 1, "max_tokens": 5}) as answer:
-            assert len((await answer.json())["choices"]) == 32
-        async with http.post(TEXT, json=body | {"n": 2, "max_tokens": 5, "stream": True}) as answer:
-            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+async def test_what_could_come_to_too_much_is_refused_and_may_be_streamed(prefill: FakePrefill, http: aiohttp.ClientSession) -> None:
+    body: dict[str, Any] = {"prompt": ["a"] * 32, "n": 128, "logprobs": 20, "max_tokens": 2000}
+    async with http.post(TEXT, json=body) as answer:
+        told = await answer.json()
+        assert (answer.status, told["error"]["param"]) == (400, "n"), told
+        assert all(word in told["error"]["message"] for word in ("n ", "max_tokens", "logprobs", "stream")), told
+    assert not prefill.requests, "no worker was asked for anything"
+    async with http.post(TEXT, json=body | {"n": 1, "max_tokens": 5}) as answer:
+        assert len((await answer.json())["choices"]) == 32
+    async with http.post(TEXT, json=body | {"n": 2, "max_tokens": 5, "stream": True}) as answer:
+        assert (await answer.read()).endswith(b"data: [DONE]\n\n")
 
 
 def size(**changes: Any) -> dict[str, Any]:
@@ -80,18 +85,15 @@ def test_a_refusal_names_what_would_help() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_prompt_is_not_told_again_without_end(cluster: Cluster, streamed: bool) -> None:
-    await cluster.prefill()
-    await cluster.decode()
+async def test_a_prompt_is_not_told_again_without_end(http: aiohttp.ClientSession, streamed: bool) -> None:
     # A token for each of its characters.
     prompt = "größte " * 200
-    async with cluster.serving(), open_http(cluster) as http:
-        body = {"prompt": [prompt] * 32, "n": 128, "max_tokens": 1, "return_token_ids": True, "stream": streamed}
-        async with http.post(TEXT, json=body) as answer:
-            told = await answer.json()
-            assert (answer.status, told["error"]["param"]) == (400, "return_token_ids"), told
-        async with http.post(TEXT, json=body | {"n": 1, "prompt": [prompt] * 4}) as answer:
-            assert answer.status == 200
+    body = {"prompt": [prompt] * 32, "n": 128, "max_tokens": 1, "return_token_ids": True, "stream": streamed}
+    async with http.post(TEXT, json=body) as answer:
+        told = await answer.json()
+        assert (answer.status, told["error"]["param"]) == (400, "return_token_ids"), told
+    async with http.post(TEXT, json=body | {"n": 1, "prompt": [prompt] * 4}) as answer:
+        assert answer.status == 200
 
 
 # ---- while it grows --------------------------------------------------------------------------------------------------------
@@ -126,25 +128,22 @@ def test_callers_that_take_all_they_get_leave_room_for_another() -> None:
     assert budget.num_held < 100
 
 
-async def test_a_whole_answer_is_kept_small_and_told_in_pieces(cluster: Cluster) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
+async def test_a_whole_answer_is_kept_small_and_told_in_pieces(cluster: Cluster, decode: FakeDecode, http: aiohttp.ClientSession) -> None:
     decode.script = Script(tokens_per_step=50, once=False)
     num, n = 300, 16
-    async with cluster.serving(), open_http(cluster) as http:
-        memory = cluster.router._inference.memory
-        async with http.post(CHAT, json=chat(max_tokens=num, logprobs=True, top_logprobs=20, n=n, return_token_ids=True)) as answer:
-            assert answer.status == 200
-            assert "content-length" not in answer.headers, "it is nowhere whole"
-            # Several times less than what it says, and much less than what it would be as objects.
-            held, raw = memory.num_held, await answer.read()
-            assert 0 < held < len(raw) / 5
-        told = json.loads(raw)
-        await until(lambda: memory.num_held == 0, "it is given back")
-        # What is told in pieces is what is told at once.
-        async with http.post(CHAT, json=chat(max_tokens=10, logprobs=True, top_logprobs=20, return_token_ids=True)) as answer:
-            assert "content-length" in answer.headers
-            few = (await answer.json())["choices"][0]
+    memory = memory_of(cluster)
+    async with http.post(CHAT, json=chat(max_tokens=num, logprobs=True, top_logprobs=20, n=n, return_token_ids=True)) as answer:
+        assert answer.status == 200
+        assert "content-length" not in answer.headers, "it is nowhere whole"
+        # Several times less than what it says, and much less than what it would be as objects.
+        held, raw = memory.num_held, await answer.read()
+        assert 0 < held < len(raw) / 5
+    told = json.loads(raw)
+    await until(lambda: memory.num_held == 0, "it is given back")
+    # What is told in pieces is what is told at once.
+    async with http.post(CHAT, json=chat(max_tokens=10, logprobs=True, top_logprobs=20, return_token_ids=True)) as answer:
+        assert "content-length" in answer.headers
+        few = (await answer.json())["choices"][0]
     assert [choice["index"] for choice in told["choices"]] == list(range(n))
     for choice in told["choices"]:
         assert choice["token_ids"] == cluster.expected(num)
@@ -155,24 +154,21 @@ async def test_a_whole_answer_is_kept_small_and_told_in_pieces(cluster: Cluster)
     assert told["usage"]["completion_tokens"] == n * num
 
 
-async def test_an_answer_that_finds_no_room_fails_and_leaves_none_behind(cluster: Cluster) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    decode.script = Script(tokens_per_step=50, once=False)
-    async with cluster.serving(), open_http(cluster) as http:
-        inference = cluster.router._inference
-        memory = inference.memory
-        async with memory.hold("127.0.0.1") as holding:
-            holding.add(memory.of_caller - 1000)
-            async with http.post(CHAT, json=chat(max_tokens=1000, logprobs=True, top_logprobs=20)) as answer:
-                assert answer.status == 429
-                assert "memory" in (await answer.json())["error"]["message"]
-            async with http.post(CHAT, json=chat(max_tokens=5)) as answer:
-                assert answer.status == 200, "short ones go on"
-            assert memory.num_held == holding.num_bytes
+async def test_an_answer_that_finds_no_room_fails_and_leaves_none_behind(
+    cluster: Cluster, decode: FakeDecode, http: aiohttp.ClientSession
+) -> None:
+    memory = memory_of(cluster)
+    async with memory.hold("127.0.0.1") as holding:
+        holding.add(memory.of_caller - 1000)
         async with http.post(CHAT, json=chat(max_tokens=1000, logprobs=True, top_logprobs=20)) as answer:
-            assert answer.status == 200
-        await cluster.all_free()
+            assert answer.status == 429
+            assert "memory" in (await answer.json())["error"]["message"]
+        async with http.post(CHAT, json=chat(max_tokens=5)) as answer:
+            assert answer.status == 200, "short ones go on"
+        assert memory.num_held == holding.num_bytes
+    async with http.post(CHAT, json=chat(max_tokens=1000, logprobs=True, top_logprobs=20)) as answer:
+        assert answer.status == 200
+    await cluster.all_free()
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------------
@@ -226,7 +222,7 @@ class FakeConnection:
 
 
 def test_who_takes_nothing_for_too_long_is_cut_and_nobody_else() -> None:
-    unread = Unread(timeout_s=30.0)
+    unread = UnreadOutput(timeout_s=30.0)
     stuck, slow, endless, idle, short, gone = (FakeConnection() for _ in range(6))
     everybody = (stuck, slow, endless, idle, short, gone)
     transports = {each: each.transport for each in everybody}
@@ -245,6 +241,7 @@ def test_who_takes_nothing_for_too_long_is_cut_and_nobody_else() -> None:
     assert [each is stuck for each in everybody] == [bool(transports[each] and transports[each].aborted) for each in everybody]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("asked", ["whole", "tokens", "error"])
 async def test_whatever_is_not_read_is_cut_and_its_memory_free(cluster: Cluster, asked: str) -> None:
     await cluster.prefill()
@@ -275,7 +272,7 @@ async def test_whatever_is_not_read_is_cut_and_its_memory_free(cluster: Cluster,
         with pytest.raises(ConnectionError):
             await asyncio.wait_for(send(), 60)
         sock.close()
-        await until(lambda: cluster.router._inference.memory.num_held == 0, "what it held is free")
+        await until(lambda: memory_of(cluster).num_held == 0, "what it held is free")
         async with http.post(CHAT, json=chat(max_tokens=5)) as answer:
             assert answer.status == 200
 
@@ -403,7 +400,7 @@ async def test_many_answers_are_begun_in_turns_with_everybody_else() -> None:
         raise AssertionError("nobody asks for it")
 
     beside = asyncio.create_task(turns())
-    call, readers = Call(request_id="r", identity=NOBODY), [Taking() for _ in range(128)]
+    call, readers = HttpCall(request_id="r", identity=NOBODY), [Taking() for _ in range(128)]
     await ask_all(cast(Inference, Generating()), call, readers, lambda _: pb.GenerateRequest(), read_prompt, timeout_s=60, num_each=128)
     beside.cancel()
     assert max(Counter(begun).values()) <= 2

@@ -18,14 +18,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.batches.disk import Disk
-from router.batches.files import FileStore
-from router.batches.journal import NO_USAGE, Entry
-from router.batches.occupancy import Occupancy
-from router.batches.records import Asked, BatchStatus, owner_of
-from router.batches.run import Answered, Asking, Failure, Run, RunLimits
+from router.batches.disk import Disk, Threads
+from router.batches.files import FileStore, Occupancy
+from router.batches.journal import NO_USAGE, AnswerRecord
+from router.batches.records import BatchRequest, BatchStatus, owner_of
+from router.batches.run import Answered, Asking, BatchRun, Failure
 from router.batches.store import BatchStore
-from router.batches.threads import Threads
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.metrics.batches import BatchMetrics, BatchState
 from twostep.metrics.registry import MetricsRegistry
@@ -118,10 +116,6 @@ class Answers:
         return True
 
 
-class Held:
-    held = True
-
-
 def store_of(root: Path, lives: int | None = None) -> BatchStore:
     disk = MortalDisk(lives)
     return BatchStore(root, disk, FileStore(root, disk, lifetime_s=1e9, max_owner_bytes=0))
@@ -135,8 +129,8 @@ def make_input(store: BatchStore) -> str:
     return store.files.keep(OWNER, upload, store.files.new_record(filename="in", num_bytes=len(content), purpose="batch", lives_s=None)).id
 
 
-def asked_for(input_file_id: str, number: int = 0) -> Asked:
-    return Asked(
+def asked_for(input_file_id: str, number: int = 0) -> BatchRequest:
+    return BatchRequest(
         id=f"batch_{number:032x}",
         tenant=TENANT,
         key_id="",
@@ -151,15 +145,17 @@ def asked_for(input_file_id: str, number: int = 0) -> Asked:
 
 async def run_once(store: BatchStore, batch_id: str, answers: Answers, threads: Threads) -> bool:
     """False: the power was cut."""
-    run = Run(
+    run = BatchRun(
         store,
         threads,
         OWNER,
         batch_id,
         endpoints=answers,
-        lease=Held(),
+        held=lambda: True,
         gate=asyncio.Semaphore(3),
-        limits=RunLimits(concurrency=3, max_line_bytes=1 << 16, look_s=0.01),
+        concurrency=3,
+        max_line_bytes=1 << 16,
+        look_s=0.01,
         metrics=BatchMetrics(MetricsRegistry(), lambda: BatchState(num_open=0, running={})),
     )
     try:
@@ -323,18 +319,18 @@ def test_an_owners_bytes_are_bounded_however_they_come(tmp_path: Path) -> None:
     files = store.files
     one, other = files.begin_upload(OWNER), files.begin_upload(OWNER)
     files.append_upload(OWNER, one, b"x" * 6_000_000)
-    with pytest.raises(ResourceExhausted, match="no room"):
+    with pytest.raises(ResourceExhausted):
         files.append_upload(OWNER, other, b"x" * 6_000_000)  # both at once
     files.append_upload(OWNER, other, b"x" * 4_000_000)
     record = partial(files.new_record, filename="in", purpose="batch", lives_s=None)
     kept = files.finish_upload(OWNER, one, record(num_bytes=6_000_000)).id
-    with pytest.raises(ResourceExhausted, match="no room"):
+    with pytest.raises(ResourceExhausted):
         files.append_upload(OWNER, other, b"x" * 2_000_000)  # one after the other, but begun before
     files.drop_upload(other)
     asked = store.create(asked_for(kept)).asked
     files.delete(OWNER, kept)
     for _ in range(2):
-        with pytest.raises(ResourceExhausted, match="no room"):
+        with pytest.raises(ResourceExhausted):
             send(files, 5_000_000)  # what a batch still needs is there, whatever it is called
         for path in (tmp_path / OWNER / "uploads").iterdir():
             files.drop_upload(path)
@@ -342,12 +338,12 @@ def test_an_owners_bytes_are_bounded_however_they_come(tmp_path: Path) -> None:
     send(files, 4_000_000)
     # Another router's, and what a batch has answered: known soon, if not at once.
     store.begin_run(OWNER, asked.id)
-    store.record(OWNER, asked.id, 1, [Entry("a", True, NO_USAGE, b"x" * 300_000)])
+    store.record(OWNER, asked.id, 1, [AnswerRecord("a", True, NO_USAGE, b"x" * 300_000)])
     clock[0] += 1000.0
     assert not files.has_room(OWNER)
-    with pytest.raises(ResourceExhausted, match="no room"):
+    with pytest.raises(ResourceExhausted):
         files.begin_upload(OWNER)
-    with pytest.raises(ResourceExhausted, match="no room"):
+    with pytest.raises(ResourceExhausted):
         store.create(asked_for(files.ids(OWNER)[0]))
     assert files.begin_upload(owner_of("another")), "it is each one's own bound"
     store.close(OWNER, asked.id)
@@ -413,7 +409,7 @@ def test_a_file_more_costs_the_same_however_many_there_are(tmp_path: Path, monke
 def test_without_keys_a_name_gives_no_room(tmp_path: Path) -> None:
     files = bounded(tmp_path, [0.0], max_owner_bytes=1_000_000, one_account=True).files
     send(files, 900_000, owner_of("a"))
-    with pytest.raises(ResourceExhausted, match="no room"):
+    with pytest.raises(ResourceExhausted):
         send(files, 200_000, owner_of("b"))
 
 

@@ -10,10 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.batches.files import page_of
-from router.batches.journal import Entry, Results, decode, encode
-from router.batches.lines import Request, body_bytes, parse_line, unanswered
-from router.batches.records import NEXT, Asked, BatchStatus, FileRecord, LineError, RunState, Tally, from_json, new_id, to_json, view
-from router.batches.retry import MAX_FAILURES, MAX_LOSSES, retry_s
+from router.batches.journal import AnswerRecord, Results, decode, encode
+from router.batches.lines import LineRequest, body_bytes, parse_line, unanswered
+from router.batches.records import (
+    NEXT,
+    AnswerCounts,
+    BatchRequest,
+    BatchStatus,
+    FileRecord,
+    LineError,
+    RunState,
+    from_json,
+    new_id,
+    to_json,
+    view,
+)
+from router.batches.run import MAX_FAILURES, MAX_LOSSES, retry_s
 from router.batches.service import choose
 from router.request.targets import Expired
 from twostep.errors import (
@@ -31,7 +43,7 @@ ENDPOINT = "/v1/completions"
 few = settings(max_examples=40)
 custom_ids = st.text(min_size=1, max_size=20)
 entries = st.builds(
-    Entry,
+    AnswerRecord,
     custom_ids,
     st.booleans(),
     st.tuples(*[st.integers(0, 1 << 40)] * 4),
@@ -44,7 +56,7 @@ entries = st.builds(
 
 @few
 @given(entries, st.data())
-def test_a_record_is_read_as_it_was_written_or_not_at_all(entry: Entry, data: st.DataObject) -> None:
+def test_a_record_is_read_as_it_was_written_or_not_at_all(entry: AnswerRecord, data: st.DataObject) -> None:
     line = encode(entry)
     assert decode(line) == entry
     cut = data.draw(st.integers(0, len(line) - 1))
@@ -63,7 +75,7 @@ def test_the_first_whole_record_of_each_id_counts(runs: list[list[bytes]]) -> No
     results = Results()
     for epoch, lines in enumerate(runs, 1):
         results.read(epoch, lines)
-    first: dict[str, tuple[int, Entry]] = {}
+    first: dict[str, tuple[int, AnswerRecord]] = {}
     for epoch, lines in enumerate(runs, 1):
         for line in lines:
             entry = decode(line)
@@ -98,8 +110,8 @@ def test_any_line_is_read_or_refused(raw: bytes) -> None:
 @given(custom_ids, st.dictionaries(st.text(), st.none() | st.text() | st.integers()))
 def test_a_good_line_is_taken(custom_id: str, body: dict[str, Any]) -> None:
     raw = json.dumps({"custom_id": custom_id, "method": "POST", "url": ENDPOINT, "body": body}).encode()
-    assert parse_line(raw, 1, endpoint=ENDPOINT, max_bytes=1 << 20) == Request(custom_id, body)
-    assert parse_line(b"\xef\xbb\xbf" + raw + b"\r\n", 1, endpoint=ENDPOINT, max_bytes=1 << 20) == Request(custom_id, body)
+    assert parse_line(raw, 1, endpoint=ENDPOINT, max_bytes=1 << 20) == LineRequest(custom_id, body)
+    assert parse_line(b"\xef\xbb\xbf" + raw + b"\r\n", 1, endpoint=ENDPOINT, max_bytes=1 << 20) == LineRequest(custom_id, body)
     sent = json.loads(body_bytes({**body, "priority": -5, "service_tier": "priority", "request_class": "interactive"}))
     assert sent["request_class"] == "batch"
     assert "priority" not in sent
@@ -110,7 +122,7 @@ def test_a_good_line_is_taken(custom_id: str, body: dict[str, Any]) -> None:
 # ---- records ---------------------------------------------------------------------------------------------------------------
 
 
-def asked(**changes: Any) -> Asked:
+def asked(**changes: Any) -> BatchRequest:
     given = {
         "id": "batch_0",
         "tenant": "",
@@ -120,7 +132,7 @@ def asked(**changes: Any) -> Asked:
         "input_file_id": "f",
         "completion_window": "24h",
     }
-    return Asked(**{**given, "created": 1, "expires": 2, **changes})
+    return BatchRequest(**{**given, "created": 1, "expires": 2, **changes})
 
 
 @pytest.mark.parametrize("item", [b"[[],[]]", b"1", b'""'])
@@ -136,17 +148,17 @@ def test_a_line_of_countless_values_is_refused_before_it_is_read(item: bytes, mo
 def test_records_survive_their_json() -> None:
     record = FileRecord(id="f", filename="ü\n", num_bytes=3, created=1, purpose="batch", expires=None)
     assert from_json(FileRecord, to_json(record)) == record
-    state = RunState(epoch=2, tally=Tally(completed=3), errors=(LineError(code="c", message="m", line=1),))
+    state = RunState(epoch=2, tally=AnswerCounts(completed=3), errors=(LineError(code="c", message="m", line=1),))
     assert from_json(RunState, to_json(state)) == state
-    assert from_json(Asked, to_json(asked(metadata={"a": "b"}))) == asked(metadata={"a": "b"})
+    assert from_json(BatchRequest, to_json(asked(metadata={"a": "b"}))) == asked(metadata={"a": "b"})
     newer = json.dumps({**json.loads(to_json(asked())), "of_tomorrow": 1}).encode()
-    assert from_json(Asked, newer) == asked()
+    assert from_json(BatchRequest, newer) == asked()
 
 
 @few
 @given(st.binary(max_size=60))
 def test_damaged_records_say_so(raw: bytes) -> None:
-    for kind in (FileRecord, Asked, RunState):
+    for kind in (FileRecord, BatchRequest, RunState):
         with pytest.raises(DataLoss):
             from_json(kind, raw)  # type: ignore[type-var]
 
@@ -203,11 +215,11 @@ def test_pages_are_all_there_is_each_once(ids: list[str], limit: int, ascending:
     seen: list[str] = []
     after = None
     while True:
-        page = page_of(ids, after=after, limit=limit, ascending=ascending)
-        seen += page.ids
+        page = page_of(ids, str, after=after, limit=limit, ascending=ascending)
+        seen += page.items
         if not page.has_more:
             break
-        after = page.ids[-1]
+        after = page.items[-1]
     assert seen == sorted(ids, reverse=not ascending)
 
 

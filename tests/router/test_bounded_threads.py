@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from router_fakes import until
 
-from router.batches.threads import Threads
+from router.batches.disk import Threads
 from twostep.errors import Unavailable
 from twostep.process.bounded_threads import BoundedThreads
 

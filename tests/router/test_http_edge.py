@@ -7,7 +7,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -36,26 +36,26 @@ FORM_TYPE = "multipart/form-data; boundary=x"
 # ---- what is packed --------------------------------------------------------------------------------------------------------------
 
 
-def zeros() -> bytes:
-    """64 MiB in 64 KB."""
-    return zlib.compress(bytes(64 << 20), wbits=31)
+ZEROS = zlib.compress(bytes(32 << 20), wbits=31)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "GZIP", "x-unknown"])
-async def test_nothing_packed_is_taken(cluster: Cluster, encoding: str) -> None:
-    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+async def test_nothing_packed_is_taken(cluster: Cluster) -> None:
+    def headers(encoding: str, key: str = "") -> dict[str, str]:
+        given = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+        return given | ({"Authorization": f"Bearer {key}"} if key else {})
+
     async with cluster.serving(api_keys="k" * 40, admin_port=0), open_http(cluster) as http:
         for path in (CHAT, "/", "/v1/files"):
-            async with http.post(path, data=zeros(), headers=headers) as answer:
+            async with http.post(path, data=ZEROS, headers=headers("gzip")) as answer:
                 assert answer.status == 401, "who shows no key is not told more"
-        async with http.post(CHAT, data=zeros(), headers={**headers, "Authorization": f"Bearer {'k' * 40}"}) as answer:
-            assert answer.status in (401, 415)
         admin = f"http://127.0.0.1:{cluster.router.admin_port}/admin/keys"
-        async with http.post(admin, data=zeros(), headers={**headers, "Authorization": f"Bearer {admin_key(SECRET)}"}) as answer:
+        async with http.post(admin, data=ZEROS, headers=headers("gzip", admin_key(SECRET))) as answer:
             assert answer.status == 415
-    async with cluster.serving(), open_http(cluster) as http, http.post(CHAT, data=zeros(), headers=headers) as answer:
-        assert answer.status == 415
-        assert "Content-Encoding" in (await answer.json())["error"]["message"]
+    async with cluster.serving(), open_http(cluster) as http:
+        for encoding in ("gzip", "deflate", "br", "zstd", "GZIP", "x-unknown"):
+            async with http.post(CHAT, data=ZEROS, headers=headers(encoding)) as answer:
+                assert answer.status == 415, encoding
+                assert "Content-Encoding" in (await answer.json())["error"]["message"]
 
 
 async def test_nothing_is_unpacked_for_whoever_is_refused() -> None:
@@ -66,14 +66,13 @@ async def test_nothing_is_unpacked_for_whoever_is_refused() -> None:
         raise web.HTTPUnauthorized
 
     bodies: list[aiohttp.StreamReader] = []
-    packed = zeros()
     async with serving(refuse) as (port, _), aiohttp.ClientSession() as http:
-        async with http.post(f"http://127.0.0.1:{port}/", data=packed, headers={"Content-Encoding": "gzip"}) as answer:
+        async with http.post(f"http://127.0.0.1:{port}/", data=ZEROS, headers={"Content-Encoding": "gzip"}) as answer:
             assert answer.status == 401
         # The next over the same connection is answered when all of the first is read.
         async with http.post(f"http://127.0.0.1:{port}/", data=b"a") as answer:
             assert answer.status == 401
-    assert bodies[0].total_bytes <= len(packed)
+    assert bodies[0].total_bytes <= len(ZEROS)
 
 
 # ---- who asks --------------------------------------------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ async def serving(
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     assert runner.server is not None
-    connections = Connections(runner.server, watched, limit=limit, keepalive_timeout_s=75.0)
+    connections = Connections(runner.server, watched.cut_slowest, limit=limit, keepalive_timeout_s=75.0)
     server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
     try:
         yield server.sockets[0].getsockname()[1], watched
@@ -279,6 +278,26 @@ async def test_a_body_that_brings_next_to_nothing_is_cut() -> None:
             bodies.look()
         assert await status(slow) == 408
         assert await status(fast) == 200, "half a megabyte in 20 s is no fault"
+
+
+async def test_a_body_has_a_time_of_its_own() -> None:
+    """30 s, and 16 s for its half megabyte: it brings enough in each interval, and is late all the same."""
+    clock = Clock()
+    bodies = Bodies(clock=clock)
+    reading = Reading(bodies)
+    async with serving(reading, bodies=bodies) as (port, _), asking(port, "/late", 512 << 10) as (late, flow):
+        await reading.begun.acquire()
+        for second in range(0, 45, 5):
+            clock.now += 5.0
+            flow.write(b"-" * 10_000)
+            await reading.until_come("/late", 10_000 * (second // 5 + 1))
+            bodies.look()
+        clock.now += 0.9
+        bodies.look()
+        assert reading.contents["/late"].exception() is None
+        clock.now += 0.2
+        bodies.look()
+        assert await status(late) == 408
 
 
 async def test_a_body_that_waits_for_the_router_is_not_cut() -> None:
@@ -448,3 +467,62 @@ async def test_requests_with_expectations_and_bodies_nobody_wants(cluster: Clust
                 assert answer.status == expected
         async with http.post(CHAT, json=chat(max_tokens=0), expect100=True) as answer:
             assert answer.status == 400
+
+
+# ---- sizes and numbers ---------------------------------------------------------------------------------------------------------
+
+
+async def test_sizes_are_bounded_and_say_so_as_openai_does(cluster: Cluster) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(max_body_bytes=100_000), open_http(cluster) as http:
+        body = chat(messages=[{"role": "user", "content": "x" * 100_000}])
+        async with http.post(CHAT, json=body) as answer:
+            assert answer.status == 413
+            error = (await answer.json())["error"]
+            assert error["type"] == "invalid_request_error"
+            assert "--max-body-bytes" in error["message"]
+        # Without saying how long it will be.
+        async with http.post(
+            CHAT, data=_chunks(b'{"messages": "' + b"x" * 200_000), headers={"Content-Type": "application/json"}
+        ) as answer:
+            assert answer.status == 413
+        async with http.post(CHAT, json=chat(messages=[{"role": "user", "content": ""}] * 2500)) as answer:
+            assert answer.status in (200, 400), "many, and not too many"
+        async with http.post(CHAT, json=chat(max_tokens=1), headers={"x-long": "x" * 20_000}) as answer:
+            assert answer.status == 400
+            assert "Traceback" not in await answer.text()
+        async with http.post(CHAT, json=chat(max_tokens=1)) as answer:
+            assert answer.status == 200, "the router is none the worse"
+    assert not cluster.held()
+
+
+async def _chunks(data: bytes) -> AsyncIterator[bytes]:
+    for i in range(0, len(data), 10_000):
+        yield data[i : i + 10_000]
+
+
+@asynccontextmanager
+async def raw(cluster: Cluster, data: bytes = b"") -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
+    writer.write(data)
+    await writer.drain()
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def test_idle_connections_make_room_for_new_ones(cluster: Cluster) -> None:
+    """More come and say nothing, or half a head, than there is room for: who asks is answered all the same."""
+    await cluster.prefill()
+    await cluster.decode()
+    async with cluster.serving(max_connections=4), AsyncExitStack() as stack:
+        silent = [await stack.enter_async_context(raw(cluster, b"POST /v1/ch" if i % 2 else b"")) for i in range(12)]
+        async with open_http(cluster) as http, http.post(CHAT, json=chat(max_tokens=2)) as answer:
+            assert answer.status == 200
+        async with asyncio.timeout(60):
+            for reader, _ in silent[:9]:
+                # Half a head that nobody has read yet makes it a reset.
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b"", "closed, but for the last four"

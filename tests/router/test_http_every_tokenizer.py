@@ -13,6 +13,8 @@ from router_fakes import EOS_ID, Cluster, RedisServer, make_model_dir
 from tokenizer_kinds import save_kind
 from transformers import PreTrainedTokenizerFast
 
+pytestmark = pytest.mark.system
+
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% endfor %}"
 KINDS = ["sentencepiece_bpe", "unigram", "wordpiece", "words", "byte_level"]
 

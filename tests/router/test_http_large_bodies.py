@@ -8,18 +8,16 @@ import pickletools
 from collections.abc import AsyncIterator
 from functools import partial
 
+import aiohttp
 import pytest
-from http_fakes import CHAT, TEXT, chat, open_http
+from http_fakes import CHAT, TEXT, chat
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import Cluster
 
 from router.batches.lines import LineError, parse_line
 from router.http.body_parser import BodyParser
-from router.http.chat_body import ChatBody
-from router.http.completion_body import CompletionBody
 from router.http.errors import HttpError
-from router.http.fields import parse_body
+from router.http.request_bodies import ChatBody, CompletionBody, parse_body
 from router.json_size import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, checked_size
 from twostep.errors import InvalidRequest
 
@@ -119,18 +117,13 @@ def test_what_comes_back_is_quickly_made_of_its_pickle(kind: type[ChatBody] | ty
     assert sum(1 for _ in pickletools.genops(pickle.dumps(parse_body(kind, raw), 5))) < 1000
 
 
-async def test_large_bodies_of_honest_clients_are_answered(cluster: Cluster) -> None:
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving(), open_http(cluster) as http:
-        async with http.post(CHAT, data=LISTS, headers={"Content-Type": "application/json"}) as answer:
-            assert answer.status == 400
-            assert "lists and objects" in (await answer.json())["error"]["message"]
-        tools = [
-            {"type": "function", "function": {"name": f"f{i}", "parameters": {"type": "object", "properties": {}}}} for i in range(800)
-        ]
-        async with http.post(CHAT, json=chat(max_tokens=2, tools=tools, tool_choice="none")) as answer:
-            assert answer.status == 200
-        async with http.post(TEXT, json={"prompt": [[5, 6, 7]] * 700, "max_tokens": 1}) as answer:
-            assert answer.status == 200
-            assert len((await answer.json())["choices"]) == 700
+async def test_large_bodies_of_honest_clients_are_answered(http: aiohttp.ClientSession) -> None:
+    async with http.post(CHAT, data=LISTS, headers={"Content-Type": "application/json"}) as answer:
+        assert answer.status == 400
+        assert "lists and objects" in (await answer.json())["error"]["message"]
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": {"type": "object", "properties": {}}}} for i in range(800)]
+    async with http.post(CHAT, json=chat(max_tokens=2, tools=tools, tool_choice="none")) as answer:
+        assert answer.status == 200
+    async with http.post(TEXT, json={"prompt": [[5, 6, 7]] * 700, "max_tokens": 1}) as answer:
+        assert answer.status == 200
+        assert len((await answer.json())["choices"]) == 700

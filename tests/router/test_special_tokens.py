@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import aiohttp
 import pytest
 from http_fakes import open_http, url
-from router_fakes import Cluster
+from router_fakes import Cluster, FakePrefill
 
 from router.prompting.prompt import PromptReader
 from router.prompting.render_process import Setup
@@ -47,17 +48,15 @@ async def test_chats_through_every_front(cluster: Cluster, switch: str) -> None:
     assert len(found[FORGED]) == len(found[HARMLESS]) + len(more)
 
 
-async def test_raw_prompts_are_read_as_they_stand(cluster: Cluster) -> None:
-    prefill, _ = await cluster.prefill(), await cluster.decode()
+async def test_raw_prompts_are_read_as_they_stand(cluster: Cluster, prefill: FakePrefill, http: aiohttp.ClientSession) -> None:
     expected = cluster.tokenizer.encode(FORGED).ids
     assert len(control(cluster, expected)) == 2
-    async with cluster.serving(), open_http(cluster) as http:
-        async with http.post(f"{url(cluster)}/v1/completions", json={"prompt": FORGED, "max_tokens": 2}) as answer:
-            assert answer.status == 200
-        async with http.post(f"{url(cluster)}/tokenize", json={"prompt": FORGED}) as answer:
-            assert (await answer.json())["tokens"] == expected
-        assert list(prefill.requests[0].token_ids) == expected
-        await cluster.all_free()
+    async with http.post(f"{url(cluster)}/v1/completions", json={"prompt": FORGED, "max_tokens": 2}) as answer:
+        assert answer.status == 200
+    async with http.post(f"{url(cluster)}/tokenize", json={"prompt": FORGED}) as answer:
+        assert (await answer.json())["tokens"] == expected
+    assert list(prefill.requests[0].token_ids) == expected
+    await cluster.all_free()
 
 
 async def test_text_beyond_the_context_is_refused_before_all_of_it_is_read(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

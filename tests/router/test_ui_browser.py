@@ -10,19 +10,16 @@ from typing import Any
 
 import pytest
 from browser import Page, chromium, running_browser, tab
-from router_fakes import ANSWER_TEXT, SECRET, Cluster, FakeWorker, Script, until
+from router_fakes import ANSWER_TEXT, Cluster, FakeWorker, Script, until
 
 from router.status import board as status_board
-from router.status import scaling_watch
 from twostep.cluster.records import WorkerLoad
-from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
-from twostep.cluster.signed import DECISIONS, Signer
 from twostep.keys.api_key_file import put_in_file
 from twostep.keys.api_keys import make_key
 from twostep.local.ports import free_ports
 from twostep.step_curve import StepCurve
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here to open the page with")
+pytestmark = [pytest.mark.system, pytest.mark.skipif(chromium() is None, reason="no Chromium here to open the page with")]
 
 _LIVE = "document.documentElement.dataset.connection === 'live'"
 # The router may go before the page.
@@ -126,69 +123,6 @@ async def test_the_dashboard_shows_workers_and_what_flows(cluster: Cluster, page
             await fits(page, width)
 
 
-async def test_what_the_autoscaler_wants_stands_below_the_map(cluster: Cluster, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling_watch, "POLL_S", 0.05)
-    await cluster.prefill("prefill-0")
-    await cluster.decode("decode-0")
-
-    async def decide(number: int, ago_s: float, interval_s: float) -> None:
-        seconds, _ = await cluster.redis.time()
-        record = ScalingRecord(
-            token=1,
-            number=number,
-            leader="<b>autoscaler-0</b>",
-            at_s=seconds - ago_s,
-            interval_s=interval_s,
-            replicas={"prefill": 2, "decode": 1},
-            pods={"prefill": 1, "decode": 1},
-            wanted={"prefill": 2, "decode": 1},
-            reason="2.43 requests/s need 2 + 1 " + "and_so_on" * 50,
-        )
-        await cluster.redis.set(DECISION_KEY, Signer(SECRET, DECISIONS).sign_object(record.to_json()))
-
-    async with cluster.serving():
-        await page.open(url(cluster))
-        await page.until("document.querySelectorAll('.card').length === 2")
-        assert await page.do("document.querySelector('.scaling').getClientRects().length") == 0, "no autoscaler has decided anything"
-        await decide(1, 3.0, 1000.0)
-        await page.until("!document.querySelector('.scaling').hidden")
-        wish = "prefill 1 of 2 (1 → 2 started as such), decode 1 of 1 workers"
-        assert await texts(page, ".scaling h3, .scaling b") == ["Autoscaler", wish]
-        ((when,), (why,)) = [await texts(page, f".scaling {part}") for part in (".when", ".why")]
-        assert when.endswith("s ago, by <b>autoscaler-0</b>"), "text, and nothing else"
-        assert why.startswith("2.43 requests/s need 2 + 1")
-        await fits(page, 320)
-        await decide(2, 600.0, 15.0)
-        await page.until("document.querySelector('.scaling .pill').innerText === 'stale'")
-        assert "nobody has decided for 10 min" in (await texts(page, ".scaling .when"))[0]
-        await cluster.redis.set(DECISION_KEY, "{")
-        await page.until("document.querySelector('.scaling .trouble').innerText.includes('cannot be read')")
-
-
-async def test_motion_can_be_stopped(cluster: Cluster, page: Page) -> None:
-    tell(await cluster.prefill(), tokens_per_s=100.0)
-    tell(await cluster.decode(), tokens_per_s=100.0)
-    moving = "getComputedStyle(document.querySelector('.flow:not(.still) .run'))"
-    async with cluster.serving():
-        await page.open(url(cluster))
-        await page.until("document.querySelector('.flow:not(.still) .run') !== null")
-        assert await page.do(f"{moving}.animationName") == "run"
-        await page.look(width=1280, height=900, motion=False)
-        assert await page.do(f"{moving}.animationName") == "none"
-        await page.look(width=1280, height=900)
-        await page.do("document.querySelector('.bar-above button').click()")
-        assert await page.do(f"{moving}.animationPlayState") == "paused"
-        # Tokens a second, which are none, are told every second.
-        drawn = "document.querySelectorAll('.plot svg')[3].innerHTML"
-        frozen = await page.do(drawn)
-        board = cluster.router.board
-        now = board.history_json()["columns"]["unix_s"][-1]
-        await until(lambda: board.history_json()["columns"]["unix_s"][-1] > now + 0.5, "some time passes")
-        assert await page.do(drawn) == frozen
-        await page.do("document.querySelector('.bar-above button').click()")
-        await page.until(f"{drawn} !== {frozen!r}")
-
-
 async def test_everything_can_be_reached_by_keyboard(cluster: Cluster, page: Page) -> None:
     await cluster.prefill()
     await cluster.decode()
@@ -220,22 +154,6 @@ async def test_everything_can_be_reached_by_keyboard(cluster: Cluster, page: Pag
         await page.press("Enter")
         await page.until("document.querySelector('.dashboard').hidden && document.activeElement.id === 'prompt'")
         assert await page.do("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-
-
-async def test_colours_are_chosen_and_kept(cluster: Cluster, page: Page) -> None:
-    background = "getComputedStyle(document.body).backgroundColor"
-    async with cluster.serving():
-        await page.open(url(cluster))
-        light = await page.do(background)
-        await page.do("{ const theme = document.querySelector('#theme'); theme.value = 'dark'; theme.dispatchEvent(new Event('change')) }")
-        dark = await page.do(background)
-        assert dark != light
-        await page.open(url(cluster))
-        assert await page.do(background) == dark
-        await page.do("{ const theme = document.querySelector('#theme'); theme.value = 'auto'; theme.dispatchEvent(new Event('change')) }")
-        assert await page.do(background) == light
-        await page.look(width=1280, height=900, scheme="dark")
-        assert await page.do(background) == dark
 
 
 # ---- what may go wrong -----------------------------------------------------------------------------------------------------
@@ -378,6 +296,7 @@ async def test_an_answer_can_be_stopped_and_asked_again(cluster: Cluster, page: 
         assert len(await texts(page, ".turn")) == 0
 
 
+@pytest.mark.smoke
 async def test_without_workers_the_playground_says_so(cluster: Cluster, page: Page) -> None:
     page.expected.append("503")
     async with cluster.serving(no_worker_grace=0.1):

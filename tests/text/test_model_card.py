@@ -107,7 +107,7 @@ def test_refused_by_name(tmp_path: Path, files: dict[str, Any], words: list[str]
 
 
 def test_no_model(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"config\.json does not exist"):
+    with pytest.raises(SetupError, match=r"config\.json"):
         ModelCard.load(tmp_path)
 
 
@@ -125,7 +125,7 @@ def test_template_places(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("from the file")
     assert ModelCard.load(tmp_path).chat_template == "from the file"
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(SetupError, match=r"chat_template\.jinja cannot be read"):
+    with pytest.raises(SetupError, match=r"chat_template\.jinja"):
         ModelCard.load(tmp_path)
 
 
@@ -146,7 +146,7 @@ def test_a_template_for_tools(tmp_path: Path) -> None:
     assert template.render(messages) == "file"
     assert template.render(messages, tools=[{}]) == "tools of a file"
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_bytes(b"\xff")
-    with pytest.raises(SetupError, match=r"tool_use\.jinja cannot be read"):
+    with pytest.raises(SetupError, match=r"tool_use\.jinja"):
         ModelCard.load(tmp_path)
 
 

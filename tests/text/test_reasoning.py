@@ -76,7 +76,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(edges)]
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.sampled_from(FORMATS), texts, st.lists(st.integers(0, 1000), max_size=20), st.booleans())
 def test_however_the_text_is_cut(format: ReasoningFormat, text: str, places: list[int], begun: bool) -> None:
     whole = split(format, [text], begun=begun)
@@ -155,5 +155,5 @@ def test_parsers_by_name() -> None:
     assert reasoning_format("auto", None) is None
     assert reasoning_format("none", "</think>") is None
     assert reasoning_format("deepseek_r1", None) == REASONING_FORMATS["deepseek_r1"]
-    with pytest.raises(SetupError, match="give one of auto, none, qwen3"):
+    with pytest.raises(SetupError, match="qwen3"):
         reasoning_format("gpt", None)

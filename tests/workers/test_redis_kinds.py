@@ -19,7 +19,7 @@ from test_worker_identity import registration
 from worker_harness import SECRET, WAIT_S
 
 from router.access.sources import RedisKeys
-from router.batches.lease import Leases
+from router.batches.service import Leases
 from router.request.targets import Targets
 from router.status.scaling_watch import ScalingWatch
 from router.waiting.demand_meter import DemandMeter

@@ -23,8 +23,7 @@ import numpy.typing as npt
 from twostep.engine.token_masks import WORD, num_words
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar
-from twostep.text.grammar import library, limits, refused, source_of
-from twostep.text.grammar_tokenizer import grammar_tokenizer
+from twostep.text.grammar import grammar_tokenizer, library, limits, refused, source_of
 
 # Compiled grammars kept: some ten kilobytes each, some megabytes with the automaton of one that was much used.
 _MAX_CACHED = 64

@@ -79,7 +79,7 @@ def _syntax(format: ToolCallFormat, tokenizer: Tokenizer, parallel: bool) -> _Sy
 
 
 def _grammar(start: str, syntax: _Syntax, functions: Sequence[Function], *more: str) -> Grammar:
-    assert functions, "whoever may call needs something to call"
+    assert functions, "calls need functions"
     rules = [f"start: {start}", *more]
     kind = "named" if syntax.separator else "object"
     rules.append(f"{kind}: " + " | ".join(f"{kind}_{i}" for i in range(len(functions))))

@@ -12,7 +12,7 @@ from twostep.text.tool_calls import ToolCallFormat, tool_call_format
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """None: the model has no marks for it, or nobody is to look for them."""
+    """None: the model has no marks for it, or they are not to be looked for."""
 
     reasoning: ReasoningFormat | None = None
     tool_calls: ToolCallFormat | None = None
@@ -25,7 +25,7 @@ class ChatFormat:
 
     @property
     def markers(self) -> list[str]:
-        """What the model itself writes around reasoning and calls."""
+        """Returns what the model itself writes around reasoning and calls."""
         reasoning = [] if self.reasoning is None else [self.reasoning.opening, self.reasoning.closing]
         return reasoning + ([] if self.tool_calls is None else list(self.tool_calls.markers))
 

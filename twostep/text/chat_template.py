@@ -11,10 +11,10 @@ import jinja2
 import jinja2.nodes
 
 from twostep.errors import InvalidRequest, SetupError
-from twostep.text.added_tokens import AddedTokens
 from twostep.text.client_words import ClientWords, drawn_mark, strings_in
 from twostep.text.model_card import ModelCard
 from twostep.text.template_sandbox import MAX_CHARS, MAX_STEPS, Sandbox, TooMuch
+from twostep.text.tokenizer import AddedTokens
 
 # What a client's variables may not be called: arguments of the render itself, and of transformers' function that renders.
 _RESERVED = frozenset({"messages", "tools", "continue_final_message", "chat_template", "tokenize"})
@@ -210,7 +210,7 @@ class ChatTemplate:
 
 
 def _continued(text: str, content: str) -> str:
-    """What comes before the tag; stripped, if the template strips messages: with the tag it could not."""
+    """Returns what comes before the tag; stripped, if the template strips messages: with the tag it could not."""
     at = text.rfind(_TAG.strip())
     if at < 0 or content.strip() not in text:
         raise InvalidRequest(

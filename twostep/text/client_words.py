@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from twostep.errors import InvalidRequest
-from twostep.text.added_tokens import AddedTokens
 from twostep.text.template_sandbox import escaped
+from twostep.text.tokenizer import AddedTokens
 
 # Of Unicode's private use.
 _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
@@ -27,9 +27,9 @@ _MAX_DRAWS = 64
 
 
 class ClientWords:
-    """Of one model. `constants`: strings of the template's, which it may look for in what it is given (`</think>`): they are left whole
-    where no control token can be made of them. `model_markers`: what the model itself writes, and the template may look for, in the
-    assistant's messages: they are tokens there, as they were when the model wrote them."""
+    """Knows one model's control tokens. `constants`: strings of the template's, which it may look for in what it is given (`</think>`):
+    they are left whole where no control token can be made of them. `model_markers`: what the model itself writes, and the template may look
+    for, in the assistant's messages: they are tokens there, as they were when the model wrote them."""
 
     def __init__(self, tokens: AddedTokens, constants: Iterable[str] = (), model_markers: Collection[str] = ()) -> None:
         self._tokens = tokens
@@ -79,8 +79,8 @@ class ClientWords:
         return text
 
     def own_and_clients(self, seen: str, mark: str) -> tuple[str, list[str], list[int]]:
-        """Of a text that was rendered with marks: the text without them, the control tokens that are the template's, and where those
-        begin that are not."""
+        """Takes a text that was rendered with marks apart: the text without them, the control tokens that are the template's, and where
+        those begin that are not."""
         text, other = seen.replace(mark, ""), chr(ord(mark) ^ 1)
         # As long as `text`, and other where a client's signs stand.
         told = seen
@@ -114,7 +114,7 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def drawn_mark(strings: Sequence[str]) -> str:
-    """A character that stands in none of them, nor does its escape. Drawn, so that nobody can guess it."""
+    """Draws a character that stands in none of them, nor does its escape, so that it cannot be guessed."""
     for _ in range(_MAX_DRAWS):
         mark = chr(_FIRST_MARK + secrets.randbelow(_LAST_MARK - _FIRST_MARK + 1))
         pair = (mark, chr(ord(mark) ^ 1), escaped(mark))

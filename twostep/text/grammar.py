@@ -7,11 +7,14 @@ grammar comes.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar, GrammarKind
+from twostep.text.tokenizer import TokenBytes, Tokenizer
 
 # What llguidance may spend on one grammar, and on one token of an answer: about 20 ms and 15 ms. Beyond it the grammar is refused, or the
 # answer ends with an error.
@@ -91,8 +94,8 @@ def _within_slashes(regex: str) -> str:
 
 
 def schema_of(grammar: Grammar) -> str:
-    """Of a grammar of JSON: its schema as llguidance is given it, wherever in a grammar it stands. What it says under "x-guidance" itself
-    holds. Raises InvalidRequest."""
+    """Returns the schema of a grammar of JSON as llguidance is given it, wherever in a grammar it stands. What it says under "x-guidance"
+    itself holds. Raises InvalidRequest."""
     schema = _schema(grammar.text) if grammar.kind is GrammarKind.JSON_SCHEMA else {"type": "object"}
     if schema is False:
         raise refused(grammar, "nothing is valid under the schema false")
@@ -103,7 +106,7 @@ def schema_of(grammar: Grammar) -> str:
 
 
 def refused(grammar: Grammar, why: str) -> InvalidRequest:
-    """What a client is told of a grammar that llguidance does not take."""
+    """Returns what a client is told of a grammar that llguidance does not take."""
     hint = ""
     if any(sign in why for sign in _UNWRITABLE):
         why = "no answer is a sentence of it, in the tokens of this model"
@@ -120,7 +123,7 @@ def _short(why: str) -> str:
 
 
 def _schema(text: str) -> Any:
-    """What is given to llguidance is written anew: it puts the text into a larger document as it is."""
+    """Writes a schema anew for llguidance, which puts the text into a larger document as it is."""
     try:
         schema = json.loads(text, parse_constant=_no_constant)
     except RecursionError as error:
@@ -149,3 +152,65 @@ def _depth(value: Any) -> int:
         depth += 1
         level = [inner for each in level if isinstance(each, dict | list) for inner in (each.values() if isinstance(each, dict) else each)]
     return depth
+
+
+def grammar_tokenizer(model_dir: Path, eos_token_ids: Iterable[int] = ()) -> Any:
+    """An LLTokenizer. Takes a second for 100,000 tokens. Raises SetupError, and InvalidRequest for a model that knows no grammars."""
+    tokenizer = Tokenizer.load(model_dir)
+    if tokenizer.anchor is None or tokenizer.spaces_words:
+        raise InvalidRequest(
+            "grammar: answers of this model cannot be held to one: its tokens are words, between which its decoder (tokenizer.json) puts "
+            "spaces; leave the grammar out"
+        )
+    try:
+        return _made_for(tokenizer, eos_token_ids)
+    except ValueError as error:
+        raise SetupError(f"{model_dir} cannot be used for grammars: {error}") from error
+
+
+def _made_for(tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> Any:
+    vocabulary = _Vocabulary(tokenizer)
+    # The ends only have to be among those of the model that have no text: which of them come is the engine's business.
+    ends = sorted(i for i in eos_token_ids if 0 <= i < tokenizer.vocab_size)
+    return library().LLTokenizer(vocabulary, eos_token=ends or [tokenizer.vocab_size])
+
+
+class _Vocabulary:
+    """Answers what llguidance asks for, by the names that it has for it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        token_bytes = TokenBytes(tokenizer)
+        self._tokenizer = tokenizer
+        # The last one stands for the end where the model has none.
+        self.tokens: Sequence[bytes] = [*map(token_bytes.of, range(tokenizer.vocab_size)), b"<end>"]
+        self.eos_token_id = tokenizer.vocab_size
+        self.special_token_ids = sorted((*tokenizer.special_ids, tokenizer.vocab_size))
+        plain = ((token, i) for i, token in enumerate(self.tokens) if i not in tokenizer.added_ids and i < tokenizer.vocab_size)
+        self._ids = {token: i for token, i in reversed(list(plain)) if token}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: str) -> Sequence[int]:
+        """As the model has read such a text where one goes before it."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        wanted, got = text.encode(), b"".join(self.tokens[i] for i in ids)
+        if got == wanted:
+            return ids
+        if ids and got == b" " + wanted:
+            # The space that the tokenizer puts before a text.
+            return [*self._greedy(self.tokens[ids[0]][1:]), *ids[1:]]
+        return self._greedy(wanted)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        """The longest token first; what none begins with is left out."""
+        found, start = [], 0
+        while start < len(text):
+            sizes = range(min(self._longest, len(text) - start), 0, -1)
+            size = next((n for n in sizes if text[start : start + n] in self._ids), 0)
+            if not size:
+                break
+            found.append(self._ids[text[start : start + size]])
+            start += size
+        return found

@@ -1,4 +1,4 @@
-"""A process that tries grammars of strangers, so that whoever asks it survives them (started by router/prompting/grammar_check.py).
+"""A process that tries grammars of strangers, so that the router survives them (started by router/prompting/grammar_check.py).
 
 Most of what a grammar may cost is bounded by llguidance's own limits, but not all: conjunctions of a dozen regular expressions take more
 memory than there is, and a library that gets none ends its process.
@@ -18,8 +18,7 @@ from typing import Any
 from twostep.errors import InvalidRequest
 from twostep.process.helper_service import limit_memory, serve
 from twostep.sampling_params import Grammar, GrammarKind
-from twostep.text.grammar import library, limits, refused, source_of
-from twostep.text.grammar_tokenizer import grammar_tokenizer
+from twostep.text.grammar import grammar_tokenizer, library, limits, refused, source_of
 
 # Of an answer that is made up: what grows, as a rule grows soon.
 _NUM_TOKENS = 24
@@ -45,7 +44,7 @@ def _answer(tokenizer: Any, question: bytes) -> bytes:
 
 
 def trouble(tokenizer: Any, kind: str, text: str) -> str | None:
-    """What is wrong with a grammar; None: nothing was found in the beginning of an answer."""
+    """Says what is wrong with a grammar; None: nothing was found in the beginning of an answer."""
     try:
         grammar = Grammar(GrammarKind(kind), text)
         matcher = library().LLMatcher(tokenizer, source_of(grammar), log_level=0, limits=limits())

@@ -1,4 +1,4 @@
-"""What a router needs to know of a model besides its tokenizer: limits, defaults, where answers end, the chat template."""
+"""A model's card: what a router needs to know of it besides its tokenizer: limits, defaults, where answers end, the chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the answer while both arrive.
+"""Reasoning: what a model thinks before it answers, told apart from the answer while both arrive.
 
     "\\n<think>\\nLet me see.\\n</think>\\n\\nIt is 4."    reasoning "Let me see."    text "It is 4."
 
@@ -59,7 +59,7 @@ REASONING_PARSERS = ("auto", "none", *REASONING_FORMATS)
 
 
 def reasoning_format(name: str, chat_template: str | None) -> ReasoningFormat | None:
-    """Of a parser's name. "auto" looks at the model's chat template, which writes the markers if the model knows any."""
+    """Returns the format of a parser's name. "auto" looks at the model's chat template, which writes the markers if the model knows any."""
     if name == "none":
         return None
     if name == "auto":
@@ -70,8 +70,8 @@ def reasoning_format(name: str, chat_template: str | None) -> ReasoningFormat | 
         raise SetupError(f"--reasoning-parser {name!r} is not known; give one of {', '.join(REASONING_PARSERS)}") from None
 
 
-class Part(NamedTuple):
-    """What a piece of an answer adds to each; the reasoning comes first."""
+class SplitText(NamedTuple):
+    """Holds what a piece of an answer adds to each; the reasoning comes first."""
 
     reasoning: str
     text: str
@@ -111,9 +111,9 @@ class ReasoningSplitter:
         """All that comes is text: there is nothing more to look for."""
         return self._state is _State.OUTSIDE
 
-    def push(self, text: str) -> Part:
+    def push(self, text: str) -> SplitText:
         if self._state is _State.OUTSIDE:
-            return Part("", text)
+            return SplitText("", text)
         text, self._held = self._held + text, ""
         reasoning = ""
         if self._state is _State.BEFORE:
@@ -122,17 +122,17 @@ class ReasoningSplitter:
             reasoning, text = self._think(text)
         if self._state is _State.AFTER:
             text = self._skip_breaks(text)
-        return Part(reasoning, text if self.settled else "")
+        return SplitText(reasoning, text if self.settled else "")
 
-    def finish(self) -> Part:
+    def finish(self) -> SplitText:
         """The answer is over: what was held back was no marker."""
         held, self._held = self._held, ""
         before, inside = self._state is _State.BEFORE, self._state is _State.INSIDE
         self._state = _State.OUTSIDE
         if inside or (before and self._begun and held):
             self.opened = True
-            return Part(held.removeprefix("\n") if self._at_start else held, "")
-        return Part("", held)
+            return SplitText(held.removeprefix("\n") if self._at_start else held, "")
+        return SplitText("", held)
 
     def _begin(self, text: str) -> str:
         opening = self._format.opening

@@ -7,8 +7,9 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,64 @@ import tokenizers
 import tokenizers.decoders
 
 from twostep.errors import InvalidRequest
-from twostep.text.added_tokens import AddedToken, AddedTokens
 from twostep.text.tokenizer_files import read_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """`control`: it makes what a chat consists of. `single_word`: it is none where a letter or digit stands beside it."""
+
+    content: str
+    control: bool
+    single_word: bool = False
+
+
+class AddedTokens:
+    """Finds one tokenizer's added tokens: the first in a text, of those that begin at one place the longest, as the tokenizer does it."""
+
+    def __init__(self, tokens: Mapping[str, AddedToken]) -> None:
+        self._tokens = tokens
+        self._pattern = re.compile(_longest_of([token for token in tokens if token])) if any(tokens) else None
+
+    def __iter__(self) -> Iterator[AddedToken]:
+        return iter(self._tokens.values())
+
+    @property
+    def control(self) -> list[str]:
+        return [content for content, token in self._tokens.items() if token.control]
+
+    def control_in(self, text: str) -> Iterator[re.Match[str]]:
+        """Where control tokens stand in a text, in order."""
+        for match in self._pattern.finditer(text) if self._pattern is not None else ():
+            token = self._tokens[match.group()]
+            if token.control and not (token.single_word and _within_a_word(text, match)):
+                yield match
+
+
+def _within_a_word(text: str, match: re.Match[str]) -> bool:
+    beside = text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1]
+    return any(char.isalnum() or char == "_" for char in beside)
+
+
+def _longest_of(words: list[str]) -> str:
+    """A pattern that takes as long as the longest word at each place, however many words there are: `a(?:bc?|d)`."""
+    by_first: dict[str, list[str]] = {}
+    for word in sorted(set(words)):
+        if word:
+            by_first.setdefault(word[0], []).append(word[1:])
+    branches = []
+    for first, rests in by_first.items():
+        # A run without branches is written at once, so that the pattern is no deeper than tokens differ.
+        run = ""
+        while len(rests) == 1 and rests[0]:
+            run, rests = run + rests[0], [""]
+        while "" not in rests and len({rest[0] for rest in rests}) == 1:
+            run, rests = run + rests[0][0], [rest[1:] for rest in rests]
+        more = _longest_of(rests) if any(rests) else ""
+        optional = "?" if more and "" in rests else ""
+        branches.append(re.escape(first + run) + (f"(?:{more}){optional}" if more else ""))
+    return "|".join(branches)
+
 
 _REPLACEMENT = "\ufffd"
 # A token of a vocabulary with byte fallback that stands for one byte.
@@ -107,7 +164,7 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> AddedTokens:
-        """What `encode` cuts out of a text."""
+        """Returns what `encode` cuts out of a text."""
         return self._added_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -118,8 +175,8 @@ class Tokenizer:
         return ids
 
     def encode_chat(self, text: str, clients: Collection[int] = ()) -> list[int]:
-        """Of what a chat template makes, special tokens and all. Those that begin at `clients` are encoded as if there were no such token.
-        Raises InvalidRequest as `encode` does, and where the vocabulary has no other way to write them."""
+        """Encodes what a chat template makes, special tokens and all. Those that begin at `clients` are encoded as if there were no such
+        token. Raises InvalidRequest as `encode` does, and where the vocabulary has no other way to write them."""
         if not clients:
             return self.encode(text, add_special_tokens=False)
         return self._guarded.encode(text, frozenset(clients))
@@ -160,16 +217,16 @@ class Tokenizer:
         return self._anchor
 
     def decode_after(self, token_ids: Sequence[int]) -> str:
-        """What tokens add to a text that ends on a character boundary. Many decoders leave out a space at the beginning of a text, which
-        `decode` takes them for."""
+        """Returns what tokens add to a text that ends on a character boundary. Many decoders leave out a space at the beginning of a text,
+        which `decode` takes them for."""
         if not self._anchor:
             return self.decode(token_ids)
         return self.decode((*self._anchor, *token_ids))[self._anchor_chars :]
 
     def whole_text(self, token_id: int) -> str | None:
-        """What a token adds to a text that ends on a character boundary, if that is whole characters whatever stands around it: empty for
-        special ids and those outside the vocabulary. None: it takes `decode` to tell. Remembered, so that a token of a stream costs no
-        call of the library."""
+        """Returns what a token adds to a text that ends on a character boundary, if that is whole characters whatever stands around it:
+        empty for special ids and those outside the vocabulary. None: it takes `decode` to tell. Remembered, so that a token of a stream
+        costs no call of the library."""
         try:
             return self._whole[token_id]
         except KeyError:
@@ -225,7 +282,7 @@ def _adds_alike(decoder: Any) -> bool:
 
 
 class _Guarded:
-    """A tokenizer that knows control tokens by names that nobody can write: whatever a text says, none is made of it but by such a name.
+    """Knows control tokens by secret names: whatever a text says, none is made of it but by such a name.
     All else is the same: what is cut out of a text first, and how what remains is read."""
 
     def __init__(
@@ -288,3 +345,54 @@ def _encoded(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -
         if type(error).__name__ != "PanicException":
             raise
         raise InvalidRequest("the model's tokenizer cannot read this text; change it") from None
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The printable alphabet of byte-level vocabularies (GPT-2's): bytes that print as themselves do, the others are moved up by 256 in
+    their order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+class TokenBytes:
+    """Remembers what it was asked for: a vocabulary at most."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
+
+    def of(self, token_id: int) -> bytes:
+        """Empty for an id outside the vocabulary; of a special token the bytes of its name."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._bytes(token_id)
+            if 0 <= token_id < self._tokenizer.vocab_size:
+                self._known[token_id] = found
+        return found
+
+    def text(self, token_id: int) -> str:
+        r"""The bytes as text; of those that are no whole characters as OpenAI writes them: `bytes:\xf0\x9f`."""
+        raw = self.of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _bytes(self, token_id: int) -> bytes:
+        tokenizer = self._tokenizer
+        name = tokenizer.token_text(token_id)
+        if token_id in tokenizer.special_ids or (token_id in tokenizer.added_ids and tokenizer.joins_bytes):
+            return name.encode()
+        if tokenizer.joins_bytes:
+            try:
+                return bytes(_BYTE_OF_CHAR[char] for char in name)
+            except KeyError:
+                return name.encode()
+        text = tokenizer.decode_after([token_id])
+        byte = tokenizer.byte_of(token_id)
+        # A decoder without byte fallback writes such a token as it is called.
+        return bytes([byte]) if byte is not None and text != name else text.encode()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,56 @@ import tokenizers.processors
 
 from twostep.checkpoint.directory import MAX_TOKENIZER_BYTES, read_optional_json
 from twostep.errors import SetupError
-from twostep.text.slow_patterns import slow_pattern
+
+# What a pattern is made of, as far as it matters: escapes, sets of characters, groups and repetitions.
+_PART = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|\(\?<?[=!>]|\(|\)|(?:[*+]|\{\d*,\})|.", re.DOTALL)
+_ENDLESS = re.compile(r"[*+]|\{\d*,\}")
+
+
+def slow_pattern(tokenizer: tokenizers.Tokenizer) -> str | None:
+    """The first one that a text is cut or rewritten with; None: there is none."""
+    for part in (tokenizer.normalizer, tokenizer.pre_tokenizer):
+        if part is not None:
+            found = next((pattern for pattern in _patterns(json.loads(part.__getstate__())) if repeats_repetitions(pattern)), None)
+            if found is not None:
+                return found
+    return None
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    """{"Regex": "..."} wherever it stands."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if key == "Regex" and isinstance(each, str):
+                yield each
+            else:
+                yield from _patterns(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _patterns(each)
+
+
+def repeats_repetitions(pattern: str) -> bool:
+    """Whether a group that is repeated without end has something in it that is, as `(x+)+y`: twice as many characters of some text take
+    four billion times as long to match, and nothing stops a match."""
+    # Of each group that is open: whether something in it is repeated so.
+    endless = [False]
+    closed = False  # the part before was a group, and one such
+    for part in _PART.findall(pattern):
+        if part.startswith("("):
+            endless.append(False)
+            closed = False
+        elif part == ")":
+            closed = endless.pop() if len(endless) > 1 else False
+            endless[-1] |= closed
+        elif _ENDLESS.fullmatch(part):
+            if closed:
+                return True
+            endless[-1], closed = True, False
+        else:
+            closed = False
+    return False
+
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -51,7 +103,7 @@ def _named(config: dict[str, Any], path: Path) -> dict[str, tokenizers.AddedToke
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, tokenizers.AddedToken], path: Path) -> None:
-    """What tokenizer.json has not, or has otherwise. Ids are given out in their order: what the file calls them is not looked at."""
+    """Adds what tokenizer.json has not, or has otherwise. Ids are given out in their order: what the file calls them is not looked at."""
     by_id = config.get("added_tokens_decoder") or {}
     if not isinstance(by_id, dict) or not all(i.isdecimal() and i.isascii() for i in by_id):
         raise _wrong(path, "added_tokens_decoder", by_id, "an object of tokens by their ids")
@@ -76,7 +128,8 @@ def _add_tokens(inner: tokenizers.Tokenizer, config: dict[str, Any], named: dict
 
 
 def _put_around(inner: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, tokenizers.AddedToken], path: Path) -> None:
-    """What tokenizer.json puts around a text counts; where it says nothing of it, `add_bos_token` and `add_eos_token` do."""
+    """Sets what is put around a text: what tokenizer.json says counts; where it says nothing of it, `add_bos_token` and `add_eos_token`
+    do."""
     around: dict[str, str] = {}
     for key, role in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
         wanted = config.get(key)

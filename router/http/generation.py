@@ -1,0 +1,461 @@
+"""Chats and completions as requests of router.serving.inference: one body asks for `n` answers to each of its prompts.
+
+body ─▶ Generation ─ check_size ─┬─ whole ──▶ WholeChoices ──────▶ one JSON document
+                                 └─ stream ─▶ StreamedChoices ───▶ events
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from typing import Any, ClassVar, Generic, TypeVar
+
+from aiohttp import web
+
+from router.access.account import Identity
+from router.http.choices import AnswerOptions, Events, Send, StreamedChoice, WholeChoice
+from router.http.errors import HttpError, blaming
+from router.http.front import IDENTITY, RECEIVED, REQUEST_ID, Front, forwarded
+from router.http.logprobs import TokenNames
+from router.http.request_bodies import (
+    ChatBody,
+    CommonBody,
+    CompletionBody,
+    JsonFormat,
+    JsonObjectFormat,
+    LarkFormat,
+    RegexFormat,
+    StructuredOutputs,
+)
+from router.http.sse import ANSWERS, EventStream
+from router.http.whole_answer import ENCODER, WholeAnswer, check_repeated, check_size
+from router.json_pieces import json_pieces
+from router.prompting.prompt import Prompt, ReadPrompt
+from router.request.job import Metadata
+from router.request.memory_budget import Holding
+from router.serving.inference import Inference
+from twostep.errors import ContextExceeded, TwostepError
+from twostep.rpc.v1 import inference_pb2 as pb
+
+_CLASSES = {name: pb.RequestClass.Value(f"REQUEST_CLASS_{name.upper()}") for name in ("interactive", "standard", "batch")}
+_TIERS = {"flex": pb.REQUEST_CLASS_BATCH, "priority": pb.REQUEST_CLASS_INTERACTIVE}
+_MAX_TARGET_MS = 3_600_000.0
+_MAX_TIMEOUT_MS = 86_400_000.0
+_SEED = re.compile(r"-?[0-9]{1,19}")
+
+# Fields that a request calls as the body does.
+_SAME_NAME = ["temperature", "top_p", "frequency_penalty", "presence_penalty", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"]
+
+
+def drawn_seed_of(headers: Mapping[str, str]) -> int:
+    """Draws a seed for a request that gives none, or returns that of the request which it repeats. Raises HttpError 400."""
+    text = headers.get("x-twostep-seed")
+    if not text:
+        return secrets.randbits(63)
+    if not _SEED.fullmatch(text) or not -(1 << 63) <= int(text) < 1 << 63:
+        raise HttpError(400, f"x-twostep-seed is {text[:40]!r}; give a whole number from -2^63 to 2^63 - 1", param="x-twostep-seed")
+    return int(text)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Returns the i-th answer's: the request's own for the first, so that n does not change it; for the others 63 bits of a hash."""
+    if choice == 0:
+        return seed
+    digest = blake2b(f"{seed} {choice}".encode(), digest_size=8, person=b"twostep choice").digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def request_of(body: ChatBody | CompletionBody, headers: Mapping[str, str], *, seed: int) -> pb.GenerateRequest:
+    """All but the prompt, the name and the choice's seed. `headers` say what the body leaves open. Raises HttpError 400."""
+    request = pb.GenerateRequest(
+        model=body.model,
+        sampling=sampling_of(body, seed=seed),
+        cache_salt=body.cache_salt or "",
+        request_class=_class(body, headers),
+        keep_special_tokens=body.skip_special_tokens is False,
+    )
+    for name in ("ttft_ms", "tpot_ms"):
+        value = getattr(body, name)
+        if value is None:
+            value = _number(headers, f"x-twostep-{name.replace('_', '-')}", _MAX_TARGET_MS)
+        if value is not None:
+            setattr(request, name, value)
+    return request
+
+
+def sampling_of(body: ChatBody | CompletionBody, *, seed: int) -> pb.SamplingParams:
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options is for streams; set stream to true or leave it out", param="stream_options")
+    given: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
+    if body.top_k is not None:
+        given["top_k"] = max(0, body.top_k)
+    if body.token_limit is not None:
+        given["max_tokens"] = body.token_limit
+    if body.num_logprobs is not None:
+        given["logprobs"] = body.num_logprobs
+    return pb.SamplingParams(seed=seed, stop=body.stop_strings, stop_token_ids=body.stop_token_ids or (), grammar=grammar_of(body), **given)
+
+
+def grammar_of(body: CommonBody) -> pb.Grammar | None:
+    """Returns what the answer is held to. Raises HttpError 400 if it is said in two ways."""
+    asked: dict[str, pb.Grammar] = {}
+    match body.response_format:
+        case JsonObjectFormat():
+            asked["response_format"] = pb.Grammar(json_object=True)
+        case JsonFormat(json_schema=schema):
+            asked["response_format"] = pb.Grammar(json_schema=schema.schema_)
+        case RegexFormat(pattern=pattern):
+            asked["response_format"] = pb.Grammar(regex=pattern)
+        case LarkFormat(grammar=grammar):
+            asked["response_format"] = pb.Grammar(lark=grammar)
+    if body.structured_outputs is not None:
+        asked["structured_outputs"] = _structured(body.structured_outputs)
+    guided = (("json", body.guided_json), ("regex", body.guided_regex), ("choice", body.guided_choice), ("grammar", body.guided_grammar))
+    asked |= {f"guided_{kind}": _GRAMMARS[kind](given) for kind, given in guided if given is not None}
+    if len(asked) > 1:
+        raise HttpError(400, f"{' and '.join(asked)} each say what the answer must look like; keep one", param=list(asked)[1])
+    return next(iter(asked.values()), None)
+
+
+def _structured(given: StructuredOutputs) -> pb.Grammar:
+    field = "structured_outputs"
+    if given.structural_tag is not None:
+        message = f"{field}.structural_tag is not supported here; use json, regex, choice or grammar"
+        raise HttpError(400, message, param=f"{field}.structural_tag", code="unsupported_parameter")
+    kinds = {"json": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar}
+    asked = [_GRAMMARS[kind](value) for kind, value in kinds.items() if value is not None]
+    asked += [pb.Grammar(json_object=True)] if given.json_object else []
+    if len(asked) != 1:
+        raise HttpError(400, f"{field} takes exactly one of json, json_object, regex, choice, grammar", param=field)
+    return asked[0]
+
+
+def _escaped(text: str) -> str:
+    """For regular expressions of every dialect: nothing is escaped that needs no escape."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$]", lambda found: "\\" + found.group(), text)
+
+
+_GRAMMARS: Mapping[str, Callable[[Any], pb.Grammar]] = {
+    "json": lambda schema: pb.Grammar(json_schema=schema),
+    "regex": lambda pattern: pb.Grammar(regex=pattern),
+    "choice": lambda choices: pb.Grammar(regex="|".join(map(_escaped, choices))),
+    "grammar": lambda lark: pb.Grammar(lark=lark),
+}
+
+
+def _class(body: CommonBody, headers: Mapping[str, str]) -> pb.RequestClass.ValueType:
+    named = body.request_class or headers.get("x-twostep-class")
+    if named:
+        if named not in _CLASSES:
+            raise HttpError(400, f"x-twostep-class is {named[:40]!r}; give one of {', '.join(_CLASSES)}", param="x-twostep-class")
+        return _CLASSES[named]
+    if body.service_tier in _TIERS:
+        return _TIERS[body.service_tier]
+    if body.priority:
+        return pb.REQUEST_CLASS_INTERACTIVE if body.priority < 0 else pb.REQUEST_CLASS_BATCH
+    return pb.REQUEST_CLASS_UNSPECIFIED
+
+
+def timeout_of(body: CommonBody, headers: Mapping[str, str]) -> float:
+    """Seconds; infinite without. Raises HttpError 400."""
+    if body.timeout is not None:
+        return body.timeout
+    given = _number(headers, "x-twostep-timeout-ms", _MAX_TIMEOUT_MS)
+    return float("inf") if given is None else given / 1e3
+
+
+def keep_alive_of(headers: Mapping[str, str]) -> float | None:
+    """After how many silent seconds comments are sent, also before the first event. Raises HttpError 400."""
+    given = _number(headers, "x-twostep-keep-alive-s", 3600.0)
+    return None if given is None else max(1.0, given)
+
+
+def _number(headers: Mapping[str, str], name: str, most: float) -> float | None:
+    text = headers.get(name)
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value <= most:
+        raise HttpError(400, f"{name} is {text[:40]!r}; give a number above 0, up to {most:g}", param=name)
+    return value
+
+
+def flag_of(headers: Mapping[str, str], name: str) -> bool:
+    return headers.get(name, "").strip().lower() in ("1", "true", "yes")
+
+
+# Of one HTTP request; the others wait for these.
+MAX_AT_ONCE = 128
+# Of its prompts: the threads that tokenize are everybody's, and refuse when too many wait for them.
+_MAX_READ_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpCall:
+    """Holds what is known of a request besides its body. `received` is in time.monotonic() seconds: all of its body was there."""
+
+    request_id: str
+    identity: Identity
+    metadata: Metadata = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
+    received: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, request: web.Request) -> HttpCall:
+        """Once its body is parsed()."""
+        return cls(
+            request_id=request[REQUEST_ID],
+            identity=request[IDENTITY],
+            metadata=forwarded(request),
+            headers=request.headers,
+            received=request[RECEIVED],
+        )
+
+
+class HttpCaller:
+    """See router.serving.inference.Caller."""
+
+    def __init__(self, call: HttpCall, reader: WholeChoice | StreamedChoice, timeout_s: float, *, repeated: bool = False) -> None:
+        """`repeated`: a further answer to a prompt."""
+        self.identity = call.identity.again() if repeated else call.identity
+        self.metadata, self.received = call.metadata, call.received
+        self._until = call.received + timeout_s
+        self._reader = reader
+        self.write: Callable[[pb.GenerateResponse], Awaitable[None]] = reader.write  # of every token: no step between
+
+    def remaining_s(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+    def accepted(self, prompt: Sequence[int]) -> None:
+        self._reader.prompt = prompt
+
+    async def begin(self, request_id: str, seed: int) -> None:
+        """The headers of the answer say both, and go with its first piece."""
+
+
+async def ask_all(
+    inference: Inference,
+    call: HttpCall,
+    readers: Sequence[WholeChoice | StreamedChoice],
+    request_of: Callable[[int], pb.GenerateRequest],
+    read_prompt: Callable[[int], Awaitable[Prompt]],
+    *,
+    timeout_s: float,
+    num_each: int = 1,
+) -> None:
+    """Every answer to its reader; `num_each` in a row are to the same prompt, which is read once. `request_of` an answer: all but the
+    prompt; made when its turn comes. The first that fails ends all of them, and its error is raised."""
+
+    async def ask(index: int, prompt: ReadPrompt) -> None:
+        caller = HttpCaller(call, readers[index], timeout_s, repeated=index % num_each > 0)
+        await readers[index].end(await inference.generate(request_of(index), caller, prompt))
+
+    if len(readers) == 1:
+        await ask(0, partial(read_prompt, 0))
+        return
+    gate = asyncio.Semaphore(_MAX_READ_AT_ONCE)
+    reading: dict[int, asyncio.Task[Prompt]] = {}
+    turns = iter(range(len(readers)))
+
+    async def read(index: int) -> Prompt:
+        async with gate:
+            return await read_prompt(index)
+
+    async def shared_prompt(index: int) -> Prompt:
+        """Is read when the first answer to it wants it, for all of them."""
+        if index not in reading:
+            reading[index] = asyncio.create_task(read(index))
+        return await asyncio.shield(reading[index])
+
+    async def ask_in_turn() -> None:
+        for index in turns:
+            await ask(index, partial(shared_prompt, index // num_each))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(len(readers), MAX_AT_ONCE)):
+                group.create_task(ask_in_turn())
+                # All begun in one turn of the event loop would hold up everybody else for as long as it takes to begin them.
+                await asyncio.sleep(0)
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+    finally:
+        for task in reading.values():
+            task.cancel()
+        await asyncio.gather(*reading.values(), return_exceptions=True)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Chooses what the client is told: an error of ours rather than an unexpected one."""
+    return next((error for error in errors.exceptions if isinstance(error, TwostepError)), errors.exceptions[0])
+
+
+AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody)
+_NUMBER = {"type": "string", "pattern": r"^[1-9][0-9]{0,5}$"}
+_SECONDS = {"type": "string", "pattern": r"^[1-9][0-9]{0,2}$"}
+# Request headers that say what a body may say too, or concern the connection: their names, what they mean, and their schemas.
+HEADERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("x-request-id", "the request's name; one is made if it has other than 1 to 128 of A-Z a-z 0-9 . _ : -", {"type": "string"}),
+    ("x-twostep-class", "how urgent it is", {"type": "string", "enum": list(_CLASSES)}),
+    ("x-twostep-ttft-ms", "the first token is promised within so many milliseconds", _NUMBER),
+    ("x-twostep-tpot-ms", "each further token is promised within so many milliseconds", _NUMBER),
+    ("x-twostep-timeout-ms", "the request ends after so many milliseconds", _NUMBER),
+    ("x-twostep-seed", "an answer's header: repeats a request without `seed`", {"type": "string", "pattern": "^-?[0-9]{1,19}$"}),
+    ("x-twostep-phases", "1: the answer says how long each phase took", {"type": "string", "enum": ["0", "1"]}),
+    ("x-twostep-keep-alive-s", "streams have comments after so many silent seconds; early failures are events", _SECONDS),
+)
+
+
+class Generation(ABC, Generic[AnyBody]):
+    """One body that asks for answers: `n` to each prompt. Constructing it refuses what cannot be done, with HttpError 400; then either
+    `whole` or `stream`."""
+
+    # What ids of answers begin with, and what OpenAI calls an answer and an event of a stream.
+    prefix: ClassVar[str]
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, front: Front, body: AnyBody, call: HttpCall) -> None:
+        self.body: AnyBody = body
+        self.front, self.call = front, call
+        self.n = body.n or 1
+        self.seed = drawn_seed_of(call.headers) if body.seed is None else body.seed
+        self.timeout_s = timeout_of(body, call.headers)
+        options = body.stream_options
+        self.wanted = AnswerOptions(
+            n=self.n,
+            stop_strings=body.stop_strings,
+            logprobs=body.num_logprobs is not None,
+            token_ids=bool(body.return_token_ids),
+            phases=bool(body.return_phases) or flag_of(call.headers, "x-twostep-phases"),
+            include_usage=options is not None and bool(options.include_usage),
+            continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        )
+        self.names = TokenNames(front.token_bytes, by_id=bool(body.return_tokens_as_token_ids))
+        self._name = body.request_id or call.request_id
+        self._request = request_of(body, call.headers, seed=self.seed)
+        model = body.model or front.inference.model_name
+        self.id = f"{self.prefix}-{self._name}"
+        self.common: dict[str, Any] = {"created": int(time.time()), "model": model}
+        if body.service_tier is not None:
+            self.common["service_tier"] = {"auto": "default"}.get(body.service_tier, body.service_tier)
+        self.common["system_fingerprint"] = f"fp_{front.inference.fingerprint[:12]}"
+
+    @abstractmethod
+    async def read_prompt(self, index: int) -> Prompt:
+        """Reads the index-th prompt of the body. Raises TwostepError."""
+
+    @abstractmethod
+    def whole_choice(self, index: int, holding: Holding) -> WholeChoice: ...
+
+    @abstractmethod
+    def streamed_choice(self, index: int, events: Events) -> StreamedChoice: ...
+
+    @property
+    def num_choices(self) -> int:
+        return self.n
+
+    def beside_choices(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Returns what the answer tells of its prompt."""
+        return {}
+
+    def check_size(self, *, is_line: bool = False) -> None:
+        """Raises HttpError 400 for a whole answer that could become too large; `is_line`: for a line of a batch's file."""
+        inference, limit = self.front.inference, self.body.token_limit
+        check_size(
+            num_answers=self.num_choices,
+            max_tokens=inference.most_tokens if limit is None else min(limit, inference.max_model_len),
+            num_logprobs=self.body.num_logprobs,
+            token_ids=self.wanted.token_ids,
+            most=inference.memory.of_caller,
+            is_line=is_line,
+            logprobs_field="top_logprobs" if isinstance(self.body, ChatBody) else "logprobs",
+            limit_field=self.body.limit_field,
+        )
+
+    def check_room(self, prompt: Prompt) -> None:
+        """Raises ContextExceeded for a prompt that was read, in the body's words: completions that say nothing have a limit too."""
+        limit, longest = self.body.token_limit, self.front.inference.max_model_len
+        room = longest - len(prompt.ids)
+        if limit is None or not 0 < room < limit:
+            return
+        field = self.body.limit_field
+        asked = f"an answer has up to {limit} where max_tokens is not given" if field is None else f"{field} is {limit}"
+        raise ContextExceeded(
+            f"the prompt has {len(prompt.ids)} tokens, {asked}, and the context has {longest}; "
+            f"shorten the prompt or {'give a max_tokens of' if field is None else 'ask for'} at most {room}"
+        )
+
+    def check_repeated(self, prompt: Prompt, echo: str = "") -> None:
+        """Raises HttpError 400 for a prompt that each answer would repeat, at too great a length."""
+        if echo or self.wanted.token_ids:
+            check_repeated(num_answers=self.num_choices, num_chars=len(echo), num_ids=len(prompt.ids) if self.wanted.token_ids else 0)
+
+    @asynccontextmanager
+    async def whole(self) -> AsyncIterator[WholeAnswer]:
+        """The answer, which holds memory until the context's end. Raises TwostepError."""
+        async with self.front.inference.memory.hold(self.call.identity.caller) as holding:
+            choices = [self.whole_choice(index, holding) for index in range(self.num_choices)]
+            await self._ask(choices)
+            ends = [choice.finished for choice in choices]
+            usage = self.wanted.usage_of_all(ends)
+            answer = {
+                "id": self.id,
+                "object": self.object,
+                **self.common,
+                "choices": (choice.choice() for choice in choices),
+                "usage": usage,
+                **self.wanted.phases_of_all(ends),
+                **self.beside_choices(choices[0].prompt),
+            }
+            yield WholeAnswer(usage, sum(choice.num_json_bytes for choice in choices), json_pieces(answer))
+
+    async def stream(self, send: Send) -> None:
+        """All events, `[DONE]` included. Raises TwostepError."""
+        events = Events(self.wanted, {"id": self.id, "object": self.chunk_object, **self.common}, self.num_choices, send)
+        await self._ask([self.streamed_choice(index, events) for index in range(self.num_choices)])
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-request-id": self._name, "x-twostep-seed": str(self.seed)}
+
+    def request(self, index: int) -> pb.GenerateRequest:
+        """That of the choice, but for its prompt."""
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._request)
+        # One that was drawn is of all prompts: equal ones are to be answered in different ways. One that was given is of each of them.
+        request.sampling.seed = choice_seed(self.seed, index if self.body.seed is None else index % self.n)
+        request.request_id = self._name if index == 0 else f"{self._name[:120]}-{index}"
+        return request
+
+    async def _ask(self, readers: Sequence[WholeChoice | StreamedChoice]) -> None:
+        """Raises TwostepError; what a message says of a field of the body is said of it by name."""
+        with blaming(type(self.body).model_fields):
+            await ask_all(
+                self.front.inference, self.call, readers, self.request, self.read_prompt, timeout_s=self.timeout_s, num_each=self.n
+            )
+
+
+async def respond(request: web.Request, generation: Generation[Any], *, stream: bool) -> web.StreamResponse:
+    answers = request.app[ANSWERS]
+    if not stream:
+        generation.check_size()
+        async with AsyncExitStack() as held:
+            async with answers.giving(None):
+                answer = await held.enter_async_context(generation.whole())
+            return await request.app[ENCODER].respond(request, answer, generation.headers)
+    events = EventStream(request, generation.headers, keep_alive_of(request.headers))
+    async with answers.giving(events):
+        await generation.stream(events.send)
+    return events.response

@@ -1,0 +1,146 @@
+"""Middleware of every HTTP request: it gets a name, is counted and traced, and shows whose it is."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+
+from aiohttp import web
+
+from router.access.account import NOBODY
+from router.http.bodies import BODIES
+from router.http.errors import Handler
+from router.http.front import FRONT, IDENTITY, REQUEST_ID, SPAN, forwarded
+from router.request.targets import TENANT_HEADER
+from twostep.metrics.http import HttpMetrics
+from twostep.process.log import concerning
+from twostep.process.tracing import Span, trace_id_of
+
+_GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+METRICS: web.AppKey[HttpMetrics] = web.AppKey("http_metrics", HttpMetrics)
+_STREAMS: web.RequestKey[bool] = web.RequestKey("counted_stream", bool)
+# Whatever else a client writes there is one value of the label.
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_EVENT_STREAM = "text/event-stream"
+
+
+@web.middleware
+async def named(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every request has a name, and every answer says it: the client's own `x-request-id`, or a new one."""
+    given = request.headers.get("x-request-id", "")
+    request[REQUEST_ID] = given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+    concerning(request[REQUEST_ID], trace_id_of(forwarded(request)))
+    response = await handler(request)
+    if not response.prepared:
+        response.headers.setdefault("x-request-id", request[REQUEST_ID])
+    return response
+
+
+def count(app: web.Application) -> None:
+    """The app's `counted` middleware goes around all others, whose answers it counts."""
+    app[METRICS] = app[FRONT].metrics.once(HttpMetrics)
+    app.on_response_prepare.append(_stream_opens)
+
+
+@web.middleware
+async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
+    metrics, route, status = request.app[METRICS], route_of(request), "5xx"
+    try:
+        response = await handler(request)
+        status = f"{response.status // 100}xx"
+        return response
+    except web.HTTPException as answer:
+        status = f"{answer.status // 100}xx"
+        raise
+    except (asyncio.CancelledError, ConnectionError):
+        status = "cancelled"
+        raise
+    finally:
+        metrics.requests.labels(route, request.method if request.method in METHODS else "other", status).inc()
+        if request.get(_STREAMS):
+            metrics.streams.labels(route).dec()
+
+
+async def _stream_opens(request: web.Request, response: web.StreamResponse) -> None:
+    if response.content_type == _EVENT_STREAM:
+        request[_STREAMS] = True
+        request.app[METRICS].streams.labels(route_of(request)).inc()
+
+
+def route_of(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return "other" if resource is None else resource.canonical
+
+
+# Probes of /health would drown all others.
+_API = "/v1/"
+
+
+@web.middleware
+async def traced(request: web.Request, handler: Handler) -> web.StreamResponse:
+    tracer = request.app[FRONT].tracer
+    if tracer is None or not request.path.startswith(_API):
+        return await handler(request)
+    method = request.method if request.method in METHODS else "_OTHER"
+    span = tracer.start(f"{method} {route_of(request)}", forwarded(request))
+    span.set({"http.request.method": method, "http.route": route_of(request), "url.scheme": request.scheme})
+    request[SPAN] = span
+    status = 500
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    except web.HTTPException as answer:
+        status = answer.status
+        raise
+    except (asyncio.CancelledError, ConnectionError):
+        # The client went away.
+        status = 499
+        raise
+    finally:
+        _end(span, status)
+
+
+def _end(span: Span, status: int) -> None:
+    span.set({"http.response.status_code": status} | ({"error.type": str(status)} if status >= 400 else {}))
+    span.end(failure=str(status) if status >= 500 else "")
+
+
+# For anybody: what a probe asks, and what is the same everywhere.
+_OPEN = frozenset({"/health", "/ready", "/version", "/openapi.json", "/ui", "/ui/"})
+_OPEN_FOLDER, _CLOSED_FOLDER = "/ui/", "/ui/api/"
+# Calls that a limit of requests counts: those that cost more than a look.
+_COUNTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/files", "/v1/batches", "/tokenize", "/detokenize"})
+
+
+def is_open(path: str) -> bool:
+    return path in _OPEN or (path.startswith(_OPEN_FOLDER) and not path.startswith(_CLOSED_FOLDER))
+
+
+@web.middleware
+async def identified(request: web.Request, handler: Handler) -> web.StreamResponse:
+    access = request.app[FRONT].access
+    request[IDENTITY] = NOBODY
+    if not (access.enabled and is_open(request.path)):
+        tenant = request.headers.get(TENANT_HEADER)
+        request[IDENTITY] = access.identify(request.headers.get("Authorization"), tenant, address=request.remote or "")
+    with request.app[BODIES].arriving(request, caller=request[IDENTITY].caller or request.remote or "", most=_largest(request)):
+        if request.method == "POST" and request.path in _COUNTED:
+            with request[IDENTITY].calling():
+                return await handler(request)
+        return await handler(request)
+
+
+def _largest(request: web.Request) -> int:
+    """Bytes of a body there."""
+    batches = request.app[FRONT].batches
+    return batches.config.max_file_bytes if batches is not None and request.path == "/v1/files" else request.client_max_size
+
+
+async def tell_limits(request: web.Request, response: web.StreamResponse) -> None:
+    """As the answer's head goes out: of a stream with its first event, of others when they are whole."""
+    # Whose version is known is known to have its bugs.
+    response.headers["Server"] = "twostep"
+    for name, value in request.get(IDENTITY, NOBODY).headers().items():
+        response.headers[name] = value

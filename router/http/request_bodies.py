@@ -1,0 +1,585 @@
+"""Bodies of requests. Their fields have OpenAI's names, then vLLM's, and this system has some of its own.
+
+Unknown fields are ignored, as vLLM does, so that clients of newer APIs keep working. What is known, changes the answer, and is not done
+here is refused with its name in `param`.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    GetPydanticSchema,
+    JsonValue,
+    PlainValidator,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import core_schema
+
+from router.http.errors import HttpError
+from twostep.rpc.v1 import inference_pb2 as pb
+from twostep.sampling_params import MAX_LOGPROBS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+
+MAX_CHOICES = 128
+MAX_TOKENS = (1 << 31) - 1
+_MAX_TIMEOUT_S = 86_400.0
+# Of a message about a value: enough to recognize it by.
+_MAX_SHOWN = 80
+
+MAX_TOKEN_ID = (1 << 31) - 1
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+
+
+class Body(BaseModel):
+    """Types are taken at their word: "5" is no number. Lists fail at the first item that is wrong (`fail_fast`): a message for each of a
+    million takes minutes and gigabytes."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+
+def packed(pack: Callable[[Any], object], kind: Any) -> GetPydanticSchema:
+    """Returns what says of a field that it is read as `kind`, and kept as `pack` makes of it. Bodies of many values are read in another
+    process (router/http/body_parser.py): to make as many objects again here would hold up the event loop."""
+    return GetPydanticSchema(lambda _, handler: core_schema.no_info_after_validator_function(pack, handler.generate_schema(kind)))
+
+
+def _text_of(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def ids_of(values: list[int]) -> IdArray:
+    return array("i", values)
+
+
+if TYPE_CHECKING:
+    IdArray = array[int]
+else:
+    IdArray = array
+JsonObject = Annotated[str, packed(_text_of, dict[str, JsonValue])]
+JsonSchema = Annotated[str, packed(_text_of, dict[str, JsonValue] | str)]
+
+
+class Unsupported:
+    """A field that would change the answer, and what to do instead. null is harmless, and so is `unless`."""
+
+    def __init__(self, instead: str, *, unless: Any = None) -> None:
+        self._instead, self._unless = instead, unless
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.with_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None] if self._unless is None else [None, self._unless], "description": f"Not supported: {self._instead}."}
+
+    def _check(self, value: Any, info: core_schema.ValidationInfo[Any]) -> Any:
+        if value is not None and (value != self._unless or isinstance(value, bool) != isinstance(self._unless, bool)):
+            name = info.field_name
+            raise HttpError(400, f"{name} is not supported here; {self._instead}", param=name, code="unsupported_parameter")
+        return value
+
+
+class JsonSchemaFormat(Body):
+    name: str = Field(default="schema", max_length=64)
+    description: str | None = None
+    schema_: JsonObject = Field(alias="schema")
+    """A JSON Schema; the answer is a document that it describes."""
+    strict: bool | None = None
+    """Output is always held to the schema."""
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class JsonFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaFormat
+
+
+class RegexFormat(Body):
+    type: Literal["regex"]
+    pattern: str = Field(min_length=1)
+    """The whole answer matches it."""
+
+
+class LarkFormat(Body):
+    type: Literal["grammar"]
+    grammar: str = Field(min_length=1)
+    """A context-free grammar in llguidance's dialect of Lark."""
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonFormat | RegexFormat | LarkFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to say it; exactly one of them."""
+
+    json_: JsonSchema | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
+    grammar: str | None = None
+    structural_tag: Any | None = None
+    """Refused."""
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    """One more chunk at the end, with the usage and no choices."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
+    include_obfuscation: bool | None = None
+    """Ignored: nothing is added to chunks."""
+
+
+class CommonBody(Body):
+    """Whatever generates text."""
+
+    model: str = ""
+    """Empty: the only model that is served."""
+    stream: bool | None = None
+    """Server-sent events, one for each piece, then `[DONE]`."""
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    """Answers to each prompt. The i-th is the same for the same seed, whatever n."""
+    seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)
+    """Holds for each prompt: equal ones get equal answers. Without one every answer to every prompt has its own, made of one that the
+    router draws and tells in the header `x-twostep-seed`; a request with this header repeats them."""
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    """The text ends before the first of these."""
+    temperature: float | None = Field(default=None, ge=0.0, le=100.0)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    user: str | None = None
+    """Ignored."""
+
+    top_k: int | None = Field(default=None, ge=-1, le=1 << 31)
+    """0 and -1 switch it off."""
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100.0)
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    """No stop token and no stop string ends the answer before so many tokens."""
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
+    skip_special_tokens: bool | None = None
+    """false: the text shows special tokens too."""
+    return_tokens_as_token_ids: bool | None = None
+    """Log probabilities name tokens as `token_id:17`."""
+    return_token_ids: bool | None = None
+    """`token_ids` of each choice, and `prompt_token_ids`."""
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
+    """Before the header `x-request-id`."""
+    cache_salt: str | None = Field(default=None, max_length=256)
+    """Cached prefixes are shared only among requests of the same salt."""
+    priority: int | None = Field(default=None, ge=-(1 << 31), le=(1 << 31) - 1)
+    """As vLLM's: below 0 is the class `interactive`, above 0 `batch`."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
+    guided_grammar: str | None = None
+
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    """`flex` is the class `batch`, `priority` is `interactive`."""
+    request_class: Literal["interactive", "standard", "batch"] | None = None
+    """How urgent it is; the header `x-twostep-class` says the same. Before `service_tier` and `priority`."""
+    ttft_ms: float | None = Field(default=None, gt=0, le=3_600_000)
+    """The first token is promised within so many milliseconds, or the request refused at once; header `x-twostep-ttft-ms`."""
+    tpot_ms: float | None = Field(default=None, gt=0, le=3_600_000)
+    """Each further token, on average; header `x-twostep-tpot-ms`."""
+    timeout: float | None = Field(default=None, gt=0, le=_MAX_TIMEOUT_S)
+    """Seconds after which the request ends with 504; header `x-twostep-timeout-ms`."""
+    return_phases: bool | None = None
+    """How long each phase took, as `twostep` in the body or the last chunk; header `x-twostep-phases: 1`."""
+
+    logit_bias: Annotated[Any, Unsupported("leave it out", unless={})] = None
+    allowed_token_ids: Annotated[Any, Unsupported("use response_format or structured_outputs to hold the answer to a form", unless=[])] = (
+        None
+    )
+    bad_words: Annotated[Any, Unsupported("leave it out", unless=[])] = None
+    logits_processors: Annotated[Any, Unsupported("code is not taken from clients; leave it out", unless=[])] = None
+    use_beam_search: Annotated[Any, Unsupported("beam search is not done here; sample with `n`", unless=False)] = None
+    length_penalty: Annotated[Any, Unsupported("it is of beam search, which is not done here; leave it out", unless=1.0)] = None
+    prompt_logprobs: Annotated[Any, Unsupported("log probabilities are of the answer's tokens only; leave it out")] = None
+    include_stop_str_in_output: Annotated[
+        Any, Unsupported("the text ends before the stop string: `stop_reason` tells it", unless=False)
+    ] = None
+    truncate_prompt_tokens: Annotated[Any, Unsupported("shorten the prompt before sending it", unless=-1)] = None
+    kv_transfer_params: Annotated[Any, Unsupported("the router pairs workers itself; leave it out", unless={})] = None
+
+    @property
+    def limit_field(self) -> str | None:
+        """The field that says how long an answer may be; None: the client has not said it."""
+        return None if self.max_tokens is None else "max_tokens"
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """Raises HttpError 400 that names the first field that is wrong."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise _said(error) from None
+
+
+def _said(error: ValidationError) -> HttpError:
+    """Tells of one error: a union's message of each of its members is too many, so that of the one that got furthest."""
+    errors = error.errors(include_url=False, include_context=False)
+    first = max(errors, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
+    if first["type"] == "json_invalid":
+        return HttpError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
+    if first["loc"][:1] != errors[0]["loc"][:1]:
+        first = errors[0]
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    param = _path_of(first["loc"])
+    if first["type"] == "missing":
+        return HttpError(400, f"{param or 'the body'}: {message}; see /openapi.json", param=param)
+    return wrong_value(param, message, first["input"])
+
+
+def wrong_value(param: str | None, message: str, value: Any) -> HttpError:
+    return HttpError(400, f"{param or 'the body'}: {message} (it is {_shown(value)}); see /openapi.json", param=param)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of it as JSON: no more is written than is shown."""
+    if isinstance(value, str):
+        value = value[: _MAX_SHOWN + 1]
+    text = ""
+    for piece in json.JSONEncoder(default=str).iterencode(value):
+        text += piece
+        if len(text) > _MAX_SHOWN:
+            return text[:_MAX_SHOWN] + "…"
+    return text
+
+
+def _path_of(location: tuple[int | str, ...]) -> str | None:
+    """`messages[0].content`; what pydantic adds of its own (names of types, of members of unions) is left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in _TYPE_NAMES:
+            shown = part if len(part) <= _MAX_SHOWN else part[:_MAX_SHOWN] + "…"
+            path += f".{shown}" if path else shown
+    return path or None
+
+
+_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "list", "dict", "none"})
+
+
+_MAX_TOOLS = 1024
+_MAX_TOOL_CALLS = 1024
+_MAX_MESSAGES = 4096
+# Of one message, and documents of a chat.
+_MAX_PARTS = 4096
+
+
+class ContentPart(Body):
+    type: Annotated[str, WithJsonSchema({"type": "string", "enum": ["text", "refusal"]})]
+    """Others are refused: models here read text."""
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(Body):
+    name: str = Field(min_length=1)
+    arguments: str = ""
+    """A JSON object."""
+
+
+class ToolCallBody(Body):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class MessageBody(Body):
+    role: str = Field(min_length=1, max_length=64)
+    content: str | Annotated[list[ContentPart], Field(max_length=_MAX_PARTS, fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallBody] | None = Field(default=None, max_length=_MAX_TOOL_CALLS, fail_fast=True)
+    """Only an assistant has them."""
+    tool_call_id: str | None = None
+    """Only a tool has it."""
+    reasoning_content: str | None = None
+    """An assistant's: what it thought before."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
+
+
+class FunctionSpec(Body):
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    """A JSON Schema."""
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class ToolText(NamedTuple):
+    """`text`: the whole tool, as JSON."""
+
+    name: str
+    strict: bool
+    text: str
+
+    def parameters(self) -> dict[str, Any] | None:
+        given: dict[str, Any] | None = json.loads(self.text)["function"].get("parameters")
+        return given
+
+
+def _tool_texts(tools: list[Tool]) -> list[ToolText]:
+    return [ToolText(tool.function.name, tool.function.strict is True, json.dumps(tool.model_dump(exclude_unset=True))) for tool in tools]
+
+
+def _messages(messages: list[MessageBody]) -> bytes:
+    return pb.Chat(messages=[_message(i, message) for i, message in enumerate(messages)]).SerializeToString()
+
+
+class NamedFunction(Body):
+    name: str = Field(min_length=1)
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatPrompt(Body):
+    """The part of a chat that becomes the prompt; /tokenize takes it too."""
+
+    model: str = ""
+    messages: Annotated[
+        bytes, packed(_messages, Annotated[list[MessageBody], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)])
+    ]
+    tools: Annotated[list[ToolText], packed(_tool_texts, Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)])] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The last message is the beginning of the answer; `add_generation_prompt` must be false then."""
+    chat_template_kwargs: JsonObject | None = None
+    """Further variables of the model's chat template."""
+
+    def chat(self, *extra: str) -> pb.Chat:
+        """`extra`: further variables of the template, in JSON objects. Raises HttpError 400."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise HttpError(
+                400, "continue_final_message and add_generation_prompt exclude each other; set one of them", param="continue_final_message"
+            )
+        variables = [*extra, self.chat_template_kwargs or "{}"]
+        if self.add_generation_prompt is not None and not self.continue_final_message:
+            variables.append(json.dumps({"add_generation_prompt": self.add_generation_prompt}))
+        # Of two members of the same name the later one counts.
+        members = ", ".join(each[1:-1] for each in variables if each != "{}")
+        chat = pb.Chat.FromString(self.messages)
+        chat.tools.extend(tool.text for tool in self.tools or ())
+        chat.template_kwargs = f"{{{members}}}" if members else ""
+        chat.continue_final_message = bool(self.continue_final_message)
+        return chat
+
+
+class ChatBody(CommonBody, ChatPrompt):
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=32)
+    """Goes to the chat template, for models that know it."""
+    include_reasoning: bool | None = None
+    """false: what the model thought is left out of the answer."""
+    documents: (
+        Annotated[str, packed(json.dumps, Annotated[list[dict[str, JsonValue]], Field(max_length=_MAX_PARTS, fail_fast=True)])] | None
+    ) = None
+    """Go to the chat template."""
+
+    functions: Annotated[Any, Unsupported("use `tools`", unless=[])] = None
+    function_call: Annotated[Any, Unsupported("use `tool_choice`", unless="none")] = None
+    audio: Annotated[Any, Unsupported("models here write text", unless={})] = None
+    modalities: Annotated[Any, Unsupported("models here write text", unless=["text"])] = None
+    prediction: Annotated[Any, Unsupported("leave it out", unless={})] = None
+    web_search_options: Annotated[Any, Unsupported("the router looks nothing up; leave it out", unless={})] = None
+    chat_template: Annotated[Any, Unsupported("templates are not taken from clients; the model's own is used", unless="")] = None
+    add_special_tokens: Annotated[Any, Unsupported("the chat template writes them", unless=False)] = None
+    echo: Annotated[Any, Unsupported("use continue_final_message", unless=False)] = None
+    best_of: Annotated[Any, Unsupported("use `n`", unless=1)] = None
+    mm_processor_kwargs: Annotated[Any, Unsupported("models here read text", unless={})] = None
+
+    @property
+    def limit_field(self) -> str | None:
+        return super().limit_field if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Raises HttpError 400: top_logprobs without logprobs."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise HttpError(400, "top_logprobs needs logprobs to be true; set it", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
+    def prompt(self) -> pb.Chat:
+        """Raises HttpError 400."""
+        extra = []
+        if self.reasoning_effort is not None:
+            extra.append(json.dumps({"reasoning_effort": self.reasoning_effort}))
+        if self.documents is not None:
+            extra.append(f'{{"documents": {self.documents}}}')
+        return self.chat(*extra)
+
+
+def adapt_roles(chat: pb.Chat, template: str | None) -> None:
+    """Newer clients say "developer" for "system", which few templates know. `template`: the chat template's source."""
+    if "developer" not in (template or ""):
+        for message in chat.messages:
+            if message.role == "developer":
+                message.role = "system"
+
+
+def _message(index: int, message: MessageBody) -> pb.ChatMessage:
+    if message.role == "function":
+        raise HttpError(400, 'the role "function" is not supported; use "tool", and `tools`', param=f"messages[{index}].role")
+    calls = [pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in message.tool_calls or ()]
+    return pb.ChatMessage(
+        role=message.role,
+        content=_text(index, message.content),
+        name=message.name or "",
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id or "",
+        reasoning=message.reasoning_content or message.reasoning or "",
+    )
+
+
+def _text(index: int, content: str | list[ContentPart] | None) -> str:
+    """Parts are lines, as vLLM has them for templates that take strings."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for i, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("text", "refusal") or text is None:
+            raise HttpError(
+                400,
+                f'messages[{index}].content[{i}] is of type "{part.type[:40]}"; send {{"type": "text", "text": ...}}',
+                param=f"messages[{index}].content[{i}].type",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+MAX_PROMPTS = 2048
+# To all prompts together.
+MAX_ANSWERS = 4096
+# What OpenAI's API has always cut such answers to.
+DEFAULT_MAX_TOKENS = 16
+
+
+_MIXED = "a list is of texts, of token ids, or of lists of token ids, and not of several of these"
+_KINDS = "give a text, a list of texts, the token ids of one prompt, or a list of such lists"
+_NO_ID = "a token id is a whole number from 0 up to the vocabulary's size"
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
+_PROMPTS = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+_PROMPT = {"anyOf": [{"type": "string"}, _PROMPTS | {"items": {"type": "string"}}, _IDS, _PROMPTS | {"items": _IDS}]}
+
+
+def _prompt(given: Any) -> str | list[str] | IdArray | list[IdArray]:
+    """Reads a prompt: what it is meant to be, its first item says. Raises HttpError 400."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise wrong_value("prompt", _KINDS, given)
+    if not given:
+        raise wrong_value("prompt", f"the list is empty; {_KINDS}", given)
+    kind = type(given[0])
+    if kind not in (str, list, int, float, bool):
+        raise wrong_value("prompt[0]", _KINDS, given[0])
+    if kind not in (str, list):
+        return _ids(given, "prompt")
+    if len(given) > MAX_PROMPTS:
+        raise wrong_value("prompt", f"there are {len(given)} prompts; send at most {MAX_PROMPTS} at a time", given)
+    for i, item in enumerate(given):
+        if type(item) is not kind:
+            raise wrong_value(f"prompt[{i}]", _MIXED, item)
+        if kind is list and not item:
+            raise wrong_value(f"prompt[{i}]", "a prompt has no token ids; give at least one", item)
+    return given if kind is str else [_ids(item, f"prompt[{i}]") for i, item in enumerate(given)]
+
+
+def _ids(given: list[Any], path: str) -> IdArray:
+    # All at once: there may be a million.
+    if set(map(type, given)) == {int} and min(given) >= 0 and max(given) <= MAX_TOKEN_ID:
+        return ids_of(given)
+    at, wrong = next((i, each) for i, each in enumerate(given) if type(each) is not int or not 0 <= each <= MAX_TOKEN_ID)
+    raise wrong_value(f"{path}[{at}]", _MIXED if isinstance(wrong, str | list) else _NO_ID, wrong)
+
+
+class CompletionBody(CommonBody):
+    prompt: Annotated[str | list[str] | IdArray | list[IdArray], PlainValidator(_prompt), WithJsonSchema(_PROMPT)]
+    """A text, several, the token ids of one, or of several. Choice i of prompt p has the index p * n + i."""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    """The text begins with the prompt's."""
+    best_of: int | None = Field(default=None, ge=1)
+    """Refused if above n."""
+    add_special_tokens: bool | None = None
+    """false: the tokenizer adds nothing to the prompt, such as a token that begins a text."""
+
+    suffix: Annotated[Any, Unsupported("nothing is inserted between two texts here; leave it out", unless="")] = None
+    prompt_embeds: Annotated[Any, Unsupported("send text or token ids", unless=[])] = None
+
+    @property
+    def token_limit(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[str | IdArray]:
+        """Raises HttpError 400 for what cannot be done with them."""
+        n = self.n or 1
+        if self.best_of is not None and self.best_of > n:
+            raise HttpError(400, f"best_of is {self.best_of} and n is {n}; answers are not ranked here: leave best_of out", param="best_of")
+        if self.echo and self.logprobs is not None:
+            raise HttpError(400, "echo with logprobs: log probabilities of a prompt are not computed; leave one of them out", param="echo")
+        if isinstance(self.prompt, list) and len(self.prompt) * n > MAX_ANSWERS:
+            raise HttpError(
+                400, f"n is {n} and there are {len(self.prompt)} prompts; ask for at most {MAX_ANSWERS} answers at a time", param="n"
+            )
+        return list(self.prompt) if isinstance(self.prompt, list) else [self.prompt]
