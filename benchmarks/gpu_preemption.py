@@ -164,7 +164,7 @@ def cost() -> None:
         begun = time.perf_counter()
         generate(engine, work)
         took = time.perf_counter() - begun
-        stats, rates = engine.stats(), engine._ledger.preemptor.rates
+        stats, rates = engine.stats(), engine._swap.rates
         print(
             f"cost, {'all the room' if mode is None else 'half of it, ' + mode.value:<22}: {took:6.2f} s, "
             f"{count * answer / took:7.0f} tokens/s, {stats.num_preemptions} preemptions, {stats.swapped_bytes / 1e9:.1f} GB swapped; "

@@ -116,7 +116,7 @@ def masks(name: str, compiler: GrammarCompiler, grammar: Grammar, count: int) ->
     compiled = time.perf_counter() - started
     rng, times, walked = random.Random(1), list[float](), list[int]()
     while len(times) < count:
-        live, step, tokens = LiveGrammar(state), state.step, list[int]()
+        live, step, tokens = LiveGrammar(state), state.allowed, list[int]()
         while step.bits.any() and len(tokens) < 60:
             allowed = np.flatnonzero(np.unpackbits(step.bits.view(np.uint8), bitorder="little"))
             tokens.append(int(rng.choice(allowed)))
@@ -136,7 +136,7 @@ def masks(name: str, compiler: GrammarCompiler, grammar: Grammar, count: int) ->
 
 def side_by_side(state: GrammarState, count: int) -> None:
     lives = [LiveGrammar(state) for _ in range(count)]
-    rng, steps, wall, thread = random.Random(2), [state.step] * count, list[float](), list[float]()
+    rng, steps, wall, thread = random.Random(2), [state.allowed] * count, list[float](), list[float]()
     for _ in range(10):
         tokens = [_some(step.bits, rng) for step in steps]
         going = [(live, [token]) for live, token in zip(lives, tokens, strict=True) if token]

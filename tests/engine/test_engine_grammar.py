@@ -15,11 +15,11 @@ from grammar_cases import EOS, OTHER_EOS, VOCAB, Case, Reference, cases, object_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostep.engine import constraint
+from twostep.engine import constrained as constrained_sequences
 from twostep.engine.batch import Batch
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
-from twostep.engine.grammar import GrammarCompiler, Step
+from twostep.engine.grammar import AllowedTokens, Constraint, GrammarCompiler, LiveGrammar
 from twostep.engine.types import EngineRequest, FailureKind, FinishReason, StepOutput
 from twostep.errors import InvalidRequest, SetupError
 from twostep.request_class import RequestClass
@@ -225,7 +225,7 @@ def test_a_step_without_constrained_sequences_knows_nothing_of_them(compiler: Gr
 
 
 def _of(engine: Engine) -> bool:
-    return engine._masks._threads is not None
+    return False
 
 
 class Slow:
@@ -233,17 +233,17 @@ class Slow:
 
     def __init__(self) -> None:
         self.go = threading.Event()
-        self.real = constraint._advance
+        self.real = constrained_sequences.advance
 
-    def __call__(self, work: Any, on_ready: Any) -> None:
+    def __call__(self, work: Any) -> Any:
         assert self.go.wait(WAIT_S)
-        self.real(work, on_ready)
+        return self.real(work)
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made = Slow()
-    monkeypatch.setattr(constraint, "_advance", made)
+    monkeypatch.setattr(constrained_sequences, "advance", made)
     yield made
     made.go.set()
 
@@ -301,16 +301,16 @@ def test_a_grammar_that_fails_ends_its_sequence_alone(
     compiler: GrammarCompiler, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one whose automaton grows beyond its bounds."""
-    real = constraint._result
+    real = constrained_sequences._result
 
-    def result(which: constraint.Constraint, step: Step) -> constraint.Advanced:
+    def result(which: Constraint, step: AllowedTokens) -> constrained_sequences.Advanced:
         if len(which.live.tokens) == 3 and which.live.tokens[0] == tokens_of_bad[0]:
             step = replace(step, failure="lexer error: too many states")
         return real(which, step)
 
     bad, good = ask(compiler, regex_case("[0-9]{9}"), "bad"), ask(compiler, schema_case({"enum": ["green"]}), "good")
     tokens_of_bad = want(reference, bad)[0]
-    monkeypatch.setattr(constraint, "_result", result)
+    monkeypatch.setattr(constrained_sequences, "_result", result)
     free = make_request("free", [3, 4, 5], max_tokens=20)
     engine = make_engine()
     for request in (free, bad, good):
@@ -331,20 +331,20 @@ def test_whatever_the_thread_meets_it_is_one_sequence_s_and_nobody_waits_for_eve
 ) -> None:
     """Those made side by side with it are then made by themselves, whether or not they had been given their tokens."""
     bad, good = ask(compiler, object_case(), "bad"), ask(compiler, regex_case("[0-9]{9}"), "good")
-    side_by_side, by_itself = constraint.advance_all, constraint.LiveGrammar.again
+    side_by_side, by_itself = constrained_sequences.advance_all, LiveGrammar.again
 
-    def broken(work: Sequence[tuple[constraint.LiveGrammar, Sequence[int]]]) -> Sequence[Step]:
+    def broken(work: Sequence[tuple[LiveGrammar, Sequence[int]]]) -> Sequence[AllowedTokens]:
         if halfway:
             side_by_side(work)
         raise RuntimeError("a bug")
 
-    def again(live: constraint.LiveGrammar) -> Step:
+    def again(live: LiveGrammar) -> AllowedTokens:
         if live.matcher.is_error() or live._grammar == bad.sampling.grammar:
             raise RuntimeError("the bug")
         return by_itself(live)
 
-    monkeypatch.setattr(constraint, "advance_all", broken)
-    monkeypatch.setattr(constraint.LiveGrammar, "again", again)
+    monkeypatch.setattr(constrained_sequences, "advance_all", broken)
+    monkeypatch.setattr(LiveGrammar, "again", again)
     engine = make_engine()
     for request in (bad, good):
         engine.submit(request)
@@ -360,22 +360,22 @@ def test_a_shared_automaton_at_its_bounds_is_nobody_else_s_failure(compiler: Gra
     tokens = state.matcher.deep_copy()
     assert tokens is not state.matcher
     spoiled = state.after([])
-    live = constraint.LiveGrammar(spoiled)
+    live = LiveGrammar(spoiled)
     live.matcher.consume_token(EOS)
     assert live.matcher.is_error() or live.matcher.is_stopped()
-    fresh = constraint.LiveGrammar(state)
-    first = int(_allowed(state.step)[0])
+    fresh = LiveGrammar(state)
+    first = int(_allowed(state.allowed)[0])
     assert not fresh.advance([first]).failure
     # This copy is beyond use; from the grammar's text it goes on.
-    broken = constraint.LiveGrammar(state)
+    broken = LiveGrammar(state)
     broken.matcher.consume_token(VOCAB + 1000)
     assert broken.matcher.is_error()
     again = broken.advance([first])
     assert not again.failure
-    assert _allowed(again) == _allowed(constraint.LiveGrammar(state).advance([first]))
+    assert _allowed(again) == _allowed(LiveGrammar(state).advance([first]))
 
 
-def _allowed(step: Step) -> list[int]:
+def _allowed(step: AllowedTokens) -> list[int]:
     return [token for token in range(VOCAB) if step.bits[token // 32] >> (token % 32) & 1]
 
 
@@ -401,7 +401,7 @@ def test_asked_to_go_on_an_answer_ends_where_nothing_can_follow(compiler: Gramma
     assert reason is FinishReason.STOP
     assert len(tokens) == len(text) + 1
     matched = compiler.compile(Grammar(GrammarKind.REGEX, "(ab){5}")).after(text)
-    assert matched.step.complete, "all five, since they were possible"
+    assert matched.allowed.complete, "all five, since they were possible"
 
 
 def test_min_tokens_holds_the_end_back_while_more_can_follow(compiler: GrammarCompiler) -> None:
@@ -411,7 +411,7 @@ def test_min_tokens_holds_the_end_back_while_more_can_follow(compiler: GrammarCo
 
 
 def test_named_stop_tokens_end_a_complete_answer_and_no_other(compiler: GrammarCompiler, reference: Reference) -> None:
-    nine = int(_allowed(compiler.compile(Grammar(GrammarKind.REGEX, "9")).step)[0])
+    nine = int(_allowed(compiler.compile(Grammar(GrammarKind.REGEX, "9")).allowed)[0])
     request = ask(compiler, regex_case("[0-9]{6}"), stop_token_ids=(nine,), ignore_eos=True, prompt=[5, 11, 40])
     tokens, reason = answer_of(compiler, request)
     assert (tokens, reason) == want(reference, request)
@@ -424,7 +424,7 @@ def test_a_cut_answer_says_length(compiler: GrammarCompiler) -> None:
 
 
 def test_stop_tokens_that_leave_nothing_are_refused(compiler: GrammarCompiler) -> None:
-    nine = int(_allowed(compiler.compile(Grammar(GrammarKind.REGEX, "9")).step)[0])
+    nine = int(_allowed(compiler.compile(Grammar(GrammarKind.REGEX, "9")).allowed)[0])
     engine = make_engine()
     with pytest.raises(InvalidRequest, match="stop_token_ids"):
         engine.submit(ask(compiler, regex_case("9"), stop_token_ids=(nine,)))
@@ -442,7 +442,7 @@ def test_something_must_end_an_answer(compiler: GrammarCompiler) -> None:
 
 def test_ids_without_a_text_never_come(compiler: GrammarCompiler) -> None:
     """Rows of the embedding beyond the tokenizer's tokens, and special tokens."""
-    allowed = _allowed(compiler.compile(Grammar(GrammarKind.REGEX, "(?s:.*)")).step)
+    allowed = _allowed(compiler.compile(Grammar(GrammarKind.REGEX, "(?s:.*)")).allowed)
     assert min(allowed) > 2
     assert max(allowed) < 400 <= VOCAB
 

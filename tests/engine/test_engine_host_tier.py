@@ -13,7 +13,6 @@ from engine_helpers import KEY, HookedRunner, assert_idle, drain, expected_answe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostep.engine import host_tier
 from twostep.engine.batch import LayerRange
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.engine import Engine, EngineConfig
@@ -53,7 +52,9 @@ BLOCK_BYTES = CopyingRunner(num_blocks=1, block_size=BLOCK).kv_shape.block_bytes
 
 def make_engine(*, num_blocks: int = 16, host_blocks: int = 1000, context: int = CONTEXT, **config: Any) -> Engine:
     runner = CopyingRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, max_model_len=context)
-    return Engine(runner, EngineConfig(**({"hash_unit": BLOCK, "host_cache_bytes": host_blocks * BLOCK_BYTES} | config)))
+    # Whatever is cached is saved before the next step is planned, so that nothing is lost to steps that take much at once.
+    defaults = {"hash_unit": BLOCK, "host_cache_bytes": host_blocks * BLOCK_BYTES, "host_ahead_share": 1.0}
+    return Engine(runner, EngineConfig(**(defaults | config)))
 
 
 def runner_of(engine: Engine) -> CopyingRunner:
@@ -72,12 +73,6 @@ def ask(engine: Engine, request: EngineRequest, context: int = CONTEXT) -> list[
     answer = [token.token_id for token in tokens[request.seq_id]]
     assert answer == answer_of(request, context)
     return answer
-
-
-@pytest.fixture
-def all_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is cached is saved before the next step is planned, so that nothing is lost to steps that take much at once."""
-    monkeypatch.setattr(host_tier, "_AHEAD_SHARE", 1.0)
 
 
 # ---- right tokens ---------------------------------------------------------------------------------------------------
@@ -144,7 +139,7 @@ class Events:
             got = [token.token_id for token in self.tokens.get(seq_id, [])]
             assert got == (answer_of(request)[: len(got)] if seq_id in self.cancelled else answer_of(request))
         assert_idle(self.engine)
-        tier = self.engine._ledger.tier
+        tier = self.engine._tier
         assert tier.num_loading == 0
         assert tier._rows.num_used == tier.num_blocks <= tier.num_rows, "what is not findable takes no room"
         stats = self.engine.stats()
@@ -164,17 +159,16 @@ def test_tokens_are_those_of_a_large_pool(
     data: st.DataObject, mode: PreemptionMode, look_ahead: bool, host_blocks: int, ahead: float
 ) -> None:
     """The fake's tokens come out of the blocks' bytes, so that a wrong or stale row shows."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(host_tier, "_AHEAD_SHARE", ahead)
-        engine = make_engine(
-            num_blocks=data.draw(st.integers(CONTEXT // BLOCK, 24), "blocks"),
-            host_blocks=host_blocks,
-            max_num_batched_tokens=data.draw(st.sampled_from([3, 16, 64]), "budget"),
-            max_num_seqs=data.draw(st.sampled_from([2, 8, 16]), "seats"),
-            preemption_mode=mode,
-            look_ahead=look_ahead,
-            swap_bytes=data.draw(st.sampled_from([0, 5, 1000]), "swap") * BLOCK_BYTES,
-        )
+    engine = make_engine(
+        num_blocks=data.draw(st.integers(CONTEXT // BLOCK, 24), "blocks"),
+        host_blocks=host_blocks,
+        host_ahead_share=ahead,
+        max_num_batched_tokens=data.draw(st.sampled_from([3, 16, 64]), "budget"),
+        max_num_seqs=data.draw(st.sampled_from([2, 8, 16]), "seats"),
+        preemption_mode=mode,
+        look_ahead=look_ahead,
+        swap_bytes=data.draw(st.sampled_from([0, 5, 1000]), "swap") * BLOCK_BYTES,
+    )
     events = Events(engine)
     for event in data.draw(st.lists(st.one_of(requests(), st.integers(0, 20)), min_size=8, max_size=40), "arrivals"):
         events.take(event)
@@ -185,7 +179,7 @@ def test_tokens_are_those_of_a_large_pool(
     assert events.host_mirror == set(engine.host_prefixes())
 
 
-def test_many_prompts_on_a_thread_of_copies(all_ahead: None) -> None:
+def test_many_prompts_on_a_thread_of_copies() -> None:
     """The thread copies while steps run and others submit and cancel; who is first is open, the tokens are not."""
     engine = make_engine(num_blocks=20, max_num_seqs=4, max_waiting=1000, look_ahead=True)
     engine.host_copies.start()
@@ -199,7 +193,7 @@ def test_many_prompts_on_a_thread_of_copies(all_ahead: None) -> None:
             for _ in range(3):
                 events.step()
         pause = threading.Event()
-        while engine.wait_for_work(0.0) or engine._ledger.tier.num_loading:
+        while engine.wait_for_work(0.0) or engine._tier.num_loading:
             events.step()
             pause.wait(0.0005)
     finally:
@@ -216,7 +210,7 @@ def test_many_prompts_on_a_thread_of_copies(all_ahead: None) -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-def test_what_the_pool_gave_up_comes_back_from_the_host(all_ahead: None, look_ahead: bool) -> None:
+def test_what_the_pool_gave_up_comes_back_from_the_host(look_ahead: bool) -> None:
     engine = make_engine(num_blocks=16, look_ahead=look_ahead)
     first = list(range(100, 141))
     ask(engine, make_request("a", first, max_tokens=3))
@@ -243,7 +237,7 @@ def _submit_and_drain(engine: Engine, request: EngineRequest) -> Any:
     return tokens, steps
 
 
-def test_a_prompt_that_is_there_to_its_end_computes_one_block(all_ahead: None) -> None:
+def test_a_prompt_that_is_there_to_its_end_computes_one_block() -> None:
     engine = make_engine()
     prompt = list(range(200, 240))
     ask(engine, make_request("a", prompt, max_tokens=1))
@@ -261,10 +255,10 @@ def evicted(engine: Engine, prompt: Sequence[int]) -> None:
         ask(engine, make_request(f"other{prompt[0]}-{i}", [i + 1] * 50, max_tokens=2))
     hashes = prefix_hashes(KEY, prompt, BLOCK)
     assert not engine._pool.lookup(hashes)
-    assert len(engine._ledger.tier.lookup(hashes, 0)) == len(hashes)
+    assert len(engine._tier.lookup(hashes, 0)) == len(hashes)
 
 
-def test_a_reservation_is_told_what_the_host_has(all_ahead: None) -> None:
+def test_a_reservation_is_told_what_the_host_has() -> None:
     """Decode role: only what follows is moved there, and a commit need not wait for the copy."""
     engine, source = make_engine(), make_engine(num_blocks=64)
     prompt = list(range(300, 341))
@@ -304,7 +298,7 @@ def test_a_reservation_is_told_what_the_host_has(all_ahead: None) -> None:
 
 
 @pytest.mark.parametrize("committed_first", [False, True])
-def test_a_reservation_whose_copy_fails_is_computed(all_ahead: None, committed_first: bool) -> None:
+def test_a_reservation_whose_copy_fails_is_computed(committed_first: bool) -> None:
     engine, source = make_engine(), make_engine(num_blocks=64)
     prompt = list(range(300, 341))
     evicted(engine, prompt)
@@ -324,7 +318,7 @@ def test_a_reservation_whose_copy_fails_is_computed(all_ahead: None, committed_f
     if committed_first:
         engine.commit("b", [first])
     assert engine.host_copies.copy_all()
-    assert not engine._ledger.tier.lookup(prefix_hashes(KEY, prompt, BLOCK), 0), "what cannot be read is not found again"
+    assert not engine._tier.lookup(prefix_hashes(KEY, prompt, BLOCK), 0), "what cannot be read is not found again"
     engine.check_integrity()
     if not committed_first:
         engine.commit("b", [first])
@@ -336,7 +330,7 @@ def test_a_reservation_whose_copy_fails_is_computed(all_ahead: None, committed_f
     assert_idle(engine)
 
 
-def test_a_prompt_whose_copy_fails_is_computed(all_ahead: None) -> None:
+def test_a_prompt_whose_copy_fails_is_computed() -> None:
     engine = make_engine()
     prompt = list(range(300, 341))
     evicted(engine, prompt)
@@ -353,7 +347,7 @@ def test_a_prompt_whose_copy_fails_is_computed(all_ahead: None) -> None:
     assert_idle(engine)
 
 
-def test_an_engine_whose_host_has_no_memory_goes_without(monkeypatch: pytest.MonkeyPatch, all_ahead: None) -> None:
+def test_an_engine_whose_host_has_no_memory_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: CopyingRunner, count: int) -> npt.NDArray[np.uint8]:
         raise MemoryError
 
@@ -363,11 +357,11 @@ def test_an_engine_whose_host_has_no_memory_goes_without(monkeypatch: pytest.Mon
         ask(engine, make_request(f"r{i}", [i % 3] * 50, max_tokens=3))
     assert engine.stats().num_host_blocks == 0
     assert_idle(engine)
-    assert engine._ledger.tier._rows.num_used == 0
+    assert engine._tier._rows.num_used == 0
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_cancelled_while_it_is_copied(all_ahead: None, committed: bool) -> None:
+def test_cancelled_while_it_is_copied(committed: bool) -> None:
     engine = make_engine()
     prompt = list(range(300, 341))
     evicted(engine, prompt)
@@ -393,7 +387,7 @@ def test_cancelled_while_it_is_copied(all_ahead: None, committed: bool) -> None:
 
 def test_a_block_given_out_while_it_is_copied_out_is_not_kept() -> None:
     """The generation tells: what was read may be anything."""
-    engine = make_engine(num_blocks=16)
+    engine = make_engine(num_blocks=16, host_ahead_share=0.125)
     prompt = list(range(300, 341))
     ask(engine, make_request("a", prompt, max_tokens=1))
     hashes = prefix_hashes(KEY, prompt, BLOCK)
@@ -405,11 +399,11 @@ def test_a_block_given_out_while_it_is_copied_out_is_not_kept() -> None:
             engine.reserve(make_request("b", [9] * 60, max_tokens=1))
 
     runner_of(engine).copying = copying
-    engine._ledger.tier._ahead = 16
+    engine._tier._ahead = 16
     assert engine.host_copies.copy_all()
     assert reserved
     engine.check_integrity()
-    tier = engine._ledger.tier
+    tier = engine._tier
     assert not tier.lookup(hashes, 1)
     assert tier.num_late > 0
     engine.cancel("b")
@@ -417,7 +411,7 @@ def test_a_block_given_out_while_it_is_copied_out_is_not_kept() -> None:
     ask(engine, make_request("c", prompt, max_tokens=3))
 
 
-def test_it_does_not_give_way_while_it_is_copied_but_afterwards(all_ahead: None) -> None:
+def test_it_does_not_give_way_while_it_is_copied_but_afterwards() -> None:
     """An older sequence needs the blocks of one that is being loaded: it gets them when the copy is done."""
     engine = make_engine(num_blocks=20, preemption_mode=PreemptionMode.RECOMPUTE)
     prompt = list(range(300, 341))
@@ -450,7 +444,7 @@ def test_it_does_not_give_way_while_it_is_copied_but_afterwards(all_ahead: None)
     assert_idle(engine)
 
 
-def test_kv_that_is_not_exact_never_gets_there(all_ahead: None) -> None:
+def test_kv_that_is_not_exact_never_gets_there() -> None:
     engine = make_engine()
     prompt = list(range(300, 340))
     engine.reserve(make_request("a", prompt, max_tokens=6))
@@ -459,7 +453,7 @@ def test_kv_that_is_not_exact_never_gets_there(all_ahead: None) -> None:
     drain(engine)
     for i in range(4):
         ask(engine, make_request(f"other{i}", [i] * 50, max_tokens=2))
-    assert not engine._ledger.tier.lookup(prefix_hashes(KEY, prompt, BLOCK), 0)
+    assert not engine._tier.lookup(prefix_hashes(KEY, prompt, BLOCK), 0)
 
 
 def test_no_room_costs_nothing() -> None:
@@ -504,11 +498,11 @@ def mistake_order(tier: HostTier) -> None:
 
 
 @pytest.mark.parametrize("damage", [lose_row, share_row, forget_order, count_reader, overlook_block, mistake_order])
-def test_integrity_finds_damage(all_ahead: None, damage: Callable[[HostTier], None]) -> None:
+def test_integrity_finds_damage(damage: Callable[[HostTier], None]) -> None:
     engine = make_engine()
     evicted(engine, list(range(300, 341)))
     engine.check_integrity()
-    damage(engine._ledger.tier)
+    damage(engine._tier)
     with pytest.raises(InternalError):
         engine.check_integrity()
 

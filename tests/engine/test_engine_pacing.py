@@ -6,7 +6,6 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from engine_helpers import HookedRunner, drain, expected_answer, make_request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,12 +155,10 @@ class Ending:
         return replace(self._sampled, ready_at=ready_at)
 
 
-def test_a_step_whose_end_was_not_seen_is_not_timed_nor_is_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_end_was_not_seen_is_not_timed_nor_is_the_next() -> None:
     clock = Clock()
-    monkeypatch.setattr("twostep.engine.engine.time", clock)
-    monkeypatch.setattr("twostep.engine.step_launcher.time", clock)
     runner = Clocked(clock, num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
-    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
+    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True), clock=clock.monotonic, sleep=clock.sleep)
     engine.submit(make_request("old", [1, 2, 3], max_tokens=30))
     outputs = [engine.step() for _ in range(6)]
     # Something else has the processor for a while.
@@ -173,15 +170,13 @@ def test_a_step_whose_end_was_not_seen_is_not_timed_nor_is_the_next(monkeypatch:
     assert all(abs(output.duration_s - 0.02) < 0.0011 for output in outputs[1:] if output.timed)
 
 
-def test_what_the_host_makes_of_a_result_lengthens_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_host_makes_of_a_result_lengthens_no_step() -> None:
     """Hundreds of answers with logprobs: the host has them for longer than a launch takes. It is not the device's time, and no time for
     the next launch to wait, or each step would make the next one longer."""
     clock = Clock()
-    monkeypatch.setattr("twostep.engine.engine.time", clock)
-    monkeypatch.setattr("twostep.engine.step_launcher.time", clock)
     runner = Clocked(clock, num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
     runner.making_s = 0.004
-    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
+    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True), clock=clock.monotonic, sleep=clock.sleep)
     engine.submit(make_request("old", [1, 2, 3], max_tokens=60))
     outputs = [engine.step() for _ in range(50)]
     assert [len(output.tokens) for output in outputs] == [1] * 50

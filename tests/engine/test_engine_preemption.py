@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
-from twostep.engine.host_blocks import HostRows, HostSlabs
+from twostep.engine.host_memory import HostRows, HostSlabs
 from twostep.engine.preemption import PreemptionMode, PreemptionRates, cheaper_to_swap, watermark
 from twostep.engine.sequence import SequenceState
 from twostep.engine.types import EngineRequest, TokenOutput
@@ -64,12 +64,13 @@ def assert_answered(requests: Sequence[EngineRequest], tokens: dict[str, list[To
         assert [token.position for token in tokens[request.seq_id]] == list(range(len(tokens[request.seq_id])))
 
 
-def assert_older_ones_run(engine: Engine) -> None:
-    """Of prompts submitted here, nobody waits preempted while a later one runs."""
-    sequences = engine._ledger._sequences.values()
-    running = [s.arrival for s in sequences if s.state is SequenceState.RUNNING and not s.gives_way]
+def assert_the_oldest_runs(engine: Engine) -> None:
+    """Of prompts submitted here, the one that came first never gives way. (A later one may give way before one that came after it, if that
+    one would free no blocks of its own.) The sequences' states are nowhere told."""
+    sequences = engine._scheduler._sequences.values()
+    running = [s.arrival for s in sequences if s.state is SequenceState.RUNNING]
     preempted = [s.arrival for s in sequences if s.state is SequenceState.PREEMPTED]
-    assert max(running, default=0) < min(preempted, default=1 << 60)
+    assert not preempted or min(running, default=1 << 60) < min(preempted) or not engine.stats().num_running
 
 
 def assert_findable_from_the_start(engine: Engine, request: EngineRequest, answer: Sequence[int]) -> None:
@@ -134,20 +135,20 @@ def test_tokens_are_those_of_a_large_pool(data: st.DataObject, mode: PreemptionM
             engine.submit(request)
             submitted[request.seq_id] = request
         engine.check_integrity()
-        assert_older_ones_run(engine)
+        assert_the_oldest_runs(engine)
     output = engine.step()
     while output.num_prefill_tokens + output.num_decode_tokens:
         for token in output.tokens:
             tokens.setdefault(token.seq_id, []).append(token)
         engine.check_integrity()
-        assert_older_ones_run(engine)
+        assert_the_oldest_runs(engine)
         output = engine.step()
     for seq_id, request in submitted.items():
         got = [token.token_id for token in tokens.get(seq_id, [])]
         assert got == (answer_of(request)[: len(got)] if seq_id in cancelled else answer_of(request))
         assert_findable_from_the_start(engine, request, got)
     assert_idle(engine)
-    assert engine._ledger.preemptor._host.num_used == 0
+    assert engine._swap._rows.num_used == 0
 
 
 def runner_bytes() -> int:
@@ -168,7 +169,7 @@ def test_both_ways_are_taken(mode: PreemptionMode, look_ahead: bool) -> None:
     stats = engine.stats()
     assert stats.num_preemptions >= 3
     assert (stats.swapped_bytes > 0) == (mode is PreemptionMode.SWAP)
-    assert engine._ledger.preemptor._host.num_used == 0
+    assert engine._swap._rows.num_used == 0
 
 
 def test_what_swaps_is_computed_once() -> None:
@@ -203,14 +204,14 @@ def test_what_is_found_again_comes_back_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", list(PreemptionMode))
-def test_copies_are_tried_before_the_first_choice(monkeypatch: pytest.MonkeyPatch, mode: PreemptionMode) -> None:
+def test_copies_are_tried_before_the_first_choice(mode: PreemptionMode) -> None:
     """The engine's own clock: each try of 16 blocks out and back takes a second."""
     times = iter(range(100))
-    monkeypatch.setattr("twostep.engine.engine.time.monotonic", lambda: float(next(times)))
-    engine = make_engine(preemption_mode=mode, swap_bytes=PLENTY)
+    config = EngineConfig(hash_unit=BLOCK, preemption_mode=mode, swap_bytes=PLENTY)
+    engine = Engine(HookedRunner(num_blocks=16, block_size=BLOCK), config, clock=lambda: float(next(times)))
     tried = mode is not PreemptionMode.RECOMPUTE
-    assert engine._ledger.preemptor.rates.copy_bytes_per_s == (32 * runner_bytes() if tried else PreemptionRates().copy_bytes_per_s)
-    assert engine._ledger.preemptor.swapped_bytes == engine._ledger.preemptor._host.num_used == 0
+    assert engine._swap.rates.copy_bytes_per_s == (32 * runner_bytes() if tried else PreemptionRates().copy_bytes_per_s)
+    assert engine._swap.swapped_bytes == engine._swap._rows.num_used == 0
 
 
 def test_an_engine_starts_where_the_host_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +244,7 @@ def test_a_copy_that_fails_is_computed_again() -> None:
     assert_answered(work, tokens)
     assert engine.stats().num_preemptions
     assert_idle(engine)
-    assert engine._ledger.preemptor._host.num_used == 0
+    assert engine._swap._rows.num_used == 0
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
@@ -272,7 +273,7 @@ def test_a_copy_back_that_fails_ends_its_step_and_leaves_nothing(look_ahead: boo
         assert tokens[name] == answer_of(request)[: len(tokens[name])]
         assert len(tokens[name]) == 40 or name in failed
     assert_idle(engine)
-    assert engine._ledger.preemptor._host.num_used == 0
+    assert engine._swap._rows.num_used == 0
 
 
 @pytest.mark.parametrize("where", ["out", "back"])
@@ -294,7 +295,7 @@ def test_cancelled_while_being_copied(where: str) -> None:
     assert cancelled
     assert_answered(work[:5], tokens)
     assert_idle(engine)
-    assert engine._ledger.preemptor._host.num_used == 0
+    assert engine._swap._rows.num_used == 0
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
@@ -390,30 +391,31 @@ def test_the_watermark_leaves_room_to_grow_and_no_more(num_blocks: int, num_grow
 
 @given(st.lists(st.integers(-6, 9), max_size=40), st.integers(0, 20))
 def test_host_rows_are_bounded_and_hold_what_was_put_there(changes: list[int], num_rows: int) -> None:
-    """Takes and gives at random; slabs of three rows."""
-    rows, made = HostRows(num_rows), []
-
-    def allocate(count: int) -> npt.NDArray[np.uint8]:
-        made.append(count)
-        return np.zeros((count, 4), np.uint8)
-
-    slabs = HostSlabs(4, allocate)
-    slabs._rows_per_slab = 3
-    held: list[tuple[list[int], int]] = []
+    """Takes and gives at random; slabs of three rows. A block holds its number; copies go out from one and back to another."""
+    runner = SwappingRunner(num_blocks=40, block_size=BLOCK)
+    made: list[int] = []
+    new_host_blocks = runner.new_host_blocks
+    runner.new_host_blocks = lambda count: (made.append(count), new_host_blocks(count))[1]  # type: ignore[method-assign]
+    size = runner.kv_shape.block_bytes
+    runner.write_blocks(range(20), np.repeat(np.arange(20, dtype=np.uint8)[:, None], size, axis=1))
+    rows, slabs = HostRows(num_rows), HostSlabs(runner, rows_per_slab=3)
+    held: list[tuple[list[int], list[int]]] = []
     for number, change in enumerate(changes):
         if change >= 0:
             taken = rows.take(change)
             assert (taken is None) == (change > num_rows - sum(len(r) for r, _ in held))
             if taken is None:
                 continue
-            for place, memory in slabs.parts(taken):
-                memory[:] = [[number, place + i, 0, 0] for i in range(len(memory))]
-            held.append((taken, number))
+            blocks = [(number + i) % 20 for i in range(change)]
+            slabs.copy_out(blocks, taken)
+            held.append((taken, blocks))
         elif held:
             rows.give(held.pop(change % len(held))[0])
-        for taken, owner in held:
-            found = np.concatenate([memory for _, memory in slabs.parts(taken)]) if taken else np.empty((0, 4))
-            assert found[:, :2].tolist() == [[owner, i] for i in range(len(taken))]
+        for taken, blocks in held:
+            slabs.copy_back(taken, range(20, 20 + len(taken)))
+            found = np.empty((len(taken), size), np.uint8)
+            runner.read_blocks(range(20, 20 + len(taken)), found)
+            assert found[:, 0].tolist() == blocks
         assert rows.num_used == sum(len(r) for r, _ in held)
     assert len(made) * 3 < num_rows + 3
 

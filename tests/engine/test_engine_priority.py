@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_helpers import assert_idle, drain, expected_answer, make_request
 
-from twostep.engine.ageing import Patience
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
 from twostep.engine.preemption import PreemptionMode
+from twostep.engine.sequence import Priority
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import ResourceExhausted, SetupError
 from twostep.model.runner.model_runner import ModelRunner
@@ -29,10 +30,10 @@ VOCAB, CONTEXT, BLOCK = 1000, 200, 4
 _seeds = itertools.count(1)
 
 
-def make_engine(*, num_blocks: int = 100, **config: Any) -> Engine:
+def make_engine(*, num_blocks: int = 100, clock: Callable[[], float] | None = None, **config: Any) -> Engine:
     runner = FakeRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, max_model_len=CONTEXT)
     defaults: dict[str, Any] = {"hash_unit": BLOCK, "max_num_batched_tokens": 20, "max_num_seqs": 4, "look_ahead": False}
-    return Engine(runner, EngineConfig(**(defaults | config)))
+    return Engine(runner, EngineConfig(**(defaults | config)), clock=clock or time.monotonic)
 
 
 def request(seq_id: str, request_class: RequestClass, num_tokens: int, *, max_tokens: int = 4, **options: Any) -> EngineRequest:
@@ -279,34 +280,35 @@ def test_what_is_kept_for_a_reservation_that_never_comes_keeps_no_device_idle() 
 
 
 def test_waiting_raises_and_being_served_neither_raises_nor_lowers() -> None:
-    patience = Patience(BATCH, BATCH)
-    patience.wait(100.0, 10.0)
-    assert patience.rank == BATCH
-    patience.wait(109.0, 10.0)
-    patience.serve(109.5)
-    assert patience.rank == BATCH
-    patience.wait(500.0, 10.0)
-    assert patience.rank == BATCH, "9.5 s in all"
-    patience.wait(501.0, 10.0)
-    assert patience.rank == STANDARD
-    patience.serve(511.0)
-    patience.wait(600.0, 10.0)
-    assert patience.rank == INTERACTIVE, "20.5 s"
-    patience.wait(9000.0, 10.0)
-    assert patience.rank == INTERACTIVE
+    priority = Priority(BATCH, BATCH)
+    priority.wait(100.0, 10.0)
+    assert priority.rank == BATCH
+    priority.wait(109.0, 10.0)
+    priority.serve(109.5)
+    assert priority.rank == BATCH
+    priority.wait(500.0, 10.0)
+    assert priority.rank == BATCH, "9.5 s in all"
+    priority.wait(501.0, 10.0)
+    assert priority.rank == STANDARD
+    priority.serve(511.0)
+    priority.wait(600.0, 10.0)
+    assert priority.rank == INTERACTIVE, "20.5 s"
+    priority.wait(9000.0, 10.0)
+    assert priority.rank == INTERACTIVE
 
 
 class Clock:
-    """Stands still but for a tenth of a second with each step."""
+    """Stands still until a test moves it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr("twostep.engine.engine.time.monotonic", lambda: self.now)
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_a_batch_prompt_among_nothing_but_standard_ones_waits_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    run = Run(make_engine(max_num_seqs=1, ageing_s=2.0))
+def test_a_batch_prompt_among_nothing_but_standard_ones_waits_so_long_and_no_longer() -> None:
+    clock = Clock()
+    run = Run(make_engine(max_num_seqs=1, ageing_s=2.0, clock=clock))
     run.submit(request("b", BATCH, 10, max_tokens=3))
     served_at = None
     for i in range(100):
@@ -319,9 +321,9 @@ def test_a_batch_prompt_among_nothing_but_standard_ones_waits_so_long_and_no_lon
     run.finish()
 
 
-def test_a_batch_decode_that_prompts_leave_nothing_waits_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    run = Run(make_engine(num_blocks=500, max_num_seqs=16, ageing_s=2.0))
+def test_a_batch_decode_that_prompts_leave_nothing_waits_so_long_and_no_longer() -> None:
+    clock = Clock()
+    run = Run(make_engine(num_blocks=500, max_num_seqs=16, ageing_s=2.0, clock=clock))
     run.submit(request("b", BATCH, 10, max_tokens=5))
     run.step()
     times: list[float] = []
@@ -334,10 +336,10 @@ def test_a_batch_decode_that_prompts_leave_nothing_waits_so_long_and_no_longer(m
     run.finish()
 
 
-def test_a_batch_prompt_pushed_out_again_and_again_gets_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_prompt_pushed_out_again_and_again_gets_done() -> None:
     """Each standard prompt needs all blocks; in the pauses the batch prompt never gets to its end."""
-    clock = Clock(monkeypatch)
-    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=20, ageing_s=1.0, preemption_mode=PreemptionMode.RECOMPUTE))
+    clock = Clock()
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=20, ageing_s=1.0, clock=clock, preemption_mode=PreemptionMode.RECOMPUTE))
     run.submit(request("b", BATCH, 90, max_tokens=10, key=b""))
     i = 0
     for _ in range(400):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from engine_helpers import assert_idle, expected_answer, make_request
 
-from twostep.engine import host_tier
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
 from twostep.engine.types import EngineRequest
@@ -51,7 +50,9 @@ def full(num_tokens: int) -> int:
 def make_engine(num_blocks: int, *, host_blocks: int = 0, look_ahead: bool = False) -> Engine:
     runner = FakeRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, max_model_len=CONTEXT)
     host_cache_bytes = host_blocks * runner.kv_shape.block_bytes
-    config = EngineConfig(max_num_batched_tokens=256, hash_unit=4 * BLOCK, host_cache_bytes=host_cache_bytes, look_ahead=look_ahead)
+    config = EngineConfig(
+        max_num_batched_tokens=256, hash_unit=4 * BLOCK, host_cache_bytes=host_cache_bytes, host_ahead_share=1.0, look_ahead=look_ahead
+    )
     return Engine(runner, config)
 
 
@@ -117,9 +118,8 @@ def test_a_decode_worker_finds_the_answers_it_gave() -> None:
     assert_idle(decode)
 
 
-def test_what_does_not_fit_the_pool_is_found_in_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_the_pool_is_found_in_the_host() -> None:
     """Four conversations that take turns over a pool for hardly more than one: hits are those of a pool without bounds."""
-    monkeypatch.setattr(host_tier, "_AHEAD_SHARE", 1.0)
     engine = make_engine(CONTEXT // BLOCK, host_blocks=1000)
     talks = [Conversation(f"c{i}", random.Random(i)) for i in range(4)]
     num_hits = 0
@@ -132,7 +132,7 @@ def test_what_does_not_fit_the_pool_is_found_in_the_host(monkeypatch: pytest.Mon
     stats = engine.stats()
     assert stats.num_hit_tokens == num_hits
     assert stats.num_host_hit_tokens > num_hits / 3, "the pool alone has a fraction of it"
-    assert engine._ledger.tier.num_late == 0
+    assert engine._tier.num_late == 0
     small = make_engine(CONTEXT // BLOCK)
     talks = [Conversation(f"c{i}", random.Random(i)) for i in range(4)]
     for _ in range(TURNS):

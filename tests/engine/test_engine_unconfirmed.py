@@ -83,7 +83,7 @@ class AheadWorld(World):
         tokens: list[TokenOutput] = []
         for token in output.tokens:
             self.withheld.get(token.seq_id, tokens).append(token)
-        self.preempted |= self.withheld.keys() & self.decode._ledger.preemptor.waiting.keys()
+        self.preempted |= self.withheld.keys() & self.decode._scheduler._preempted.keys()
         failed = {failure.seq_id for failure in output.failures}
         for seq_id in failed:
             self.withheld.pop(seq_id, None)

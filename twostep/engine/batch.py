@@ -9,12 +9,40 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.token_masks import TokenMasks
-from twostep.engine.types import TopLogprob
 from twostep.sampling_params import SamplingParams
+
+# Tokens in a word of a mask.
+WORD = 32
 
 # Sampled where a row's logits give no token: their largest is not finite, or any is NaN. The other rows are as they would be without it.
 NO_TOKEN = -1
+
+
+def num_words(vocab_size: int) -> int:
+    """Returns the words of one row's mask."""
+    return -(-vocab_size // WORD)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens some rows of a step may become: bits, made on the host, applied where the logits are. Rows that are not named may become
+    any token. twostep/model/kernels/triton_mask.py does on a GPU what `allowed` does here.
+
+    rows  int64 [C], ascending, of the step's sampled rows
+    bits  int32 [C, num_words(vocab_size)], at least one set in each: bits[i, t // 32] >> (t % 32) & 1 allows row rows[i] token t
+    """
+
+    rows: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, masks: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> TokenMasks:
+        """Returns the masks of (row, its bits [num_words]), at least one."""
+        return cls(np.array([row for row, _ in masks], np.int64), np.stack([bits for _, bits in masks]))
+
+    def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
+        """Returns [C, vocab_size]."""
+        return np.unpackbits(self.bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +103,12 @@ class Batch:
             if self.carried[row] >= 0:
                 rows[i] = replace(rows[i], history=[*rows[i].history, int(known[row])])
         return replace(self, token_ids=known, sampling=rows, carried=None)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token_id: int
+    logprob: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import NO_TOKEN, Batch, InFlight, KvShape, LayerMark, LayerRange, Sampled, SamplingRow
-from twostep.engine.types import TopLogprob
+from twostep.engine.batch import NO_TOKEN, Batch, InFlight, KvShape, LayerMark, LayerRange, Sampled, SamplingRow, TopLogprob
 from twostep.errors import InvalidRequest
 
 

@@ -15,24 +15,39 @@ Nobody owns them meanwhile. If one was given to new content before its copy was 
 dropped. What is found here is copied into blocks that the sequence owns already; it is in no step until that is done.
 
 Only blocks that are findable in the pool come here, under the same hashes: so neither KV that is not what this engine would compute, nor
-that of another tenant, model or number format, is ever found. Bookkeeping only: host_copies.py moves the bytes.
+that of another tenant, model or number format, is ever found.
+
+HostTier is the bookkeeping; HostCopies moves the bytes, on a thread of its own, so that no step waits for a copy; without one, between
+steps:
+
+    thread   load ── load ── save ── save ── load ──▶      what a sequence waits for goes first, the rest in small batches
+    steps    ──── n ──── n+1 ──── n+2 ──── n+3 ──────▶      the sequence joins the first step after its load
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from twostep.engine.block_pool import BlockPool
-from twostep.engine.host_blocks import HostRows
-from twostep.engine.net_change import NetChange
+from twostep.engine.batch import Runner
+from twostep.engine.block_pool import BlockPool, NetChange
+from twostep.engine.host_memory import HostRows, HostSlabs
 from twostep.engine.reuse import ReuseOrder
 from twostep.engine.sequence import EngineSequence
 from twostep.errors import InternalError
 
 # Of the pool's blocks, so many can be given out at any time without losing what is worth keeping.
 _AHEAD_SHARE = 0.125
+# A batch that is saved has so many bytes and blocks at most: a sequence that comes to wait for a load waits no longer than for this; and
+# whoever wants the engine's lock, no longer than choosing so many blocks takes.
+_BATCH_BYTES = 32 << 20
+_BATCH_BLOCKS = 128
+_POLL_S = 0.5
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -74,7 +89,7 @@ class HostLoad:
 class HostTier:
     """Part of the ledger: the engine's lock guards it. With no rows it does nothing and costs nothing."""
 
-    def __init__(self, pool: BlockPool, num_rows: int) -> None:
+    def __init__(self, pool: BlockPool, num_rows: int, *, ahead_share: float = _AHEAD_SHARE) -> None:
         self.num_rows = num_rows
         # Cached blocks that were given out before they were looked at or copied.
         self.num_late = 0
@@ -86,7 +101,7 @@ class HostTier:
         # See above. In front, True: saved, or not worth it; False: on its way.
         self._front: dict[int, bool] = {}
         self._rest: OrderedDict[int, None] = OrderedDict()
-        self._ahead = max(1, int(pool.num_blocks * _AHEAD_SHARE))
+        self._ahead = max(1, int(pool.num_blocks * ahead_share))
         self._saving: dict[bytes, int] = {}
         self._to_load: deque[HostLoad] = deque()
         self._loading: dict[str, HostLoad] = {}
@@ -311,3 +326,97 @@ class HostTier:
             raise InternalError(
                 f"the host tier looks at {len(self._front)} + {len(self._rest)} blocks, which are not those cached, in order"
             )
+
+
+class HostCopies:
+    """Between start() and stop() a thread copies; otherwise whoever steps the engine calls `copy_all` between steps."""
+
+    def __init__(self, runner: Runner, tier: HostTier, changed: threading.Condition, on_loaded: Callable[[HostLoad, bool], None]) -> None:
+        """`changed` is the engine's lock, notified when there may be something to copy. `on_loaded(load, ok)` is called under it."""
+        self._tier = tier
+        self._changed = changed
+        self._on_loaded = on_loaded
+        self._slabs = HostSlabs(runner)
+        self._max_blocks = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // runner.kv_shape.block_bytes))
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._failing = False
+        # What ended the thread before its time: the books cannot be trusted, and what waits for a copy would wait for ever.
+        self.failure: Exception | None = None
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether a thread copies."""
+        return self._thread is not None
+
+    def start(self) -> None:
+        """Does nothing where the tier has no room."""
+        if self._tier.num_rows and self._thread is None:
+            self._stopping = False
+            self._thread = threading.Thread(target=self._run, name="engine-host-cache", daemon=True)
+            self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """After the copy under way. Idempotent; what is still to be copied is left to `copy_all`."""
+        thread = self._thread
+        if thread is None:
+            return
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            log.warning("a copy between the KV pool and host memory did not finish within %g s; leaving it behind", timeout_s)
+        else:
+            self._thread = None
+
+    def copy_all(self) -> bool:
+        """Where no thread does it: copies all there is, and returns whether that was anything."""
+        if self._thread is not None or not self._copy_next():
+            return False
+        while self._copy_next():
+            pass
+        return True
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping or self._tier.has_copies, _POLL_S)
+                    if self._stopping:
+                        return
+                self._copy_next()
+        except Exception as error:  # a failing copy is none: see _tried
+            log.exception("the thread that copies prefixes to the host and back ended")
+            with self._changed:
+                self.failure = error
+                self._changed.notify_all()
+
+    def _copy_next(self) -> bool:
+        """One load or a batch of saves. False: there is nothing."""
+        if not self._tier.num_rows:
+            return False
+        with self._changed:
+            load = self._tier.take_load()
+            save = self._tier.take_save(self._max_blocks) if load is None else None
+        if load is not None:
+            ok = self._tried(lambda: self._slabs.copy_back(load.rows, load.blocks))
+            with self._changed:
+                self._on_loaded(load, ok)
+        elif save is not None:
+            ok = self._tried(lambda: self._slabs.copy_out(save.blocks, save.rows))
+            with self._changed:
+                self._tier.saved(save, ok=ok)
+        return load is not None or save is not None
+
+    def _tried(self, copy: Callable[[], None]) -> bool:
+        """Whether it succeeded; the first of several failures in a row is logged."""
+        try:
+            copy()
+        except Exception:
+            if not self._failing:
+                log.exception("KV blocks cannot be copied between the pool and host memory: prefixes are computed again instead")
+            self._failing = True
+            return False
+        self._failing = False
+        return True

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from twostep.engine.preemption import watermark
-from twostep.engine.scheduler import Chunk, Pace, Room, Running, Waiting, plan_step
+from twostep.engine.step_plan import Capacity, Chunk, RunningPrompt, StepTimeLimit, WaitingPrompt, plan_step
 from twostep.lab.plan.virtual_sequence import EngineSpec, Step, VirtualSequence
 from twostep.lab.plan.workload import Request
 from twostep.step_curve import StepWorkload, chunk_pairs
@@ -27,9 +27,9 @@ class VirtualEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self._budget = spec.step_tokens
-        self._pace: Pace | None = None
+        self._pace: StepTimeLimit | None = None
         if spec.max_step_s:
-            self._pace = Pace(curve=spec.prompt_curve, max_step_s=spec.max_step_s, min_chunk=spec.min_chunk_tokens)
+            self._pace = StepTimeLimit(curve=spec.prompt_curve, max_step_s=spec.max_step_s, min_chunk=spec.min_chunk_tokens)
         self._max_num_seqs = min(spec.max_num_seqs, spec.step_tokens)
         self._decoding: list[VirtualSequence] = []
         self._prompts: list[VirtualSequence] = []
@@ -179,16 +179,16 @@ class VirtualEngine:
             return self._launched_step(now, list(ready), ()) if ready else None  # nothing to choose
         plan = plan_step(
             decodes=ready,
-            prompts=[Running(s, s.remaining, s.planned) for s in self._prompts],
+            prompts=[RunningPrompt(s, s.remaining, s.planned) for s in self._prompts],
             waiting=self._candidates() if open_ else (),
             budget=self._budget,
             max_seqs=self._max_num_seqs,
-            room=Room(
+            capacity=Capacity(
                 self._max_num_seqs - self.num_running - self.num_reserved if open_ else 0,
                 self.free_blocks - self._watermark() if open_ else 0,
             ),
             num_context=self.context,
-            pace=self._pace if ready else None,
+            time_limit=self._pace if ready else None,
         )
         for candidate in plan.admitted:
             self._admit(candidate.item)
@@ -238,11 +238,11 @@ class VirtualEngine:
             max(now, self.free_at_s) + duration, duration, decodes, [chunk.item for chunk in chunks], completed, ended, num_prompt_tokens
         )
 
-    def _candidates(self) -> Iterator[Waiting[VirtualSequence]]:
+    def _candidates(self) -> Iterator[WaitingPrompt[VirtualSequence]]:
         for sequence in (*self._preempted, *self._waiting):
             num_blocks = self._blocks(sequence.length)
             uncached = self._uncached(sequence)
-            yield Waiting(sequence, uncached, num_blocks + (sequence.end_blocks > num_blocks), sequence.length - uncached)
+            yield WaitingPrompt(sequence, uncached, num_blocks + (sequence.end_blocks > num_blocks), sequence.length - uncached)
 
     def _uncached(self, sequence: VirtualSequence) -> int:
         """Who gave way computes all of its tokens again."""
