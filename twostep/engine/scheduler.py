@@ -96,7 +96,8 @@ class Scheduler:
         # Running ones that are to give way once the launched steps that they are in are settled.
         self._yielding: dict[str, EngineSequence] = {}
         # Preempted ones whose blocks are being copied out: owned, and pinned as if by a step, until `saved`.
-        self._saving: dict[str, EngineSequence] = {}
+        self._saving: dict[str, BlockSave] = {}
+        # Those of them whose copy has not begun.
         self._to_save: list[BlockSave] = []
         # Blocks kept for a sequence that is not here yet, or waits: how many, and until when.
         self._kept: dict[str, tuple[int, float]] = {}
@@ -136,7 +137,7 @@ class Scheduler:
 
     @property
     def _num_preempted(self) -> int:
-        return len(self._preempted) + sum(s.state is SequenceState.PREEMPTED for s in self._saving.values())
+        return len(self._preempted) + sum(save.sequence.state is SequenceState.PREEMPTED for save in self._saving.values())
 
     def live(self, seq_id: str) -> EngineSequence | None:
         """Returns the sequence, unless it has ended."""
@@ -569,7 +570,7 @@ class Scheduler:
             self._requeue(sequence)
             return 0
         sequence.num_steps += 1
-        self._saving[sequence.seq_id] = sequence
+        self._saving[sequence.seq_id] = save
         self._to_save.append(save)
         return self._blocks.num_exclusive(sequence)
 
@@ -582,7 +583,7 @@ class Scheduler:
 
     def _leaving(self) -> Iterator[EngineSequence]:
         """Yields those that are about to give blocks back."""
-        return chain(self._yielding.values(), self._saving.values())
+        return chain(self._yielding.values(), (save.sequence for save in self._saving.values()))
 
     @property
     def _most_urgent_leaving(self) -> int:
@@ -726,11 +727,15 @@ class Scheduler:
         self._blocks.tier.check_integrity([sequence for sequence in sequences if sequence.loading])
         for sequence in sequences:
             num_uses = sum(sequence in work.sequences for work in self._planned) + sequence.loading
-            num_uses += self._saving.get(sequence.seq_id) is sequence
+            num_uses += sequence.seq_id in self._saving
             if sequence.num_steps != num_uses:
                 raise InternalError(f"{sequence.seq_id} counts {sequence.num_steps} uses and has {num_uses}")
             if sequence.state is SequenceState.ENDED and not num_uses:
                 raise InternalError(f"{sequence.seq_id} has ended, is in no step and still owns blocks")
+        saved = [sequence.saved for sequence in sequences if sequence.saved is not None]
+        saved += [save.saved for save in self._saving.values()]
+        saved += [load.saved for work in self._planned for load in work.loads]
+        self._blocks.swap.check_integrity(saved)
         counted = Counter(sequence.state for sequence in sequences)
         listed = {
             SequenceState.WAITING: len(self._waiting),

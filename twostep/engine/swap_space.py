@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from twostep.engine.batch import Runner
 from twostep.engine.host_memory import HostRows, HostSlabs
 from twostep.engine.preemption import PreemptionMode, PreemptionRates, cheaper_to_swap
 from twostep.engine.sequence import EngineSequence, SavedBlocks
 from twostep.engine.step_work import BlockLoad, BlockSave
+from twostep.errors import InternalError
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,12 @@ class SwapSpace:
         """Notes how long a step took. Only steps that are prompts for the most part say how fast those are."""
         if num_prompt_tokens >= _TELLING_TOKENS and num_prompt_tokens >= _TELLING_TOKENS * num_decodes:
             self.rates = self.rates.with_prefill(num_prompt_tokens, seconds)
+
+    def check_integrity(self, saved: Sequence[SavedBlocks]) -> None:
+        """`saved`: all that is there, or on its way there or back. Raises InternalError."""
+        rows = [row for each in saved for row in each.rows]
+        if len(set(rows)) != len(rows) or len(rows) != self._rows.num_used:
+            raise InternalError(f"{self._rows.num_used} rows of the swap space are taken, and {len(rows)} are accounted for")
 
     def _copied(self, num_blocks: int, seconds: float) -> None:
         self.swapped_bytes += num_blocks * self._shape.block_bytes
