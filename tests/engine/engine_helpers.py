@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from twostep.engine.batch import Batch, InFlight, LayerRange, Sampled
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.fake import FakeRunner, fake_next_token
+from twostep.engine.fake import FakeRunner
 from twostep.engine.types import EngineRequest, FinishReason, StepOutput, TokenOutput
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
@@ -51,12 +51,15 @@ def expected_answer(request: EngineRequest, *, vocab_size: int, max_model_len: i
     stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_token_ids))
     tokens = list(request.token_ids)
     answer: list[int] = []
+    # What fake_next_token sums up, token by token.
+    total = sum(token * (i + 1) for i, token in enumerate(tokens))
     while True:
         position = len(tokens) - request.num_prompt_tokens
-        token = fake_next_token(tokens, vocab_size)
+        token = (total + len(tokens)) % vocab_size
         while token in stop and position < params.min_tokens:
             token = (token + 1) % vocab_size
         tokens.append(token)
+        total += token * len(tokens)
         answer.append(token)
         if token in stop:
             return answer, FinishReason.STOP

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine_helpers import assert_idle
+from engine_helpers import assert_idle, move_blocks
 from grammar_cases import Case, cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -105,10 +105,7 @@ def handed_over(directory: Path, requests: Sequence[EngineRequest]) -> list[list
         first = answers[request.seq_id][0]
         if first.finish_reason is None:
             reserved = decode.reserve(request)
-            blocks = prefill.block_ids(request.seq_id)
-            data = prefill.runner.new_host_blocks(len(blocks))
-            prefill.runner.read_blocks(blocks, data)
-            decode.runner.write_blocks(reserved.block_ids, data)
+            move_blocks(prefill, prefill.block_ids(request.seq_id), decode, reserved.block_ids)
             decode.commit(request.seq_id, [first.token_id])
         prefill.release(request.seq_id)
     while any(answer[-1].finish_reason is None for answer in answers.values()):

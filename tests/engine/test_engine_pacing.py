@@ -58,17 +58,6 @@ def test_a_slow_launch_is_remembered_for_a_while() -> None:
     assert abs(waits[-1] - 0.098) < 1e-9
 
 
-def test_launches_of_prompts_are_left_more_time_where_there_may_be_one() -> None:
-    pacing, work = Pacing(), StepWorkload(decodes=4, context=400)
-    pacing.settled(work, 0.1, 0.001)
-    pacing.launched(0.006, prompts=True)
-    # However many others come in between.
-    for _ in range(100):
-        pacing.launched(0.001)
-    assert abs(pacing.wait_s(work, 0.0) - 0.098) < 1e-9
-    assert abs(pacing.wait_s(work, 0.0, prompts=True) - 0.0905) < 1e-9
-
-
 def test_one_delay_of_the_host_is_not_waited_for_again() -> None:
     """The device takes 10 ms a step, the host 4 ms between steps, and 300 once."""
     pacing, work = Pacing(), StepWorkload(decodes=4, context=400)
@@ -103,13 +92,6 @@ def test_a_long_step_holds_up_none_after_it() -> None:
     assert run_with_a_pause(pacing, pause_s=2.0) <= 0.5
     pacing.curve = StepCurve(fixed_s=0.009, per_row_s=0.0, per_sequence_s=0.0002)
     assert run_with_a_pause(pacing, pause_s=2.0) <= 0.02
-
-
-def test_the_engine_tells_its_curve() -> None:
-    engine = Engine(OverlappingRunner(num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512), EngineConfig(hash_unit=4))
-    curve = StepCurve(fixed_s=0.01, per_row_s=0.0)
-    engine.set_curve(curve)
-    assert engine._pacing.curve is curve
 
 
 class Clock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,13 @@ from engine_helpers import VOCAB, HookedRunner, answer_of, assert_idle, drain, e
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.generate import generate
+from twostep.engine.engine import Engine
 from twostep.engine.host_memory import HostRows, HostSlabs
 from twostep.engine.preemption import PreemptionMode, PreemptionRates, cheaper_to_swap, watermark
 from twostep.engine.sequence import SavedBlocks
 from twostep.engine.swap_space import SwapSpace
 from twostep.engine.types import EngineRequest, TokenOutput
 from twostep.errors import InternalError, ResourceExhausted
-from twostep.model.runner.model_runner import ModelRunner
-from twostep.sampling_params import SamplingParams
 
 CONTEXT, BLOCK = 64, 4
 BLOCK_BYTES = HookedRunner(num_blocks=1, block_size=BLOCK).kv_shape.block_bytes
@@ -288,28 +284,3 @@ def test_host_rows_are_bounded_and_hold_what_was_put_there(changes: list[int], n
             assert found[:, 0].tolist() == blocks
         assert rows.num_used == sum(len(r) for r, _ in held)
     assert len(made) * 3 < num_rows + 3
-
-
-# ---- a real model ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_a_model_s_tokens_are_those_of_a_large_pool(tiny_llama_dir: Path, mode: PreemptionMode) -> None:
-    """float32, greedy and sampled with penalties: chunks, batch mix and copies change, tokens do not."""
-    work = []
-    for i in range(6):
-        drawn = {"temperature": 0.9, "top_p": 0.9, "seed": i, "frequency_penalty": 0.5} if i % 2 else {"temperature": 0.0}
-        params = SamplingParams(max_tokens=40, ignore_eos=True, **drawn)
-        tokens = [(7 * i + k * k) % 500 for k in range(4 + 3 * i)]
-        work.append(EngineRequest(seq_id=f"r{i}", token_ids=tokens, num_prompt_tokens=len(tokens), sampling=params, prefix_key=b"key"))
-    answers = []
-    for num_blocks in (200, 20):
-        runner = ModelRunner(tiny_llama_dir, num_blocks=num_blocks, block_size=BLOCK, max_model_len=64)
-        config = EngineConfig(
-            max_num_batched_tokens=24, max_num_seqs=6, hash_unit=BLOCK, look_ahead=True, preemption_mode=mode, swap_bytes=PLENTY
-        )
-        engine = Engine(runner, config)
-        answers.append([[token.token_id for token in tokens] for tokens in generate(engine, work)])
-        assert bool(engine.stats().num_preemptions) == (num_blocks == 20)
-        assert_idle(engine)
-    assert answers[0] == answers[1]
