@@ -329,6 +329,15 @@ def test_hand_over_moves_only_what_is_not_there() -> None:
     assert_idle(target)
 
 
+def test_kv_that_is_not_exact_is_never_found() -> None:
+    engine = make_engine()
+    engine.reserve(make_request("a", prompt(32)))
+    engine.commit("a", [1], exact=False)
+    drain(engine)
+    assert not engine.cached_prefixes()
+    assert_idle(engine)
+
+
 def test_commit_takes_several_tokens() -> None:
     engine = make_engine()
     ids = prompt(20)

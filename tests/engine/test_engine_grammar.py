@@ -19,7 +19,7 @@ from twostep.engine import constrained as constrained_sequences
 from twostep.engine.batch import Batch
 from twostep.engine.engine import Engine
 from twostep.engine.generate import generate
-from twostep.engine.grammar import AllowedTokens, Constraint, GrammarCompiler, LiveGrammar
+from twostep.engine.grammar import AllowedTokens, GrammarCompiler, LiveGrammar
 from twostep.engine.types import EngineRequest, FailureKind, FinishReason, StepOutput
 from twostep.errors import InvalidRequest, SetupError
 from twostep.request_class import RequestClass
@@ -293,16 +293,18 @@ def test_a_grammar_that_fails_ends_its_sequence_alone(
     compiler: GrammarCompiler, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one whose automaton grows beyond its bounds."""
-    real = constrained_sequences._result
+    real = constrained_sequences.advance_all
 
-    def result(which: Constraint, step: AllowedTokens) -> constrained_sequences.Advanced:
-        if len(which.live.tokens) == 3 and which.live.tokens[0] == tokens_of_bad[0]:
-            step = replace(step, failure="lexer error: too many states")
-        return real(which, step)
+    def fail_bad(work: Sequence[tuple[LiveGrammar, Sequence[int]]]) -> Sequence[AllowedTokens]:
+        found = zip(work, real(work), strict=True)
+        at_bounds = [len(live.tokens) == 3 and live.tokens[0] == tokens_of_bad[0] for live, _ in work]
+        return [
+            replace(allowed, failure="too many states") if fails else allowed for fails, (_, allowed) in zip(at_bounds, found, strict=True)
+        ]
 
     bad, good = ask(compiler, regex_case("[0-9]{9}"), "bad"), ask(compiler, schema_case({"enum": ["green"]}), "good")
     tokens_of_bad = want(reference, bad)[0]
-    monkeypatch.setattr(constrained_sequences, "_result", result)
+    monkeypatch.setattr(constrained_sequences, "advance_all", fail_bad)
     free = make_request("free", [3, 4, 5], max_tokens=20)
     engine = make_engine()
     for request in (free, bad, good):
@@ -330,7 +332,7 @@ def test_whatever_the_thread_meets_it_is_one_sequence_s_and_nobody_waits_for_eve
         raise RuntimeError("a bug")
 
     def again(live: LiveGrammar) -> AllowedTokens:
-        if live.matcher.is_error() or live._grammar == bad.sampling.grammar:
+        if live.matcher.is_error() or live.grammar == bad.sampling.grammar:
             raise RuntimeError("the bug")
         return by_itself(live)
 
@@ -376,24 +378,6 @@ def _allowed(step: AllowedTokens) -> list[int]:
 def answer_of(compiler: GrammarCompiler, request: EngineRequest) -> tuple[list[int], FinishReason | None]:
     (tokens,) = generate(make_engine(), [request])
     return [token.token_id for token in tokens], tokens[-1].finish_reason
-
-
-@pytest.mark.parametrize("params", [{"min_tokens": 39}, {"ignore_eos": True}, {"ignore_eos": True, "min_tokens": 20}])
-def test_asked_to_go_on_an_answer_ends_where_nothing_can_follow(compiler: GrammarCompiler, params: dict[str, Any]) -> None:
-    tokens, reason = answer_of(compiler, ask(compiler, regex_case("(ab){1,5}"), **params))
-    text = [token for token in tokens if token not in (EOS, OTHER_EOS)]
-    assert reason is FinishReason.STOP
-    assert len(tokens) == len(text) + 1
-    matched = compiler.compile(Grammar(GrammarKind.REGEX, "(ab){5}")).after(text)
-    assert matched.allowed.complete, "all five, since they were possible"
-
-
-def test_named_stop_tokens_end_a_complete_answer_and_no_other(compiler: GrammarCompiler, reference: Reference) -> None:
-    nine = int(_allowed(compiler.compile(Grammar(GrammarKind.REGEX, "9")).allowed)[0])
-    request = ask(compiler, regex_case("[0-9]{6}"), stop_token_ids=(nine,), ignore_eos=True, prompt=[5, 11, 40])
-    tokens, reason = answer_of(compiler, request)
-    assert (tokens, reason) == want(reference, request)
-    assert nine not in tokens[:-1]
 
 
 def test_stop_tokens_that_leave_nothing_are_refused(compiler: GrammarCompiler) -> None:

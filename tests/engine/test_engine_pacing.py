@@ -6,14 +6,13 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from engine_helpers import HookedRunner, drain, expected_answer, make_request
+from engine_helpers import HookedRunner, answer_of, drain, ids_of, make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.engine.batch import Batch, InFlight, Sampled
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.pacing import Pacing
-from twostep.engine.types import EngineRequest
 from twostep.step_curve import StepCurve, StepWorkload
 
 WORK = st.builds(
@@ -95,7 +94,7 @@ def test_a_long_step_holds_up_none_after_it() -> None:
 
 
 class Clock:
-    """In place of the module `time`: seconds pass when somebody sleeps or works."""
+    """In place of the module `time`: seconds pass when a thread sleeps or works."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -167,36 +166,21 @@ def test_what_the_host_makes_of_a_result_lengthens_no_step() -> None:
     assert all(output.timed for output in outputs[3:])
 
 
-class Arrival(Pacing):
-    """A request comes while the launch waits."""
-
-    def __init__(self, engine: Engine, request: EngineRequest) -> None:
-        super().__init__()
-        self._engine, self._request = engine, request
-        self.came_after = 0
-
-    def wait_s(self, work: StepWorkload, running_s: float, *, prompts: bool = False) -> float:
-        if not self.came_after:
-            self.came_after = self._engine.stats().steps
-            self._engine.submit(self._request)
-        return super().wait_s(work, running_s, prompts=prompts)
-
-
-class OverlappingRunner(HookedRunner):
-    """Says that it computes while others plan."""
-
-    overlaps = True
-
-
-def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
-    runner = OverlappingRunner(num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
-    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
+def test_a_request_that_comes_while_a_step_runs_is_in_the_next_one() -> None:
+    """It comes while the launch waits."""
     old, new = make_request("old", [1, 2, 3], max_tokens=30), make_request("new", [4, 5], max_tokens=2)
+    came_after: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        if not came_after:
+            came_after.append(engine.stats().steps)
+            engine.submit(new)
+
+    runner = Clocked(Clock(), num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
+    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True), sleep=sleep)
     engine.submit(old)
-    pacing = engine._pacing = Arrival(engine, new)
     answers, steps = drain(engine)
     first = next(step.step for step in steps if any(token.seq_id == "new" for token in step.tokens))
-    assert first == pacing.came_after + 1
+    assert first == came_after[0] + 1
     for request in (old, new):
-        expected = expected_answer(request, vocab_size=1000, max_model_len=512)[0]
-        assert [token.token_id for token in answers[request.seq_id]] == expected
+        assert ids_of(answers[request.seq_id]) == answer_of(request, 512)

@@ -8,6 +8,7 @@ from engine_helpers import assert_idle, drain, make_request
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
+from twostep.engine.preemption import PreemptionMode
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve, StepWorkload
 
@@ -93,3 +94,18 @@ def test_a_reservation_is_computed_elsewhere() -> None:
     engine.commit("a", [7])
     stats = engine.stats()
     assert (stats.num_queued_tokens, stats.num_context_tokens) == (0, 31)
+
+
+def test_a_sequence_that_gave_way_is_queued_with_all_of_its_tokens() -> None:
+    engine = make_engine(num_blocks=30, preemption_mode=PreemptionMode.RECOMPUTE, enable_prefix_caching=False)
+    for name in "ab":
+        engine.submit(make_request(name, range(1, 21), max_tokens=60))
+    output = engine.step()
+    got = {"a": 0, "b": 0}
+    while not engine.stats().num_preemptions:
+        for token in output.tokens:
+            got[token.seq_id] += 1
+        output = engine.step()
+    assert engine.stats().num_queued_tokens == 20 + got["b"]
+    drain(engine)
+    assert_idle(engine)

@@ -91,8 +91,8 @@ class Batch:
     mark_layers: Sequence[int] = ()
 
     def with_carried(self, token_ids: Sequence[int]) -> Batch:
-        """The same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the host.
-        Who carries NO_TOKEN is over, and goes on with token 0 in this last step."""
+        """Returns the same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the
+        host. A row that carries NO_TOKEN is over, and goes on with token 0 in this last step."""
         if self.carried is None:
             return self
         known = self.token_ids.copy()
@@ -135,7 +135,7 @@ class LayerRange:
         return self.first + self.num_layers
 
     def covers(self, num_layers: int) -> bool:
-        """Whether it is all of so many."""
+        """Returns whether it is all of so many."""
         return self.first == 0 and self.num_layers == num_layers
 
 
@@ -165,7 +165,7 @@ class KvShape:
         return self.block_bytes // self.num_layers
 
     def bytes_of(self, layers: LayerRange) -> slice:
-        """Where the layers lie in a block's bytes. Raises ValueError if there are no such layers."""
+        """Returns where the layers lie in a block's bytes. Raises ValueError if there are no such layers."""
         if not 0 <= layers.first < layers.stop <= self.num_layers:
             raise ValueError(f"layers {layers.first} + {layers.num_layers} are not among {self.num_layers}")
         return slice(layers.first * self.layer_bytes, layers.stop * self.layer_bytes)
@@ -187,7 +187,7 @@ class InFlight(Protocol):
 
     @property
     def layer_marks(self) -> Sequence[LayerMark]:
-        """One after each of the batch's `mark_layers` that can be told of, in order; may be none."""
+        """One after each of the batch's `mark_layers` that the device can mark, in order; may be none."""
         ...
 
     def result(self) -> Sampled:
@@ -242,7 +242,7 @@ class Runner(Protocol):
         ...
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
-        """The inverse of read_blocks, of data of the same shape."""
+        """Does the inverse of read_blocks, with data of the same shape."""
         ...
 
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:

@@ -22,7 +22,8 @@ from twostep.engine.swap_space import SwapSpace
 
 
 class BlockManager:
-    """The one that changes which blocks a sequence has. Not thread-safe: the engine's lock guards it, and pool, tier and swap space too."""
+    """Owns which blocks each sequence has: nothing else changes that. Not thread-safe: the engine's lock guards it, and pool, tier and swap
+    space too."""
 
     def __init__(self, pool: BlockPool, tier: HostTier, swap: SwapSpace, *, block_size: int) -> None:
         self.pool = pool
@@ -185,7 +186,7 @@ class BlockManager:
         sequence.num_registered = num_full
 
     def loaded(self, load: HostLoad, *, ok: bool) -> None:
-        """What was found in the host tier is copied. Not `ok`: it is not, and is to be computed."""
+        """Notes that what was found in the host tier is copied. Not `ok`: it is not, and is to be computed."""
         self.tier.loaded(load, ok=ok)
         if ok:
             if load.is_new:

@@ -29,7 +29,7 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Advanced:
-    """What came of an advance: a mask, or why there is none."""
+    """The result of an advance: a mask, or why there is none."""
 
     mask: npt.NDArray[np.int32] | None
     failure: str = ""

@@ -85,7 +85,7 @@ class Engine:
         self._busy_since: float | None = None
 
     def reconfigure(self, *, max_num_batched_tokens: int, max_num_seqs: int, swap_bytes: int) -> bool:
-        """Other bounds from now on; the pool, and what is findable in it, stays. Only while nothing is here, not even in a launched step:
+        """Sets other bounds; the pool, and what is findable in it, stays. Only while nothing is here, not even in a launched step:
         otherwise False, and nothing changes. Nothing may be submitted or reserved until it returns, which on a GPU takes some
         milliseconds where host memory is made. Raises SetupError for bounds that make no sense together."""
         config = replace(self._config, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, swap_bytes=swap_bytes)
@@ -116,9 +116,9 @@ class Engine:
             self._note_work()
 
     def block_ids(self, seq_id: str) -> Sequence[int]:
-        """Blocks of a sequence in its own order; none while it waits. Blocks below num_computed_tokens // block_size do not change any
-        more (before that, a computed block may be exchanged for one of the same prefix); the last one of a held sequence does not
-        either. Raises NotFound."""
+        """Returns the blocks of a sequence in its own order; none while it waits. Blocks below num_computed_tokens // block_size do not
+        change any more (before that, a computed block may be exchanged for one of the same prefix); the last one of a held sequence does
+        not either. Raises NotFound."""
         with self._changed:
             sequence = self._scheduler.live(seq_id)
             if sequence is None:
@@ -127,8 +127,8 @@ class Engine:
             return ids
 
     def generations(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """Of each block uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation does
-        not change, and who read the block without owning it compares."""
+        """Returns of each block a uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation
+        does not change, and who read the block without owning it compares."""
         with self._changed:
             return self._pool.generations(block_ids)
 
@@ -152,12 +152,12 @@ class Engine:
                 self._note_work()
 
     def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool = True, confirmed: bool = True) -> None:
-        """The reserved blocks now hold the KV of all of the request's token_ids, and `output_ids` (at least one) were sampled
+        """Notes that the reserved blocks now hold the KV of all of the request's token_ids, and `output_ids` (at least one) were sampled
         after them elsewhere: decode from the next step on. The KV of `output_ids` is computed here, and the first token reported is the
         one after them. The reservation's block ids are not the caller's any more.
         Not `exact`: this is not the KV that this engine would have computed, so neither it nor what is computed after it ever stands
         under the prompt's prefix hashes. Not `confirmed`: it has yet to be found out whether this is the right KV. The sequence decodes,
-        but nothing of it becomes a cached prefix before `confirm`, and its tokens must not be told to anybody; `cancel` undoes it.
+        but nothing of it becomes a cached prefix before `confirm`, and its tokens must not be sent; `cancel` undoes it.
 
         Raises NotFound if the reservation was cancelled, InvalidRequest if `output_ids` are none, no tokens, or ended the
         request already (nothing is left to decode: the reservation stays, cancel it)."""
@@ -169,7 +169,8 @@ class Engine:
             self._note_work()
 
     def confirm(self, seq_id: str) -> None:
-        """After a commit that was not confirmed: the KV is the right one. Idempotent; a sequence that has ended needs it no more."""
+        """Notes, after a commit that was not confirmed, that the KV is the right one. Idempotent; a sequence that has ended needs it no
+        more."""
         with self._changed:
             self._scheduler.confirm(seq_id)
 
@@ -181,13 +182,13 @@ class Engine:
             return self._self_test.forget(seq_id) if sequence is None else self._end(sequence)
 
     def follow_layers(self, on_marked: Callable[[MarkedStep], None]) -> None:
-        """From now on `on_marked` gets each launched step that tells of its layers, on the engine's thread: it must not block. Only
-        prompts submitted with `hold` are told of."""
+        """Gives `on_marked` each launched step that tells of its layers, on the engine's thread: it must not block. Only
+        prompts submitted with `hold` are marked."""
         self._launcher.on_marked = on_marked
 
     def set_curve(self, curve: StepCurve | None) -> None:
-        """How long steps take here, from now on: what bounds mixed steps in time (EngineConfig.max_step_s), and how long a launch waits
-        for arrivals. None: nothing bounds steps."""
+        """Says how long steps take here, from now on: that bounds mixed steps in time (EngineConfig.max_step_s), and how long a launch
+        waits for arrivals. None: nothing bounds steps."""
         with self._changed:
             self._scheduler.curve = self._pacing.curve = curve
 
@@ -250,7 +251,7 @@ class Engine:
                 if work is not None:
                     self._steps += 1
                 step = self._steps
-            # Planning may have made somebody give way, who makes room for others.
+            # Planning may have made a sequence give way, which makes room for others.
             if work is None and not self._save_preempted() and not self.host_copies.copy_all():
                 return False
         self._launched.append(self._launcher.launch(work, step=step, since=since))
@@ -267,7 +268,7 @@ class Engine:
             result = self._scheduler.fail(work, collected.message) if sampled is None else self._scheduler.settle(work, sampled)
             result, probes = self._self_test.settle(result)
             for probe in probes:
-                # They hold a block each for a step, and somebody waits for what they say.
+                # They hold a block each for a step, and a request waits for what they say.
                 sequence = self._make(probe, hold=False, state=SequenceState.WAITING)
                 self._scheduler.submit(sequence, self._clock(), first=True)
             failures = self._scheduler.constrained.take_failures()
@@ -319,19 +320,19 @@ class Engine:
             return self._scheduler.constrained.waiting
 
     def take_prefix_delta(self) -> PrefixDelta:
-        """What changed in the sets of findable prefixes, in the pool and in the host tier, since the last call. Net: a hash added and
-        removed appears in neither. The lists are bounded by pool and tier, however rarely this is called."""
+        """Returns what changed in the sets of findable prefixes, in the pool and in the host tier, since the last call. Net: a hash added
+        and removed appears in neither. The lists are bounded by pool and tier, however rarely this is called."""
         with self._changed:
             host_added, host_removed = self._tier.take_change()
             return replace(self._pool.take_delta(), host_added=host_added, host_removed=host_removed)
 
     def cached_prefixes(self) -> Sequence[bytes]:
-        """All findable prefix hashes at hash_unit boundaries: what all deltas add up to."""
+        """Returns all findable prefix hashes at hash_unit boundaries: what all deltas add up to."""
         with self._changed:
             return self._pool.findable()
 
     def host_prefixes(self) -> Sequence[bytes]:
-        """The same for the host tier."""
+        """Returns the same for the host tier."""
         with self._changed:
             return self._tier.findable()
 

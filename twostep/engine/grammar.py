@@ -1,7 +1,7 @@
 """Grammars compiled for one model's vocabulary, by llguidance: which tokens may follow those generated so far.
 
     text ─ compile ─▶ state after no token ─ after(tokens) ─▶ state after these ─ LiveGrammar ─▶ one sequence's, token by token
-                      └──── both immutable, shared by whoever asks for the same ────┘
+                      └──── both immutable, shared by all that ask for the same ────┘
 
 A state is a function of grammar and tokens alone, so that hand-over, preemption and migration only have to replay tokens. llguidance
 shares a grammar's automaton among copies, and its bounds with it: where a copy fails, it is asked again from the start, on its own.
@@ -77,7 +77,7 @@ class LiveGrammar:
     def __init__(self, state: GrammarState) -> None:
         self.vocabulary = state.vocabulary
         self.tokens = list(state.tokens)
-        self._grammar = state.grammar
+        self.grammar = state.grammar
         self.matcher = state.matcher.deep_copy()
 
     def advance(self, tokens: Sequence[int]) -> AllowedTokens:
@@ -86,7 +86,7 @@ class LiveGrammar:
 
     def again(self) -> AllowedTokens:
         """Returns the same by an automaton of its own: the shared one may be at its bounds because of others."""
-        self.matcher = self.vocabulary.matcher(self._grammar)
+        self.matcher = self.vocabulary.matcher(self.grammar)
         self.matcher.consume_tokens(self.tokens)
         return self.vocabulary.allowed([self.matcher])[0]
 
@@ -112,7 +112,7 @@ class _Stops:
 
 
 class Constraint:
-    """What one sequence's tokens are held to. The engine's lock guards it, but for `live`, which is its thread's while `mask` is None."""
+    """Holds one sequence's tokens to its grammar. The engine's lock guards it, but for `live`, which is its thread's while `mask` is None."""
 
     def __init__(self, state: GrammarState, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
         """`state`: after the tokens generated before. Raises InvalidRequest where no token could end the answer, or none can follow."""
@@ -213,7 +213,7 @@ class Vocabulary:
             self._side_by_side().unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks.strides[0], len(matchers))
         bits = np.zeros((len(matchers), self._words), np.int32)
         count = min(self._words, self._mask_words)
-        # Neither the end, which is told apart, nor what only one of model and tokenizer has.
+        # Neither the end, which is marked apart, nor what only one of model and tokenizer has.
         bits[:, :count] = masks[:, :count] & self._others[:count]
         return [self._allowed(matcher, row) for matcher, row in zip(matchers, bits, strict=True)]
 

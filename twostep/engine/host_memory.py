@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from twostep.engine.batch import Runner
 
-# Making pinned memory holds up whoever launches kernels, a few milliseconds for this.
+# Making pinned memory holds up the thread that launches kernels, a few milliseconds for this.
 _SLAB_BYTES = 16 << 20
 
 

@@ -11,7 +11,7 @@ nothing.
     the pool's cached blocks, oldest first    |─ front: saved, or not worth it ─|─ rest: not looked at, or saved when they were here last ─|
     given out next  ◀── free blocks ──────────◀ together at least `ahead`        the front takes the oldest of the rest when it is short
 
-Nobody owns them meanwhile. If one was given to new content before its copy was done, its generation tells, and the copy is
+They have no owner meanwhile. If one was given to new content before its copy was done, its generation tells, and the copy is
 dropped. What is found here is copied into blocks that the sequence owns already; it is in no step until that is done.
 
 Only blocks that are findable in the pool come here, under the same hashes: so neither KV that is not what this engine would compute, nor
@@ -42,7 +42,7 @@ from twostep.errors import InternalError
 # Of the pool's blocks, so many can be given out at any time without losing what is worth keeping.
 _AHEAD_SHARE = 0.125
 # A batch that is saved has so many bytes and blocks at most: a sequence that comes to wait for a load waits no longer than for this; and
-# whoever wants the engine's lock, no longer than choosing so many blocks takes.
+# a thread that wants the engine's lock, no longer than choosing so many blocks takes.
 _BATCH_BYTES = 32 << 20
 _BATCH_BLOCKS = 128
 _POLL_S = 0.5
@@ -63,7 +63,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HostSave:
-    """The pool's `blocks` are to be copied to `rows`. Nobody owns them: what counts are their generations afterwards."""
+    """The pool's `blocks` are to be copied to `rows`. They have no owner: what counts are their generations afterwards."""
 
     blocks: Sequence[int]
     generations: Sequence[int]
@@ -110,7 +110,7 @@ class HostTier:
 
     @property
     def num_blocks(self) -> int:
-        """That can be found here."""
+        """How many can be found here."""
         return len(self._entries)
 
     @property
@@ -154,7 +154,7 @@ class HostTier:
     # ---- out --------------------------------------------------------------------------------------------------------
 
     def take_save(self, max_blocks: int) -> HostSave | None:
-        """What is to be copied out next, at most so many blocks; then comes `saved`. None: nothing."""
+        """Returns what is to be copied out next, at most so many blocks; then comes `saved`. None: nothing."""
         blocks: list[int] = []
         while self._is_short and len(blocks) < max_blocks:
             block, _ = self._rest.popitem(last=False)
@@ -204,7 +204,7 @@ class HostTier:
                 self._front[block] = True
 
     def withdraw(self, hashes: Iterable[bytes]) -> None:
-        """As BlockPool.withdraw, which comes first."""
+        """Does as BlockPool.withdraw does, which comes first."""
         for digest in hashes:
             if digest in self._entries:
                 self._drop(digest)
@@ -242,7 +242,7 @@ class HostTier:
             self._order.asked(hashes)
 
     def lookup(self, hashes: Sequence[bytes], first: int) -> Sequence[bytes]:
-        """Those of the hashes from the `first` on that are here, up to one that is not."""
+        """Returns those of the hashes from the `first` on that are here, up to one that is not."""
         end = first
         while end < len(hashes) and hashes[end] in self._entries:
             end += 1
@@ -272,11 +272,11 @@ class HostTier:
         self._to_load.append(load)
 
     def take_load(self) -> HostLoad | None:
-        """What is to be copied back next; then comes `loaded`."""
+        """Returns what is to be copied back next; then comes `loaded`."""
         return self._to_load.popleft() if self._to_load else None
 
     def loaded(self, load: HostLoad, *, ok: bool) -> None:
-        """It is copied. Not `ok`: it cannot be, and nobody looks for it here again."""
+        """It is copied. Not `ok`: it cannot be, and is not found here again."""
         del self._loading[load.sequence.seq_id]
         load.sequence.loading = False
         load.sequence.num_steps -= 1
@@ -287,14 +287,14 @@ class HostTier:
             elif not ok and not entry.dropped:
                 self._drop(digest)
 
-    # ---- what is told -----------------------------------------------------------------------------------------------
+    # ---- changes ----------------------------------------------------------------------------------------------------
 
     def take_change(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes at hash-unit boundaries that came and went since the last call; net."""
+        """Returns hashes at hash-unit boundaries that came and went since the last call; net."""
         return self._change.take()
 
     def findable(self) -> list[bytes]:
-        """All hashes at hash-unit boundaries."""
+        """Returns all hashes at hash-unit boundaries."""
         return [digest for digest, entry in self._entries.items() if entry.announced]
 
     # ---- proof ------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class HostTier:
 
 
 class HostCopies:
-    """Between start() and stop() a thread copies; otherwise whoever steps the engine calls `copy_all` between steps."""
+    """Between start() and stop() a thread copies; otherwise the thread that steps the engine calls `copy_all` between steps."""
 
     def __init__(self, runner: Runner, tier: HostTier, changed: threading.Condition, on_loaded: Callable[[HostLoad, bool], None]) -> None:
         """`changed` is the engine's lock, notified when there may be something to copy. `on_loaded(load, ok)` is called under it."""
@@ -371,7 +371,7 @@ class HostCopies:
             self._thread = None
 
     def copy_all(self) -> bool:
-        """Where no thread does it: copies all there is, and returns whether that was anything."""
+        """Copies all there is, where no thread does it, and returns whether that was anything."""
         if self._thread is not None or not self._copy_next():
             return False
         while self._copy_next():
@@ -410,7 +410,7 @@ class HostCopies:
         return load is not None or save is not None
 
     def _tried(self, copy: Callable[[], None]) -> bool:
-        """Whether it succeeded; the first of several failures in a row is logged."""
+        """Returns whether it succeeded; the first of several failures in a row is logged."""
         try:
             copy()
         except Exception:

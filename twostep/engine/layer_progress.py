@@ -19,7 +19,8 @@ MARK_BYTES = 8 << 20
 
 
 def layers_to_mark(work: StepWork, shape: KvShape) -> Sequence[int]:
-    """After how many layers to mark a planned step, ascending and up to all of them; none where the step's end says it soon enough."""
+    """Returns after how many layers to mark a planned step, ascending and up to all of them; none where the step's end says it soon
+    enough."""
     num_tokens = sum(
         count for sequence, count in list(zip(work.sequences, work.num_tokens, strict=True))[work.num_decodes :] if sequence.hold
     )
@@ -31,7 +32,7 @@ def layers_to_mark(work: StepWork, shape: KvShape) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class MarkedStep:
-    """A launched step that tells how far it is. `ends`: (seq_id, its tokens with KV when the step is done) of what is handed over."""
+    """A launched step that says how far it is. `ends`: (seq_id, its tokens with KV when the step is done) of what is handed over."""
 
     ends: Sequence[tuple[str, int]]
     marks: Sequence[LayerMark]
@@ -42,5 +43,5 @@ class MarkedStep:
         return cls([(sequence.seq_id, start + count) for sequence, start, count in chunks if sequence.hold], marks)
 
     def at(self, mark: LayerMark) -> Sequence[LayerProgress]:
-        """What can be said once the mark is reached."""
+        """Returns what can be said once the mark is reached."""
         return [LayerProgress(seq_id=name, num_computed_tokens=end, num_layers=mark.num_layers) for name, end in self.ends]

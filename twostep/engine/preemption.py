@@ -35,7 +35,7 @@ class PreemptionMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PreemptionRates:
-    """What this device was last seen to do: computing prompts, copying blocks to the host or back."""
+    """How fast this device was last seen to be at computing prompts, copying blocks to the host or back."""
 
     prefill_tokens_per_s: float = _PREFILL_TOKENS_PER_S
     copy_bytes_per_s: float = _COPY_BYTES_PER_S

@@ -229,7 +229,7 @@ class Scheduler:
         self._blocked = False
 
     def confirm(self, seq_id: str) -> None:
-        """What was committed is what it should be. Of a sequence that has ended meanwhile it says nothing."""
+        """Notes that what was committed is what it should be. Of a sequence that has ended meanwhile it says nothing."""
         sequence = self.live(seq_id)
         if sequence is not None:
             sequence.confirmed = True
@@ -397,7 +397,7 @@ class Scheduler:
             yield WaitingPrompt(sequence, len(sequence.tokens) - num_matched, cost, num_matched, sequence.priority.rank)
 
     def _work_of(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> StepWork | None:
-        """Carries a plan out: admits, notes who is passed over, and counts what is planned of each sequence."""
+        """Carries a plan out: admits, notes what is passed over, and counts what is planned of each sequence."""
         admitted = [candidate.item for candidate in plan.admitted]
         copies, loads = self._blocks.admit(admitted)
         for sequence in admitted:
@@ -417,7 +417,7 @@ class Scheduler:
         return work
 
     def _pass_over(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> None:
-        """A sequence that could have gone on and was left out waits; the others do not."""
+        """Notes that those that could have gone on and were left out wait, and the others do not."""
         if not self._passed_over and len(plan.decodes) + len(plan.prompts) - len(plan.admitted) == len(active):
             return
         planned = {*plan.decodes, *(chunk.item for chunk in plan.prompts)}
@@ -603,7 +603,7 @@ class Scheduler:
         return taken
 
     def saved(self, save: BlockSave, *, ok: bool) -> None:
-        """The blocks are copied out. Not `ok`: they are not, and are computed again."""
+        """Notes that the blocks are copied out. Not `ok`: they are not, and are computed again."""
         sequence = save.sequence
         ended = sequence.state is SequenceState.ENDED
         del self._saving[sequence.seq_id]
@@ -618,7 +618,7 @@ class Scheduler:
             self._requeue(sequence)
 
     def loaded(self, load: HostLoad, *, ok: bool) -> None:
-        """What the host tier was asked for is in the sequence's blocks. Not `ok`: it is not, and is computed."""
+        """Notes that what the host tier was asked for is in the sequence's blocks. Not `ok`: it is not, and is computed."""
         self._blocks.loaded(load, ok=ok)
         self._blocked = False
         if load.sequence.state is SequenceState.ENDED:
@@ -627,14 +627,15 @@ class Scheduler:
             self._register(load.sequence)
 
     def advanced(self, sequences: Sequence[EngineSequence], results: Sequence[Advanced]) -> None:
-        """The masks of constrained sequences are made, or cannot be."""
+        """Takes the masks of constrained sequences, or why there are none."""
         self._blocked = False
         self.constrained.advanced(sequences, results, self.end)
 
     # ---- settling ---------------------------------------------------------------------------------------------------
 
     def settle(self, work: StepWork, sampled: Sampled) -> StepResult:
-        """The step planned first ran: counts what was computed, makes full blocks findable, appends tokens, frees what ended."""
+        """Ends the step planned first, which ran: counts what was computed, makes full blocks findable, appends tokens, frees what
+        ended."""
         self._take_off(work)
         tokens: list[TokenOutput] = []
         progress: list[PrefillProgress] = []
@@ -674,7 +675,7 @@ class Scheduler:
         return StepResult(tokens=tokens, progress=progress, failures=failures)
 
     def fail(self, work: StepWork, message: str) -> StepResult:
-        """The step planned first did not run to its end: all its sequences are over."""
+        """Ends the step planned first, which did not run to its end: all its sequences are over."""
         self._take_off(work)
         failures = []
         for sequence in work.sequences:
@@ -693,13 +694,13 @@ class Scheduler:
         self._blocked = False
 
     def _fail_row(self, sequence: EngineSequence) -> SequenceFailure:
-        """Its row has no token, so that its KV is likely not finite either: it is kept from others."""
+        """Ends a sequence whose row has no token. Its KV is likely not finite either: it is kept from others."""
         self._blocks.withdraw(sequence)
         self.end(sequence)
         return SequenceFailure(seq_id=sequence.seq_id, message=no_token_message(sequence.position), kind=FailureKind.NO_TOKEN)
 
     def _append(self, sequence: EngineSequence, sampled: Sampled, row: int) -> TokenOutput:
-        """A sampled token joins its sequence, which goes on, is held, or has ended."""
+        """Adds a sampled token to its sequence, which goes on, is held, or has ended."""
         token_id, position = int(sampled.token_ids[row]), sequence.position
         reason = sequence.finish_reason(token_id, position)
         sequence.tokens.append(token_id)

@@ -87,7 +87,7 @@ class EngineSequence:
     stop_ids: frozenset[int]
     # Longest the sequence can get, sampled tokens included.
     max_len: int
-    # None: its blocks are nobody else's, without a prefix key or because their KV is not what would have been computed here.
+    # None: its blocks are not shared, without a prefix key or because their KV is not what would have been computed here.
     hasher: PrefixHasher | None
     # int32, in order: for all its tokens, more are taken as it grows.
     blocks: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
@@ -107,11 +107,11 @@ class EngineSequence:
     num_registered: int = 0  # blocks
     # Its blocks are handed over while steps still write them: they are not exchanged for others of the same prefix.
     leaves_early: bool = False
-    # False: its KV may yet turn out to be another's; nobody else may use it.
+    # False: its KV may yet turn out to be another's; no other sequence may use it.
     confirmed: bool = True
     # Given tokens whose KV was reported to be there.
     num_reported: int = 0
-    # Place in the order of arrival: of those equally urgent, who came later gives way.
+    # Place in the order of arrival: of those equally urgent, the one that came later gives way.
     arrival: int = 0
     priority: Priority
     # What its tokens are held to; None: to nothing.
@@ -161,7 +161,7 @@ class EngineSequence:
         return len(self.given) if self.hold else max(len(self.given), self.max_len - 1)
 
     def finish_reason(self, token_id: int, position: int) -> FinishReason | None:
-        """Whether a token sampled at `position` is the last one."""
+        """Returns why a token sampled at `position` is the last one; None: it is not."""
         if token_id in self.stop_ids and (position >= self.request.sampling.min_tokens or self.constraint is not None):
             return FinishReason.STOP
         if self.request.num_prompt_tokens + position + 1 >= self.max_len:
@@ -169,7 +169,7 @@ class EngineSequence:
         return None
 
     def block_hashes(self) -> list[bytes]:
-        """Hashes of all blocks that `tokens` fill; none without a prefix key."""
+        """Returns the hashes of all blocks that `tokens` fill; none without a prefix key."""
         if self.hasher is None:
             return []
         if self.hasher.num_tokens < len(self.tokens):

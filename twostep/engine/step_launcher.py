@@ -39,7 +39,7 @@ class LaunchedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedStep:
-    """What came of a step. `sampled` None: it failed, and `message` says why. `ended_at`: when the host saw its end; `blocked_s`: how long
+    """The result of a step. `sampled` None: it failed, and `message` says why. `ended_at`: when the host saw its end; `blocked_s`: how long
     it had waited for that. What the host then made of the result is in neither."""
 
     sampled: Sampled | None

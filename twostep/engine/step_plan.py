@@ -59,7 +59,7 @@ class BatchDecode(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What admission may use up: sequences, and blocks."""
+    """Sequences and blocks that admission may use up."""
 
     seats: int
     blocks: int

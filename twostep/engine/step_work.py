@@ -86,7 +86,7 @@ class StepResult:
 def plan_chunks(
     sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int], copies: Sequence[BlockCopy], loads: Sequence[BlockLoad]
 ) -> StepWork:
-    """The step of these sequences, decodes first; the last ones compute `prompt_tokens`. Counts what is planned."""
+    """Returns the step of these sequences, decodes first; the last ones compute `prompt_tokens`. Counts what is planned of each."""
     num_decodes = len(sequences) - len(prompt_tokens)
     num_tokens = [1] * num_decodes + list(prompt_tokens)
     starts, carried, sampled = [], [], []

@@ -27,7 +27,7 @@ _TELLING_TOKENS = 32
 
 class SwapSpace:
     """`take` and `release` are bookkeeping under the engine's lock. The copies and `computed` are the engine's thread's, without the lock;
-    `resize` also that of whoever makes or reconfigures the engine, while nothing is in it."""
+    `resize` also that of the thread that makes or reconfigures the engine, while nothing is in it."""
 
     def __init__(self, runner: Runner, *, mode: PreemptionMode, num_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rates = PreemptionRates()
@@ -100,7 +100,7 @@ class SwapSpace:
         self.rates = self.rates.with_copy(num_blocks * self._shape.block_bytes, seconds)
 
     def _measure(self, num_bytes: int) -> None:
-        """Copies some blocks to the host and back, while nobody writes them: the first slab of host memory is made now, which takes a
+        """Copies some blocks to the host and back, while no step writes them: the first slab of host memory is made now, which takes a
         moment, and the first choice of a way to give way is an informed one."""
         count = min(self._shape.num_blocks, num_bytes // self._shape.block_bytes, max(1, _PROBE_BYTES // self._shape.block_bytes))
         blocks = list(range(count))

@@ -102,7 +102,7 @@ class SequenceFailure:
     kind: FailureKind = FailureKind.STEP
 
     def as_error(self) -> TwostepError:
-        """As whoever asked is told."""
+        """Returns the error for the request."""
         match self.kind:
             case FailureKind.REQUEST:
                 return InvalidRequest(self.message)
@@ -125,7 +125,7 @@ class StepOutput:
     num_context_tokens: int = 0
     # From its launch, or from the end of the step before it, to its result.
     duration_s: float = 0.0
-    # Its end, in monotonic seconds: whoever is given the output may see it later.
+    # Its end, in monotonic seconds: a reader of the output may see it later.
     ended_at: float = 0.0
     # The host saw both ends when they came: `duration_s` is the device's. A host that was busy meanwhile, with a long launch, saw one of
     # them late, and made one step too long and the next too short.
