@@ -155,43 +155,6 @@ def test_a_block_given_in_exchange_stays_until_the_launched_step_has_read_it() -
     assert_idle(engine)
 
 
-def test_a_failed_result_ends_its_sequences_and_not_those_launched_after_it() -> None:
-    engine = make_engine(max_num_batched_tokens=4, max_num_seqs=4)
-    engine.submit(make_request("a", [1, 2, 3]))
-    assert engine.step().tokens
-
-    def during(batch: Batch) -> None:
-        hooked(engine).during = None
-        engine.submit(b)  # not in the step launched already
-        raise RuntimeError("out of memory")
-
-    b = make_request("b", [4, 5, 6, 7, 8])
-    hooked(engine).during = during
-    output = engine.step()
-    assert [failure.seq_id for failure in output.failures] == ["a"]
-    engine.check_integrity()
-    tokens, _ = drain(engine)
-    assert list(tokens) == ["b"]
-    assert ids_of(tokens["b"]) == answer_of(b, CONTEXT)
-    assert_idle(engine)
-
-
-def test_a_refused_launch_is_reported_after_the_step_before_it() -> None:
-    engine = make_engine()
-    engine.submit(make_request("a", [1, 2, 3]))
-
-    def refuse(batch: Batch) -> None:
-        if batch.carried is not None:
-            raise RuntimeError("no room")
-
-    hooked(engine).launching = refuse
-    first, second = engine.step(), engine.step()
-    assert (len(first.tokens), list(first.failures)) == (1, [])
-    assert [failure.seq_id for failure in second.failures] == ["a"]
-    assert "no room" in second.failures[0].message
-    assert_idle(engine)
-
-
 def test_settle_launched_leaves_nothing_in_flight() -> None:
     engine = make_engine()
     request = make_request("a", [1, 2, 3])

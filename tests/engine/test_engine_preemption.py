@@ -201,28 +201,6 @@ def test_a_handed_over_sequence_goes_on_by_itself(mode: PreemptionMode) -> None:
     assert_idle(engine)
 
 
-def test_waiting_for_a_reservation_is_no_work() -> None:
-    """All blocks are somebody's who does not give way: the engine's thread sleeps, and goes on when one comes free."""
-    engine = make_engine(num_blocks=17)
-    request = make_request("a", [1, 2, 3], max_tokens=30)
-    engine.submit(request)
-    tokens = [engine.step().tokens[0].token_id]
-    engine.reserve(make_request("b", [5] * 56, max_tokens=1))
-    engine.reserve(make_request("c", [6] * 3, max_tokens=1))
-    while engine.wait_for_work(0.0):
-        tokens += [token.token_id for token in engine.step().tokens]
-        engine.check_integrity()
-    assert engine.stats().num_free_blocks == 0
-    assert engine.stats().stalled_s == 0.0
-    assert len(tokens) < 30
-    engine.cancel("b")
-    assert engine.wait_for_work(0.0)
-    rest, _ = drain(engine)
-    assert tokens + [token.token_id for token in rest["a"]] == answer_of(request, CONTEXT)
-    engine.cancel("c")
-    assert_idle(engine)
-
-
 # ---- policy ---------------------------------------------------------------------------------------------------------
 
 

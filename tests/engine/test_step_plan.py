@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -323,24 +322,3 @@ def test_every_prompt_ends_and_in_order(requests: list[tuple[int, int, RequestCl
     for known in RequestClass:
         of_class = [i for i in started if requests[i][2] == known]
         assert of_class == sorted(of_class)
-
-
-def test_a_constant_budget_serves_more_than_a_prompt_a_step() -> None:
-    """FastGen's figure 4: with long and short prompts mixed, the steps' sizes are constant until the work runs out."""
-    rng = random.Random(0)
-    left = {i: rng.choice([5, 40, 700]) for i in range(40)}
-    sizes = []
-    while left:
-        plan = plan_step(
-            decodes=[],
-            prompts=[RunningPrompt(i, n) for i, n in left.items()],
-            waiting=(),
-            budget=256,
-            max_seqs=256,
-            capacity=Capacity(0, 0),
-        )
-        sizes.append(sum(chunk.num_tokens for chunk in plan.prompts))
-        for chunk in plan.prompts:
-            left[chunk.item] -= chunk.num_tokens
-        left = {i: n for i, n in left.items() if n}
-    assert set(sizes[:-1]) == {256}

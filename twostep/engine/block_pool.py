@@ -75,12 +75,8 @@ class CacheWatcher(Protocol):
         """A findable block has lost its last owner."""
         ...
 
-    def on_shared(self, block: int) -> None:
-        """It has an owner again."""
-        ...
-
-    def on_evicted(self, block: int) -> None:
-        """It is about to be given to new content; its hash leads to it still."""
+    def on_taken(self, block: int) -> None:
+        """It has an owner again, or is about to be given to new content; its hash leads to it still."""
         ...
 
 
@@ -175,7 +171,7 @@ class BlockPool:
                 assert self._hash_of[block] is not None, f"block {block} is free"
                 del self._lru[block]
                 if self._watcher is not None:
-                    self._watcher.on_shared(block)
+                    self._watcher.on_taken(block)
             self._num_owners[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -190,7 +186,7 @@ class BlockPool:
             else:
                 block, _ = self._lru.popitem(last=False)
                 if self._watcher is not None:
-                    self._watcher.on_evicted(block)
+                    self._watcher.on_taken(block)
                 self._forget(block)
             self._num_owners[block] = 1
             self._generations[block] = (self._generations[block] + 1) % _GENERATIONS

@@ -112,7 +112,8 @@ class _Stops:
 
 
 class Constraint:
-    """Holds one sequence's tokens to its grammar. The engine's lock guards it, but for `live`, which is its thread's while `mask` is None."""
+    """Holds one sequence's tokens to its grammar. The engine's lock guards it, but for `live`, which is its thread's while `mask` is
+    None."""
 
     def __init__(self, state: GrammarState, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
         """`state`: after the tokens generated before. Raises InvalidRequest where no token could end the answer, or none can follow."""

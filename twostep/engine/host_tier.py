@@ -91,8 +91,6 @@ class HostTier:
 
     def __init__(self, pool: BlockPool, num_rows: int, *, ahead_share: float = _AHEAD_SHARE) -> None:
         self.num_rows = num_rows
-        # Cached blocks that were given out before they were looked at or copied.
-        self.num_late = 0
         self._pool = pool
         self._rows = HostRows(num_rows)
         self._entries: dict[bytes, _Entry] = {}
@@ -138,18 +136,10 @@ class HostTier:
         """A findable block has lost its last owner."""
         self._rest[block] = None
 
-    def on_shared(self, block: int) -> None:
-        """It has an owner again."""
+    def on_taken(self, block: int) -> None:
+        """It has an owner again, or is about to be given out."""
         if self._front.pop(block, None) is None:
             del self._rest[block]
-
-    def on_evicted(self, block: int) -> None:
-        """It is about to be given out; its hash leads to it still."""
-        ready = self._front.pop(block, None)
-        if ready is None:
-            del self._rest[block]
-        if not ready and self._pool.hash_of(block) not in self._entries:
-            self.num_late += 1
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
