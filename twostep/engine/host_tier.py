@@ -31,6 +31,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from twostep.engine.batch import Runner
 from twostep.engine.block_pool import BlockPool, NetChange
@@ -61,15 +62,27 @@ class _Entry:
     dropped: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class HostSave:
-    """The pool's `blocks` are to be copied to `rows`. They have no owner: what counts are their generations afterwards."""
+class _SavedBlock(NamedTuple):
+    row: int
+    block: int
+    generation: int
+    digest: bytes
+    reused: bool
 
-    blocks: Sequence[int]
-    generations: Sequence[int]
-    rows: Sequence[int]
-    hashes: Sequence[bytes]
-    reused: Sequence[bool]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostSave:
+    """Blocks of the pool that are to be copied to rows. They have no owner: what counts are their generations afterwards."""
+
+    copies: Sequence[_SavedBlock]
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        return [copy.block for copy in self.copies]
+
+    @property
+    def rows(self) -> Sequence[int]:
+        return [copy.row for copy in self.copies]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -87,7 +100,7 @@ class HostLoad:
 
 
 class HostTier:
-    """Part of the ledger: the engine's lock guards it. With no rows it does nothing and costs nothing."""
+    """The engine's lock guards it. With no rows it does nothing and costs nothing."""
 
     def __init__(self, pool: BlockPool, num_rows: int, *, ahead_share: float = _AHEAD_SHARE) -> None:
         self.num_rows = num_rows
@@ -145,52 +158,38 @@ class HostTier:
 
     def take_save(self, max_blocks: int) -> HostSave | None:
         """Returns what is to be copied out next, at most so many blocks; then comes `saved`. None: nothing."""
-        blocks: list[int] = []
-        while self._is_short and len(blocks) < max_blocks:
+        copies: list[_SavedBlock] = []
+        while self._is_short and max_blocks:
             block, _ = self._rest.popitem(last=False)
             digest = self._hash(block)
             self._front[block] = digest in self._entries or digest in self._saving
             if not self._front[block]:
-                blocks.append(block)
-        if not blocks:
-            return None
-        hashes = [self._hash(block) for block in blocks]
-        wanted: list[tuple[int, bytes, bool, int]] = []
-        for block, digest, reused in zip(blocks, hashes, self._order.reused(hashes), strict=True):
-            row = self._room_for(reused=reused)
-            if row is None:
-                self._front[block] = True
-            else:
-                self._saving[digest] = row
-                wanted.append((block, digest, reused, row))
-        if not wanted:
-            return None
+                max_blocks -= 1
+                (reused,) = self._order.reused((digest,))
+                row = self._room_for(reused=reused)
+                self._front[block] = row is None
+                if row is not None:
+                    self._saving[digest] = row
+                    copies.append(_SavedBlock(row, block, self._pool.generation(block), digest, reused))
         # In the order of rows: neighbours are one copy.
-        wanted.sort(key=lambda save: save[3])
-        return HostSave(
-            blocks=[save[0] for save in wanted],
-            generations=self._pool.generations(save[0] for save in wanted),
-            rows=[save[3] for save in wanted],
-            hashes=[save[1] for save in wanted],
-            reused=[save[2] for save in wanted],
-        )
+        return HostSave(sorted(copies)) if copies else None
 
     def saved(self, save: HostSave, *, ok: bool) -> None:
         """It is copied, or that failed."""
-        for block, generation, row, digest, reused in zip(save.blocks, save.generations, save.rows, save.hashes, save.reused, strict=True):
+        for row, block, generation, digest, reused in save.copies:
             del self._saving[digest]
             # A block that was withdrawn meanwhile has no hash any more.
-            if not ok or self._pool.generation(block) != generation or self._pool.hash_of(block) != digest:
+            is_there = self._pool.hash_of(block) == digest
+            if ok and is_there and self._pool.generation(block) == generation:
+                announced = self._pool.announces(block)
+                self._entries[digest] = _Entry(row=row, announced=announced)
+                self._order.put(digest, reused=reused)
+                if announced:
+                    self._change.add(digest)
+            else:
                 self._rows.give((row,))
-                continue
-            announced = self._pool.announces(block)
-            self._entries[digest] = _Entry(row=row, announced=announced)
-            self._order.put(digest, reused=reused)
-            if announced:
-                self._change.add(digest)
-        for block, digest in zip(save.blocks, save.hashes, strict=True):
             # After a failure too: the next time it is cached it is tried again.
-            if block in self._front and self._pool.hash_of(block) == digest:
+            if is_there and block in self._front:
                 self._front[block] = True
 
     def withdraw(self, hashes: Iterable[bytes]) -> None:
