@@ -36,11 +36,11 @@ class Advanced:
 
 
 class ConstrainedSequences:
-    """Part of the scheduler: the engine's lock guards it."""
+    """The engine's lock guards it. The scheduler says what becomes of its sequences, the engine has their masks made."""
 
     def __init__(self) -> None:
-        # How many there are, in whatever state.
-        self.count = 0
+        # How many there are, in whatever state: without any, a step costs nothing here.
+        self._count = 0
         # Those whose next mask is not known: they are in no step that samples.
         self.unready: set[EngineSequence] = set()
         # After which tokens masks are to be made.
@@ -48,6 +48,17 @@ class ConstrainedSequences:
         self._failures: list[SequenceFailure] = []
         # Threads are made from the first sequence on.
         self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="grammar")
+
+    def add(self, sequence: EngineSequence) -> None:
+        self._count += sequence.constraint is not None
+
+    def ended(self, sequence: EngineSequence) -> None:
+        """It waits for no mask any more."""
+        self.unready.discard(sequence)
+
+    def remove(self, sequence: EngineSequence) -> None:
+        """It is in no step any more."""
+        self._count -= sequence.constraint is not None
 
     @property
     def waiting(self) -> bool:
@@ -61,7 +72,7 @@ class ConstrainedSequences:
     def take_masks(self, work: StepWork) -> None:
         """Gives a step just planned its masks. A sequence that samples in it is ready again once it is known what, and what may follow
         that."""
-        for row, sequence in enumerate(_sampling(work)):
+        for row, sequence in enumerate(_sampling(work) if self._count else ()):
             if sequence.constraint is not None:
                 work.masks.append((row, sequence.constraint.take()))
                 self.unready.add(sequence)

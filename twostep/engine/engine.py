@@ -34,7 +34,7 @@ from twostep.engine.batch import Runner
 from twostep.engine.block_manager import BlockManager
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
-from twostep.engine.constrained import Advanced
+from twostep.engine.constrained import Advanced, ConstrainedSequences
 from twostep.engine.host_tier import HostCopies, HostLoad, HostTier
 from twostep.engine.layer_progress import MarkedStep
 from twostep.engine.pacing import UNSEEN_S, Pacing
@@ -69,7 +69,9 @@ class Engine:
         self._pool = BlockPool(shape.num_blocks, block_size=shape.block_size, hash_unit=config.hash_unit)
         self._tier = HostTier(self._pool, config.host_cache_bytes // shape.block_bytes, ahead_share=config.host_ahead_share)
         self._swap = SwapSpace(runner, mode=config.preemption_mode, num_bytes=config.swap_bytes, clock=clock)
-        self._scheduler = Scheduler(BlockManager(self._pool, self._tier, self._swap, block_size=shape.block_size), config)
+        self._constrained = ConstrainedSequences()
+        blocks = BlockManager(self._pool, self._tier, self._swap, block_size=shape.block_size)
+        self._scheduler = Scheduler(blocks, self._constrained, config)
         # The one lock, over pool and scheduler; notified when there is work.
         self._changed = threading.Condition()
         self.host_copies = HostCopies(runner, self._tier, self._changed, self._on_loaded)
@@ -271,7 +273,7 @@ class Engine:
                 # They hold a block each for a step, and a request waits for what they say.
                 sequence = self._make(probe, hold=False, state=SequenceState.WAITING)
                 self._scheduler.submit(sequence, self._clock(), first=True)
-            failures = self._scheduler.constrained.take_failures()
+            failures = self._constrained.take_failures()
             self._busy_since = None
             self._note_work()
             since = max(launched.since, self._ended_at)
@@ -317,7 +319,7 @@ class Engine:
     def makes_masks(self) -> bool:
         """Whether the next token of some sequence waits for its mask, which is being made."""
         with self._changed:
-            return self._scheduler.constrained.waiting
+            return self._constrained.waiting
 
     def take_prefix_delta(self) -> PrefixDelta:
         """Returns what changed in the sets of findable prefixes, in the pool and in the host tier, since the last call. Net: a hash added
@@ -368,12 +370,11 @@ class Engine:
 
     def _note_work(self) -> None:
         """After every change, under the lock: starts or stops the stall clock, and wakes the engine's thread and that of the copies."""
-        constrained = self._scheduler.constrained
-        constrained.make_masks(self._on_masks)
+        self._constrained.make_masks(self._on_masks)
         has_work = self._scheduler.has_work
         if has_work or self._tier.has_copies:
             self._changed.notify_all()
-        if not has_work and not self._tier.num_loading and not constrained.waiting:
+        if not has_work and not self._tier.num_loading and not self._constrained.waiting:
             self._busy_since = None
         elif self._busy_since is None:
             self._busy_since = self._clock()
@@ -401,7 +402,7 @@ class Engine:
 
     def _take_failures(self) -> Sequence[SequenceFailure]:
         with self._changed:
-            failures = self._scheduler.constrained.take_failures()
+            failures = self._constrained.take_failures()
             if failures:
                 self._note_work()
             return failures

@@ -80,10 +80,10 @@ class Scheduler:
     """Owns the sequences and their queues. Not thread-safe: the engine's lock guards it. At most two steps are planned and not yet settled
     or failed, which happens in the order they were planned."""
 
-    def __init__(self, blocks: BlockManager, config: EngineConfig) -> None:
+    def __init__(self, blocks: BlockManager, constrained: ConstrainedSequences, config: EngineConfig) -> None:
         # How long steps take; None: not known.
         self.curve: StepCurve | None = None
-        self.constrained = ConstrainedSequences()
+        self._constrained = constrained
         self._blocks = blocks
         self._pool = blocks.pool
         self.reconfigure(config)
@@ -127,7 +127,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `plan` may find something to do, a planned step is to be settled, blocks are to be copied out, or a sequence is over."""
-        return bool(self._planned or self._yielding or self._saving or self.constrained.failed) or (
+        return bool(self._planned or self._yielding or self._saving or self._constrained.failed) or (
             bool(self._running or self._waiting or self._preempted) and not self._blocked
         )
 
@@ -224,7 +224,7 @@ class Scheduler:
         sequence.confirmed = confirmed
         self._register(sequence)
         sequence.tokens.extend(output_ids)
-        self.constrained.advance(sequence, output_ids)
+        self._constrained.advance(sequence, output_ids)
         self._run(sequence)
         self._blocked = False
 
@@ -246,7 +246,7 @@ class Scheduler:
         sequence.gives_way = False
         # If it is being copied out, that goes on.
         self._blocks.forget_saved(sequence)
-        self.constrained.unready.discard(sequence)
+        self._constrained.ended(sequence)
         sequence.state = SequenceState.ENDED
         self._blocked = False
         if not sequence.num_steps:
@@ -265,7 +265,7 @@ class Scheduler:
     def _arrive(self, sequence: EngineSequence) -> None:
         self._num_arrived += 1
         sequence.arrival = self._num_arrived
-        self.constrained.count += sequence.constraint is not None
+        self._constrained.add(sequence)
         self._sequences[sequence.seq_id] = sequence
 
     def _run(self, sequence: EngineSequence) -> None:
@@ -275,7 +275,7 @@ class Scheduler:
     def _forget(self, sequence: EngineSequence) -> None:
         self._blocks.free(sequence)
         del self._sequences[sequence.seq_id]
-        self.constrained.count -= sequence.constraint is not None
+        self._constrained.remove(sequence)
 
     def _register(self, sequence: EngineSequence) -> None:
         self._blocks.register(sequence, self._planned[-1].exchanged if self._planned else [])
@@ -292,7 +292,7 @@ class Scheduler:
             for sequence in self._running.values()
             if not sequence.gives_way and not sequence.loading and not (sequence.num_pending and sequence.ends_in_flight)
         ]
-        if unready := self.constrained.unready:
+        if unready := self._constrained.unready:
             active = [sequence for sequence in active if sequence not in unready]
         ready = self._grow(active)
         if len(ready) < len(active):
@@ -412,8 +412,7 @@ class Scheduler:
         if not sequences:
             return None
         work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts], copies, loads)
-        if self.constrained.count:
-            self.constrained.take_masks(work)
+        self._constrained.take_masks(work)
         return work
 
     def _pass_over(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> None:
@@ -629,7 +628,7 @@ class Scheduler:
     def advanced(self, sequences: Sequence[EngineSequence], results: Sequence[Advanced]) -> None:
         """Takes the masks of constrained sequences, or why there are none."""
         self._blocked = False
-        self.constrained.advanced(sequences, results, self.end)
+        self._constrained.advanced(sequences, results, self.end)
 
     # ---- settling ---------------------------------------------------------------------------------------------------
 
@@ -671,7 +670,7 @@ class Scheduler:
             if sequence.gives_way and not sequence.num_steps:
                 self._preempt(sequence)
         if work.masks:
-            self.constrained.follow(work)
+            self._constrained.follow(work)
         return StepResult(tokens=tokens, progress=progress, failures=failures)
 
     def fail(self, work: StepWork, message: str) -> StepResult:
