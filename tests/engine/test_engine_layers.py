@@ -10,10 +10,10 @@ from engine_helpers import HookedRunner, drain, make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine import layer_progress
+from twostep.engine import step_launcher
 from twostep.engine.batch import Batch, KvShape, LayerMark, LayerRange
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.layer_progress import MarkedStep, layers_to_mark
+from twostep.engine.step_launcher import MarkedStep, layers_to_mark
 from twostep.engine.step_work import StepWork
 
 NUM_LAYERS = 6
@@ -21,7 +21,7 @@ NUM_LAYERS = 6
 
 @pytest.fixture(autouse=True)
 def mark_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_progress, "MARK_BYTES", 512)
+    monkeypatch.setattr(step_launcher, "MARK_BYTES", 512)
 
 
 def layered(**options: Any) -> HookedRunner:
@@ -43,7 +43,7 @@ def test_marks_are_about_so_many_bytes_apart(num_layers: int, num_tokens: int, m
     shape = KvShape(num_blocks=4, block_size=4, num_layers=num_layers, num_kv_heads=1, head_dim=4, dtype="float32")
     engine_request = make_request("s", range(num_tokens))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_progress, "MARK_BYTES", mark_bytes)
+        patch.setattr(step_launcher, "MARK_BYTES", mark_bytes)
         marks = list(layers_to_mark(work_of([(engine_request.seq_id, num_tokens, True)]), shape))
     if not marks:
         assert shape.layer_bytes * num_tokens * num_layers // shape.block_size < 3 * mark_bytes or num_layers == 1

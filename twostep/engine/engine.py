@@ -36,12 +36,11 @@ from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
 from twostep.engine.host_tier import HostCopies, HostLoad, HostTier
-from twostep.engine.layer_progress import MarkedStep
 from twostep.engine.pacing import UNSEEN_S, Pacing
 from twostep.engine.scheduler import Scheduler
 from twostep.engine.self_test import SICK, SelfTest
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
-from twostep.engine.step_launcher import LaunchedStep, StepLauncher
+from twostep.engine.step_launcher import LaunchedStep, MarkedStep, StepLauncher
 from twostep.engine.swap_space import SwapSpace
 from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, SequenceFailure, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound

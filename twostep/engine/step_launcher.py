@@ -2,22 +2,48 @@
 
 launch    shared blocks that will be written to are copied, saved ones are copied back, then the batch is queued
 collect   what the runner sampled, or why there is nothing: a step that fails, here or there, costs its sequences, not the engine
+
+A step of prompts that are handed over is marked after some of its layers, so that their KV can leave before the step's end:
+
+device   │ layer 0 │ layer 1 │ layer 2 │ … │ layer L-1 │ logits, sample │
+marks              1         2         3               L
+others                copy 0    copy 1    copy 2            copy L-1       what was exposed is one group's copy, not the prompt's
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from twostep.engine.batch import InFlight, Runner, Sampled
-from twostep.engine.layer_progress import MarkedStep, layers_to_mark
+from twostep.engine.batch import InFlight, KvShape, LayerMark, Runner, Sampled
 from twostep.engine.step_work import StepWork, build_batch
 from twostep.engine.swap_space import SwapSpace
+from twostep.engine.types import LayerProgress
 from twostep.errors import InternalError
 from twostep.step_curve import StepWorkload
 
 log = logging.getLogger(__name__)
+
+# Between two marks about so many bytes of KV are written: less costs more calls than it hides.
+MARK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedStep:
+    """A launched step that says how far it is. `ends`: (seq_id, its tokens with KV when the step is done) of what is handed over."""
+
+    ends: Sequence[tuple[str, int]]
+    marks: Sequence[LayerMark]
+
+    @classmethod
+    def of(cls, work: StepWork, marks: Sequence[LayerMark]) -> MarkedStep:
+        chunks = list(zip(work.sequences, work.starts, work.num_tokens, strict=True))[work.num_decodes :]
+        return cls([(sequence.seq_id, start + count) for sequence, start, count in chunks if sequence.hold], marks)
+
+    def at(self, mark: LayerMark) -> Sequence[LayerProgress]:
+        """Returns what can be said once the mark is reached."""
+        return [LayerProgress(seq_id=name, num_computed_tokens=end, num_layers=mark.num_layers) for name, end in self.ends]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,3 +125,15 @@ class StepLauncher:
         if self.on_marked is not None and mark_layers and (marks := in_flight.layer_marks):
             self.on_marked(MarkedStep.of(work, marks))
         return in_flight
+
+
+def layers_to_mark(work: StepWork, shape: KvShape) -> Sequence[int]:
+    """Returns after how many layers to mark a planned step, ascending and up to all of them; none where the step's end says it soon
+    enough."""
+    num_tokens = sum(
+        count for sequence, count in list(zip(work.sequences, work.num_tokens, strict=True))[work.num_decodes :] if sequence.hold
+    )
+    every = -(-MARK_BYTES * shape.block_size // max(1, num_tokens * shape.layer_bytes))
+    if not num_tokens or 2 * every > shape.num_layers:
+        return ()
+    return (*range(every, shape.num_layers, every), shape.num_layers)
