@@ -270,7 +270,7 @@ def test_a_held_sequence_keeps_its_blocks_until_released() -> None:
     assert len(engine.block_ids("a")) == 3, "the prompt's blocks only"
     stats = engine.stats()
     assert (stats.num_held, stats.num_running) == (1, 0)
-    assert stats.stalled_s == 0.0, "a held sequence is nobody's work"
+    assert stats.stalled_s == 0.0, "a held sequence is no work"
     assert engine.release("a")
     assert not engine.release("a")
     with pytest.raises(NotFound):
@@ -284,7 +284,7 @@ def test_release_is_for_held_sequences() -> None:
     assert not engine.release("plain")
     engine.submit(make_request("held later", prompt(30, 2)), hold=True)
     engine.step()
-    assert engine.release("held later"), "an unfinished one is cancelled: nobody would release it again"
+    assert engine.release("held later"), "an unfinished one is cancelled: it would not be released again"
     tokens, _ = drain(engine)
     assert list(tokens) == ["plain"]
     assert_idle(engine)
@@ -333,7 +333,7 @@ def test_commit_takes_several_tokens() -> None:
 def test_commit_refuses_what_it_cannot_go_on_with() -> None:
     engine = make_engine()
     with pytest.raises(NotFound):
-        engine.commit("nobody", [1])
+        engine.commit("unknown", [1])
     engine.reserve(make_request("a", [1, 2], max_tokens=3, stop_token_ids=(9,)))
     for bad in ([], [VOCAB], [-1], [9], [1, 2, 3]):
         with pytest.raises(InvalidRequest):
@@ -374,7 +374,7 @@ def test_reservations_take_seats_and_blocks() -> None:
 
 def test_cancel_in_every_state() -> None:
     engine = make_engine(max_num_batched_tokens=8, max_num_seqs=4)
-    assert not engine.cancel("nobody")
+    assert not engine.cancel("unknown")
     for i in range(3):
         engine.submit(make_request(f"r{i}", prompt(12, i)))
     engine.reserve(make_request("reserved", prompt(12, 5)))

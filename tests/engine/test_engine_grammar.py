@@ -192,7 +192,7 @@ class MasksMade:
 def test_neighbours_run_in_every_step_and_the_constrained_in_every_other(
     compiler: GrammarCompiler, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one step computes, the next is planned: the constrained sequence is not in it, and nobody waits."""
+    """While one step computes, the next is planned: the constrained sequence is not in it, and none waits."""
     made = MasksMade(monkeypatch)
     engine = make_engine(look_ahead=True)
     free = [make_request(f"free{i}", [3, 4, 5 + i], max_tokens=30) for i in range(3)]
@@ -241,7 +241,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_mask_that_takes_long_holds_up_nobody(compiler: GrammarCompiler, reference: Reference, slow: Slow, ahead: bool) -> None:
+def test_a_mask_that_takes_long_holds_up_no_other(compiler: GrammarCompiler, reference: Reference, slow: Slow, ahead: bool) -> None:
     engine = make_engine(look_ahead=ahead)
     free, held = make_request("free", [3, 4, 5], max_tokens=30), ask(compiler, object_case(), max_tokens=6)
     engine.submit(free)
@@ -319,7 +319,7 @@ def test_a_grammar_that_fails_ends_its_sequence_alone(
 
 
 @pytest.mark.parametrize("halfway", [False, True])
-def test_whatever_the_thread_meets_it_is_one_sequence_s_and_nobody_waits_for_ever(
+def test_whatever_the_thread_meets_it_is_one_sequence_s_and_none_waits_for_ever(
     compiler: GrammarCompiler, reference: Reference, monkeypatch: pytest.MonkeyPatch, halfway: bool
 ) -> None:
     """Those made side by side with it are then made by themselves, whether or not they had been given their tokens."""
@@ -347,7 +347,7 @@ def test_whatever_the_thread_meets_it_is_one_sequence_s_and_nobody_waits_for_eve
     assert_idle(engine)
 
 
-def test_a_shared_automaton_at_its_bounds_is_nobody_else_s_failure(compiler: GrammarCompiler) -> None:
+def test_a_shared_automaton_at_its_bounds_is_no_other_s_failure(compiler: GrammarCompiler) -> None:
     """llguidance's copies of a grammar share one: after a failure of one of them, others start anew."""
     state = compiler.compile(Grammar(GrammarKind.REGEX, "[ab]*a[ab]{3}c[0-9]+"))
     tokens = state.matcher.deep_copy()

@@ -464,7 +464,7 @@ def waiting_sequence(seq_id: str, blocks: Sequence[int]) -> EngineSequence:
     return sequence
 
 
-def test_a_row_that_is_being_read_is_given_to_nobody() -> None:
+def test_a_row_that_is_being_read_is_not_given_away() -> None:
     pool, tier, blocks = full_pool(num_blocks=16, num_rows=2)
     pool.free(blocks)
     assert sorted(save(tier)) == [number(14), number(15)]

@@ -78,7 +78,7 @@ def test_only_what_is_handed_over_counts() -> None:
     assert step.ends == [("c", 8)]
 
 
-def test_nobody_follows_or_the_runner_tells_nothing() -> None:
+def test_no_follower_or_the_runner_tells_nothing() -> None:
     for runner, follow in ((layered(), False), (layered(marks_layers=False), True)):
         asked: list[int] = []
         runner.launching = lambda batch, asked=asked: asked.append(len(batch.mark_layers))  # type: ignore[misc]

@@ -145,7 +145,7 @@ def test_a_block_given_in_exchange_stays_until_the_launched_step_has_read_it() -
     for _ in range(20):
         for token in engine.step().tokens:
             tokens[token.seq_id].append(token)
-        # Whoever finds free blocks scribbles over them at once.
+        # Another use of free blocks scribbles over them at once.
         # The pool's own allocation, which no other way leads to.
         blocks = engine._pool.allocate(engine.stats().num_free_blocks)
         engine.runner.write_blocks(blocks, np.full((len(blocks), engine.runner.kv_shape.block_bytes), 7, np.uint8))

@@ -58,12 +58,12 @@ def test_it_ends_alone_and_its_neighbours_are_right(look_ahead: bool) -> None:
     assert all(right(request, tokens[request.seq_id]) for request in neighbours)
     answer = answer_of(breaking, CONTEXT)
     assert ids_of(tokens["breaking"]) == answer[: answer.index(BROKEN) + 1]
-    assert tokens.keys() == {"breaking", *(request.seq_id for request in neighbours)}, "nobody is told of the probes"
+    assert tokens.keys() == {"breaking", *(request.seq_id for request in neighbours)}, "the probes are not reported"
     assert_idle(engine)
 
 
 @pytest.mark.parametrize("host_blocks", [0, 40])
-def test_nobody_finds_its_kv(host_blocks: int) -> None:
+def test_its_kv_is_not_found(host_blocks: int) -> None:
     """Chunks of the prompt are findable before its last row shows that they are no good."""
     engine, _ = make_engine(num_blocks=16, host_cache_bytes=host_blocks * 2 * BLOCK * 16)
     prompt = [*range(1, 9), BROKEN, *range(11, 50)]
@@ -142,7 +142,7 @@ def test_however_many_come_and_however_they_differ_the_worker_is_well() -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-def test_a_device_that_gives_nobody_a_token_is_sick(look_ahead: bool) -> None:
+def test_a_device_that_gives_no_token_at_all_is_sick(look_ahead: bool) -> None:
     """Its requests are to go on elsewhere: they are not the ones at fault."""
     engine, runner = make_engine(look_ahead=look_ahead)
     for i in range(3):
@@ -156,7 +156,7 @@ def test_a_device_that_gives_nobody_a_token_is_sick(look_ahead: bool) -> None:
     with pytest.raises(InternalError):
         engine.step()
     assert sorted(told) == [(f"r{i}", FailureKind.STEP) for i in range(3)]
-    assert engine.wait_for_work(0.0), "whoever steps it is to learn of it"
+    assert engine.wait_for_work(0.0), "its thread is to learn of it"
 
 
 def test_a_step_that_fails_under_the_probes_says_nothing_of_the_worker() -> None:

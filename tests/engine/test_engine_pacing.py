@@ -86,7 +86,7 @@ def run_with_a_pause(pacing: Pacing, *, pause_s: float) -> float:
 
 
 def test_a_long_step_holds_up_none_after_it() -> None:
-    """A process that was stopped, a device that somebody else had: for two seconds."""
+    """A process that was stopped, a device that another had: for two seconds."""
     pacing = Pacing()
     assert run_with_a_pause(pacing, pause_s=2.0) <= 0.5
     pacing.curve = StepCurve(fixed_s=0.009, per_row_s=0.0, per_sequence_s=0.0002)

@@ -1,4 +1,4 @@
-"""Pools too small for everybody: who came last gives way, tokens stay right, and everybody gets done."""
+"""Pools too small for all: the last to come gives way, tokens stay right, and all get done."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_blocks_the_batch_sequences_that_came_last_are_preempted(mode: Preemptio
     run.finish()
 
 
-def test_nobody_is_preempted_for_what_will_not_fit_all_the_same() -> None:
+def test_none_is_preempted_for_what_will_not_fit_all_the_same() -> None:
     engine = make_engine(num_blocks=30, max_num_batched_tokens=60)
     run = Run(engine)
     run.submit(request("s0", STANDARD, 70, max_tokens=40))
@@ -415,7 +415,7 @@ def test_batch_decodes_are_passed_over_while_they_would_make_a_step_too_long() -
     run.engine.set_curve(CURVE)
     for _ in range(19):
         assert run.tokens() == {"d", "b0", "b1"}
-    assert run.tokens() == {"b2", "b3"}, "nobody's gap is at stake any more"
+    assert run.tokens() == {"b2", "b3"}, "no gap is at stake any more"
     run.finish()
 
 

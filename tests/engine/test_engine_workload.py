@@ -73,7 +73,7 @@ def test_batch_requests_tokens_are_told_apart() -> None:
 def test_what_bounds_steps_is_told_while_it_does() -> None:
     engine = make_engine(max_step_s=0.5)
     engine.submit(make_request("a", range(1, 11), max_tokens=4))
-    assert engine.stats().max_step_s == 0, "nobody decodes"
+    assert engine.stats().max_step_s == 0, "none decodes"
     engine.step()
     assert engine.stats().max_step_s == 0, "nothing is known of how long steps take"
     engine.set_curve(StepCurve(fixed_s=1e-3, per_row_s=1e-6))

@@ -178,7 +178,7 @@ def test_a_step_keeps_to_its_bounds(case: Case) -> None:
     chunks = named(plan)
     assert sum(count for _, count in chunks) <= case.budget
     assert len(chunks) <= case.max_seqs
-    assert len({item for item, _ in chunks}) == len(chunks), "nobody twice"
+    assert len({item for item, _ in chunks}) == len(chunks), "none twice"
     assert all(1 <= count <= case.sizes[item] for item, count in chunks[len(plan.decodes) :])
     assert [item for item in plan.decodes if item[0] == "d"] == [f"d{i}" for i in range(min(case.num_decodes, case.budget, case.max_seqs))]
     blocks = {f"w{i}": n for i, (_, _, n) in enumerate(case.waiting)}
