@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from twostep.engine.batch import Batch, InFlight, Sampled
-from twostep.engine.engine import Engine
-from twostep.engine.fake import FakeRunner, fake_next_token
+import numpy as np
+import numpy.typing as npt
+
+from twostep.engine.batch import Batch, InFlight, LayerRange, Sampled
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.fake import FakeRunner
 from twostep.engine.types import EngineRequest, FinishReason, StepOutput, TokenOutput
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 
 KEY = b"a tenant's key"
+VOCAB = 1000
 
 
 def make_request(
@@ -46,12 +51,15 @@ def expected_answer(request: EngineRequest, *, vocab_size: int, max_model_len: i
     stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_token_ids))
     tokens = list(request.token_ids)
     answer: list[int] = []
+    # What fake_next_token sums up, token by token.
+    total = sum(token * (i + 1) for i, token in enumerate(tokens))
     while True:
         position = len(tokens) - request.num_prompt_tokens
-        token = fake_next_token(tokens, vocab_size)
+        token = (total + len(tokens)) % vocab_size
         while token in stop and position < params.min_tokens:
             token = (token + 1) % vocab_size
         tokens.append(token)
+        total += token * len(tokens)
         answer.append(token)
         if token in stop:
             return answer, FinishReason.STOP
@@ -59,14 +67,24 @@ def expected_answer(request: EngineRequest, *, vocab_size: int, max_model_len: i
             return answer, FinishReason.LENGTH
 
 
+def answer_of(request: EngineRequest, context: int = 1 << 20) -> list[int]:
+    return expected_answer(request, vocab_size=VOCAB, max_model_len=context)[0]
+
+
+def ids_of(tokens: Sequence[TokenOutput]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
 class HookedRunner(FakeRunner):
-    """A fake device that calls `during` in the middle of every run, after the KV was written, `launching` at every launch, and, where it
-    marks layers, `computing` before each of them."""
+    """A fake device that calls `during` in the middle of every run, after the KV was written, `launching` at every launch, `copying` before
+    blocks are copied "out" or "back", and, where it marks layers, `computing` before each of them."""
 
     during: Callable[[Batch], object] | None = None
     computing: Callable[[int], object] | None = None
     launching: Callable[[Batch], object] | None = None
-    copies = 0
+    copying: Callable[[str], object] | None = None
+    # Copies in the pool, blocks copied out of it and back.
+    copies = num_out = num_back = 0
 
     def launch(self, batch: Batch) -> InFlight:
         if self.launching is not None:
@@ -84,9 +102,56 @@ class HookedRunner(FakeRunner):
         if self.computing is not None:
             self.computing(layer)
 
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        if self.copying is not None:
+            self.copying("out")
+        self.num_out += len(block_ids)
+        super().read_blocks(block_ids, out, layers)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        if self.copying is not None:
+            self.copying("back")
+        self.num_back += len(block_ids)
+        super().write_blocks(block_ids, data, layers)
+
     def copy_block(self, source: int, target: int) -> None:
         self.copies += 1
         super().copy_block(source, target)
+
+
+def engine_of(runner: FakeRunner, *, clock: Callable[[], float] = time.monotonic, **config: Any) -> Engine:
+    return Engine(runner, EngineConfig(**({"hash_unit": runner.kv_shape.block_size} | config)), clock=clock)
+
+
+def hooked(engine: Engine) -> HookedRunner:
+    assert isinstance(engine.runner, HookedRunner)
+    return engine.runner
+
+
+def hand_over(source: Engine, target: Engine, request: EngineRequest) -> tuple[int, int]:
+    """Computes the prompt there and commits it here, as the workers do, in one go: returns the first token and how many blocks moved."""
+    reservation = target.reserve(request)
+    source.submit(request, hold=True)
+    tokens, _ = drain(source)
+    first = tokens[request.seq_id][0].token_id
+    skip = reservation.num_cached_tokens // source.runner.kv_shape.block_size
+    blocks = source.block_ids(request.seq_id)[skip:]
+    move_blocks(source, blocks, target, reservation.block_ids[skip : skip + len(blocks)])
+    target.commit(request.seq_id, [first])
+    source.release(request.seq_id)
+    return first, len(blocks)
+
+
+def move_blocks(source: Engine, from_blocks: Sequence[int], target: Engine, to_blocks: Sequence[int]) -> None:
+    data = np.empty((len(from_blocks), source.runner.kv_shape.block_bytes), np.uint8)
+    source.runner.read_blocks(from_blocks, data)
+    target.runner.write_blocks(to_blocks, data)
+
+
+def owned(engine: Engine) -> int:
+    """Returns how many blocks sequences and steps own."""
+    stats = engine.stats()
+    return stats.num_blocks - stats.num_available_blocks
 
 
 def drain(engine: Engine, *, max_steps: int = 10_000) -> tuple[dict[str, list[TokenOutput]], list[StepOutput]]:

@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_helpers import KEY, HookedRunner, assert_idle, drain, expected_answer, make_request
+from engine_helpers import (
+    KEY,
+    VOCAB,
+    HookedRunner,
+    answer_of,
+    assert_idle,
+    drain,
+    engine_of,
+    hand_over,
+    hooked,
+    ids_of,
+    make_request,
+    owned,
+)
 
 from twostep.engine.batch import Batch
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.engine.generate import generate
-from twostep.engine.types import FinishReason
+from twostep.engine.types import EngineRequest, FinishReason
 from twostep.errors import ContextExceeded, InternalError, InvalidRequest, NotFound, ResourceExhausted, SetupError
 from twostep.prefix import prefix_hashes
 
-VOCAB, CONTEXT = 1000, 256
+CONTEXT = 256
 
 
-def make_engine(*, num_blocks: int = 64, block_size: int = 8, **config: Any) -> Engine:
+def make_engine(*, num_blocks: int = 64, block_size: int = 8, **options: Any) -> Engine:
     runner = HookedRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB, max_model_len=CONTEXT)
-    return Engine(runner, EngineConfig(**({"hash_unit": 16} | config)))
-
-
-def hooked(engine: Engine) -> HookedRunner:
-    assert isinstance(engine.runner, HookedRunner)
-    return engine.runner
+    return engine_of(runner, **({"hash_unit": 16} | options))
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-
-
-def answer_of(request: Any) -> list[int]:
-    return expected_answer(request, vocab_size=VOCAB, max_model_len=CONTEXT)[0]
 
 
 # ---- a prompt to its end --------------------------------------------------------------------------------------------
@@ -48,17 +51,6 @@ def test_the_fake_s_worked_example() -> None:
     engine = Engine(FakeRunner(num_blocks=4, block_size=2, vocab_size=100), EngineConfig(hash_unit=2))
     (tokens,) = generate(engine, [make_request("a", [5, 7, 2], max_tokens=2)])
     assert [(token.token_id, token.position, token.finish_reason) for token in tokens] == [(28, 0, None), (41, 1, FinishReason.LENGTH)]
-
-
-@pytest.mark.parametrize("budget", [1, 3, 8, 17, 512])
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_tokens_do_not_depend_on_chunks_and_blocks(budget: int, block_size: int) -> None:
-    engine = make_engine(num_blocks=400, block_size=block_size, hash_unit=48, max_num_batched_tokens=budget)
-    requests = [make_request(f"r{i}", prompt(length, i), max_tokens=5) for i, length in enumerate([1, 40, 7, 16, 33])]
-    for request, tokens in zip(requests, generate(engine, requests), strict=True):
-        assert [token.token_id for token in tokens] == answer_of(request)
-        assert [token.position for token in tokens] == list(range(5))
-    assert_idle(engine)
 
 
 def test_the_budget_holds_and_decodes_ride_along() -> None:
@@ -93,7 +85,7 @@ def test_stop_ids_eos_min_tokens_and_context() -> None:
     ]
     assert got["not yet"][0].token_id == first + 1
     for request in requests:
-        assert [token.token_id for token in got[request.seq_id]] == answer_of(request)
+        assert [token.token_id for token in got[request.seq_id]] == answer_of(request, CONTEXT)
 
 
 def test_a_resumed_sequence_goes_on_where_it_was() -> None:
@@ -122,36 +114,35 @@ def test_logprobs_pass_through() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "error", "says"),
+    ("request_", "error"),
     [
-        (make_request("a", [], num_prompt_tokens=0), InvalidRequest, "give at least one"),
-        (make_request("a", [1, 2], num_prompt_tokens=3), InvalidRequest, "give at least one"),
-        (make_request("a", [1, VOCAB]), InvalidRequest, "vocabulary"),
-        (make_request("a", [-1]), InvalidRequest, "vocabulary"),
-        (make_request("a", [2**70]), InvalidRequest, "whole numbers"),
-        (make_request("a", [1] * CONTEXT), ContextExceeded, "shorten the prompt"),
-        (make_request("a", [1] * 70, max_tokens=60), InvalidRequest, "this worker has 16 in all"),
-        (make_request("a", [1, 2, 3], num_prompt_tokens=1, max_tokens=2), InvalidRequest, "nothing left to do"),
+        (make_request("a", [], num_prompt_tokens=0), InvalidRequest),
+        (make_request("a", [1, 2], num_prompt_tokens=3), InvalidRequest),
+        (make_request("a", [1, VOCAB]), InvalidRequest),
+        (make_request("a", [-1]), InvalidRequest),
+        (make_request("a", [2**70]), InvalidRequest),
+        (make_request("a", [1] * CONTEXT), ContextExceeded),
+        (make_request("a", [1] * 70, max_tokens=60), InvalidRequest),
+        (make_request("a", [1, 2, 3], num_prompt_tokens=1, max_tokens=2), InvalidRequest),
     ],
 )
-def test_what_can_never_succeed_is_refused_by_both_doors(request_: Any, error: type[Exception], says: str) -> None:
+def test_what_can_never_succeed_is_refused_by_both_doors(request_: EngineRequest, error: type[Exception]) -> None:
     engine = make_engine(num_blocks=16)
-    with pytest.raises(error, match=says):
-        engine.submit(request_)
-    with pytest.raises(error, match=says):
-        engine.reserve(request_)
+    for door in (engine.submit, engine.reserve):
+        with pytest.raises(error):
+            door(request_)
     assert_idle(engine)
 
 
 def test_the_queue_is_bounded_and_ids_are_unique() -> None:
     engine = make_engine(max_waiting=2)
     engine.submit(make_request("a", [1]))
-    with pytest.raises(InvalidRequest, match="an id of its own"):
+    with pytest.raises(InvalidRequest):
         engine.submit(make_request("a", [1]))
-    with pytest.raises(InvalidRequest, match="an id of its own"):
+    with pytest.raises(InvalidRequest):
         engine.reserve(make_request("a", [1]))
     engine.submit(make_request("b", [1]))
-    with pytest.raises(ResourceExhausted, match="another worker"):
+    with pytest.raises(ResourceExhausted):
         engine.submit(make_request("c", [1]))
     drain(engine)
     assert_idle(engine)
@@ -161,14 +152,6 @@ def test_the_queue_is_bounded_and_ids_are_unique() -> None:
 def test_bounds_that_make_no_sense(bounds: dict[str, int]) -> None:
     with pytest.raises(SetupError):
         make_engine(**bounds)
-
-
-def test_a_request_that_fits_alone_waits_for_room_and_gets_it() -> None:
-    engine = make_engine(num_blocks=10, enable_prefix_caching=False)
-    requests = [make_request(f"r{i}", prompt(30, i), max_tokens=30) for i in range(4)]
-    for request, tokens in zip(requests, generate(engine, requests), strict=True):
-        assert [token.token_id for token in tokens] == answer_of(request)
-    assert_idle(engine)
 
 
 # ---- prefix reuse ---------------------------------------------------------------------------------------------------
@@ -183,18 +166,8 @@ def test_a_shared_prefix_is_computed_once() -> None:
     tokens, steps = drain(engine)
     assert steps[0].num_prefill_tokens == 5
     assert steps[0].progress[0].num_cached_tokens == 32
-    assert [t.token_id for t in tokens["b"]] == answer_of(second)
+    assert ids_of(tokens["b"]) == answer_of(second)
     assert_idle(engine)
-
-
-def test_generated_blocks_are_reused_too() -> None:
-    engine = make_engine()
-    first = make_request("a", prompt(10), max_tokens=31)
-    generate(engine, [first])
-    talk = list(first.token_ids) + answer_of(first)
-    engine.submit(make_request("b", [*talk, 3]))
-    _, steps = drain(engine)
-    assert steps[0].progress[0].num_cached_tokens == 40, "41 tokens, of which the last one's KV was never computed"
 
 
 def test_keys_part_tenants_and_no_key_shares_nothing() -> None:
@@ -218,7 +191,7 @@ def test_a_wholly_cached_prompt_computes_one_token_on_a_copy(block_size: int) ->
     assert steps[0].num_prefill_tokens == 1
     assert steps[0].progress[0].num_cached_tokens == 31
     assert hooked(engine).copies == (1 if block_size > 1 else 0)
-    assert [t.token_id for t in tokens["b"]] == answer_of(request)
+    assert ids_of(tokens["b"]) == answer_of(request, CONTEXT)
     assert_idle(engine)
 
 
@@ -230,7 +203,7 @@ def test_without_room_for_the_copy_the_last_block_is_computed_again() -> None:
     tokens, steps = drain(engine)
     assert steps[0].num_prefill_tokens == 8
     assert hooked(engine).copies == 0
-    assert [t.token_id for t in tokens["b"]] == answer_of(request)
+    assert ids_of(tokens["b"]) == answer_of(request, CONTEXT)
 
 
 def test_two_at_once_end_up_sharing_what_both_computed() -> None:
@@ -241,8 +214,7 @@ def test_two_at_once_end_up_sharing_what_both_computed() -> None:
     engine.step()
     engine.check_integrity()
     assert engine.block_ids("a") == engine.block_ids("b")
-    stats = engine.stats()
-    assert stats.num_blocks - stats.num_available_blocks == 5
+    assert owned(engine) == 5
     assert engine.release("a")
     assert engine.release("b")
     assert_idle(engine)
@@ -293,26 +265,16 @@ def test_a_held_sequence_keeps_its_blocks_until_released() -> None:
     engine.submit(request, hold=True)
     assert engine.block_ids("a") == []
     tokens, steps = drain(engine)
-    assert [t.token_id for t in tokens["a"]] == answer_of(request)[:1]
+    assert ids_of(tokens["a"]) == answer_of(request, CONTEXT)[:1]
     assert steps[-1].progress[0].num_computed_tokens == 20
     assert len(engine.block_ids("a")) == 3, "the prompt's blocks only"
     stats = engine.stats()
     assert (stats.num_held, stats.num_running) == (1, 0)
-    assert stats.stalled_s == 0.0, "a held sequence is nobody's work"
+    assert stats.stalled_s == 0.0, "a held sequence is no work"
     assert engine.release("a")
     assert not engine.release("a")
     with pytest.raises(NotFound):
         engine.block_ids("a")
-    assert_idle(engine)
-
-
-def test_a_held_sequence_that_ends_at_once_says_so_and_is_still_held() -> None:
-    engine = make_engine()
-    engine.submit(make_request("a", prompt(20), max_tokens=1), hold=True)
-    tokens, _ = drain(engine)
-    assert tokens["a"][0].finish_reason is FinishReason.LENGTH
-    assert engine.stats().num_held == 1
-    assert engine.cancel("a")
     assert_idle(engine)
 
 
@@ -322,30 +284,13 @@ def test_release_is_for_held_sequences() -> None:
     assert not engine.release("plain")
     engine.submit(make_request("held later", prompt(30, 2)), hold=True)
     engine.step()
-    assert engine.release("held later"), "an unfinished one is cancelled: nobody would release it again"
+    assert engine.release("held later"), "an unfinished one is cancelled: it would not be released again"
     tokens, _ = drain(engine)
     assert list(tokens) == ["plain"]
     assert_idle(engine)
 
 
 # ---- reserve and commit ---------------------------------------------------------------------------------------------
-
-
-def hand_over(source: Engine, target: Engine, request: Any) -> tuple[int, int]:
-    """Prefill there, decode here; (first token, blocks moved)."""
-    reservation = target.reserve(request)
-    source.submit(request, hold=True)
-    tokens, _ = drain(source)
-    first = tokens[request.seq_id][0].token_id
-    skip = reservation.num_cached_tokens // source.runner.kv_shape.block_size
-    from_blocks = source.block_ids(request.seq_id)[skip:]
-    to_blocks = reservation.block_ids[skip : skip + len(from_blocks)]
-    data = np.empty((len(from_blocks), source.runner.kv_shape.block_bytes), np.uint8)
-    source.runner.read_blocks(from_blocks, data)
-    target.runner.write_blocks(to_blocks, data)
-    target.commit(request.seq_id, [first])
-    source.release(request.seq_id)
-    return first, len(from_blocks)
 
 
 def test_hand_over_moves_only_what_is_not_there() -> None:
@@ -356,28 +301,20 @@ def test_hand_over_moves_only_what_is_not_there() -> None:
         first, blocks = hand_over(source, target, request)
         assert blocks == moved
         tokens, _ = drain(target)
-        assert [first, *(t.token_id for t in tokens[seq_id])] == answer_of(request)
+        assert [first, *(t.token_id for t in tokens[seq_id])] == answer_of(request, CONTEXT)
         assert [t.position for t in tokens[seq_id]] == list(range(1, 8))
+        assert list(target.cached_prefixes())[:2] == prefix_hashes(KEY, ids, 16)
     assert_idle(source)
     assert_idle(target)
 
 
-def test_what_was_handed_over_is_found_from_the_commit_on() -> None:
-    source, target = make_engine(), make_engine()
-    ids = prompt(32)
-    hand_over(source, target, make_request("a", ids))
-    assert list(target.cached_prefixes()) == prefix_hashes(KEY, ids, 16)
-    assert target.reserve(make_request("b", ids)).num_cached_tokens == 32
-
-
-def test_a_block_that_was_not_moved_gives_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = make_engine(), make_engine()
-    write = target.runner.write_blocks
-    monkeypatch.setattr(target.runner, "write_blocks", lambda block_ids, data: write(block_ids[:-1], data[:-1]))
-    request = make_request("a", prompt(32))
-    first, _ = hand_over(source, target, request)
-    tokens, _ = drain(target)
-    assert [first, *(t.token_id for t in tokens["a"])] != answer_of(request)
+def test_kv_that_is_not_exact_is_never_found() -> None:
+    engine = make_engine()
+    engine.reserve(make_request("a", prompt(32)))
+    engine.commit("a", [1], exact=False)
+    drain(engine)
+    assert not engine.cached_prefixes()
+    assert_idle(engine)
 
 
 def test_commit_takes_several_tokens() -> None:
@@ -388,7 +325,7 @@ def test_commit_takes_several_tokens() -> None:
     assert engine.reserve(make_request("a", ids[:16])).num_cached_tokens == 16
     engine.commit("a", answer[:3])
     tokens, steps = drain(engine)
-    assert [t.token_id for t in tokens["a"]] == answer[3:]
+    assert ids_of(tokens["a"]) == answer[3:]
     assert [t.position for t in tokens["a"]] == [3, 4, 5, 6, 7]
     assert not steps[0].progress, "what decode computes of a hand-over is no prefill progress"
 
@@ -396,14 +333,14 @@ def test_commit_takes_several_tokens() -> None:
 def test_commit_refuses_what_it_cannot_go_on_with() -> None:
     engine = make_engine()
     with pytest.raises(NotFound):
-        engine.commit("nobody", [1])
+        engine.commit("unknown", [1])
     engine.reserve(make_request("a", [1, 2], max_tokens=3, stop_token_ids=(9,)))
     for bad in ([], [VOCAB], [-1], [9], [1, 2, 3]):
         with pytest.raises(InvalidRequest):
             engine.commit("a", bad)
     assert engine.stats().num_reserved == 1
     engine.commit("a", [1])
-    with pytest.raises(NotFound, match="committed before"):
+    with pytest.raises(NotFound):
         engine.commit("a", [1])
     engine.cancel("a")
     engine.reserve(make_request("b", [1, 2]))
@@ -416,10 +353,10 @@ def test_commit_refuses_what_it_cannot_go_on_with() -> None:
 def test_reservations_take_seats_and_blocks() -> None:
     engine = make_engine(num_blocks=10, max_num_seqs=2)
     assert len(engine.reserve(make_request("a", prompt(20), max_tokens=21)).block_ids) == 3, "20 tokens; more when it grows"
-    with pytest.raises(ResourceExhausted, match="KV blocks"):
+    with pytest.raises(ResourceExhausted):
         engine.reserve(make_request("b", prompt(56), max_tokens=1))
     engine.reserve(make_request("c", prompt(8), max_tokens=9))
-    with pytest.raises(ResourceExhausted, match="seats"):
+    with pytest.raises(ResourceExhausted):
         engine.reserve(make_request("d", [1], max_tokens=1))
     engine.submit(make_request("e", [1]))
     assert engine.step().num_prefill_tokens == 0, "no seat is left for a prompt either"
@@ -437,7 +374,7 @@ def test_reservations_take_seats_and_blocks() -> None:
 
 def test_cancel_in_every_state() -> None:
     engine = make_engine(max_num_batched_tokens=8, max_num_seqs=4)
-    assert not engine.cancel("nobody")
+    assert not engine.cancel("unknown")
     for i in range(3):
         engine.submit(make_request(f"r{i}", prompt(12, i)))
     engine.reserve(make_request("reserved", prompt(12, 5)))
@@ -452,7 +389,7 @@ def test_cancel_in_every_state() -> None:
 
 def test_cancel_in_the_running_step_drops_its_token_and_frees_after_it() -> None:
     engine = make_engine()
-    owned: list[int] = []
+    still_owned: list[int] = []
 
     def during(batch: Batch) -> None:
         assert engine.cancel("a")
@@ -461,33 +398,15 @@ def test_cancel_in_the_running_step_drops_its_token_and_frees_after_it() -> None
         with pytest.raises(NotFound):
             engine.block_ids("a")
         engine.check_integrity()
-        stats = engine.stats()
-        owned.append(stats.num_blocks - stats.num_available_blocks)
+        still_owned.append(owned(engine))
 
     hooked(engine).during = during
     engine.submit(make_request("a", prompt(12)))
     output = engine.step()
-    assert owned == [2], "12 tokens: still owned while the device may write to them"
+    assert still_owned == [2], "12 tokens: still owned while the device may write to them"
     assert not output.tokens
     assert not output.progress
     assert_idle(engine)
-
-
-def test_others_keep_their_own_tokens_when_one_is_cancelled() -> None:
-    engine = make_engine()
-    requests = [make_request(f"r{i}", prompt(10 + i, i)) for i in range(5)]
-    for request in requests:
-        engine.submit(request)
-    first = engine.step().tokens
-    hooked(engine).during = lambda batch: engine.cancel("r1")
-    second = engine.step().tokens
-    assert [t.seq_id for t in second] == ["r0", "r2", "r3", "r4"]
-    hooked(engine).during = None
-    tokens, _ = drain(engine)
-    for request in requests:
-        if request.seq_id != "r1":
-            got = [t.token_id for t in [*first, *second, *tokens[request.seq_id]] if t.seq_id == request.seq_id]
-            assert got == answer_of(request)
 
 
 # ---- a device that fails --------------------------------------------------------------------------------------------
@@ -515,7 +434,7 @@ def test_a_failed_step_ends_its_sequences_and_nothing_else(caplog: pytest.LogCap
     hooked(engine).during = None
     again = make_request("a", prompt(20))
     (tokens,) = generate(engine, [again])
-    assert [t.token_id for t in tokens] == answer_of(again)
+    assert ids_of(tokens) == answer_of(again)
     assert engine.block_ids("reserved") == reserved.block_ids
     engine.cancel("reserved")
     assert_idle(engine)
@@ -538,7 +457,7 @@ def test_a_failed_copy_frees_source_and_target(monkeypatch: pytest.MonkeyPatch) 
 def test_generate_gives_up_clearly() -> None:
     engine = make_engine(num_blocks=4, max_num_seqs=1)
     engine.reserve(make_request("in the way", [1]))
-    with pytest.raises(InternalError, match="release them first"):
+    with pytest.raises(InternalError):
         generate(engine, [make_request("a", [1])])
     with pytest.raises(InvalidRequest):
         generate(engine, [make_request("b", [1]), make_request("c", [VOCAB])])
@@ -549,19 +468,18 @@ def test_generate_gives_up_clearly() -> None:
 def test_generate_takes_more_than_the_queue() -> None:
     engine = make_engine(max_waiting=2, max_num_seqs=3)
     requests = [make_request(f"r{i}", prompt(5, i)) for i in range(20)]
-    assert [[t.token_id for t in tokens] for tokens in generate(engine, requests)] == [answer_of(r) for r in requests]
+    assert [ids_of(tokens) for tokens in generate(engine, requests)] == [answer_of(r) for r in requests]
 
 
-# ---- threads --------------------------------------------------------------------------------------------------------
+# ---- threads and time -----------------------------------------------------------------------------------------------
 
 
-def test_nobody_waits_for_the_device() -> None:
-    """While a step runs, every other method answers from another thread."""
+def test_other_threads_need_not_wait_for_the_device() -> None:
+    """While a step runs, every other method answers from another thread; and work that comes ends the wait for it."""
     engine = make_engine()
-    took: list[float] = []
+    answered: list[bool] = []
 
     def others() -> None:
-        start = time.monotonic()
         engine.submit(make_request("b", prompt(5)))
         engine.reserve(make_request("c", prompt(5, 3)))
         engine.commit("c", [1])
@@ -571,36 +489,28 @@ def test_nobody_waits_for_the_device() -> None:
         engine.block_ids("a")
         engine.take_prefix_delta()
         engine.check_integrity()
-        took.append(time.monotonic() - start)
+        answered.append(True)
 
     def during(batch: Batch) -> None:
         thread = threading.Thread(target=others)
         thread.start()
         thread.join(60.0)
-        assert not thread.is_alive()
 
     hooked(engine).during = during
-    engine.submit(make_request("a", prompt(20), max_tokens=1))
-    output = engine.step()
-    assert not output.failures
-    assert len(took) == 1
+    assert not engine.wait_for_work(0.0)
+    coming = threading.Thread(target=engine.submit, args=[make_request("a", prompt(20), max_tokens=1)])
+    coming.start()
+    assert engine.wait_for_work(60.0)
+    coming.join()
+    assert not engine.step().failures
+    assert answered
     assert_idle(engine)
 
 
-def test_waiting_for_work_ends_when_there_is_some() -> None:
-    engine = make_engine()
-    start = time.monotonic()
-    assert not engine.wait_for_work(0.02)
-    assert time.monotonic() - start >= 0.02
-    threading.Timer(0.02, engine.submit, [make_request("a", [1])]).start()
-    assert engine.wait_for_work(60.0)
-    drain(engine)
-
-
-def test_stalled_counts_from_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_counts_from_the_last_step() -> None:
     now = 1000.0
-    monkeypatch.setattr("twostep.engine.engine.time.monotonic", lambda: now)
-    engine = make_engine()
+    runner = HookedRunner(num_blocks=64, block_size=8, vocab_size=VOCAB, max_model_len=CONTEXT)
+    engine = engine_of(runner, clock=lambda: now)
     assert engine.stats().stalled_s == 0.0
     engine.submit(make_request("a", [1], max_tokens=3))
     now += 3.0

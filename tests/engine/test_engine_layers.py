@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,21 +10,18 @@ from engine_helpers import HookedRunner, drain, make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine import layer_progress
-from twostep.engine.batch import Batch, KvShape, LayerRange
+from twostep.engine import step_launcher
+from twostep.engine.batch import Batch, KvShape, LayerMark, LayerRange
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.layer_progress import MarkedStep, layers_to_mark
+from twostep.engine.step_launcher import MarkedStep, layers_to_mark
 from twostep.engine.step_work import StepWork
-from twostep.engine.types import LayerProgress, StepOutput
-from twostep.worker.engine_loop import EngineLoop
 
 NUM_LAYERS = 6
-WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
 def mark_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_progress, "MARK_BYTES", 512)
+    monkeypatch.setattr(step_launcher, "MARK_BYTES", 512)
 
 
 def layered(**options: Any) -> HookedRunner:
@@ -50,7 +43,7 @@ def test_marks_are_about_so_many_bytes_apart(num_layers: int, num_tokens: int, m
     shape = KvShape(num_blocks=4, block_size=4, num_layers=num_layers, num_kv_heads=1, head_dim=4, dtype="float32")
     engine_request = make_request("s", range(num_tokens))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_progress, "MARK_BYTES", mark_bytes)
+        patch.setattr(step_launcher, "MARK_BYTES", mark_bytes)
         marks = list(layers_to_mark(work_of([(engine_request.seq_id, num_tokens, True)]), shape))
     if not marks:
         assert shape.layer_bytes * num_tokens * num_layers // shape.block_size < 3 * mark_bytes or num_layers == 1
@@ -85,7 +78,7 @@ def test_only_what_is_handed_over_counts() -> None:
     assert step.ends == [("c", 8)]
 
 
-def test_nobody_follows_or_the_runner_tells_nothing() -> None:
+def test_no_follower_or_the_runner_tells_nothing() -> None:
     for runner, follow in ((layered(), False), (layered(marks_layers=False), True)):
         asked: list[int] = []
         runner.launching = lambda batch, asked=asked: asked.append(len(batch.mark_layers))  # type: ignore[misc]
@@ -100,40 +93,25 @@ def test_nobody_follows_or_the_runner_tells_nothing() -> None:
 def test_at_a_mark_its_layers_are_there_and_the_others_are_not() -> None:
     runner = layered()
     engine = make_engine(runner, budget=40)
+    marks: list[LayerMark] = []
+    engine.follow_layers(lambda step: marks.extend(step.marks))
     seen: list[tuple[int, list[bool]]] = []
-    threads: list[threading.Thread] = []
-    # Each layer waits until somebody has looked at those before it.
-    runner.computing = lambda layer: wait_until(lambda: len(seen) >= layer)
 
-    def follow(step: MarkedStep) -> None:
-        def look() -> None:
-            for mark in step.marks:
-                mark.wait()
-                blocks = engine.block_ids("s")[: step.ends[0][1] // 4]
-                seen.append((mark.num_layers, [filled(runner, blocks, layer) for layer in range(NUM_LAYERS)]))
+    def look(layer: int) -> None:
+        """Before a layer is computed: the mark of those before it is reached, the next one is not."""
+        if layer:
+            marks[layer - 1].wait()
+            blocks = engine.block_ids("s")[:10]
+            seen.append((marks[layer - 1].num_layers, [filled(runner, blocks, i) for i in range(NUM_LAYERS)]))
 
-        threads.append(threading.Thread(target=look))
-        threads[-1].start()
-
-    engine.follow_layers(follow)
+    runner.computing = look
     engine.submit(make_request("s", range(1, 73)), hold=True)
     engine.step()
-    threads[0].join(WAIT_S)
-    assert seen == [(n, [layer < n for layer in range(NUM_LAYERS)]) for n in range(1, NUM_LAYERS + 1)]
+    assert seen == [(n, [layer < n for layer in range(NUM_LAYERS)]) for n in range(1, NUM_LAYERS)]
     runner.computing = None
     drain(engine)
-    for thread in threads:
-        thread.join(WAIT_S)
     engine.release("s")
     engine.check_integrity()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """On a thread, for what another one does."""
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
 
 
 def filled(runner: HookedRunner, blocks: Any, layer: int) -> bool:
@@ -169,68 +147,3 @@ def test_blocks_that_leave_early_are_not_exchanged_for_a_twin(budget: int) -> No
     engine.submit(make_request("c", range(60)), hold=True)
     _, outputs = drain(engine)
     assert {each.num_cached_tokens for output in outputs for each in output.progress} == {40}
-
-
-class Listener:
-    """What an event loop is told, in order."""
-
-    def __init__(self) -> None:
-        self.told: list[LayerProgress | StepOutput] = []
-        self.failures: list[Exception] = []
-        self.changed = asyncio.Event()
-
-    def on_step(self, output: StepOutput) -> None:
-        self.told.append(output)
-        self.changed.set()
-
-    def on_layers(self, progress: Any) -> None:
-        self.told.extend(progress)
-        self.changed.set()
-
-    async def until(self, done: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not done():
-                self.changed.clear()
-                await self.changed.wait()
-
-
-async def test_the_event_loop_is_told_while_the_step_runs() -> None:
-    runner, listener = layered(), Listener()
-    engine = make_engine(runner, budget=40)
-
-    def told_of_those_before(layer: int) -> None:
-        wait_until(lambda: sum(isinstance(x, LayerProgress) for x in listener.told) >= layer)
-
-    runner.computing = told_of_those_before
-    loop = EngineLoop(engine, listener.on_step, listener.failures.append, listener.on_layers)
-    loop.start()
-    engine.submit(make_request("s", range(72)), hold=True)
-    await listener.until(lambda: any(isinstance(x, StepOutput) and x.tokens for x in listener.told))
-    first = next(i for i, x in enumerate(listener.told) if isinstance(x, StepOutput))
-    early = [x for x in listener.told[:first] if isinstance(x, LayerProgress)]
-    # After the last layer nothing waits any more.
-    assert [(x.seq_id, x.num_computed_tokens, x.num_layers) for x in early[:5]] == [("s", 40, n) for n in range(1, 6)]
-    await loop.stop()
-    assert not any(thread.name.startswith("engine") for thread in threading.enumerate())
-    assert not listener.failures
-
-
-async def test_a_step_that_fails_halfway_ends_its_marks() -> None:
-    runner, listener = layered(), Listener()
-
-    def fail(batch: Batch) -> None:
-        raise RuntimeError("lost")
-
-    runner.during = fail
-    engine = make_engine(runner)
-    loop = EngineLoop(engine, listener.on_step, listener.failures.append, listener.on_layers)
-    loop.start()
-    engine.submit(make_request("s", range(50)), hold=True)
-    await listener.until(lambda: any(isinstance(x, StepOutput) and x.failures for x in listener.told))
-    runner.during = None
-    engine.submit(make_request("t", range(50)), hold=True)
-    # A thread of its own follows the marks: they may come before the step's output or after it.
-    await listener.until(lambda: any(isinstance(x, StepOutput) and x.tokens for x in listener.told))
-    await listener.until(lambda: {x.seq_id for x in listener.told if isinstance(x, LayerProgress)} == {"s", "t"})
-    await loop.stop()
-    assert not listener.failures

@@ -110,7 +110,7 @@ def attackers() -> st.SearchStrategy[tuple[list[int], dict[str, Any]]]:
     return st.tuples(prompts, options)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     others=st.lists(st.tuples(attackers(), st.integers(0, 8), st.none() | st.integers(0, 6)), min_size=1, max_size=6),
     budget=st.sampled_from([8, 16, 64]),

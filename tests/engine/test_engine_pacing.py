@@ -6,15 +6,13 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import pytest
-from engine_helpers import HookedRunner, drain, expected_answer, make_request
+from engine_helpers import HookedRunner, answer_of, drain, ids_of, make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.engine.batch import Batch, InFlight, Sampled
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.pacing import Pacing
-from twostep.engine.types import EngineRequest
 from twostep.step_curve import StepCurve, StepWorkload
 
 WORK = st.builds(
@@ -59,17 +57,6 @@ def test_a_slow_launch_is_remembered_for_a_while() -> None:
     assert abs(waits[-1] - 0.098) < 1e-9
 
 
-def test_launches_of_prompts_are_left_more_time_where_there_may_be_one() -> None:
-    pacing, work = Pacing(), StepWorkload(decodes=4, context=400)
-    pacing.settled(work, 0.1, 0.001)
-    pacing.launched(0.006, prompts=True)
-    # However many others come in between.
-    for _ in range(100):
-        pacing.launched(0.001)
-    assert abs(pacing.wait_s(work, 0.0) - 0.098) < 1e-9
-    assert abs(pacing.wait_s(work, 0.0, prompts=True) - 0.0905) < 1e-9
-
-
 def test_one_delay_of_the_host_is_not_waited_for_again() -> None:
     """The device takes 10 ms a step, the host 4 ms between steps, and 300 once."""
     pacing, work = Pacing(), StepWorkload(decodes=4, context=400)
@@ -99,22 +86,15 @@ def run_with_a_pause(pacing: Pacing, *, pause_s: float) -> float:
 
 
 def test_a_long_step_holds_up_none_after_it() -> None:
-    """A process that was stopped, a device that somebody else had: for two seconds."""
+    """A process that was stopped, a device that another had: for two seconds."""
     pacing = Pacing()
     assert run_with_a_pause(pacing, pause_s=2.0) <= 0.5
     pacing.curve = StepCurve(fixed_s=0.009, per_row_s=0.0, per_sequence_s=0.0002)
     assert run_with_a_pause(pacing, pause_s=2.0) <= 0.02
 
 
-def test_the_engine_tells_its_curve() -> None:
-    engine = Engine(OverlappingRunner(num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512), EngineConfig(hash_unit=4))
-    curve = StepCurve(fixed_s=0.01, per_row_s=0.0)
-    engine.set_curve(curve)
-    assert engine._pacing.curve is curve
-
-
 class Clock:
-    """In place of the module `time`: seconds pass when somebody sleeps or works."""
+    """In place of the module `time`: seconds pass when a thread sleeps or works."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -156,12 +136,10 @@ class Ending:
         return replace(self._sampled, ready_at=ready_at)
 
 
-def test_a_step_whose_end_was_not_seen_is_not_timed_nor_is_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_end_was_not_seen_is_not_timed_nor_is_the_next() -> None:
     clock = Clock()
-    monkeypatch.setattr("twostep.engine.engine.time", clock)
-    monkeypatch.setattr("twostep.engine.step_launcher.time", clock)
     runner = Clocked(clock, num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
-    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
+    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True), clock=clock.monotonic, sleep=clock.sleep)
     engine.submit(make_request("old", [1, 2, 3], max_tokens=30))
     outputs = [engine.step() for _ in range(6)]
     # Something else has the processor for a while.
@@ -173,15 +151,13 @@ def test_a_step_whose_end_was_not_seen_is_not_timed_nor_is_the_next(monkeypatch:
     assert all(abs(output.duration_s - 0.02) < 0.0011 for output in outputs[1:] if output.timed)
 
 
-def test_what_the_host_makes_of_a_result_lengthens_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_host_makes_of_a_result_lengthens_no_step() -> None:
     """Hundreds of answers with logprobs: the host has them for longer than a launch takes. It is not the device's time, and no time for
     the next launch to wait, or each step would make the next one longer."""
     clock = Clock()
-    monkeypatch.setattr("twostep.engine.engine.time", clock)
-    monkeypatch.setattr("twostep.engine.step_launcher.time", clock)
     runner = Clocked(clock, num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
     runner.making_s = 0.004
-    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
+    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True), clock=clock.monotonic, sleep=clock.sleep)
     engine.submit(make_request("old", [1, 2, 3], max_tokens=60))
     outputs = [engine.step() for _ in range(50)]
     assert [len(output.tokens) for output in outputs] == [1] * 50
@@ -190,36 +166,21 @@ def test_what_the_host_makes_of_a_result_lengthens_no_step(monkeypatch: pytest.M
     assert all(output.timed for output in outputs[3:])
 
 
-class Arrival(Pacing):
-    """A request comes while the launch waits."""
-
-    def __init__(self, engine: Engine, request: EngineRequest) -> None:
-        super().__init__()
-        self._engine, self._request = engine, request
-        self.came_after = 0
-
-    def wait_s(self, work: StepWorkload, running_s: float, *, prompts: bool = False) -> float:
-        if not self.came_after:
-            self.came_after = self._engine.stats().steps
-            self._engine.submit(self._request)
-        return super().wait_s(work, running_s, prompts=prompts)
-
-
-class OverlappingRunner(HookedRunner):
-    """Says that it computes while others plan."""
-
-    overlaps = True
-
-
-def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
-    runner = OverlappingRunner(num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
-    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True))
+def test_a_request_that_comes_while_a_step_runs_is_in_the_next_one() -> None:
+    """It comes while the launch waits."""
     old, new = make_request("old", [1, 2, 3], max_tokens=30), make_request("new", [4, 5], max_tokens=2)
+    came_after: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        if not came_after:
+            came_after.append(engine.stats().steps)
+            engine.submit(new)
+
+    runner = Clocked(Clock(), num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
+    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True), sleep=sleep)
     engine.submit(old)
-    pacing = engine._pacing = Arrival(engine, new)
     answers, steps = drain(engine)
     first = next(step.step for step in steps if any(token.seq_id == "new" for token in step.tokens))
-    assert first == pacing.came_after + 1
+    assert first == came_after[0] + 1
     for request in (old, new):
-        expected = expected_answer(request, vocab_size=1000, max_model_len=512)[0]
-        assert [token.token_id for token in answers[request.seq_id]] == expected
+        assert ids_of(answers[request.seq_id]) == answer_of(request, 512)

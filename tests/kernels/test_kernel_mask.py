@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_pools import DEVICE
 
-from twostep.engine.token_masks import TokenMasks, num_words
+from twostep.engine.batch import TokenMasks, num_words
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.triton_mask import mask_rows
 from twostep.model.runner.device_sampler import DeviceSampler

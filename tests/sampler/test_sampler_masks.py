@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.batch import SamplingRow
-from twostep.engine.token_masks import TokenMasks, num_words
+from twostep.engine.batch import SamplingRow, TokenMasks, num_words
 from twostep.model.runner.sampler import sample
 from twostep.sampling_params import SamplingParams
 

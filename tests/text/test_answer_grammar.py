@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
+from twostep.engine.batch import WORD
 from twostep.engine.grammar import LiveGrammar, Vocabulary
-from twostep.engine.token_masks import WORD
 from twostep.errors import InvalidRequest
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text import Detokenizer, Tokenizer
@@ -42,7 +42,7 @@ class Model:
     def sentence(self, grammar: Grammar, choose: random.Random, most: int = 200) -> str | None:
         """Any answer of the grammar, token by token out of all that may follow; None if it becomes too long."""
         state = self._vocabulary.state(grammar)
-        live, step = LiveGrammar(state), state.step
+        live, step = LiveGrammar(state), state.allowed
         detokenizer, text = Detokenizer(self.tokenizer.showing(self.tokenizer.special_ids)), ""
         for _ in range(most):
             allowed = [i for i in range(self.inner.get_vocab_size()) if step.bits[i // WORD] >> (i % WORD) & 1]
@@ -57,7 +57,7 @@ class Model:
         ids = self.inner.encode(text, add_special_tokens=False).ids
         state = self._vocabulary.state(grammar)
         try:
-            return state.after(ids).step.complete
+            return state.after(ids).allowed.complete
         except InvalidRequest:
             return False
 

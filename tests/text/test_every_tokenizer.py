@@ -17,8 +17,8 @@ from tokenizer_kinds import KINDS, save_kind
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from twostep.engine.batch import WORD
 from twostep.engine.grammar import LiveGrammar, Vocabulary
-from twostep.engine.token_masks import WORD
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text import Detokenizer, Tokenizer
@@ -119,7 +119,7 @@ def test_answers_match_their_grammar(kind: str, tmp_path: Path) -> None:
     for regex in (" fox", "fox", "[a-c ]{1,12}", r" ?(one|two|three)( (one|two|three)){0,4}\.", r'\{"age": [0-9]{1,3}\}'):
         state = vocabulary.state(Grammar(GrammarKind.REGEX, regex))
         for _ in range(20):
-            live, step, tokens = LiveGrammar(state), state.step, list[int]()
+            live, step, tokens = LiveGrammar(state), state.allowed, list[int]()
             while True:
                 allowed = [i for i in range(tokenizer.vocab_size + 40) if step.bits[i // WORD] >> (i % WORD) & 1]
                 if step.complete and (not allowed or draw.random() < 0.3):

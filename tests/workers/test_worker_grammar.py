@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worker_harness import WAIT_S, HeldRunner, RouterDouble, make_runner, routed, started
 
-from twostep.engine import constraint
+from twostep.engine import constrained as constrained_sequences
 from twostep.engine import grammar as engine_grammar
 from twostep.engine.fake import fake_next_token
-from twostep.engine.grammar import Step
+from twostep.engine.grammar import AllowedTokens, Constraint
 from twostep.engine.types import EngineRequest, FinishReason
 from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 from twostep.text.grammar import source_of
@@ -154,20 +154,20 @@ async def test_a_grammar_that_fails_ends_its_answer_and_no_other(
     redis_url: str, tokenizer_file: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them in a row than failed steps would end the worker's engine."""
-    real = constraint._result
+    real = constrained_sequences._result
 
-    def result(which: constraint.Constraint, step: Step) -> constraint.Advanced:
-        return constraint.Advanced(None, "too many states") if which.live.tokens[1:] else real(which, step)
+    def result(which: Constraint, allowed: AllowedTokens) -> constrained_sequences.Advanced:
+        return constrained_sequences.Advanced(None, "too many states") if which.live.tokens[1:] else real(which, allowed)
 
     async with pair_of(redis_url, tokenizer_file) as pair, routed(pair) as router:
         prompt = prompt_of(9, 2)
-        monkeypatch.setattr(constraint, "_result", result)
+        monkeypatch.setattr(constrained_sequences, "_result", result)
         for i in range(5):
             answer = await router.generate(f"r{i}", prompt, 30, grammar=regex_case("[0-9]{9}").grammar)
             assert answer.failed is not None
             assert (answer.failed.code, answer.failed.retryable) == ("INVALID_ARGUMENT", False)
             assert "too many states" in answer.failed.message
-        monkeypatch.setattr(constraint, "_result", real)
+        monkeypatch.setattr(constrained_sequences, "_result", real)
         assert (await router.generate("free", prompt, 12)).tokens == free_answer(prompt, 12)
         case = object_case()
         assert (await router.generate("held", prompt, 12, grammar=case.grammar)).tokens == want(reference, case, prompt, 12)[0]

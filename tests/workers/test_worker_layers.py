@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from worker_harness import BLOCK, WAIT_S, expected, make_runner, prompt_of, routed, started
 
-from twostep.engine import layer_progress
+from twostep.engine import step_launcher
 from twostep.engine.batch import Batch, InFlight
 from twostep.engine.fake import FakeRunner
 
@@ -22,7 +22,7 @@ NUM_LAYERS = 8
 @pytest.fixture(autouse=True)
 def small_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of these tests have 1 KiB."""
-    monkeypatch.setattr(layer_progress, "MARK_BYTES", 1024)
+    monkeypatch.setattr(step_launcher, "MARK_BYTES", 1024)
 
 
 def layered(**options: Any) -> FakeRunner:

@@ -14,8 +14,9 @@ from decode_worker.fetch import Fetcher
 from decode_worker.history import History
 from decode_worker.outbox import Connection, Outbox
 from decode_worker.sequences import Sequences, SequencesConfig
+from twostep.engine.batch import TopLogprob
 from twostep.engine.engine import Engine
-from twostep.engine.types import EngineRequest, FinishReason, Reservation, SequenceFailure, StepOutput, TokenOutput, TopLogprob
+from twostep.engine.types import EngineRequest, FinishReason, Reservation, SequenceFailure, StepOutput, TokenOutput
 from twostep.errors import ResourceExhausted
 from twostep.rpc.v1 import decode_pb2
 from twostep.sampling_params import SamplingParams

@@ -9,12 +9,40 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.token_masks import TokenMasks
-from twostep.engine.types import TopLogprob
 from twostep.sampling_params import SamplingParams
+
+# Tokens in a word of a mask.
+WORD = 32
 
 # Sampled where a row's logits give no token: their largest is not finite, or any is NaN. The other rows are as they would be without it.
 NO_TOKEN = -1
+
+
+def num_words(vocab_size: int) -> int:
+    """Returns the words of one row's mask."""
+    return -(-vocab_size // WORD)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens some rows of a step may become: bits, made on the host, applied where the logits are. Rows that are not named may become
+    any token. twostep/model/kernels/triton_mask.py does on a GPU what `allowed` does here.
+
+    rows  int64 [C], ascending, of the step's sampled rows
+    bits  int32 [C, num_words(vocab_size)], at least one set in each: bits[i, t // 32] >> (t % 32) & 1 allows row rows[i] token t
+    """
+
+    rows: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, masks: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> TokenMasks:
+        """Returns the masks of (row, its bits [num_words]), at least one."""
+        return cls(np.array([row for row, _ in masks], np.int64), np.stack([bits for _, bits in masks]))
+
+    def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
+        """Returns [C, vocab_size]."""
+        return np.unpackbits(self.bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +91,8 @@ class Batch:
     mark_layers: Sequence[int] = ()
 
     def with_carried(self, token_ids: Sequence[int]) -> Batch:
-        """The same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the host.
-        Who carries NO_TOKEN is over, and goes on with token 0 in this last step."""
+        """Returns the same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the
+        host. A row that carries NO_TOKEN is over, and goes on with token 0 in this last step."""
         if self.carried is None:
             return self
         known = self.token_ids.copy()
@@ -75,6 +103,12 @@ class Batch:
             if self.carried[row] >= 0:
                 rows[i] = replace(rows[i], history=[*rows[i].history, int(known[row])])
         return replace(self, token_ids=known, sampling=rows, carried=None)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token_id: int
+    logprob: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +135,7 @@ class LayerRange:
         return self.first + self.num_layers
 
     def covers(self, num_layers: int) -> bool:
-        """Whether it is all of so many."""
+        """Returns whether it is all of so many."""
         return self.first == 0 and self.num_layers == num_layers
 
 
@@ -131,7 +165,7 @@ class KvShape:
         return self.block_bytes // self.num_layers
 
     def bytes_of(self, layers: LayerRange) -> slice:
-        """Where the layers lie in a block's bytes. Raises ValueError if there are no such layers."""
+        """Returns where the layers lie in a block's bytes. Raises ValueError if there are no such layers."""
         if not 0 <= layers.first < layers.stop <= self.num_layers:
             raise ValueError(f"layers {layers.first} + {layers.num_layers} are not among {self.num_layers}")
         return slice(layers.first * self.layer_bytes, layers.stop * self.layer_bytes)
@@ -153,7 +187,7 @@ class InFlight(Protocol):
 
     @property
     def layer_marks(self) -> Sequence[LayerMark]:
-        """One after each of the batch's `mark_layers` that can be told of, in order; may be none."""
+        """One after each of the batch's `mark_layers` that the device can mark, in order; may be none."""
         ...
 
     def result(self) -> Sampled:
@@ -208,7 +242,7 @@ class Runner(Protocol):
         ...
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
-        """The inverse of read_blocks, of data of the same shape."""
+        """Does the inverse of read_blocks, with data of the same shape."""
         ...
 
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:

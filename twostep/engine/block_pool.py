@@ -7,12 +7,12 @@
         └───── free (last owner) ◀──────┘ if not registered                  │ allocate takes the oldest when
                                                                              ▼ nothing is free: evicted, owned anew
 
-A full block is registered under the hash of all tokens up to its end. Its parent is the block of the unit before. Whoever owns a
+A full block is registered under the hash of all tokens up to its end. Its parent is the block of the unit before. An owner of a
 registered block owns its registered parents too (see `register`), and `free` lets go of tails first; so plain LRU order never
 evicts a head before its tail, and every registered hash can be found from the sequence's start.
 
-A block's generation is one more each time `allocate` gives the block to new content; sharing what it holds changes nothing. Whoever
-reads a block without owning it compares generations afterwards: equal ones mean that the content was not replaced meanwhile.
+A block's generation is one more each time `allocate` gives the block to new content; sharing what it holds changes nothing. A
+reader that does not own the block compares generations afterwards: equal ones mean that the content was not replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.net_change import NetChange
 from twostep.engine.types import PrefixDelta
 from twostep.errors import InternalError, ResourceExhausted
 
@@ -38,19 +37,46 @@ class BlockCopy:
     target: int
 
 
+class NetChange:
+    """Collects which hashes came to a set and went since the last `take`. Net, and so bounded by the set however rarely that is: a hash
+    that came and went again, or the other way round, is in neither list."""
+
+    def __init__(self) -> None:
+        # Dicts for their order. `_removed` holds only hashes that were once taken as added.
+        self._added: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+
+    def add(self, digest: bytes) -> None:
+        """It was not there and is now."""
+        if digest in self._removed:
+            del self._removed[digest]
+        else:
+            self._added[digest] = None
+
+    def remove(self, digest: bytes) -> None:
+        """It was there and is no more."""
+        if digest in self._added:
+            del self._added[digest]
+        else:
+            self._removed[digest] = None
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """Returns what was added, and what was removed, since the last call."""
+        added, removed = list(self._added), list(self._removed)
+        self._added.clear()
+        self._removed.clear()
+        return added, removed
+
+
 class CacheWatcher(Protocol):
-    """Whoever keeps what the pool gives up. Called in the midst of it: it looks, and changes nothing in the pool."""
+    """Keeps what the pool gives up. Called in the midst of it: it looks, and changes nothing in the pool."""
 
     def on_cached(self, block: int) -> None:
         """A findable block has lost its last owner."""
         ...
 
-    def on_shared(self, block: int) -> None:
-        """It has an owner again."""
-        ...
-
-    def on_evicted(self, block: int) -> None:
-        """It is about to be given to new content; its hash leads to it still."""
+    def on_taken(self, block: int) -> None:
+        """It has an owner again, or is about to be given to new content; its hash leads to it still."""
         ...
 
 
@@ -106,7 +132,7 @@ class BlockPool:
         return [self._generations[block] for block in blocks]
 
     def hash_of(self, block: int) -> bytes | None:
-        """Under which it is findable; None: it is not."""
+        """Returns the hash under which it is findable; None: it is not."""
         return self._hash_of[block]
 
     def cached(self) -> list[int]:
@@ -114,16 +140,16 @@ class BlockPool:
         return list(self._lru)
 
     def announces(self, block: int) -> bool:
-        """Whether it is findable and ends at a hash-unit boundary."""
+        """Returns whether it is findable and ends at a hash-unit boundary."""
         return bool(self._boundary[block])
 
     def watch(self, watcher: CacheWatcher) -> None:
-        """From now on the one watcher is told of cached blocks; there are none yet."""
+        """Reports cached blocks to this one watcher from now on; there are none yet."""
         assert not self._lru
         self._watcher = watcher
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest known chain. They are not owned yet: `share` them before anything is allocated."""
+        """Returns the blocks of the longest known chain. They are not owned yet: `share` them before anything is allocated."""
         found = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -133,23 +159,23 @@ class BlockPool:
         return found
 
     def num_unowned(self, blocks: Iterable[int]) -> int:
-        """How many of them count as available now: sharing them takes so much room."""
+        """Returns how many of them count as available now: sharing them takes so much room."""
         return sum(1 for block in blocks if not self._num_owners[block])
 
     # ---- owning -----------------------------------------------------------------------------------------------------
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more owner for each of these blocks, owned or cached."""
+        """Adds an owner to each of these blocks, owned or cached."""
         for block in blocks:
             if self._num_owners[block] == 0:
                 assert self._hash_of[block] is not None, f"block {block} is free"
                 del self._lru[block]
                 if self._watcher is not None:
-                    self._watcher.on_shared(block)
+                    self._watcher.on_taken(block)
             self._num_owners[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one owner and undefined content; evicts the least recently used prefixes if it must.
+        """Returns `count` blocks with one owner and undefined content; evicts the least recently used prefixes if it must.
         Raises ResourceExhausted and takes none if there are not enough."""
         if count > self.num_available:
             raise ResourceExhausted(f"{count} KV blocks are needed and {self.num_available} are free; try again later or elsewhere")
@@ -160,7 +186,7 @@ class BlockPool:
             else:
                 block, _ = self._lru.popitem(last=False)
                 if self._watcher is not None:
-                    self._watcher.on_evicted(block)
+                    self._watcher.on_taken(block)
                 self._forget(block)
             self._num_owners[block] = 1
             self._generations[block] = (self._generations[block] + 1) % _GENERATIONS
@@ -169,7 +195,7 @@ class BlockPool:
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
-        """One owner less for each block of one sequence, given in its own order: the tail goes first, to be evicted first."""
+        """Takes an owner from each block of one sequence, given in its own order: the tail goes first, to be evicted first."""
         for block in reversed(blocks):
             owners = self._num_owners[block] - 1
             assert owners >= 0, f"block {block} is freed twice"
@@ -183,7 +209,7 @@ class BlockPool:
                         self._watcher.on_cached(block)
 
     def copy_on_write(self, block: int) -> BlockCopy | None:
-        """Before an owner of `block` writes to it: None, it may; else a new block to write to, which the owner takes instead.
+        """Called before an owner of `block` writes to it. Returns None: it may; or a new block to write to, which the owner takes instead.
         It keeps `block` too until the copy is made, then frees it. Raises ResourceExhausted."""
         if self._num_owners[block] == 1 and self._hash_of[block] is None:
             return None
@@ -193,7 +219,7 @@ class BlockPool:
     # ---- prefixes ---------------------------------------------------------------------------------------------------
 
     def register(self, block: int, digest: bytes, index: int, *, exchange: bool = True) -> int:
-        """The owned block, `index`-th of its sequence, is full and computed: findable as `digest` from now on. The blocks before
+        """Makes an owned block, `index`-th of its sequence, full and computed, findable as `digest`. The blocks before
         it must be registered. If another block holds the same prefix already, the caller takes that one in exchange for its own,
         so that chains stay whole; the return value is the block it owns now. Without `exchange` it keeps its own, which then is not
         findable."""
@@ -214,7 +240,7 @@ class BlockPool:
         return block
 
     def withdraw(self, hashes: Iterable[bytes]) -> None:
-        """What is findable as one of these is so no more: its content is not to be trusted. Who owns such a block keeps it. What follows
+        """Makes what is findable as one of these so no more: its content is not to be trusted. Owners of such a block keep it. What follows
         on it cannot be found either, until the same prefix is computed again."""
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -234,12 +260,12 @@ class BlockPool:
             self._change.remove(digest)
 
     def take_delta(self) -> PrefixDelta:
-        """What changed at hash-unit boundaries since the last call; net."""
+        """Returns what changed at hash-unit boundaries since the last call; net."""
         added, removed = self._change.take()
         return PrefixDelta(added=added, removed=removed)
 
     def findable(self) -> list[bytes]:
-        """All findable hashes at hash-unit boundaries."""
+        """Returns all findable hashes at hash-unit boundaries."""
         return [digest for digest, block in self._block_of.items() if self._boundary[block]]
 
     # ---- proof ------------------------------------------------------------------------------------------------------

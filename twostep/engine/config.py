@@ -30,6 +30,8 @@ class EngineConfig:
     swap_bytes: int = 0
     # How much host memory the prefixes may take that the pool gives up (host_tier.py); 0: they are gone then.
     host_cache_bytes: int = 0
+    # Share of the pool that can be given out at any time without losing what is worth keeping in the host.
+    host_ahead_share: float = 0.125
     # Hash unit of the deployment (tokens), a multiple of the block size: boundaries at which cached prefixes are announced.
     hash_unit: int = 64
     # Longest that a step with prompts and urgent decodes may take by the step curve, in seconds; 0: as the decodes' own targets say.

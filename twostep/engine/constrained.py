@@ -1,43 +1,78 @@
-"""The constrained sequences of an engine: whose turn it is, whose next mask is being made, and who cannot go on (see constraint.py)."""
+"""The sequences that are held to a grammar: who has a mask for its next token, and the threads that make masks.
+
+    step n samples a token ─ settle ─▶ advance ─ another thread: grammar, mask ─▶ advanced ─▶ the sequence is planned again
+
+A mask needs the token before it, so that the step after n, which is planned while n runs, is one without the sequence: on a GPU it takes
+part in every other step. No other sequence waits for it, and a step without such sequences knows nothing of all this.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
-from twostep.engine.constraint import Advanced
+import numpy as np
+import numpy.typing as npt
+
+from twostep.engine.grammar import DEAD_END, AllowedTokens, Constraint, advance_all
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_work import StepWork
 from twostep.engine.types import FailureKind, SequenceFailure
 
+log = logging.getLogger(__name__)
+
+# Sequences of two steps take turns: the masks of one are made while the other's are.
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Advanced:
+    """The result of an advance: a mask, or why there is none."""
+
+    mask: npt.NDArray[np.int32] | None
+    failure: str = ""
+
 
 class ConstrainedSequences:
-    """Part of the ledger: the engine's lock guards it."""
+    """The engine's lock guards it. The scheduler says what becomes of its sequences, the engine has their masks made."""
 
     def __init__(self) -> None:
-        # How many there are, in whatever state.
-        self.count = 0
-        # Whose next mask is not known: they are in no step that samples.
+        # How many there are, in whatever state: without any, a step costs nothing here.
+        self._count = 0
+        # Those whose next mask is not known: they are in no step that samples.
         self.unready: set[EngineSequence] = set()
         # After which tokens masks are to be made.
         self._to_advance: list[tuple[EngineSequence, Sequence[int]]] = []
         self._failures: list[SequenceFailure] = []
+        # Threads are made from the first sequence on.
+        self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="grammar")
+
+    def add(self, sequence: EngineSequence) -> None:
+        self._count += sequence.constraint is not None
+
+    def ended(self, sequence: EngineSequence) -> None:
+        """It waits for no mask any more."""
+        self.unready.discard(sequence)
+
+    def remove(self, sequence: EngineSequence) -> None:
+        """It is in no step any more."""
+        self._count -= sequence.constraint is not None
 
     @property
     def waiting(self) -> bool:
-        """Whether a mask is being made that somebody waits for."""
+        """Whether a sequence waits for a mask that is being made."""
         return any(not sequence.num_pending for sequence in self.unready)
-
-    @property
-    def to_advance(self) -> bool:
-        return bool(self._to_advance)
 
     @property
     def failed(self) -> bool:
         return bool(self._failures)
 
     def take_masks(self, work: StepWork) -> None:
-        """For a step just planned. Who samples in it is ready again once it is known what, and what may follow that."""
-        for row, sequence in enumerate(_sampling(work)):
+        """Gives a step just planned its masks. A sequence that samples in it is ready again once it is known what, and what may follow
+        that."""
+        for row, sequence in enumerate(_sampling(work) if self._count else ()):
             if sequence.constraint is not None:
                 work.masks.append((row, sequence.constraint.take()))
                 self.unready.add(sequence)
@@ -58,10 +93,13 @@ class ConstrainedSequences:
             self.unready.add(sequence)
             self._to_advance.append((sequence, tuple(tokens)))
 
-    def take_advances(self) -> list[tuple[EngineSequence, Sequence[int]]]:
-        """Whose masks are to be made now, after which tokens; then comes `advanced`."""
-        taken, self._to_advance = self._to_advance, []
-        return taken
+    def make_masks(self, on_ready: Callable[[Sequence[EngineSequence], Sequence[Advanced]], None]) -> None:
+        """Begins to make the masks that are due, if any. `on_ready` is called once, on another thread, with one result for each sequence;
+        then comes `advanced`."""
+        work, self._to_advance = self._to_advance, []
+        if work:
+            constraints = [(s.constraint, tokens) for s, tokens in work if s.constraint is not None]
+            self._threads.submit(lambda: on_ready([sequence for sequence, _ in work], advance(constraints)))
 
     def advanced(self, sequences: Sequence[EngineSequence], results: Sequence[Advanced], end: Callable[[EngineSequence], None]) -> None:
         """Their masks are made, or cannot be: then `end` is called. Those that have ended meanwhile are passed over."""
@@ -76,11 +114,41 @@ class ConstrainedSequences:
                 self.unready.discard(sequence)
 
     def take_failures(self) -> list[SequenceFailure]:
-        """Who is over though no step of it failed."""
+        """Returns those that are over though no step of them failed."""
         taken, self._failures = self._failures, []
         return taken
 
 
+def advance(work: Sequence[tuple[Constraint, Sequence[int]]]) -> Sequence[Advanced]:
+    """Returns one result for each constraint without a mask, after these tokens. Never raises."""
+    counts = [constraint.num_tokens for constraint, _ in work]
+    try:
+        found = advance_all([(constraint.live, tokens) for constraint, tokens in work])
+        return [_result(constraint, allowed) for (constraint, _), allowed in zip(work, found, strict=True)]
+    except Exception:
+        log.exception("the masks of %d sequences could not be made side by side; each is made by itself", len(work))
+        return [_advance_alone(constraint, count, tokens) for (constraint, tokens), count in zip(work, counts, strict=True)]
+
+
+def _advance_alone(constraint: Constraint, count: int, tokens: Sequence[int]) -> Advanced:
+    """Advances from the first `count` tokens on, whatever became of an attempt to do so with others."""
+    try:
+        live = constraint.live
+        live.tokens[count:] = tokens
+        return _result(constraint, live.again())
+    except Exception as error:
+        # Whatever it was, this sequence cannot go on, and none may be kept waiting.
+        log.exception("a mask could not be made")
+        return Advanced(None, f"the answer's grammar failed: {type(error).__name__}")
+
+
+def _result(constraint: Constraint, allowed: AllowedTokens) -> Advanced:
+    if allowed.failure:
+        return Advanced(None, f"the answer's grammar cannot be followed any further: {allowed.failure}; make it simpler")
+    mask = constraint.mask_after(allowed)
+    return Advanced(mask, "" if mask is not None else DEAD_END)
+
+
 def _sampling(work: StepWork) -> list[EngineSequence]:
-    """By row."""
+    """Returns the step's sequences by sampled row."""
     return [sequence for sequence, complete in zip(work.sequences, work.sampled, strict=True) if complete]

@@ -7,9 +7,9 @@ while the runner works), but `step` and `settle_launched` are called by one thre
 A step:
 
   1. plan     under the lock: running decodes and prompts, which take blocks as they grow, then preempted sequences and waiting prompts;
-              batch ones get what the others leave (scheduler.py), and give way for them (step_planner.py)
+              batch ones get what the others leave (step_plan.py), and give way for them (scheduler.py)
   2. launch   without the lock: blocks that are shared and will be written to are copied, saved ones are copied back, the batch is queued
-              on the device (step_launcher.py); then the blocks of those that gave way are copied out (swap_copies.py)
+              on the device (step_launcher.py); then the blocks of those that gave way are copied out (swap_space.py)
   3. result   without the lock: others submit, reserve, commit and cancel meanwhile
   4. settle   under the lock: count what was computed, make full blocks findable, append and report tokens, free what ended
 
@@ -31,20 +31,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from twostep.engine.batch import Runner
+from twostep.engine.block_manager import BlockManager
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
-from twostep.engine.constraint import Advanced, MaskMaker
-from twostep.engine.host_copies import HostCopies
-from twostep.engine.host_tier import HostLoad
-from twostep.engine.layer_progress import MarkedStep
-from twostep.engine.ledger import SequenceLedger
+from twostep.engine.constrained import Advanced, ConstrainedSequences
+from twostep.engine.host_tier import HostCopies, HostLoad, HostTier
 from twostep.engine.pacing import UNSEEN_S, Pacing
+from twostep.engine.scheduler import Scheduler
 from twostep.engine.self_test import SICK, SelfTest
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
-from twostep.engine.stats import stats_of
-from twostep.engine.step_launcher import LaunchedStep, StepLauncher
-from twostep.engine.step_work import BlockSave
-from twostep.engine.swap_copies import SwapCopies
+from twostep.engine.step_launcher import LaunchedStep, MarkedStep, StepLauncher
+from twostep.engine.swap_space import SwapSpace
 from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, SequenceFailure, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound
 from twostep.step_curve import StepCurve
@@ -53,25 +50,34 @@ __all__ = ["Engine", "EngineConfig", "PrefixDelta"]
 
 
 class Engine:
-    def __init__(self, runner: Runner, config: EngineConfig) -> None:
-        """Raises SetupError for bounds that make no sense together."""
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`clock` gives seconds, and `sleep` lets some pass. Raises SetupError for bounds that make no sense together."""
         shape = runner.kv_shape
         config.check(shape.block_size)
         self._runner = runner
         self._config = config
+        self._clock = clock
+        self._sleep = sleep
         self._pool = BlockPool(shape.num_blocks, block_size=shape.block_size, hash_unit=config.hash_unit)
-        self._ledger = SequenceLedger(self._pool, config=config, block_size=shape.block_size, block_bytes=shape.block_bytes)
-        # The one lock, over pool and ledger; notified when there is work.
+        self._tier = HostTier(self._pool, config.host_cache_bytes // shape.block_bytes, ahead_share=config.host_ahead_share)
+        self._swap = SwapSpace(runner, mode=config.preemption_mode, num_bytes=config.swap_bytes, clock=clock)
+        self._constrained = ConstrainedSequences()
+        blocks = BlockManager(self._pool, self._tier, self._swap, block_size=shape.block_size)
+        self._scheduler = Scheduler(blocks, self._constrained, config)
+        # The one lock, over pool and scheduler; notified when there is work.
         self._changed = threading.Condition()
-        self.host_copies = HostCopies(runner, self._ledger.tier, self._changed, self._on_loaded)
-        self._swap = SwapCopies(
-            runner, self._ledger.preemptor, self._changed, self._on_saved, mode=config.preemption_mode, swap_bytes=config.swap_bytes
-        )
-        self._launcher = StepLauncher(runner, self._swap)
+        self.host_copies = HostCopies(runner, self._tier, self._changed, self._on_loaded)
+        self._launcher = StepLauncher(runner, self._swap, clock)
         self._steps = 0
         self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._launched: deque[LaunchedStep] = deque()
-        self._masks = MaskMaker()
         self._self_test = SelfTest(runner.vocab_size)
         self._pacing = Pacing()
         self._ended_at = 0.0
@@ -80,15 +86,15 @@ class Engine:
         self._busy_since: float | None = None
 
     def reconfigure(self, *, max_num_batched_tokens: int, max_num_seqs: int, swap_bytes: int) -> bool:
-        """Other bounds from now on; the pool, and what is findable in it, stays. Only while nothing is here, not even in a launched step:
+        """Sets other bounds; the pool, and what is findable in it, stays. Only while nothing is here, not even in a launched step:
         otherwise False, and nothing changes. Nothing may be submitted or reserved until it returns, which on a GPU takes some
         milliseconds where host memory is made. Raises SetupError for bounds that make no sense together."""
         config = replace(self._config, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, swap_bytes=swap_bytes)
         config.check(self._runner.kv_shape.block_size)
         with self._changed:
-            if not self._ledger.idle:
+            if not self._scheduler.idle:
                 return False
-            self._ledger.reconfigure(config)
+            self._scheduler.reconfigure(config)
             resized = swap_bytes != self._config.swap_bytes
             self._config = config
         if resized:
@@ -107,23 +113,23 @@ class Engine:
         """
         sequence = self._make(request, hold=hold, state=SequenceState.WAITING)
         with self._changed:
-            self._ledger.submit(sequence, time.monotonic())
+            self._scheduler.submit(sequence, self._clock())
             self._note_work()
 
     def block_ids(self, seq_id: str) -> Sequence[int]:
-        """Blocks of a sequence in its own order; none while it waits. Blocks below num_computed_tokens // block_size do not change any
-        more (before that, a computed block may be exchanged for one of the same prefix); the last one of a held sequence does not
-        either. Raises NotFound."""
+        """Returns the blocks of a sequence in its own order; none while it waits. Blocks below num_computed_tokens // block_size do not
+        change any more (before that, a computed block may be exchanged for one of the same prefix); the last one of a held sequence does
+        not either. Raises NotFound."""
         with self._changed:
-            sequence = self._ledger.live(seq_id)
+            sequence = self._scheduler.live(seq_id)
             if sequence is None:
                 raise NotFound(f"{seq_id} is not here; it ended or was cancelled")
             ids: list[int] = sequence.blocks.tolist()
             return ids
 
     def generations(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """Of each block uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation does
-        not change, and who read the block without owning it compares."""
+        """Returns of each block a uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation
+        does not change, and who read the block without owning it compares."""
         with self._changed:
             return self._pool.generations(block_ids)
 
@@ -131,7 +137,7 @@ class Engine:
         """Gives back a held sequence's blocks (full ones stay findable as cached prefix); one submitted with `hold` that is not
         held yet is cancelled. Idempotent; False: nothing held."""
         with self._changed:
-            sequence = self._ledger.live(seq_id)
+            sequence = self._scheduler.live(seq_id)
             return sequence is not None and sequence.hold and self._end(sequence)
 
     def reserve(self, request: EngineRequest) -> Reservation:
@@ -142,17 +148,17 @@ class Engine:
         sequence = self._make(request, hold=False, state=SequenceState.RESERVED)
         with self._changed:
             try:
-                return self._ledger.reserve(sequence, time.monotonic())
+                return self._scheduler.reserve(sequence, self._clock())
             finally:
                 self._note_work()
 
     def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool = True, confirmed: bool = True) -> None:
-        """The reserved blocks now hold the KV of all of the request's token_ids, and `output_ids` (at least one) were sampled
+        """Notes that the reserved blocks now hold the KV of all of the request's token_ids, and `output_ids` (at least one) were sampled
         after them elsewhere: decode from the next step on. The KV of `output_ids` is computed here, and the first token reported is the
         one after them. The reservation's block ids are not the caller's any more.
         Not `exact`: this is not the KV that this engine would have computed, so neither it nor what is computed after it ever stands
         under the prompt's prefix hashes. Not `confirmed`: it has yet to be found out whether this is the right KV. The sequence decodes,
-        but nothing of it becomes a cached prefix before `confirm`, and its tokens must not be told to anybody; `cancel` undoes it.
+        but nothing of it becomes a cached prefix before `confirm`, and its tokens must not be sent; `cancel` undoes it.
 
         Raises NotFound if the reservation was cancelled, InvalidRequest if `output_ids` are none, no tokens, or ended the
         request already (nothing is left to decode: the reservation stays, cancel it)."""
@@ -160,31 +166,32 @@ class Engine:
         if any(not 0 <= token < self._runner.vocab_size for token in ids):
             raise InvalidRequest(f"output_ids of {seq_id} must be from 0 to {self._runner.vocab_size - 1}, the model's vocabulary")
         with self._changed:
-            self._ledger.commit(seq_id, ids, exact=exact, confirmed=confirmed)
+            self._scheduler.commit(seq_id, ids, exact=exact, confirmed=confirmed)
             self._note_work()
 
     def confirm(self, seq_id: str) -> None:
-        """After a commit that was not confirmed: the KV is the right one. Idempotent; a sequence that has ended needs it no more."""
+        """Notes, after a commit that was not confirmed, that the KV is the right one. Idempotent; a sequence that has ended needs it no
+        more."""
         with self._changed:
-            self._ledger.confirm(seq_id)
+            self._scheduler.confirm(seq_id)
 
     def cancel(self, seq_id: str) -> bool:
         """Ends a sequence in whatever state, and frees its blocks (after the launched steps that it is in). No output of it is
         reported after this returns. Idempotent; False: not here."""
         with self._changed:
-            sequence = self._ledger.live(seq_id)
+            sequence = self._scheduler.live(seq_id)
             return self._self_test.forget(seq_id) if sequence is None else self._end(sequence)
 
     def follow_layers(self, on_marked: Callable[[MarkedStep], None]) -> None:
-        """From now on `on_marked` gets each launched step that tells of its layers, on the engine's thread: it must not block. Only
-        prompts submitted with `hold` are told of."""
+        """Gives `on_marked` each launched step that tells of its layers, on the engine's thread: it must not block. Only
+        prompts submitted with `hold` are marked."""
         self._launcher.on_marked = on_marked
 
     def set_curve(self, curve: StepCurve | None) -> None:
-        """How long steps take here, from now on: what bounds mixed steps in time (EngineConfig.max_step_s), and how long a launch waits
-        for arrivals. None: nothing bounds steps."""
+        """Says how long steps take here, from now on: that bounds mixed steps in time (EngineConfig.max_step_s), and how long a launch
+        waits for arrivals. None: nothing bounds steps."""
         with self._changed:
-            self._ledger.planner.curve = self._pacing.curve = curve
+            self._scheduler.curve = self._pacing.curve = curve
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +199,12 @@ class Engine:
         """Blocks the engine's thread until something can be stepped; False: the time is up."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._ledger.has_work or self._copies_here or self.host_copies.failure is not None or self._self_test.sick,
+                lambda: (
+                    self._scheduler.has_work
+                    or (self._tier.has_loads and not self.host_copies.by_itself)  # copies that no other thread makes
+                    or self.host_copies.failure is not None
+                    or self._self_test.sick
+                ),
                 timeout_s,
             )
 
@@ -210,13 +222,13 @@ class Engine:
             if self._launched and self._runner.overlaps:
                 running = self._launched[-1]
                 began = max(running.since, self._ended_at)
-                prompts = running.workload.prompt_tokens > 0 or self._ledger.num_waiting > 0
-                time.sleep(self._pacing.wait_s(running.workload, time.monotonic() - began, prompts=prompts))
-            started = time.monotonic()
+                prompts = running.workload.prompt_tokens > 0 or self._scheduler.has_waiting
+                self._sleep(self._pacing.wait_s(running.workload, self._clock() - began, prompts=prompts))
+            started = self._clock()
             if not self._launch():
                 break
             launched = self._launched[-1]
-            launched.launch_s = time.monotonic() - started
+            launched.launch_s = self._clock() - started
             self._pacing.launched(launched.launch_s, prompts=launched.workload.prompt_tokens > 0)
         return self._settle() if self._launched else StepOutput(step=self._steps, failures=self._take_failures())
 
@@ -229,38 +241,38 @@ class Engine:
 
     def _launch(self) -> bool:
         """False: there is nothing to plan now."""
-        self._swap.save_all()
+        self._save_preempted()
         self.host_copies.copy_all()
         work = None
         while work is None:
-            since = time.monotonic()
+            since = self._clock()
             with self._changed:
-                work = self._ledger.plan(since)
+                work = self._scheduler.plan(since)
                 self._note_work()
                 if work is not None:
                     self._steps += 1
                 step = self._steps
-            # Planning may have made somebody give way, who makes room for others.
-            if work is None and not self._swap.save_all() and not self.host_copies.copy_all():
+            # Planning may have made a sequence give way, which makes room for others.
+            if work is None and not self._save_preempted() and not self.host_copies.copy_all():
                 return False
         self._launched.append(self._launcher.launch(work, step=step, since=since))
-        self._swap.save_all()
+        self._save_preempted()
         return True
 
     def _settle(self) -> StepOutput:
         launched = self._launched[0]
         work = launched.work
-        collected = launched.collect()
+        collected = self._launcher.collect(launched)
         sampled, ended_at = collected.sampled, collected.ended_at
         self._launched.popleft()
         with self._changed:
-            result = self._ledger.fail(work, collected.message) if sampled is None else self._ledger.settle(work, sampled)
+            result = self._scheduler.fail(work, collected.message) if sampled is None else self._scheduler.settle(work, sampled)
             result, probes = self._self_test.settle(result)
             for probe in probes:
-                # They hold a block each for a step, and somebody waits for what they say.
+                # They hold a block each for a step, and a request waits for what they say.
                 sequence = self._make(probe, hold=False, state=SequenceState.WAITING)
-                self._ledger.submit(sequence, time.monotonic(), first=True)
-            failures = self._ledger.constrained.take_failures()
+                self._scheduler.submit(sequence, self._clock(), first=True)
+            failures = self._constrained.take_failures()
             self._busy_since = None
             self._note_work()
             since = max(launched.since, self._ended_at)
@@ -269,7 +281,7 @@ class Engine:
             done = launched.workload
             if sampled is not None:
                 self._pacing.settled(done, ended_at - since, collected.blocked_s)
-                self._ledger.preemptor.computed(done.prompt_tokens, done.decodes, ended_at - since)
+                self._swap.computed(done.prompt_tokens, done.decodes, ended_at - since)
         return StepOutput(
             step=launched.step,
             tokens=result.tokens,
@@ -299,42 +311,42 @@ class Engine:
     def stats(self) -> EngineStats:
         with self._changed:
             since = self._busy_since
-            stalled_s = 0.0 if since is None else time.monotonic() - since
-            return stats_of(self._ledger, self._pool, steps=self._steps, stalled_s=stalled_s)
+            stalled_s = 0.0 if since is None else self._clock() - since
+            return self._scheduler.stats(steps=self._steps, stalled_s=stalled_s)
 
     @property
     def makes_masks(self) -> bool:
         """Whether the next token of some sequence waits for its mask, which is being made."""
         with self._changed:
-            return self._ledger.constrained.waiting
+            return self._constrained.waiting
 
     def take_prefix_delta(self) -> PrefixDelta:
-        """What changed in the sets of findable prefixes, in the pool and in the host tier, since the last call. Net: a hash added and
-        removed appears in neither. The lists are bounded by pool and tier, however rarely this is called."""
+        """Returns what changed in the sets of findable prefixes, in the pool and in the host tier, since the last call. Net: a hash added
+        and removed appears in neither. The lists are bounded by pool and tier, however rarely this is called."""
         with self._changed:
-            host_added, host_removed = self._ledger.tier.take_change()
+            host_added, host_removed = self._tier.take_change()
             return replace(self._pool.take_delta(), host_added=host_added, host_removed=host_removed)
 
     def cached_prefixes(self) -> Sequence[bytes]:
-        """All findable prefix hashes at hash_unit boundaries: what all deltas add up to."""
+        """Returns all findable prefix hashes at hash_unit boundaries: what all deltas add up to."""
         with self._changed:
             return self._pool.findable()
 
     def host_prefixes(self) -> Sequence[bytes]:
-        """The same for the host tier."""
+        """Returns the same for the host tier."""
         with self._changed:
-            return self._ledger.tier.findable()
+            return self._tier.findable()
 
     @property
     def num_host_blocks(self) -> int:
         """Blocks that the host tier may hold."""
-        return self._ledger.tier.num_rows
+        return self._tier.num_rows
 
     def check_integrity(self) -> None:
         """Raises InternalError if the pool's counts, lists and owners do not add up: each block is free, cached or owned by
         exactly the sequences that list it. From any thread, at any time."""
         with self._changed:
-            self._ledger.check_integrity()
+            self._scheduler.check_integrity()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -351,50 +363,45 @@ class Engine:
         )
 
     def _end(self, sequence: EngineSequence) -> bool:
-        self._ledger.end(sequence)
+        self._scheduler.end(sequence)
         self._note_work()
         return True
 
     def _note_work(self) -> None:
         """After every change, under the lock: starts or stops the stall clock, and wakes the engine's thread and that of the copies."""
-        if self._ledger.constrained.to_advance:
-            self._make_masks()
-        has_work, tier = self._ledger.has_work, self._ledger.tier
-        if has_work or tier.has_copies:
+        self._constrained.make_masks(self._on_masks)
+        has_work = self._scheduler.has_work
+        if has_work or self._tier.has_copies:
             self._changed.notify_all()
-        if not has_work and not tier.num_loading and not self._ledger.constrained.waiting:
+        if not has_work and not self._tier.num_loading and not self._constrained.waiting:
             self._busy_since = None
         elif self._busy_since is None:
-            self._busy_since = time.monotonic()
+            self._busy_since = self._clock()
 
-    def _make_masks(self) -> None:
+    def _on_masks(self, sequences: Sequence[EngineSequence], results: Sequence[Advanced]) -> None:
+        with self._changed:
+            self._scheduler.advanced(sequences, results)
+            self._note_work()
+
+    def _on_loaded(self, load: HostLoad, ok: bool) -> None:
         """Under the lock."""
-        work = self._ledger.constrained.take_advances()
-        sequences = [sequence for sequence, _ in work]
+        self._scheduler.loaded(load, ok=ok)
+        self._note_work()
 
-        def on_ready(results: Sequence[Advanced]) -> None:
+    def _save_preempted(self) -> bool:
+        """Copies out the blocks of those that gave way. False: there are none."""
+        with self._changed:
+            saves = self._scheduler.take_saves()
+        for save in saves:
+            ok = self._swap.save(save)
             with self._changed:
-                self._ledger.advanced(sequences, results)
+                self._scheduler.saved(save, ok=ok)
                 self._note_work()
-
-        self._masks.advance([(s.constraint, tokens) for s, tokens in work if s.constraint is not None], on_ready)
+        return bool(saves)
 
     def _take_failures(self) -> Sequence[SequenceFailure]:
         with self._changed:
-            failures = self._ledger.constrained.take_failures()
+            failures = self._constrained.take_failures()
             if failures:
                 self._note_work()
             return failures
-
-    @property
-    def _copies_here(self) -> bool:
-        """Whether a sequence waits for a copy that no other thread makes."""
-        return self._ledger.tier.has_loads and not self.host_copies.by_itself
-
-    def _on_loaded(self, load: HostLoad, ok: bool) -> None:
-        self._ledger.loaded(load, ok=ok)
-        self._note_work()
-
-    def _on_saved(self, save: BlockSave, seconds: float | None) -> None:
-        self._ledger.saved(save, seconds)
-        self._note_work()

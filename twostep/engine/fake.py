@@ -22,18 +22,17 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import NO_TOKEN, Batch, InFlight, KvShape, LayerMark, LayerRange, Sampled, SamplingRow
-from twostep.engine.types import TopLogprob
+from twostep.engine.batch import NO_TOKEN, Batch, InFlight, KvShape, LayerMark, LayerRange, Sampled, SamplingRow, TopLogprob
 from twostep.errors import InvalidRequest
 
 
 def fake_next_token(token_ids: Sequence[int], vocab_size: int) -> int:
-    """What FakeRunner samples after `token_ids` (where min_tokens does not forbid it)."""
+    """Returns what FakeRunner samples after `token_ids` (where min_tokens does not forbid it)."""
     return (sum(token * (i + 1) for i, token in enumerate(token_ids)) + len(token_ids)) % vocab_size
 
 
 def next_allowed(token: int, allowed: npt.NDArray[np.int64]) -> int:
-    """Of the allowed ids, ascending, the first from `token` on; the least one where there is none."""
+    """Returns of the allowed ids, ascending, the first from `token` on; the least one where there is none."""
     return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
 
 
@@ -57,9 +56,11 @@ class FakeRunner:
         dtype: str = "float32",
         marks_layers: bool = False,
         broken_token: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """A step takes at least `step_s + per_token_s * tokens` seconds (both may be changed at any time). Layers, heads and head_dim only
-        make blocks larger. After `broken_token` there is no next token (NO_TOKEN); while `broken` is set there is none for anybody, as on
+        make blocks larger. After `broken_token` there is no next token (NO_TOKEN); while `broken` is set there is none in any row, as on
         a device whose memory is damaged. With `marks_layers` a step's time is spread over its layers, whose KV is written as late as any
         device may.
         Raises InvalidRequest if one head's slot is no multiple of 8 bytes."""
@@ -79,6 +80,8 @@ class FakeRunner:
         self.per_token_s = per_token_s
         self.broken = False
         self._broken_token = broken_token
+        self._clock = clock
+        self._sleep = sleep
         self._marks_layers = marks_layers
         self._marks: Sequence[FakeMark] = ()  # of the step that runs
         self._last_token_ids: Sequence[int] = ()
@@ -109,13 +112,13 @@ class FakeRunner:
         return self._marks_layers
 
     def launch(self, batch: Batch) -> InFlight:
-        """The step runs when its result is asked for: as late as any device may."""
+        """Returns a step that runs when its result is asked for: as late as any device may."""
         marks = [FakeMark(num_layers) for num_layers in batch.mark_layers] if self._marks_layers else []
         return _FakeStep(partial(self._step, batch, marks), marks)
 
     def _step(self, batch: Batch, marks: Sequence[FakeMark]) -> Sampled:
         batch = batch.with_carried(self._last_token_ids)
-        # What a step that fails would have sampled is carried by nobody who is not over.
+        # What a step that fails would have sampled is carried only by rows that are over.
         self._last_token_ids = [0] * len(batch.sample_rows)
         self._marks = marks
         try:
@@ -129,7 +132,7 @@ class FakeRunner:
 
     def run(self, batch: Batch) -> Sampled:
         """One step of the device, now. Nothing is carried."""
-        start = time.monotonic()
+        start = self._clock()
         if self._marks:
             self._write_slowly(batch)
         else:
@@ -149,9 +152,9 @@ class FakeRunner:
             logprobs=[None if row.params.logprobs is None else 0.0 for row in batch.sampling],
             top_logprobs=[self._top(token, row) for token, row in zip(token_ids, batch.sampling, strict=True)],
         )
-        pause = self.step_s + self.per_token_s * len(batch.token_ids) - (time.monotonic() - start)
+        pause = self.step_s + self.per_token_s * len(batch.token_ids) - (self._clock() - start)
         if pause > 0:
-            time.sleep(pause)
+            self._sleep(pause)
         return sampled
 
     def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
@@ -182,8 +185,8 @@ class FakeRunner:
                     mark.reach()
 
     def _compute(self, layer: int, seconds: float) -> None:
-        """What a device does before a layer's KV is there."""
-        time.sleep(seconds)
+        """Does what a device does before a layer's KV is there."""
+        self._sleep(seconds)
 
     def _write(self, batch: Batch, layers: slice) -> None:
         size = self._shape.block_size
@@ -210,7 +213,7 @@ class FakeRunner:
         return [int(token) for token in (sums + lens) % self._vocab_size]
 
     def _read_by_row(self, batch: Batch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The blocks of all rows to sample, one row's after the other's; how many each has, and how many tokens."""
+        """Returns the blocks of all rows to sample, one row's after the other's; how many each has, and how many tokens."""
         seqs = np.searchsorted(batch.query_start, batch.sample_rows, side="right") - 1
         lens = batch.seq_lens[seqs].astype(np.int64)
         num_blocks = -(-lens // self._shape.block_size)

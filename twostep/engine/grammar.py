@@ -1,10 +1,14 @@
 """Grammars compiled for one model's vocabulary, by llguidance: which tokens may follow those generated so far.
 
     text ─ compile ─▶ state after no token ─ after(tokens) ─▶ state after these ─ LiveGrammar ─▶ one sequence's, token by token
-                      └──── both immutable, shared by whoever asks for the same ────┘
+                      └──── both immutable, shared by all that ask for the same ────┘
 
 A state is a function of grammar and tokens alone, so that hand-over, preemption and migration only have to replay tokens. llguidance
 shares a grammar's automaton among copies, and its bounds with it: where a copy fails, it is asked again from the start, on its own.
+
+A Constraint is one sequence's grammar and its stop tokens. Which tokens may come: those that go on in the grammar, but for stop tokens;
+where the answer may end, the stop tokens too, unless `min_tokens` or `ignore_eos` (of the model's own end-of-sequence tokens) still asks
+for more; where nothing else can follow, all of them.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.token_masks import WORD, num_words
+from twostep.engine.batch import WORD, num_words
 from twostep.errors import InvalidRequest, SetupError
-from twostep.sampling_params import Grammar
+from twostep.sampling_params import Grammar, SamplingParams
 from twostep.text.grammar import grammar_tokenizer, library, limits, refused, source_of
 
 # Compiled grammars kept: some ten kilobytes each, some megabytes with the automaton of one that was much used.
@@ -31,11 +35,13 @@ _MAX_CACHED = 64
 _MAX_THREADS = 8
 _MAX_WHY_CHARS = 300
 
+DEAD_END = "none of the model's tokens can follow in the answer's grammar, once stop_token_ids are left out; change one or the other"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """What may come next. bits int32 [num_words(vocab_size)]: the tokens that go on; `complete`: the answer may end here. `failure`: the
-    grammar cannot be followed any further, and why."""
+class AllowedTokens:
+    """The tokens that may come next. bits int32 [num_words(vocab_size)]: those that go on; `complete`: the answer may end here. `failure`:
+    the grammar cannot be followed any further, and why."""
 
     bits: npt.NDArray[np.int32]
     complete: bool
@@ -50,18 +56,18 @@ class GrammarState:
     grammar: Grammar
     tokens: Sequence[int]
     matcher: Any = field(repr=False)
-    step: Step = field(repr=False)
+    allowed: AllowedTokens = field(repr=False)
 
     def after(self, tokens: Sequence[int]) -> GrammarState:
-        """The state that many tokens on: about 2 µs each, without the GIL for the most part. Raises InvalidRequest if they are no
+        """Returns the state that many tokens on: about 2 µs each, without the GIL for the most part. Raises InvalidRequest if they are no
         beginning of an answer in the grammar."""
         if not tokens:
             return self
         live = LiveGrammar(self)
-        step = live.advance(tokens)
-        if step.failure:
-            raise InvalidRequest(f"the tokens generated so far are no beginning of an answer in the request's grammar: {step.failure}")
-        return GrammarState(self.vocabulary, self.grammar, (*self.tokens, *tokens), live.matcher, step)
+        allowed = live.advance(tokens)
+        if allowed.failure:
+            raise InvalidRequest(f"the tokens generated so far are no beginning of an answer in the request's grammar: {allowed.failure}")
+        return GrammarState(self.vocabulary, self.grammar, (*self.tokens, *tokens), live.matcher, allowed)
 
 
 class LiveGrammar:
@@ -70,29 +76,90 @@ class LiveGrammar:
     def __init__(self, state: GrammarState) -> None:
         self.vocabulary = state.vocabulary
         self.tokens = list(state.tokens)
-        self._grammar = state.grammar
+        self.grammar = state.grammar
         self.matcher = state.matcher.deep_copy()
 
-    def advance(self, tokens: Sequence[int]) -> Step:
-        """What may follow these."""
+    def advance(self, tokens: Sequence[int]) -> AllowedTokens:
+        """Returns what may follow these."""
         return advance_all([(self, tokens)])[0]
 
-    def again(self) -> Step:
-        """By an automaton of its own: the shared one may be at its bounds because of others."""
-        self.matcher = self.vocabulary.matcher(self._grammar)
+    def again(self) -> AllowedTokens:
+        """Returns the same by an automaton of its own: the shared one may be at its bounds because of others."""
+        self.matcher = self.vocabulary.matcher(self.grammar)
         self.matcher.consume_tokens(self.tokens)
-        return self.vocabulary.steps([self.matcher])[0]
+        return self.vocabulary.allowed([self.matcher])[0]
 
 
-def advance_all(grammars: Sequence[tuple[LiveGrammar, Sequence[int]]]) -> Sequence[Step]:
-    """What may follow these tokens, one at least, in each grammar; all of one vocabulary, and no grammar twice. Many are looked at side by
-    side, without the GIL."""
+def advance_all(grammars: Sequence[tuple[LiveGrammar, Sequence[int]]]) -> Sequence[AllowedTokens]:
+    """Returns what may follow these tokens, one at least, in each grammar; all of one vocabulary, and no grammar twice. Many are looked at
+    side by side, without the GIL."""
     vocabulary = grammars[0][0].vocabulary
     for live, tokens in grammars:
         live.tokens += tokens
     vocabulary.consume([(live.matcher, tokens) for live, tokens in grammars])
-    steps = vocabulary.steps([live.matcher for live, _ in grammars])
-    return [live.again() if step.failure else step for (live, _), step in zip(grammars, steps, strict=True)]
+    found = vocabulary.allowed([live.matcher for live, _ in grammars])
+    return [live.again() if allowed.failure else allowed for (live, _), allowed in zip(grammars, found, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stops:
+    """A sequence's stop tokens, int32 [words]: all of them, and those that may come wherever the answer may end, from `min_tokens` on."""
+
+    every: npt.NDArray[np.int32]
+    asked: npt.NDArray[np.int32]
+    min_tokens: int
+
+
+class Constraint:
+    """Holds one sequence's tokens to its grammar. The engine's lock guards it, but for `live`, which is its thread's while `mask` is
+    None."""
+
+    def __init__(self, state: GrammarState, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
+        """`state`: after the tokens generated before. Raises InvalidRequest where no token could end the answer, or none can follow."""
+        words = len(state.allowed.bits)
+        asked = frozenset(params.stop_token_ids) | (frozenset[int]() if params.ignore_eos else eos_token_ids)
+        every = eos_token_ids | asked
+        if not every:
+            raise InvalidRequest("the model has no end-of-sequence token that could end an answer in a grammar; give stop_token_ids")
+        self._stops = _Stops(make_bits(words, every), make_bits(words, asked), params.min_tokens)
+        self._state = state
+        self._live: LiveGrammar | None = None
+        # The mask of the token to be sampled next; None: it is being made, or a step has it.
+        self.mask = self._mask(state.allowed, len(state.tokens))
+        if self.mask is None:
+            raise InvalidRequest(f"grammar: {DEAD_END}")
+
+    @property
+    def live(self) -> LiveGrammar:
+        """Where the sequence's grammar is. The state that others share stays as it is."""
+        if self._live is None:
+            self._live = LiveGrammar(self._state)
+        return self._live
+
+    @property
+    def num_tokens(self) -> int:
+        """How far the answer has been followed."""
+        return len(self._state.tokens if self._live is None else self._live.tokens)
+
+    def take(self) -> npt.NDArray[np.int32]:
+        """Returns the mask, for the step that samples the next token."""
+        mask, self.mask = self.mask, None
+        assert mask is not None, "a sequence without its mask is not planned"
+        return mask
+
+    def mask_after(self, allowed: AllowedTokens) -> npt.NDArray[np.int32] | None:
+        """Returns which tokens may come after those followed so far, int32 [words]; None: none may."""
+        return self._mask(allowed, len(self.live.tokens))
+
+    def _mask(self, allowed: AllowedTokens, position: int) -> npt.NDArray[np.int32] | None:
+        stops = self._stops
+        mask = allowed.bits & ~stops.every
+        if allowed.complete:
+            if position >= stops.min_tokens:
+                mask |= stops.asked
+            if not mask.any():
+                return stops.every if stops.every.any() else None
+        return mask if mask.any() else None
 
 
 class Vocabulary:
@@ -118,17 +185,17 @@ class Vocabulary:
         return matcher
 
     def state(self, grammar: Grammar) -> GrammarState:
-        """Before any token. Raises InvalidRequest."""
+        """Returns the state before any token. Raises InvalidRequest."""
         matcher = self.matcher(grammar)
-        step = self.steps([matcher])[0]
-        if step.failure:
-            raise refused(grammar, step.failure)
-        if not step.complete and not step.bits.any():
+        allowed = self.allowed([matcher])[0]
+        if allowed.failure:
+            raise refused(grammar, allowed.failure)
+        if not allowed.complete and not allowed.bits.any():
             raise refused(grammar, "no answer is a sentence of it, in the tokens of this model")
-        return GrammarState(self, grammar, (), matcher, step)
+        return GrammarState(self, grammar, (), matcher, allowed)
 
     def consume(self, matchers: Sequence[tuple[Any, Sequence[int]]]) -> None:
-        """A matcher that does not take its tokens is in error from then on."""
+        """Feeds each matcher. One that does not take its tokens is in error from then on."""
         single = [(matcher, tokens[0]) for matcher, tokens in matchers if len(tokens) == 1]
         if len(single) == len(matchers) > 1:
             self._side_by_side().consume_token_par(single)
@@ -136,8 +203,8 @@ class Vocabulary:
         for matcher, tokens in matchers:
             matcher.consume_tokens(list(tokens))
 
-    def steps(self, matchers: Sequence[Any]) -> Sequence[Step]:
-        """What may come next in each."""
+    def allowed(self, matchers: Sequence[Any]) -> Sequence[AllowedTokens]:
+        """Returns what may come next in each."""
         masks = np.empty((len(matchers), self._mask_words), np.int32)
         if len(matchers) == 1:
             matchers[0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
@@ -146,15 +213,15 @@ class Vocabulary:
             self._side_by_side().unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks.strides[0], len(matchers))
         bits = np.zeros((len(matchers), self._words), np.int32)
         count = min(self._words, self._mask_words)
-        # Neither the end, which is told apart, nor what only one of model and tokenizer has.
+        # Neither the end, which is marked apart, nor what only one of model and tokenizer has.
         bits[:, :count] = masks[:, :count] & self._others[:count]
-        return [self._step(matcher, row) for matcher, row in zip(matchers, bits, strict=True)]
+        return [self._allowed(matcher, row) for matcher, row in zip(matchers, bits, strict=True)]
 
-    def _step(self, matcher: Any, bits: npt.NDArray[np.int32]) -> Step:
+    def _allowed(self, matcher: Any, bits: npt.NDArray[np.int32]) -> AllowedTokens:
         if not matcher.is_error():
-            return Step(bits=bits, complete=matcher.is_accepting())
+            return AllowedTokens(bits=bits, complete=matcher.is_accepting())
         why = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
-        return Step(bits=bits, complete=False, failure=why[:_MAX_WHY_CHARS] or "the grammar does not take this token")
+        return AllowedTokens(bits=bits, complete=False, failure=why[:_MAX_WHY_CHARS] or "the grammar does not take this token")
 
     def _side_by_side(self) -> Any:
         if self._executor is None:
@@ -176,7 +243,7 @@ class GrammarCompiler:
         self._states: OrderedDict[Grammar, GrammarState] = OrderedDict()
 
     def cached(self, grammar: Grammar) -> GrammarState | None:
-        """At once."""
+        """Returns the state of a grammar compiled lately, at once."""
         with self._lock:
             state = self._states.get(grammar)
             if state is not None:

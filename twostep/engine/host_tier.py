@@ -11,28 +11,44 @@ nothing.
     the pool's cached blocks, oldest first    |─ front: saved, or not worth it ─|─ rest: not looked at, or saved when they were here last ─|
     given out next  ◀── free blocks ──────────◀ together at least `ahead`        the front takes the oldest of the rest when it is short
 
-Nobody owns them meanwhile. If one was given to new content before its copy was done, its generation tells, and the copy is
+They have no owner meanwhile. If one was given to new content before its copy was done, its generation tells, and the copy is
 dropped. What is found here is copied into blocks that the sequence owns already; it is in no step until that is done.
 
 Only blocks that are findable in the pool come here, under the same hashes: so neither KV that is not what this engine would compute, nor
-that of another tenant, model or number format, is ever found. Bookkeeping only: host_copies.py moves the bytes.
+that of another tenant, model or number format, is ever found.
+
+HostTier is the bookkeeping; HostCopies moves the bytes, on a thread of its own, so that no step waits for a copy; without one, between
+steps:
+
+    thread   load ── load ── save ── save ── load ──▶      what a sequence waits for goes first, the rest in small batches
+    steps    ──── n ──── n+1 ──── n+2 ──── n+3 ──────▶      the sequence joins the first step after its load
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from twostep.engine.block_pool import BlockPool
-from twostep.engine.host_blocks import HostRows
-from twostep.engine.net_change import NetChange
+from twostep.engine.batch import Runner
+from twostep.engine.block_pool import BlockPool, NetChange
+from twostep.engine.host_memory import HostRows, HostSlabs
 from twostep.engine.reuse import ReuseOrder
 from twostep.engine.sequence import EngineSequence
 from twostep.errors import InternalError
 
 # Of the pool's blocks, so many can be given out at any time without losing what is worth keeping.
 _AHEAD_SHARE = 0.125
+# A batch that is saved has so many bytes and blocks at most: a sequence that comes to wait for a load waits no longer than for this; and
+# a thread that wants the engine's lock, no longer than choosing so many blocks takes.
+_BATCH_BYTES = 32 << 20
+_BATCH_BLOCKS = 128
+_POLL_S = 0.5
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -46,15 +62,27 @@ class _Entry:
     dropped: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class HostSave:
-    """The pool's `blocks` are to be copied to `rows`. Nobody owns them: what counts are their generations afterwards."""
+class _SavedBlock(NamedTuple):
+    row: int
+    block: int
+    generation: int
+    digest: bytes
+    reused: bool
 
-    blocks: Sequence[int]
-    generations: Sequence[int]
-    rows: Sequence[int]
-    hashes: Sequence[bytes]
-    reused: Sequence[bool]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostSave:
+    """Blocks of the pool that are to be copied to rows. They have no owner: what counts are their generations afterwards."""
+
+    copies: Sequence[_SavedBlock]
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        return [copy.block for copy in self.copies]
+
+    @property
+    def rows(self) -> Sequence[int]:
+        return [copy.row for copy in self.copies]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -72,12 +100,10 @@ class HostLoad:
 
 
 class HostTier:
-    """Part of the ledger: the engine's lock guards it. With no rows it does nothing and costs nothing."""
+    """The engine's lock guards it. With no rows it does nothing and costs nothing."""
 
-    def __init__(self, pool: BlockPool, num_rows: int) -> None:
+    def __init__(self, pool: BlockPool, num_rows: int, *, ahead_share: float = _AHEAD_SHARE) -> None:
         self.num_rows = num_rows
-        # Cached blocks that were given out before they were looked at or copied.
-        self.num_late = 0
         self._pool = pool
         self._rows = HostRows(num_rows)
         self._entries: dict[bytes, _Entry] = {}
@@ -86,7 +112,7 @@ class HostTier:
         # See above. In front, True: saved, or not worth it; False: on its way.
         self._front: dict[int, bool] = {}
         self._rest: OrderedDict[int, None] = OrderedDict()
-        self._ahead = max(1, int(pool.num_blocks * _AHEAD_SHARE))
+        self._ahead = max(1, int(pool.num_blocks * ahead_share))
         self._saving: dict[bytes, int] = {}
         self._to_load: deque[HostLoad] = deque()
         self._loading: dict[str, HostLoad] = {}
@@ -95,7 +121,7 @@ class HostTier:
 
     @property
     def num_blocks(self) -> int:
-        """That can be found here."""
+        """How many can be found here."""
         return len(self._entries)
 
     @property
@@ -123,73 +149,51 @@ class HostTier:
         """A findable block has lost its last owner."""
         self._rest[block] = None
 
-    def on_shared(self, block: int) -> None:
-        """It has an owner again."""
+    def on_taken(self, block: int) -> None:
+        """It has an owner again, or is about to be given out."""
         if self._front.pop(block, None) is None:
             del self._rest[block]
-
-    def on_evicted(self, block: int) -> None:
-        """It is about to be given out; its hash leads to it still."""
-        ready = self._front.pop(block, None)
-        if ready is None:
-            del self._rest[block]
-        if not ready and self._pool.hash_of(block) not in self._entries:
-            self.num_late += 1
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
     def take_save(self, max_blocks: int) -> HostSave | None:
-        """What is to be copied out next, at most so many blocks; then comes `saved`. None: nothing."""
-        blocks: list[int] = []
-        while self._is_short and len(blocks) < max_blocks:
+        """Returns what is to be copied out next, at most so many blocks; then comes `saved`. None: nothing."""
+        copies: list[_SavedBlock] = []
+        while self._is_short and max_blocks:
             block, _ = self._rest.popitem(last=False)
             digest = self._hash(block)
             self._front[block] = digest in self._entries or digest in self._saving
             if not self._front[block]:
-                blocks.append(block)
-        if not blocks:
-            return None
-        hashes = [self._hash(block) for block in blocks]
-        wanted: list[tuple[int, bytes, bool, int]] = []
-        for block, digest, reused in zip(blocks, hashes, self._order.reused(hashes), strict=True):
-            row = self._room_for(reused=reused)
-            if row is None:
-                self._front[block] = True
-            else:
-                self._saving[digest] = row
-                wanted.append((block, digest, reused, row))
-        if not wanted:
-            return None
+                max_blocks -= 1
+                (reused,) = self._order.reused((digest,))
+                row = self._room_for(reused=reused)
+                self._front[block] = row is None
+                if row is not None:
+                    self._saving[digest] = row
+                    copies.append(_SavedBlock(row, block, self._pool.generation(block), digest, reused))
         # In the order of rows: neighbours are one copy.
-        wanted.sort(key=lambda save: save[3])
-        return HostSave(
-            blocks=[save[0] for save in wanted],
-            generations=self._pool.generations(save[0] for save in wanted),
-            rows=[save[3] for save in wanted],
-            hashes=[save[1] for save in wanted],
-            reused=[save[2] for save in wanted],
-        )
+        return HostSave(sorted(copies)) if copies else None
 
     def saved(self, save: HostSave, *, ok: bool) -> None:
         """It is copied, or that failed."""
-        for block, generation, row, digest, reused in zip(save.blocks, save.generations, save.rows, save.hashes, save.reused, strict=True):
+        for row, block, generation, digest, reused in save.copies:
             del self._saving[digest]
             # A block that was withdrawn meanwhile has no hash any more.
-            if not ok or self._pool.generation(block) != generation or self._pool.hash_of(block) != digest:
+            is_there = self._pool.hash_of(block) == digest
+            if ok and is_there and self._pool.generation(block) == generation:
+                announced = self._pool.announces(block)
+                self._entries[digest] = _Entry(row=row, announced=announced)
+                self._order.put(digest, reused=reused)
+                if announced:
+                    self._change.add(digest)
+            else:
                 self._rows.give((row,))
-                continue
-            announced = self._pool.announces(block)
-            self._entries[digest] = _Entry(row=row, announced=announced)
-            self._order.put(digest, reused=reused)
-            if announced:
-                self._change.add(digest)
-        for block, digest in zip(save.blocks, save.hashes, strict=True):
             # After a failure too: the next time it is cached it is tried again.
-            if block in self._front and self._pool.hash_of(block) == digest:
+            if is_there and block in self._front:
                 self._front[block] = True
 
     def withdraw(self, hashes: Iterable[bytes]) -> None:
-        """As BlockPool.withdraw, which comes first."""
+        """Does as BlockPool.withdraw does, which comes first."""
         for digest in hashes:
             if digest in self._entries:
                 self._drop(digest)
@@ -227,7 +231,7 @@ class HostTier:
             self._order.asked(hashes)
 
     def lookup(self, hashes: Sequence[bytes], first: int) -> Sequence[bytes]:
-        """Those of the hashes from the `first` on that are here, up to one that is not."""
+        """Returns those of the hashes from the `first` on that are here, up to one that is not."""
         end = first
         while end < len(hashes) and hashes[end] in self._entries:
             end += 1
@@ -257,11 +261,11 @@ class HostTier:
         self._to_load.append(load)
 
     def take_load(self) -> HostLoad | None:
-        """What is to be copied back next; then comes `loaded`."""
+        """Returns what is to be copied back next; then comes `loaded`."""
         return self._to_load.popleft() if self._to_load else None
 
     def loaded(self, load: HostLoad, *, ok: bool) -> None:
-        """It is copied. Not `ok`: it cannot be, and nobody looks for it here again."""
+        """It is copied. Not `ok`: it cannot be, and is not found here again."""
         del self._loading[load.sequence.seq_id]
         load.sequence.loading = False
         load.sequence.num_steps -= 1
@@ -272,14 +276,14 @@ class HostTier:
             elif not ok and not entry.dropped:
                 self._drop(digest)
 
-    # ---- what is told -----------------------------------------------------------------------------------------------
+    # ---- changes ----------------------------------------------------------------------------------------------------
 
     def take_change(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes at hash-unit boundaries that came and went since the last call; net."""
+        """Returns hashes at hash-unit boundaries that came and went since the last call; net."""
         return self._change.take()
 
     def findable(self) -> list[bytes]:
-        """All hashes at hash-unit boundaries."""
+        """Returns all hashes at hash-unit boundaries."""
         return [digest for digest, entry in self._entries.items() if entry.announced]
 
     # ---- proof ------------------------------------------------------------------------------------------------------
@@ -311,3 +315,97 @@ class HostTier:
             raise InternalError(
                 f"the host tier looks at {len(self._front)} + {len(self._rest)} blocks, which are not those cached, in order"
             )
+
+
+class HostCopies:
+    """Between start() and stop() a thread copies; otherwise the thread that steps the engine calls `copy_all` between steps."""
+
+    def __init__(self, runner: Runner, tier: HostTier, changed: threading.Condition, on_loaded: Callable[[HostLoad, bool], None]) -> None:
+        """`changed` is the engine's lock, notified when there may be something to copy. `on_loaded(load, ok)` is called under it."""
+        self._tier = tier
+        self._changed = changed
+        self._on_loaded = on_loaded
+        self._slabs = HostSlabs(runner)
+        self._max_blocks = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // runner.kv_shape.block_bytes))
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._failing = False
+        # What ended the thread before its time: the books cannot be trusted, and what waits for a copy would wait for ever.
+        self.failure: Exception | None = None
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether a thread copies."""
+        return self._thread is not None
+
+    def start(self) -> None:
+        """Does nothing where the tier has no room."""
+        if self._tier.num_rows and self._thread is None:
+            self._stopping = False
+            self._thread = threading.Thread(target=self._run, name="engine-host-cache", daemon=True)
+            self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """After the copy under way. Idempotent; what is still to be copied is left to `copy_all`."""
+        thread = self._thread
+        if thread is None:
+            return
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            log.warning("a copy between the KV pool and host memory did not finish within %g s; leaving it behind", timeout_s)
+        else:
+            self._thread = None
+
+    def copy_all(self) -> bool:
+        """Copies all there is, where no thread does it, and returns whether that was anything."""
+        if self._thread is not None or not self._copy_next():
+            return False
+        while self._copy_next():
+            pass
+        return True
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping or self._tier.has_copies, _POLL_S)
+                    if self._stopping:
+                        return
+                self._copy_next()
+        except Exception as error:  # a failing copy is none: see _tried
+            log.exception("the thread that copies prefixes to the host and back ended")
+            with self._changed:
+                self.failure = error
+                self._changed.notify_all()
+
+    def _copy_next(self) -> bool:
+        """One load or a batch of saves. False: there is nothing."""
+        if not self._tier.num_rows:
+            return False
+        with self._changed:
+            load = self._tier.take_load()
+            save = self._tier.take_save(self._max_blocks) if load is None else None
+        if load is not None:
+            ok = self._tried(lambda: self._slabs.copy_back(load.rows, load.blocks))
+            with self._changed:
+                self._on_loaded(load, ok)
+        elif save is not None:
+            ok = self._tried(lambda: self._slabs.copy_out(save.blocks, save.rows))
+            with self._changed:
+                self._tier.saved(save, ok=ok)
+        return load is not None or save is not None
+
+    def _tried(self, copy: Callable[[], None]) -> bool:
+        """Returns whether it succeeded; the first of several failures in a row is logged."""
+        try:
+            copy()
+        except Exception:
+            if not self._failing:
+                log.exception("KV blocks cannot be copied between the pool and host memory: prefixes are computed again instead")
+            self._failing = True
+            return False
+        self._failing = False
+        return True

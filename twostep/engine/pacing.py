@@ -1,9 +1,9 @@
-"""When to launch the step after the one that runs: late, so that who arrives meanwhile is in it, but before the device runs dry.
+"""When to launch the step after the one that runs: late, so that a request that arrives meanwhile is in it, but before the device runs dry.
 
     device   ──── n ──────────────────────┬──── n+1 ─────
     host     settle n-1 · · · wait · · · launch n+1 ┘        arrivals up to the launch join n+1, not n+2
 
-Launched at once, n+1 would be planned when n has only begun, and whoever comes during n would wait for all of n and all of n+1.
+Launched at once, n+1 would be planned when n has only begun, and a request that comes during n would wait for all of n and all of n+1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_S = 0.25
 
 
 class Pacing:
-    """Of one engine's thread. Times in seconds."""
+    """Belongs to one engine's thread. Times in seconds."""
 
     def __init__(self) -> None:
         # How long steps take here; None: not known.
@@ -34,22 +34,23 @@ class Pacing:
         self._last: tuple[StepWorkload, float] | None = None
 
     def launched(self, seconds: float, *, prompts: bool = False) -> None:
-        """A launch took so long, planning included; of a step with `prompts`, or without."""
+        """Notes that a launch took so long, planning included; of a step with `prompts`, or without."""
         if prompts:
             self._prompt_launch_s = max(seconds, _DECAY * self._prompt_launch_s)
         else:
             self._launch_s = max(seconds, _DECAY * self._launch_s)
 
     def settled(self, work: StepWorkload, seconds: float, blocked_s: float) -> None:
-        """A step took so long until its result was there, for which the host waited `blocked_s`. If that is nothing, the host came late
-        and `seconds` are its own: they say nothing of the device, and must not make the next wait, and with it the next step, longer
-        still. Then half of what was thought is waited for, until an end is seen again."""
+        """Notes that a step took so long until its result was there, for which the host waited `blocked_s`. If that is nothing, the host
+        came late and `seconds` are its own: they say nothing of the device, and must not make the next wait, and with it the next step,
+        longer still. Then half of what was thought is waited for, until an end is seen again."""
         if blocked_s < UNSEEN_S:
             seconds = min(seconds, self._least_s(work)) / 2
         self._last = work, seconds
 
     def wait_s(self, work: StepWorkload, running_s: float, *, prompts: bool = False) -> float:
-        """How long the next launch may wait when a step of `work` has run for so long; 0: not at all. `prompts`: it may be of some."""
+        """Returns how long the next launch may wait when a step of `work` has run for so long; 0: not at all. `prompts`: it may be of
+        some."""
         launch_s = max(self._launch_s, self._prompt_launch_s) if prompts else self._launch_s
         return max(0.0, self._least_s(work) - running_s - _LAUNCHES * launch_s - _SLACK_S)
 

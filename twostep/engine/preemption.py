@@ -1,5 +1,5 @@
-"""Who gives way when the pool runs out, and what becomes of its KV. Policy only: preemptor.py moves the sequences, swap_copies.py the
-bytes.
+"""Which sequence gives way when the pool runs out, and what becomes of its KV: the policy. scheduler.py moves the sequences, swap_space.py
+the bytes.
 
 Blocks are taken as sequences grow, not for prompt and max_tokens beforehand: most answers end early, so many more run at once. When
 nothing is left, the sequence that arrived last gives way to those before it, in one of two ways:
@@ -9,15 +9,13 @@ nothing is left, the sequence that arrived last gives way to those before it, in
     swap        its blocks are copied to the host, and back when there is room
 
 as vLLM does (Kwon et al.: Efficient memory management for large language model serving with PagedAttention, 2023, section 4.5). The
-oldest never gives way, so that everybody gets done in turn. Tokens do not depend on any of it: sampling noise is a function of seed and
-position.
+oldest never gives way, so that all get done in turn. Tokens do not depend on any of it: sampling noise is a function of seed and position.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 # Until a step and a copy were measured.
@@ -37,36 +35,28 @@ class PreemptionMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PreemptionRates:
-    """What this device was last seen to do: computing prompts, copying blocks to the host or back."""
+    """How fast this device was last seen to be at computing prompts, copying blocks to the host or back."""
 
     prefill_tokens_per_s: float = _PREFILL_TOKENS_PER_S
     copy_bytes_per_s: float = _COPY_BYTES_PER_S
 
     def with_prefill(self, num_tokens: int, seconds: float) -> PreemptionRates:
-        return PreemptionRates(_mixed(self.prefill_tokens_per_s, num_tokens, seconds), self.copy_bytes_per_s)
+        return replace(self, prefill_tokens_per_s=_mixed(self.prefill_tokens_per_s, num_tokens, seconds))
 
     def with_copy(self, num_bytes: int, seconds: float) -> PreemptionRates:
-        return PreemptionRates(self.prefill_tokens_per_s, _mixed(self.copy_bytes_per_s, num_bytes, seconds))
+        return replace(self, copy_bytes_per_s=_mixed(self.copy_bytes_per_s, num_bytes, seconds))
 
 
 def cheaper_to_swap(*, num_tokens: int, num_bytes: int, rates: PreemptionRates) -> bool:
-    """Whether copying a sequence's KV out and back takes less time than computing its tokens again. Found prefixes would make
+    """Returns whether copying a sequence's KV out and back takes less time than computing its tokens again. Found prefixes would make
     computing cheaper, but a pool that has run out soon evicts them."""
     return 2 * num_bytes / rates.copy_bytes_per_s < num_tokens / rates.prefill_tokens_per_s
 
 
 def watermark(*, num_blocks: int, num_growing: int, num_wanted: int) -> int:
-    """Blocks that admission leaves for the sequences already there: one for each of the `num_growing` that will need more, at least a
-    hundredth of the pool, and never more than the `num_wanted` they can ever ask for. Else each newcomer would push somebody out."""
+    """Returns the blocks that admission leaves for the sequences already there: one for each of the `num_growing` that will need more, at
+    least a hundredth of the pool, and never more than the `num_wanted` they can ever ask for. Else each newcomer would push one out."""
     return min(num_wanted, max(num_growing, math.ceil(num_blocks * _WATERMARK)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedBlocks:
-    """The KV of a sequence's first `num_tokens` tokens, in rows of host memory (host_blocks.py), in the sequence's order."""
-
-    rows: Sequence[int]
-    num_tokens: int
 
 
 def _mixed(old: float, amount: float, seconds: float) -> float:

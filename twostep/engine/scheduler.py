@@ -1,237 +1,747 @@
-"""Dynamic SplitFuse (DeepSpeed-FastGen, section 3.2) as a pure function, with classes of requests and a bound on a step's time.
+"""Who runs next: the queues of sequences, the steps that are made of them, and what comes of a sequence in the end.
 
-    budget   |d d d d d|-- prompt A, its last 40 --|-- prompt B, all 12 --| b b b |-- batch prompt C, its first 68 ... (the rest later) --|
-              decodes    prompts, begun and waiting: the urgent                gaps: what is left is for the batch class
+    submit ──▶ WAITING ──plan──▶ RUNNING ──settle──▶ gone, or HELD (submitted with `hold`) ──end──▶ gone
+    reserve ─▶ RESERVED ─commit─▶ RUNNING ◀─▶ PREEMPTED
+                      end, from any state ──▶ gone, or ENDED until the last step it is in is settled
 
-Every step computes about the same number of tokens. Decode tokens go first, one for each sequence; what is left of the budget goes to
-prompts: interactive ones, then standard ones, within a class those already begun, then those waiting, in the order they came. A prompt
-longer than the rest is split anywhere (not only between blocks), short ones are fused. Batch decodes and batch prompts get what the
-others leave, so batch work gives way within a step.
+A step is planned from the running sequences, which take blocks as they grow, the preempted and the waiting ones:
 
-Pace: while urgent sequences decode, prompts get no more tokens than a step of bounded time has room for, by the step curve; but always
-a least chunk, so that they end.
+    running ──grow──▶ decodes │ batch decodes │ prompts ──┐
+    preempted, waiting ──candidates, by rank──────────────┴─ plan_step ──▶ plan ──admit──▶ blocks of those admitted
+                             ▲                                  │ an urgent prompt is short of blocks
+                             └── batch sequences are preempted ◀─┘
 
-Nobody starves: within a class, prompts are strictly first in, first out; with max_num_seqs <= budget the decodes never fill the budget
-while a prompt is running or could be admitted; and who waits long rises by a class (ageing.py).
+Where there are too few blocks, the sequences that are least urgent and arrived last give way (preemption.py):
+
+    RUNNING ──give way──▶ in launched steps still ──settle──┬─ recompute ─────────────────────▶ PREEMPTED: waits, oldest first
+                                                            └─ swap: blocks are copied out ───▶     │
+    RUNNING ◀──────────── room for it: admitted before any new prompt ──────────────────────────────┘
+
+Batch work gives way to urgent work in three ways, from the cheapest on: it is passed over, left out of a step that others fill, its KV
+staying where it is; those passed over take no seats from others; and the batch sequences that came last are preempted when an urgent prompt
+or reservation lacks blocks. What urgent newcomers need beside the running ones is reckoned without the batch sequences' future needs:
+those can give way again.
+
+A step may be planned while the one before it is in flight. What a sequence samples there is then not known yet:
+
+    step n     … sample a: row 0    sample b: row 1      sample c: row 2
+    step n+1   a: carries row 0     b: carries row 1     c is not planned: its last token by length, or submitted with `hold`
+    settle n   a goes on            b sampled a stop id: it ends, and what n+1 makes of it is dropped
+
+No lock, no clock, no device: the engine adds those.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from heapq import merge
+from itertools import chain
 
+from twostep.engine.batch import Sampled
+from twostep.engine.block_manager import BlockManager
+from twostep.engine.config import EngineConfig
+from twostep.engine.constrained import Advanced, ConstrainedSequences
+from twostep.engine.host_tier import HostLoad
+from twostep.engine.preemption import watermark
+from twostep.engine.sequence import EngineSequence, SequenceState
+from twostep.engine.step_plan import BatchDecode, Capacity, RunningPrompt, StepPlan, StepTimeLimit, WaitingPrompt, plan_step
+from twostep.engine.step_work import BlockSave, StepResult, StepWork, plan_chunks
+from twostep.engine.types import EngineStats, FailureKind, PrefillProgress, Reservation, SequenceFailure, TokenOutput
+from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
 from twostep.request_class import RequestClass
-from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
+from twostep.step_curve import StepCurve
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Running(Generic[T]):
-    """A prompt with its blocks. `num_remaining`: tokens to compute before it can be sampled; `num_before`: those computed."""
-
-    item: T
-    num_remaining: int
-    num_before: int = 0
-    rank: int = RequestClass.STANDARD
+# Of the tightest TPOT of those that decode: the rest is the host's, and the steps that last longer than foretold.
+_TPOT_SHARE = 0.9
+# How long blocks that batch sequences gave up for a reservation are kept from other batch sequences.
+_KEPT_S = 1.0
+# When a reservation for which they give way is worth trying again.
+_RETRY_S = 0.02
+_BATCH = int(RequestClass.BATCH)
+_ANY_RANK = _BATCH + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting(Generic[T]):
-    """A prompt not yet begun. `num_uncached`: tokens to compute, at least 1, after `num_before`; `num_blocks`: available blocks that
-    admitting it uses up, now, for its whole life."""
-
-    item: T
-    num_uncached: int
-    num_blocks: int
-    num_before: int = 0
-    rank: int = RequestClass.STANDARD
-
-
-@dataclass(frozen=True, slots=True)
-class Filler(Generic[T]):
-    """A sequence of the batch class that can decode; `num_context`: tokens whose KV it reads."""
-
-    item: T
-    num_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What admission may use up: sequences, and blocks."""
-
-    seats: int
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """Longest a mixed step may take. A prompt that alone would break it gets `min_chunk` tokens all the same."""
-
-    curve: StepCurve
-    max_step_s: float
-    min_chunk: int
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk(Generic[T]):
-    """The next `num_tokens` (at least 1) of a sequence."""
-
-    item: T
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan(Generic[T]):
-    """`decodes` (one token each) and `prompts` are this step's work; `admitted`, the waiting prompts among `prompts`, in order. `short`:
-    the one that ended admission for want of blocks."""
-
-    decodes: Sequence[T]
-    prompts: Sequence[Chunk[T]]
-    admitted: Sequence[Waiting[T]]
-    short: Waiting[T] | None = None
-
-
-def plan_step(
-    *,
-    decodes: Sequence[T],
-    fillers: Sequence[Filler[T]] = (),
-    prompts: Sequence[Running[T]],
-    waiting: Iterable[Waiting[T]],
-    budget: int,
-    max_seqs: int,
-    room: Room,
-    gap_room: Room | None = None,
-    num_context: int = 0,
-    pace: Pace | None = None,
-) -> StepPlan[T]:
-    """Plans one step of at most `budget` tokens and `max_seqs` sequences.
-
-    decodes       urgent ones, one token each, most entitled first (those past the bounds are left for the next step)
-    fillers       decodes of the batch class, most entitled first
-    prompts       running prompts by rank, then in the order of admission
-    waiting       by rank, then in the order they came; read only while tokens and seats are left, so it may be lazy
-    room          for urgent prompts; the first that does not fit ends admission
-    gap_room      for batch prompts, out of the same: what urgent ones take is taken from it too. None: as `room`
-    num_context   tokens whose KV `decodes` read, in sum
-    pace          None: the budget alone bounds the step
-    """
-    taken = decodes[: min(budget, max_seqs)]
-    step = _Step(
-        num_tokens=budget - len(taken),
-        num_seqs=max_seqs - len(taken),
-        work=StepWorkload(decodes=len(taken), context=num_context),
-        pace=pace,
+def no_token_message(position: int) -> str:
+    """Returns why a row without a token failed; `position` counts the answer's tokens."""
+    return (
+        f"the model's logits for token {position} of the answer are not finite, so that there is no next token; repeating the request does "
+        "not help. Some token of it has broken weights, or values too large for this dtype (another --dtype may help)"
     )
-    queue = _Queue(prompts, waiting)
-    chunks: list[Chunk[T]] = []
-    admitted: list[Waiting[T]] = []
-    queue.fill(step, chunks, admitted, below=RequestClass.BATCH, room=room)
-    filling = [filler.item for filler in fillers if step.add_decode(filler.num_context)]
-    queue.fill(step, chunks, admitted, below=RequestClass.BATCH + 1, room=room if gap_room is None else gap_room)
-    return StepPlan(decodes=[*taken, *filling] if filling else taken, prompts=chunks, admitted=admitted, short=queue.short)
 
 
-class _Step:
-    """What is in the step so far, and what it has room for."""
+def _entitlement(sequence: EngineSequence) -> tuple[int, int]:
+    """Sorts the most entitled first."""
+    return sequence.priority.rank, sequence.arrival
 
-    def __init__(self, *, num_tokens: int, num_seqs: int, work: StepWorkload, pace: Pace | None) -> None:
-        self.num_tokens = num_tokens
-        self.num_seqs = num_seqs
-        self._work = work
-        self._pace = pace
-        # Nothing more fits in time.
-        self._out_of_time = False
+
+class Scheduler:
+    """Owns the sequences and their queues. Not thread-safe: the engine's lock guards it. At most two steps are planned and not yet settled
+    or failed, which happens in the order they were planned."""
+
+    def __init__(self, blocks: BlockManager, constrained: ConstrainedSequences, config: EngineConfig) -> None:
+        # How long steps take; None: not known.
+        self.curve: StepCurve | None = None
+        self._constrained = constrained
+        self._blocks = blocks
+        self._pool = blocks.pool
+        self.reconfigure(config)
+        self._sequences: dict[str, EngineSequence] = {}
+        self._running: dict[str, EngineSequence] = {}
+        # Prompts that were never admitted, in the order they came.
+        self._waiting: dict[str, EngineSequence] = {}
+        # Those that can be admitted again, oldest first.
+        self._preempted: dict[str, EngineSequence] = {}
+        # Running ones that are to give way once the launched steps that they are in are settled.
+        self._yielding: dict[str, EngineSequence] = {}
+        # Preempted ones whose blocks are being copied out: owned, and pinned as if by a step, until `saved`.
+        self._saving: dict[str, BlockSave] = {}
+        # Those of them whose copy has not begun.
+        self._to_save: list[BlockSave] = []
+        # Blocks kept for a sequence that is not here yet, or waits: how many, and until when.
+        self._kept: dict[str, tuple[int, float]] = {}
+        # Running ones left out of the step planned last, that could have gone on.
+        self._passed_over: list[EngineSequence] = []
+        # The prompt that waits for blocks, as of the last plan.
+        self._short: EngineSequence | None = None
+        self._planned: deque[StepWork] = deque()
+        self._planned_at = 0.0
+        # Nothing could be planned, and nothing has changed since.
+        self._blocked = False
+        self._num_arrived = 0
+        self._num_preemptions = 0
+
+    def reconfigure(self, config: EngineConfig) -> None:
+        """Sets other bounds. Only while idle; what is findable in the pool stays."""
+        self._config = config
+        self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+
+    # ---- looking in -------------------------------------------------------------------------------------------------
 
     @property
-    def is_open(self) -> bool:
-        return self.num_tokens > 0 and self.num_seqs > 0 and not self._out_of_time
+    def idle(self) -> bool:
+        """Whether nothing is here, not even in a planned step."""
+        return not (self._sequences or self._planned)
 
-    def add_decode(self, context: int) -> bool:
-        if not self.is_open:
+    @property
+    def has_work(self) -> bool:
+        """Whether `plan` may find something to do, a planned step is to be settled, blocks are to be copied out, or a sequence is over."""
+        return bool(self._planned or self._yielding or self._saving or self._constrained.failed) or (
+            bool(self._running or self._waiting or self._preempted) and not self._blocked
+        )
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting or self._num_preempted)
+
+    @property
+    def _num_preempted(self) -> int:
+        return len(self._preempted) + sum(save.sequence.state is SequenceState.PREEMPTED for save in self._saving.values())
+
+    def live(self, seq_id: str) -> EngineSequence | None:
+        """Returns the sequence, unless it has ended."""
+        sequence = self._sequences.get(seq_id)
+        return None if sequence is None or sequence.state is SequenceState.ENDED else sequence
+
+    def stats(self, *, steps: int, stalled_s: float) -> EngineStats:
+        """Returns this moment's figures. O(sequences). `steps` were launched; `stalled_s` as EngineStats has it."""
+        states = Counter(sequence.state for sequence in self._sequences.values())
+        decoding = [sequence for sequence in self._running.values() if sequence.decodes]
+        bound = self._max_step_s([sequence for sequence in decoding if sequence.priority.rank < _BATCH])
+        blocks, pool = self._blocks, self._pool
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + self._num_preempted,
+            num_reserved=states[SequenceState.RESERVED],
+            num_held=states[SequenceState.HELD],
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            steps=steps,
+            num_queued_tokens=self._num_queued_tokens(RequestClass.INTERACTIVE),
+            num_queued_batch_tokens=self._num_queued_tokens(RequestClass.BATCH),
+            max_step_s=0.0 if self.curve is None or bound == math.inf else bound,
+            num_context_tokens=sum(len(sequence.tokens) for sequence in decoding),
+            num_preemptions=self._num_preemptions,
+            swapped_bytes=blocks.swap.swapped_bytes,
+            num_queried_tokens=blocks.num_queried_tokens,
+            num_hit_tokens=blocks.num_hit_tokens,
+            num_host_blocks=blocks.tier.num_blocks,
+            num_host_hit_tokens=blocks.num_host_hit_tokens,
+            stalled_s=stalled_s,
+        )
+
+    def _num_queued_tokens(self, least: RequestClass) -> int:
+        """Returns the tokens that are here and not computed, neither found nor saved, but for those that decoding adds: of requests no
+        more urgent than `least`."""
+        waiting = (s for s in chain(self._waiting.values(), self._preempted.values()) if s.request.request_class >= least)
+        running = (s for s in self._running.values() if not s.decodes and s.request.request_class >= least)
+        return sum(len(s.tokens) - s.num_matched for s in waiting) + sum(len(s.tokens) - s.num_computed for s in running)
+
+    # ---- in and out -------------------------------------------------------------------------------------------------
+
+    def submit(self, sequence: EngineSequence, now: float, *, first: bool = False) -> None:
+        """Queues a new WAITING sequence. `first`: before all others of its class, and however many they are. Raises ResourceExhausted,
+        InvalidRequest."""
+        self._check_new(sequence)
+        # An urgent prompt is not refused for batch ones that wait.
+        urgent = sequence.request.request_class < RequestClass.BATCH
+        num_waiting = sum(1 for s in self._waiting.values() if not urgent or s.request.request_class < RequestClass.BATCH)
+        if num_waiting >= self._config.max_waiting and not first:
+            raise ResourceExhausted(f"{num_waiting} prompts are waiting here already; try another worker, or later")
+        self._arrive(sequence)
+        sequence.num_matched = min(self._blocks.num_found(sequence), len(sequence.tokens) - 1)
+        sequence.priority.pause(now)
+        if first:
+            self._waiting = {sequence.seq_id: sequence} | self._waiting
+        else:
+            self._waiting[sequence.seq_id] = sequence
+        self._blocked = False
+
+    def reserve(self, sequence: EngineSequence, now: float) -> Reservation:
+        """Takes in a new RESERVED sequence, with blocks for its tokens. Raises ResourceExhausted, InvalidRequest."""
+        self._check_new(sequence)
+        self._blocked = False  # some may give way
+        self._blocks.reserve(sequence, self._room_for(sequence, now))
+        self._arrive(sequence)
+        return Reservation(seq_id=sequence.seq_id, block_ids=sequence.blocks.tolist(), num_cached_tokens=sequence.num_cached)
+
+    def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool, confirmed: bool) -> None:
+        """Turns RESERVED to RUNNING: the KV of all given tokens is there, `output_ids` come after them. Not `exact`: nothing of the
+        sequence is made findable, now or later; not `confirmed`: not before `confirm`. Raises NotFound, InvalidRequest."""
+        sequence = self.live(seq_id)
+        if sequence is None or sequence.state is not SequenceState.RESERVED:
+            raise NotFound(f"{seq_id} has no reservation here: it was cancelled, or committed before")
+        if not output_ids:
+            raise InvalidRequest(f"output_ids of {seq_id} are empty; commit with the first sampled token at least")
+        if any(sequence.finish_reason(token, sequence.position + i) for i, token in enumerate(output_ids)):
+            raise InvalidRequest(f"output_ids end {seq_id}: nothing is left to decode, cancel the reservation")
+        sequence.num_reported = len(sequence.tokens)
+        sequence.num_computed = sequence.num_planned = len(sequence.tokens) if sequence.num_intact is None else sequence.num_intact
+        if not exact:
+            sequence.hasher = None
+        sequence.confirmed = confirmed
+        self._register(sequence)
+        sequence.tokens.extend(output_ids)
+        self._constrained.advance(sequence, output_ids)
+        self._run(sequence)
+        self._blocked = False
+
+    def confirm(self, seq_id: str) -> None:
+        """Notes that what was committed is what it should be. Of a sequence that has ended meanwhile it says nothing."""
+        sequence = self.live(seq_id)
+        if sequence is not None:
+            sequence.confirmed = True
+            # Else with its next step.
+            if sequence.is_plannable:
+                self._register(sequence)
+
+    def end(self, sequence: EngineSequence) -> None:
+        """Takes a live sequence off its queue and frees its blocks, now or after the steps it is in."""
+        seq_id = sequence.seq_id
+        for queue in (self._running, self._waiting, self._preempted, self._yielding):
+            queue.pop(seq_id, None)
+        self._kept.pop(seq_id, None)
+        sequence.gives_way = False
+        # If it is being copied out, that goes on.
+        self._blocks.forget_saved(sequence)
+        self._constrained.ended(sequence)
+        sequence.state = SequenceState.ENDED
+        self._blocked = False
+        if not sequence.num_steps:
+            self._forget(sequence)
+
+    def _check_new(self, sequence: EngineSequence) -> None:
+        if sequence.seq_id in self._sequences:
+            raise InvalidRequest(f"{sequence.seq_id} is here already; give every attempt of a request an id of its own")
+        num_blocks = self._blocks.num_in_the_end(sequence)
+        if num_blocks > self._pool.num_blocks:
+            raise InvalidRequest(
+                f"the prompt and its answer need up to {num_blocks} KV blocks and this worker has {self._pool.num_blocks} in all; "
+                "shorten the prompt, ask for fewer new tokens (max_tokens), or start the worker with more blocks"
+            )
+
+    def _arrive(self, sequence: EngineSequence) -> None:
+        self._num_arrived += 1
+        sequence.arrival = self._num_arrived
+        self._constrained.add(sequence)
+        self._sequences[sequence.seq_id] = sequence
+
+    def _run(self, sequence: EngineSequence) -> None:
+        sequence.state = SequenceState.RUNNING
+        self._running[sequence.seq_id] = sequence
+
+    def _forget(self, sequence: EngineSequence) -> None:
+        self._blocks.free(sequence)
+        del self._sequences[sequence.seq_id]
+        self._constrained.remove(sequence)
+
+    def _register(self, sequence: EngineSequence) -> None:
+        self._blocks.register(sequence, self._planned[-1].exchanged if self._planned else [])
+
+    # ---- planning ---------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepWork | None:
+        """Returns the next step, or None if nothing can be computed now. What it reads and writes stays untouched until it is settled or
+        failed. `now`: of any one clock, in seconds."""
+        assert len(self._planned) < 2
+        self._planned_at = now
+        active = [
+            sequence
+            for sequence in self._running.values()
+            if not sequence.gives_way and not sequence.loading and not (sequence.num_pending and sequence.ends_in_flight)
+        ]
+        if unready := self._constrained.unready:
+            active = [sequence for sequence in active if sequence not in unready]
+        ready = self._grow(active)
+        if len(ready) < len(active):
+            active = [sequence for sequence in active if sequence.is_plannable]
+        plan = self._plan(active, ready, now)
+        if plan.short is not None and self._preempt_for(plan, plan.short, now):
+            # No sequence that gives way is in this step; what came free at once is for it.
+            active, ready = ([sequence for sequence in some if sequence.is_plannable] for some in (active, ready))
+            plan = self._plan(active, ready, now)
+        if self._kept and not plan.decodes and not plan.prompts:
+            # A device with nothing else to do keeps nothing for others.
+            self._kept.clear()
+            plan = self._plan(active, ready, now)
+        self._short = None if plan.short is None else plan.short.item
+        work = self._work_of(plan, active, now)
+        self._blocked = work is None
+        if work is not None:
+            self._planned.append(work)
+        return work
+
+    def _plan(
+        self, active: Sequence[EngineSequence], ready: Sequence[EngineSequence], now: float, *, unlimited: bool = False
+    ) -> StepPlan[EngineSequence]:
+        """Changes nothing but what BlockManager.match notes. `unlimited`: as if there were blocks enough, for urgent prompts alone."""
+        decodes, batch_decodes, prompts = self._split(ready)
+        bound = self._max_step_s(decodes)
+        limit = None
+        # Without urgent decodes there is none whose gap a long step lengthens.
+        if self.curve is not None and bound < math.inf:
+            limit = StepTimeLimit(curve=self.curve, max_step_s=bound, min_chunk=self._config.min_chunk_tokens)
+        below = self._open_below(active, ready)
+        capacity = batch_capacity = Capacity(0, 0)
+        if below > RequestClass.INTERACTIVE:
+            capacity = Capacity(self._num_seats(_BATCH), self._pool.num_blocks if unlimited else self._num_free(_BATCH, now))
+            if not unlimited:
+                batch_capacity = Capacity(self._num_seats(_ANY_RANK), self._num_free(_ANY_RANK, now))
+        return plan_step(
+            decodes=decodes,
+            batch_decodes=batch_decodes,
+            prompts=prompts,
+            waiting=self._candidates(now, below=below) if capacity.seats > 0 else (),
+            budget=self._config.max_num_batched_tokens,
+            max_seqs=self._max_num_seqs,
+            capacity=capacity,
+            batch_capacity=batch_capacity,
+            num_context=0 if limit is None else sum(len(sequence.tokens) for sequence in decodes),
+            time_limit=limit,
+        )
+
+    def _split(
+        self, ready: Sequence[EngineSequence]
+    ) -> tuple[list[EngineSequence], list[BatchDecode[EngineSequence]], list[RunningPrompt[EngineSequence]]]:
+        """Returns urgent decodes, batch decodes, prompts by rank; each in the order of admission."""
+        decodes: list[EngineSequence] = []
+        batch_decodes: list[BatchDecode[EngineSequence]] = []
+        prompts: list[RunningPrompt[EngineSequence]] = []
+        for sequence in ready:
+            # EngineSequence.decodes, without 256 calls of it a step.
+            num_tokens = len(sequence.tokens) + sequence.num_pending
+            if num_tokens - sequence.num_planned != 1 or num_tokens <= len(sequence.given):
+                prompts.append(RunningPrompt(sequence, sequence.num_remaining, sequence.num_planned, sequence.priority.rank))
+            elif sequence.priority.rank < _BATCH:
+                decodes.append(sequence)
+            else:
+                batch_decodes.append(BatchDecode(sequence, len(sequence.tokens)))
+        prompts.sort(key=lambda prompt: prompt.rank)
+        if len(decodes) > self._max_num_seqs:  # some have risen
+            decodes.sort(key=_entitlement)
+        return decodes, batch_decodes, prompts
+
+    def _max_step_s(self, decodes: Sequence[EngineSequence]) -> float:
+        """Returns how long a step with prompts beside these urgent decodes may take."""
+        if not decodes:
+            return math.inf
+        tpot_s = min((s.request.tpot_s for s in decodes if s.request.tpot_s is not None), default=math.inf)
+        bound = min(self._config.max_step_s or math.inf, _TPOT_SHARE * tpot_s)
+        # A step that takes so long anyway may as well compute what fits: smaller chunks would only make more such steps.
+        return bound if self.curve is None else max(bound, self.curve.mixed_s)
+
+    def _candidates(self, now: float, *, below: int) -> Iterator[WaitingPrompt[EngineSequence]]:
+        """Yields those of ranks below `below`, by rank; of one rank, preempted sequences, then waiting prompts, in the order they came;
+        with what is cached or saved of them now. Lazy: a class waits in the order it came, so its first one has the lowest rank."""
+
+        def place(sequence: EngineSequence) -> tuple[int, bool, int]:
+            return sequence.priority.rank, sequence.state is SequenceState.WAITING, sequence.arrival
+
+        def queue(request_class: RequestClass) -> Iterator[EngineSequence]:
+            for sequence in self._waiting.values():
+                if sequence.request.request_class is request_class:
+                    sequence.priority.wait(now, self._config.ageing_s)
+                    yield sequence
+
+        # A sequence without its mask yet could not sample; it is a moment.
+        preempted = [s for s in self._preempted.values() if s.constraint is None or s.constraint.mask is not None]
+        for sequence in preempted:
+            sequence.priority.wait(now, self._config.ageing_s)
+        for sequence in merge(sorted(preempted, key=place), *map(queue, RequestClass), key=place):
+            if sequence.priority.rank >= below:
+                return
+            cost = self._blocks.match(sequence)
+            num_matched = sequence.num_matched
+            yield WaitingPrompt(sequence, len(sequence.tokens) - num_matched, cost, num_matched, sequence.priority.rank)
+
+    def _work_of(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> StepWork | None:
+        """Carries a plan out: admits, notes what is passed over, and counts what is planned of each sequence."""
+        admitted = [candidate.item for candidate in plan.admitted]
+        copies, loads = self._blocks.admit(admitted)
+        for sequence in admitted:
+            self._kept.pop(sequence.seq_id, None)
+            sequence.priority.serve(now)
+            del (self._preempted if sequence.state is SequenceState.PREEMPTED else self._waiting)[sequence.seq_id]
+            self._run(sequence)
+        self._pass_over(plan, active, now)
+        # Those admitted whose blocks are on their way from the host tier come with a step after that.
+        prompts = [chunk for chunk in plan.prompts if not chunk.item.loading]
+        sequences = [*plan.decodes, *(chunk.item for chunk in prompts)]
+        if not sequences:
+            return None
+        work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts], copies, loads)
+        self._constrained.take_masks(work)
+        return work
+
+    def _pass_over(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> None:
+        """Notes that those that could have gone on and were left out wait, and the others do not."""
+        if not self._passed_over and len(plan.decodes) + len(plan.prompts) - len(plan.admitted) == len(active):
+            return
+        planned = {*plan.decodes, *(chunk.item for chunk in plan.prompts)}
+        for sequence in self._passed_over:
+            if sequence in planned:
+                sequence.priority.serve(now)
+        self._passed_over = [sequence for sequence in active if sequence not in planned]
+        for sequence in self._passed_over:
+            sequence.priority.wait(now, self._config.ageing_s)
+
+    # ---- room for newcomers -----------------------------------------------------------------------------------------
+
+    def _room_for(self, sequence: EngineSequence, now: float) -> list[int]:
+        """Returns a reservation's blocks that were found in the pool, while the others that it needs are free. Raises ResourceExhausted;
+        with `retry_after_s` if batch sequences give way meanwhile, and their blocks are kept for it for a moment."""
+        rank = sequence.priority.rank
+        below = _BATCH if rank < _BATCH else _ANY_RANK
+        if self._num_seats(below) <= 0:
+            raise ResourceExhausted(f"all {self._max_num_seqs} seats are taken; try another worker, or later")
+        if self._most_urgent_leaving <= rank or any(s.priority.rank <= rank for s in self._preempted.values()):
+            raise ResourceExhausted(f"{self._num_preempted or 'some'} sequences wait here for room to go on; try another worker, or later")
+        short = self._short
+        if short is not None and short.state is SequenceState.WAITING and short.priority.rank <= rank:
+            # Else small reservations would take one by one what comes free for it.
+            raise ResourceExhausted("a prompt waits here for KV blocks; try another worker, or later")
+        for may_preempt in (below == _BATCH, False):
+            cached = self._pool.lookup(sequence.block_hashes())
+            room = self._num_free(below, now) - self._pool.num_unowned(cached)
+            missing = self._blocks.num_to_admit(sequence) - len(cached) - room
+            if missing <= 0:
+                self._kept.pop(sequence.seq_id, None)
+                return cached
+            coming = self._num_coming
+            if not may_preempt or not self._preempt_batch(missing - coming, missing - coming):
+                break
+        message = f"{self._blocks.num_now(sequence) - len(cached)} KV blocks are needed and {max(0, room)} are free"
+        if below == _BATCH and missing <= self._num_coming:
+            self._kept[sequence.seq_id] = missing + room, now + _KEPT_S
+            raise ResourceExhausted(f"{message}; batch sequences give way, so try again after a step", retry_after_s=_RETRY_S)
+        raise ResourceExhausted(f"{message}; try another worker, or later")
+
+    def _open_below(self, active: Sequence[EngineSequence], ready: Sequence[EngineSequence]) -> int:
+        """Returns the rank below which any may be admitted: what comes free is for those that run already, and for newcomers more urgent
+        than they."""
+        if not self._waiting and not self._preempted:
+            return 0
+        limit = min(_ANY_RANK, self._most_urgent_leaving)
+        if len(ready) < len(active):
+            limit = min(limit, *(sequence.priority.rank for sequence in {*active}.difference(ready)))
+        return limit
+
+    def _num_seats(self, below: int) -> int:
+        """Returns the seats left for sequences of ranks below this, whichever of the others run."""
+        return self._max_num_seqs - sum(1 for _ in self._seated(below))
+
+    def _num_free(self, below: int, now: float) -> int:
+        """Returns the blocks for newcomers of ranks below this, beside what those of such ranks need that are here. For the batch class,
+        beside what is kept for others too."""
+        wanted = [self._blocks.num_in_the_end(sequence) - len(sequence.blocks) for sequence in self._seated(below)]
+        left = watermark(num_blocks=self._pool.num_blocks, num_growing=sum(x > 0 for x in wanted), num_wanted=sum(wanted))
+        return self._pool.num_available - left - (self._num_kept(now) if below == _ANY_RANK else 0)
+
+    def _seated(self, below: int) -> Iterator[EngineSequence]:
+        for sequence in self._sequences.values():
+            if sequence.state in (SequenceState.RUNNING, SequenceState.RESERVED) and sequence.priority.rank < below:
+                yield sequence
+
+    def _num_kept(self, now: float) -> int:
+        self._kept = {seq_id: kept for seq_id, kept in self._kept.items() if kept[1] > now}
+        return sum(num_blocks for num_blocks, _ in self._kept.values())
+
+    # ---- preemption -------------------------------------------------------------------------------------------------
+
+    def _grow(self, sequences: Sequence[EngineSequence]) -> Sequence[EngineSequence]:
+        """Returns those of the running sequences, in the same order, that own blocks for all their tokens, the one in flight included: they
+        can be planned. The others give way, or wait for the blocks of those that do."""
+        short = [(sequence, need) for sequence in sequences if (need := self._blocks.num_missing(sequence)) > 0]
+        if not short:
+            return sequences
+        if sum(need for _, need in short) <= self._pool.num_available:
+            for sequence, need in short:
+                self._blocks.extend(sequence, need)
+            return sequences
+        stalled: set[str] = set()
+        coming = self._num_coming
+        spoken_for = 0
+        for sequence, need in sorted(short, key=lambda pair: _entitlement(pair[0])):
+            if not sequence.is_plannable:
+                continue
+            while self._pool.num_available + coming - spoken_for < need and (victim := self._last_after(sequence)) is not None:
+                coming += self._give_way(victim)
+            if self._pool.num_available - spoken_for >= need:
+                self._blocks.extend(sequence, need)
+            else:
+                spoken_for += need
+                stalled.add(sequence.seq_id)
+        return [sequence for sequence in sequences if sequence.is_plannable and sequence.seq_id not in stalled]
+
+    def _last_after(self, sequence: EngineSequence) -> EngineSequence | None:
+        """Returns which one gives way to `sequence` next: among those after it the least urgent, and of these the last to have arrived, if
+        possible one that frees blocks. Prompts held for a hand-over are being read by others and never give way."""
+        later = [s for s in self._running.values() if _entitlement(s) > _entitlement(sequence) and not s.hold and s.is_plannable]
+        later.sort(key=_entitlement, reverse=True)
+        return next((s for s in later if self._blocks.num_exclusive(s)), later[0] if later else None)
+
+    def _preempt_for(self, plan: StepPlan[EngineSequence], short: WaitingPrompt[EngineSequence], now: float) -> bool:
+        """Makes batch sequences give way for the urgent prompt that is short of blocks, and for as many after it as would be in this step.
+        False: none did."""
+        if short.rank >= _BATCH:
             return False
-        work = replace(self._work, decodes=self._work.decodes + 1, context=self._work.context + context)
-        if self._pace is not None and self._pace.curve.step_s(work) > self._pace.max_step_s:
-            self._out_of_time = True
+        free = self._num_free(_BATCH, now) + self._num_coming
+        least = sum(candidate.num_blocks for candidate in plan.admitted) + short.num_blocks
+        active = [sequence for sequence in self._running.values() if sequence.is_plannable]
+        wanted = sum(candidate.num_blocks for candidate in self._plan(active, active, now, unlimited=True).admitted)
+        if not self._preempt_batch(least - free, max(least, wanted) - free):
             return False
-        self._add(work, 1)
+        self._kept[short.item.seq_id] = short.num_blocks, now + _KEPT_S
         return True
 
-    def add_prompt(self, num_remaining: int, num_before: int, *, rank: int) -> int:
-        """Of a prompt's tokens, how many are in the step now."""
-        count = min(num_remaining, self.num_tokens)
-        if self._pace is not None and (fits := self._num_in_time(self._pace, num_remaining, num_before)) < num_remaining:
-            self._out_of_time = True
-            least = min(self._pace.min_chunk, num_remaining)
-            if fits < least:
-                if self._work.prompt_tokens or rank >= RequestClass.BATCH:
-                    return 0
-                fits = least
-            count = min(count, fits)
-        self._add(self._with_chunk(count, num_before), count)
-        return count
+    def _preempt_batch(self, least: int, wanted: int) -> bool:
+        """Makes the batch sequences that arrived last give way until `wanted` blocks come free, now or later; none, and False, if all of
+        them together do not free `least`, or nothing is wanted."""
+        batch = [s for s in self._running.values() if s.priority.rank >= _BATCH and not s.hold and s.is_plannable]
+        victims, num_freed = self._blocks.first_to_free(sorted(batch, key=_entitlement, reverse=True), wanted)
+        if num_freed < least:
+            return False
+        for sequence in victims:
+            self._give_way(sequence)
+        return bool(victims)
 
-    def _num_in_time(self, pace: Pace, num_remaining: int, num_before: int) -> int:
-        def seconds(count: int) -> float:
-            return pace.curve.step_s(self._with_chunk(count, num_before))
+    def _give_way(self, sequence: EngineSequence) -> int:
+        """Preempts it now, or when the steps it is in are settled. Returns how many blocks come free later than now."""
+        if not sequence.num_steps:
+            return self._preempt(sequence)
+        sequence.gives_way = True
+        self._yielding[sequence.seq_id] = sequence
+        return self._blocks.num_exclusive(sequence)
 
-        if seconds(num_remaining) <= pace.max_step_s:
-            return num_remaining
-        return bisect_right(range(1, num_remaining), pace.max_step_s, key=seconds)
+    def _preempt(self, sequence: EngineSequence) -> int:
+        """Takes a running sequence that is in no step out of the batch. Returns how many blocks come free later than now."""
+        assert not sequence.num_steps
+        assert not sequence.num_pending
+        del self._running[sequence.seq_id]
+        self._yielding.pop(sequence.seq_id, None)
+        sequence.gives_way = False
+        sequence.state = SequenceState.PREEMPTED
+        self._num_preemptions += 1
+        save = self._blocks.swap.take(sequence)
+        if save is None:
+            self._requeue(sequence)
+            return 0
+        sequence.num_steps += 1
+        self._saving[sequence.seq_id] = save
+        self._to_save.append(save)
+        return self._blocks.num_exclusive(sequence)
 
-    def _with_chunk(self, count: int, num_before: int) -> StepWorkload:
-        pairs = self._work.pairs + chunk_pairs(count, num_before)
-        return replace(self._work, prompt_tokens=self._work.prompt_tokens + count, pairs=pairs)
+    def _requeue(self, sequence: EngineSequence) -> None:
+        """Puts it among those that wait to go on, with no blocks."""
+        self._blocks.free(sequence)
+        sequence.priority.pause(self._planned_at)
+        self._preempted[sequence.seq_id] = sequence
+        self._preempted = dict(sorted(self._preempted.items(), key=lambda item: item[1].arrival))
 
-    def _add(self, work: StepWorkload, num_tokens: int) -> None:
-        self._work = work
-        self.num_tokens -= num_tokens
-        self.num_seqs -= 1
+    def _leaving(self) -> Iterator[EngineSequence]:
+        """Yields those that are about to give blocks back."""
+        return chain(self._yielding.values(), (save.sequence for save in self._saving.values()))
 
+    @property
+    def _most_urgent_leaving(self) -> int:
+        """No newcomer is let in meanwhile that is not more urgent than this rank."""
+        return min((sequence.priority.rank for sequence in self._leaving()), default=len(RequestClass))
 
-class _Queue(Generic[T]):
-    """Running and waiting prompts, merged by rank; on a tie the running ones first."""
+    @property
+    def _num_coming(self) -> int:
+        """Blocks that are about to be given back."""
+        return sum(self._blocks.num_exclusive(sequence) for sequence in self._leaving())
 
-    def __init__(self, prompts: Sequence[Running[T]], waiting: Iterable[Waiting[T]]) -> None:
-        self.short: Waiting[T] | None = None
-        self._prompts = iter(prompts)
-        self._running = next(self._prompts, None)
-        self._waiting: Iterator[Waiting[T]] = iter(waiting)
-        self._candidate: Waiting[T] | None = None
-        self._num_blocks = 0
-        # Nobody is admitted any more.
-        self._ended = False
+    # ---- what others have done --------------------------------------------------------------------------------------
 
-    def fill(self, step: _Step, chunks: list[Chunk[T]], admitted: list[Waiting[T]], *, below: int, room: Room) -> None:
-        """Puts prompts of ranks under `below` in the step while it is open."""
-        while step.is_open:
-            running, candidate = self._running, None
-            if len(admitted) < room.seats and (running is None or running.rank > RequestClass.INTERACTIVE):
-                candidate = self._peek()
-            if running is not None and running.rank < below and (candidate is None or running.rank <= candidate.rank):
-                count = step.add_prompt(running.num_remaining, running.num_before, rank=running.rank)
-                if count:
-                    chunks.append(Chunk(running.item, count))
-                    self._running = next(self._prompts, None)
+    def take_saves(self) -> list[BlockSave]:
+        """Returns what is to be copied out now; then comes `saved` for each."""
+        taken, self._to_save = self._to_save, []
+        return taken
+
+    def saved(self, save: BlockSave, *, ok: bool) -> None:
+        """Notes that the blocks are copied out. Not `ok`: they are not, and are computed again."""
+        sequence = save.sequence
+        ended = sequence.state is SequenceState.ENDED
+        del self._saving[sequence.seq_id]
+        sequence.num_steps -= 1
+        sequence.saved = save.saved
+        if not ok or ended:
+            self._blocks.forget_saved(sequence)
+        self._blocked = False
+        if ended:
+            self._forget(sequence)
+        else:
+            self._requeue(sequence)
+
+    def loaded(self, load: HostLoad, *, ok: bool) -> None:
+        """Notes that what the host tier was asked for is in the sequence's blocks. Not `ok`: it is not, and is computed."""
+        self._blocks.loaded(load, ok=ok)
+        self._blocked = False
+        if load.sequence.state is SequenceState.ENDED:
+            self._forget(load.sequence)
+        elif load.sequence.state is SequenceState.RUNNING:
+            self._register(load.sequence)
+
+    def advanced(self, sequences: Sequence[EngineSequence], results: Sequence[Advanced]) -> None:
+        """Takes the masks of constrained sequences, or why there are none."""
+        self._blocked = False
+        self._constrained.advanced(sequences, results, self.end)
+
+    # ---- settling ---------------------------------------------------------------------------------------------------
+
+    def settle(self, work: StepWork, sampled: Sampled) -> StepResult:
+        """Ends the step planned first, which ran: counts what was computed, makes full blocks findable, appends tokens, frees what
+        ended."""
+        self._take_off(work)
+        tokens: list[TokenOutput] = []
+        progress: list[PrefillProgress] = []
+        failures: list[SequenceFailure] = []
+        exchanged = self._planned[-1].exchanged if self._planned else []
+        row = -1
+        for sequence, count, complete in zip(work.sequences, work.num_tokens, work.sampled, strict=True):
+            row += complete
+            sequence.num_steps -= 1
+            sequence.num_pending -= complete
+            if sequence.state is SequenceState.ENDED:
+                if not sequence.num_steps:
+                    self._forget(sequence)
                 continue
-            if candidate is None or candidate.rank >= below:
-                return
-            if self._num_blocks + candidate.num_blocks > room.blocks:
-                self.short, self._ended = candidate, True
+            if complete and sampled.token_ids[row] < 0:
+                failures.append(self._fail_row(sequence))
                 continue
-            count = step.add_prompt(candidate.num_uncached, candidate.num_before, rank=candidate.rank)
-            if count:
-                self._num_blocks += candidate.num_blocks
-                self._candidate = None
-                admitted.append(candidate)
-                chunks.append(Chunk(candidate.item, count))
+            sequence.num_computed += count
+            self._blocks.register(sequence, exchanged)
+            # After a preemption, what was reported before is not reported again.
+            if (num_given := min(sequence.num_computed, len(sequence.given))) > sequence.num_reported:
+                progress.append(
+                    PrefillProgress(
+                        seq_id=sequence.seq_id,
+                        num_computed_tokens=num_given,
+                        num_cached_tokens=sequence.num_cached,
+                        first_scheduled=not sequence.num_reported,
+                    )
+                )
+                sequence.num_reported = num_given
+            if complete:
+                tokens.append(self._append(sequence, sampled, row))
+            if sequence.gives_way and not sequence.num_steps:
+                self._preempt(sequence)
+        if work.masks:
+            self._constrained.follow(work)
+        return StepResult(tokens=tokens, progress=progress, failures=failures)
 
-    def _peek(self) -> Waiting[T] | None:
-        if self._ended:
-            return None
-        if self._candidate is None:
-            self._candidate = next(self._waiting, None)
-            self._ended = self._candidate is None
-        return self._candidate
+    def fail(self, work: StepWork, message: str) -> StepResult:
+        """Ends the step planned first, which did not run to its end: all its sequences are over."""
+        self._take_off(work)
+        failures = []
+        for sequence in work.sequences:
+            sequence.num_steps -= 1
+            if sequence.state is not SequenceState.ENDED:
+                failures.append(SequenceFailure(seq_id=sequence.seq_id, message=message))
+                self.end(sequence)
+            elif not sequence.num_steps:
+                self._forget(sequence)
+        return StepResult(failures=failures)
+
+    def _take_off(self, work: StepWork) -> None:
+        assert self._planned[0] is work
+        self._planned.popleft()
+        self._blocks.step_over(work)
+        self._blocked = False
+
+    def _fail_row(self, sequence: EngineSequence) -> SequenceFailure:
+        """Ends a sequence whose row has no token. Its KV is likely not finite either: it is kept from others."""
+        self._blocks.withdraw(sequence)
+        self.end(sequence)
+        return SequenceFailure(seq_id=sequence.seq_id, message=no_token_message(sequence.position), kind=FailureKind.NO_TOKEN)
+
+    def _append(self, sequence: EngineSequence, sampled: Sampled, row: int) -> TokenOutput:
+        """Adds a sampled token to its sequence, which goes on, is held, or has ended."""
+        token_id, position = int(sampled.token_ids[row]), sequence.position
+        reason = sequence.finish_reason(token_id, position)
+        sequence.tokens.append(token_id)
+        if sequence.hold:
+            del self._running[sequence.seq_id]
+            sequence.state = SequenceState.HELD
+        elif reason is not None:
+            self.end(sequence)
+        return TokenOutput(
+            seq_id=sequence.seq_id,
+            token_id=token_id,
+            position=position,
+            logprob=sampled.logprobs[row],
+            top_logprobs=sampled.top_logprobs[row],
+            finish_reason=reason,
+        )
+
+    # ---- proof ------------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises InternalError if pool, queues and counts disagree."""
+        sequences = self._sequences.values()
+        used = [[*(copy.source for copy in work.copies), *work.exchanged] for work in self._planned]
+        self._pool.check_integrity([*(sequence.blocks for sequence in sequences), *used])
+        self._blocks.tier.check_integrity([sequence for sequence in sequences if sequence.loading])
+        for sequence in sequences:
+            num_uses = sum(sequence in work.sequences for work in self._planned) + sequence.loading
+            num_uses += sequence.seq_id in self._saving
+            if sequence.num_steps != num_uses:
+                raise InternalError(f"{sequence.seq_id} counts {sequence.num_steps} uses and has {num_uses}")
+            if sequence.state is SequenceState.ENDED and not num_uses:
+                raise InternalError(f"{sequence.seq_id} has ended, is in no step and still owns blocks")
+        saved = [sequence.saved for sequence in sequences if sequence.saved is not None]
+        saved += [save.saved for save in self._saving.values()]
+        saved += [load.saved for work in self._planned for load in work.loads]
+        self._blocks.swap.check_integrity(saved)
+        counted = Counter(sequence.state for sequence in sequences)
+        listed = {
+            SequenceState.WAITING: len(self._waiting),
+            SequenceState.RUNNING: len(self._running),
+            SequenceState.PREEMPTED: self._num_preempted,
+        }
+        for state, count in listed.items():
+            if counted[state] != count:
+                raise InternalError(f"{counted[state]} sequences are {state.value} and {count} are listed so")

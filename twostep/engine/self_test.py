@@ -3,7 +3,7 @@
     a row has no token ─▶ its failure is kept back ─▶ the next steps compute the probes too ─┬─ one has a token: the request's fault
                                                                                             └─ none has: the worker is sick
 
-The probes are prompts of one token each, from different parts of the vocabulary, which no client chooses. So whatever anybody sends, and
+The probes are prompts of one token each, from different parts of the vocabulary, which no client chooses. So whatever clients send, and
 however often, a worker whose model computes anything at all passes; only what all prompts share (layers, output head, device) fails all
 of them. A count of failed requests would let one client end workers, or would have to know which requests are related.
 """
@@ -29,12 +29,12 @@ SICK = "the model gives no token for any prompt, not even for the worker's own p
 
 
 def probe_tokens(vocab_size: int) -> Sequence[int]:
-    """The one token of each probe."""
+    """Returns the one token of each probe."""
     return sorted({vocab_size * (2 * i + 1) // (2 * _NUM_PROBES) for i in range(_NUM_PROBES)})
 
 
 def gives_tokens(runner: Runner) -> bool:
-    """Whether the model has a token after any probe. Computed at once, in blocks that nobody owns yet."""
+    """Returns whether the model has a token after any probe. Computed at once, in blocks that have no owner yet."""
     shape = runner.kv_shape
     tokens = probe_tokens(runner.vocab_size)[: shape.num_blocks]
     count = len(tokens)
@@ -57,7 +57,7 @@ class SelfTest:
     """Not thread-safe: the engine's lock guards it."""
 
     def __init__(self, vocab_size: int) -> None:
-        # Requests' names end in the number of an attempt, so that these are nobody else's.
+        # Requests' names end in the number of an attempt, so that these are no request's.
         self._probes = {f"self-test {token}": token for token in probe_tokens(vocab_size)}
         self._running: set[str] = set()
         # Of the probes that have ended: some had a token; some were in a step that failed, which says nothing of them.
@@ -67,7 +67,7 @@ class SelfTest:
         self.sick = False
 
     def settle(self, result: StepResult) -> tuple[StepResult, Sequence[EngineRequest]]:
-        """What a step came to, as others are to be told, and the probes that are to be computed from now on."""
+        """Returns what a step came to, as it is to be reported, and the probes that are to be computed from now on."""
         if not self._running and not result.failures:
             return result, ()
         failures = [failure for failure in result.failures if failure.seq_id not in self._running]
@@ -89,14 +89,14 @@ class SelfTest:
         return replace(others, failures=failures), probes
 
     def forget(self, seq_id: str) -> bool:
-        """Nobody wants to know of it any more. False: it is not kept back."""
+        """Drops a failure that is kept back, as its request is cancelled. False: there is none."""
         kept = [failure for failure in self._suspects if failure.seq_id != seq_id]
         found = len(kept) < len(self._suspects)
         self._suspects = kept
         return found
 
     def _take(self, result: StepResult) -> None:
-        """The probes that have ended in this step."""
+        """Notes the probes that have ended in this step."""
         tokens = {token.seq_id for token in result.tokens} & self._running
         failed = {failure.seq_id: failure.kind for failure in result.failures if failure.seq_id in self._running}
         self._passed = self._passed or bool(tokens)
@@ -105,7 +105,7 @@ class SelfTest:
         self.sick = self.sick or not (self._running or self._passed or self._unknown)
 
     def _judged(self) -> Sequence[SequenceFailure]:
-        """What was kept back, as it turned out."""
+        """Returns what was kept back, as it turned out."""
         suspects, self._suspects = self._suspects, []
         if self.sick:
             return [replace(failure, message=SICK, kind=FailureKind.STEP) for failure in suspects]

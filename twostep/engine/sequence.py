@@ -9,9 +9,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.ageing import Patience
-from twostep.engine.constraint import Constraint
-from twostep.engine.preemption import SavedBlocks
+from twostep.engine.grammar import Constraint
 from twostep.engine.types import EngineRequest, FinishReason
 from twostep.errors import ContextExceeded, InvalidRequest
 from twostep.prefix import PrefixHasher, token_bytes
@@ -24,6 +22,49 @@ class SequenceState(Enum):
     PREEMPTED = "preempted"  # gave way to others; owns nothing, or its blocks until they are copied out
     HELD = "held"  # prompt computed, owns its blocks, out of the batch
     ENDED = "ended"  # over; owns its blocks until the last step it is in is settled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedBlocks:
+    """The KV of a sequence's first `num_tokens` tokens, in rows of host memory (host_memory.py), in the sequence's order."""
+
+    rows: Sequence[int]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Priority:
+    """How urgent a sequence is, so that no class starves another for good. Times in seconds, on any one clock.
+
+        rank = class - whole spans of `ageing_s` that it has waited, in sum         0 interactive, 1 standard, 2 batch
+
+    Waiting is time in which it could have gone on and was passed over: in the queue, after giving way, or running and left out of a step.
+    Time in which it is served does not count, so an unhindered batch sequence stays one; and what it has waited is never taken back, so a
+    sequence that is pushed out again and again ends up among the most urgent, where who came first goes first. After 2 * ageing_s of
+    waiting, then, no later one is preferred to it. (Ageing, as in any priority scheduler: Silberschatz et al., Operating system concepts.)
+    """
+
+    request_class: int
+    rank: int
+    waited_s: float = 0.0
+    since: float | None = None
+
+    def pause(self, now: float) -> None:
+        """Notes that it is passed over from now on, if it was not before."""
+        if self.since is None:
+            self.since = now
+
+    def wait(self, now: float, ageing_s: float) -> None:
+        """Brings the rank of a sequence that is passed over still up to date."""
+        self.pause(now)
+        assert self.since is not None
+        self.rank = max(0, self.request_class - int((self.waited_s + now - self.since) / ageing_s))
+
+    def serve(self, now: float) -> None:
+        """Notes that it goes on."""
+        if self.since is not None:
+            self.waited_s += now - self.since
+            self.since = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -46,7 +87,7 @@ class EngineSequence:
     stop_ids: frozenset[int]
     # Longest the sequence can get, sampled tokens included.
     max_len: int
-    # None: its blocks are nobody else's, without a prefix key or because their KV is not what would have been computed here.
+    # None: its blocks are not shared, without a prefix key or because their KV is not what would have been computed here.
     hasher: PrefixHasher | None
     # int32, in order: for all its tokens, more are taken as it grows.
     blocks: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
@@ -66,14 +107,13 @@ class EngineSequence:
     num_registered: int = 0  # blocks
     # Its blocks are handed over while steps still write them: they are not exchanged for others of the same prefix.
     leaves_early: bool = False
-    # False: its KV may yet turn out to be another's; nobody else may use it.
+    # False: its KV may yet turn out to be another's; no other sequence may use it.
     confirmed: bool = True
     # Given tokens whose KV was reported to be there.
     num_reported: int = 0
-    # Place in the order of arrival: of those equally urgent, who came later gives way.
+    # Place in the order of arrival: of those equally urgent, the one that came later gives way.
     arrival: int = 0
-    # How urgent it is.
-    patience: Patience
+    priority: Priority
     # What its tokens are held to; None: to nothing.
     constraint: Constraint | None = None
     gives_way: bool = False
@@ -121,7 +161,7 @@ class EngineSequence:
         return len(self.given) if self.hold else max(len(self.given), self.max_len - 1)
 
     def finish_reason(self, token_id: int, position: int) -> FinishReason | None:
-        """Whether a token sampled at `position` is the last one."""
+        """Returns why a token sampled at `position` is the last one; None: it is not."""
         if token_id in self.stop_ids and (position >= self.request.sampling.min_tokens or self.constraint is not None):
             return FinishReason.STOP
         if self.request.num_prompt_tokens + position + 1 >= self.max_len:
@@ -129,7 +169,7 @@ class EngineSequence:
         return None
 
     def block_hashes(self) -> list[bytes]:
-        """Hashes of all blocks that `tokens` fill; none without a prefix key."""
+        """Returns the hashes of all blocks that `tokens` fill; none without a prefix key."""
         if self.hasher is None:
             return []
         if self.hasher.num_tokens < len(self.tokens):
@@ -181,6 +221,6 @@ def make_sequence(
         stop_ids=stop_ids,
         max_len=min(request.num_prompt_tokens + params.max_tokens, max_model_len),
         hasher=hasher,
-        patience=Patience(request.request_class, request.request_class),
+        priority=Priority(request.request_class, request.request_class),
         constraint=constraint,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from twostep.engine.engine import Engine
-from twostep.engine.layer_progress import MarkedStep
+from twostep.engine.step_launcher import MarkedStep
 from twostep.engine.types import FailureKind, LayerProgress, StepOutput
 from twostep.errors import InternalError
 

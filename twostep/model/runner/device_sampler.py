@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostep.engine.batch import Batch, SamplingRow
-from twostep.engine.token_masks import TokenMasks, num_words
+from twostep.engine.batch import Batch, SamplingRow, TokenMasks, num_words
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.triton_mask import mask_rows
 from twostep.model.kernels.triton_sample import PROMPT_BIT, sample_rows

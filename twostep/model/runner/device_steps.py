@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from twostep.engine.batch import Batch, Sampled, SamplingRow
-from twostep.engine.types import TopLogprob
+from twostep.engine.batch import Batch, Sampled, SamplingRow, TopLogprob
 from twostep.errors import InternalError
 from twostep.model.families.decoder import Decoder
 from twostep.model.kernels.triton_ops import TritonOps

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from twostep.engine.batch import SamplingRow
-from twostep.engine.token_masks import TokenMasks
+from twostep.engine.batch import SamplingRow, TokenMasks
 
 
 def adjust(logits: torch.Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> torch.Tensor:

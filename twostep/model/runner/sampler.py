@@ -14,9 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from twostep.engine.batch import NO_TOKEN, Sampled, SamplingRow
-from twostep.engine.token_masks import TokenMasks
-from twostep.engine.types import TopLogprob
+from twostep.engine.batch import NO_TOKEN, Sampled, SamplingRow, TokenMasks, TopLogprob
 from twostep.model.runner.noise import uniform
 from twostep.model.runner.penalties import adjust
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.scheduler import Filler, Pace, Room, Running, StepPlan, Waiting, plan_step
+from twostep.engine.step_plan import BatchDecode, Capacity, RunningPrompt, StepPlan, StepTimeLimit, WaitingPrompt, plan_step
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
@@ -25,11 +24,11 @@ def named(plan: StepPlan[str]) -> list[tuple[str, int]]:
 def test_decodes_first_then_prompts_in_order_split_and_fused() -> None:
     plan = plan_step(
         decodes=["d0", "d1"],
-        prompts=[Running("a", 40)],
-        waiting=[Waiting("b", 12, 1), Waiting("c", 100, 9), Waiting("d", 1, 1)],
+        prompts=[RunningPrompt("a", 40)],
+        waiting=[WaitingPrompt("b", 12, 1), WaitingPrompt("c", 100, 9), WaitingPrompt("d", 1, 1)],
         budget=64,
         max_seqs=64,
-        room=Room(9, 99),
+        capacity=Capacity(9, 99),
     )
     assert named(plan) == [("d0", 1), ("d1", 1), ("a", 40), ("b", 12), ("c", 10)]
     assert [candidate.item for candidate in plan.admitted] == ["b", "c"]
@@ -39,12 +38,12 @@ def test_decodes_first_then_prompts_in_order_split_and_fused() -> None:
 def test_classes_in_order_and_batch_work_in_the_gaps() -> None:
     plan = plan_step(
         decodes=["d"],
-        fillers=[Filler("fd0", 9), Filler("fd1", 9)],
-        prompts=[Running("s0", 10), Running("f0", 5, rank=BATCH)],
-        waiting=[Waiting("i1", 10, 1, rank=INTERACTIVE), Waiting("s1", 10, 1), Waiting("f1", 50, 1, rank=BATCH)],
+        batch_decodes=[BatchDecode("fd0", 9), BatchDecode("fd1", 9)],
+        prompts=[RunningPrompt("s0", 10), RunningPrompt("f0", 5, rank=BATCH)],
+        waiting=[WaitingPrompt("i1", 10, 1, rank=INTERACTIVE), WaitingPrompt("s1", 10, 1), WaitingPrompt("f1", 50, 1, rank=BATCH)],
         budget=40,
         max_seqs=64,
-        room=Room(9, 99),
+        capacity=Capacity(9, 99),
     )
     assert named(plan) == [("d", 1), ("fd0", 1), ("fd1", 1), ("i1", 10), ("s0", 10), ("s1", 10), ("f0", 5), ("f1", 2)]
 
@@ -52,45 +51,51 @@ def test_classes_in_order_and_batch_work_in_the_gaps() -> None:
 def test_batch_work_gives_way_within_the_step() -> None:
     plan = plan_step(
         decodes=["d"],
-        fillers=[Filler("fd", 9)],
-        prompts=[Running("f0", 100, rank=BATCH)],
-        waiting=[Waiting("s1", 500, 1)],
+        batch_decodes=[BatchDecode("fd", 9)],
+        prompts=[RunningPrompt("f0", 100, rank=BATCH)],
+        waiting=[WaitingPrompt("s1", 500, 1)],
         budget=40,
         max_seqs=64,
-        room=Room(9, 99),
+        capacity=Capacity(9, 99),
     )
     assert named(plan) == [("d", 1), ("s1", 39)]
 
 
 def test_the_first_that_does_not_fit_ends_admission_and_is_named() -> None:
-    waiting = [Waiting("a", 5, 3), Waiting("b", 5, 8), Waiting("c", 5, 1), Waiting("f", 5, 1, rank=BATCH)]
-    plan = plan_step(decodes=[], prompts=[], waiting=waiting, budget=64, max_seqs=64, room=Room(9, 10))
+    waiting = [WaitingPrompt("a", 5, 3), WaitingPrompt("b", 5, 8), WaitingPrompt("c", 5, 1), WaitingPrompt("f", 5, 1, rank=BATCH)]
+    plan = plan_step(decodes=[], prompts=[], waiting=waiting, budget=64, max_seqs=64, capacity=Capacity(9, 10))
     assert named(plan) == [("a", 5)], "neither c nor f may overtake b"
     assert plan.short == waiting[1]
 
 
 def test_what_urgent_prompts_take_is_not_there_for_batch_ones() -> None:
-    waiting = [Waiting("s", 5, 3), Waiting("f", 5, 3, rank=BATCH), Waiting("g", 5, 3, rank=BATCH)]
-    plan = plan_step(decodes=[], prompts=[], waiting=waiting, budget=64, max_seqs=64, room=Room(9, 10), gap_room=Room(9, 8))
+    waiting = [WaitingPrompt("s", 5, 3), WaitingPrompt("f", 5, 3, rank=BATCH), WaitingPrompt("g", 5, 3, rank=BATCH)]
+    plan = plan_step(
+        decodes=[], prompts=[], waiting=waiting, budget=64, max_seqs=64, capacity=Capacity(9, 10), batch_capacity=Capacity(9, 8)
+    )
     assert named(plan) == [("s", 5), ("f", 5)]
-    plan = plan_step(decodes=[], prompts=[], waiting=waiting, budget=64, max_seqs=64, room=Room(9, 10), gap_room=Room(1, 99))
+    plan = plan_step(
+        decodes=[], prompts=[], waiting=waiting, budget=64, max_seqs=64, capacity=Capacity(9, 10), batch_capacity=Capacity(1, 99)
+    )
     assert named(plan) == [("s", 5)]
 
 
 def test_waiting_is_read_only_as_far_as_needed() -> None:
     read: list[int] = []
 
-    def waiting() -> Iterator[Waiting[int]]:
+    def waiting() -> Iterator[WaitingPrompt[int]]:
         for i in range(100):
             read.append(i)
-            yield Waiting(i, 10, 1)
+            yield WaitingPrompt(i, 10, 1)
 
-    plan_step(decodes=[], prompts=[], waiting=waiting(), budget=20, max_seqs=64, room=Room(9, 99))
+    plan_step(decodes=[], prompts=[], waiting=waiting(), budget=20, max_seqs=64, capacity=Capacity(9, 99))
     assert read == [0, 1]
-    plan_step(decodes=[0], prompts=[], waiting=waiting(), budget=1, max_seqs=64, room=Room(9, 99))
-    plan_step(decodes=[0], prompts=[], waiting=waiting(), budget=9, max_seqs=64, room=Room(0, 99))
-    plan_step(decodes=[0], prompts=[], waiting=waiting(), budget=9, max_seqs=1, room=Room(9, 99))
-    plan_step(decodes=[], prompts=[Running(0, 9, rank=INTERACTIVE)], waiting=waiting(), budget=9, max_seqs=9, room=Room(9, 99))
+    plan_step(decodes=[0], prompts=[], waiting=waiting(), budget=1, max_seqs=64, capacity=Capacity(9, 99))
+    plan_step(decodes=[0], prompts=[], waiting=waiting(), budget=9, max_seqs=64, capacity=Capacity(0, 99))
+    plan_step(decodes=[0], prompts=[], waiting=waiting(), budget=9, max_seqs=1, capacity=Capacity(9, 99))
+    plan_step(
+        decodes=[], prompts=[RunningPrompt(0, 9, rank=INTERACTIVE)], waiting=waiting(), budget=9, max_seqs=9, capacity=Capacity(9, 99)
+    )
     assert read == [0, 1]
 
 
@@ -100,13 +105,13 @@ def test_waiting_is_read_only_as_far_as_needed() -> None:
 @dataclass(frozen=True)
 class Case:
     num_decodes: int
-    fillers: list[int]  # contexts
+    batch_decodes: list[int]  # contexts
     prompts: list[tuple[int, int, int]]  # rank, remaining, before
     waiting: list[tuple[int, int, int]]  # rank, uncached, blocks
     budget: int
     max_seqs: int
-    room: Room
-    gap_room: Room
+    capacity: Capacity
+    batch_capacity: Capacity
     num_context: int
     max_step_s: float | None
     min_chunk: int
@@ -114,20 +119,22 @@ class Case:
     def plan(self) -> StepPlan[str]:
         return plan_step(
             decodes=[f"d{i}" for i in range(self.num_decodes)],
-            fillers=[Filler(f"f{i}", context) for i, context in enumerate(self.fillers)],
-            prompts=[Running(f"p{i}", n, before, rank) for i, (rank, n, before) in enumerate(self.prompts)],
-            waiting=[Waiting(f"w{i}", n, blocks, 0, rank) for i, (rank, n, blocks) in enumerate(self.waiting)],
+            batch_decodes=[BatchDecode(f"f{i}", context) for i, context in enumerate(self.batch_decodes)],
+            prompts=[RunningPrompt(f"p{i}", n, before, rank) for i, (rank, n, before) in enumerate(self.prompts)],
+            waiting=[WaitingPrompt(f"w{i}", n, blocks, 0, rank) for i, (rank, n, blocks) in enumerate(self.waiting)],
             budget=self.budget,
             max_seqs=self.max_seqs,
-            room=self.room,
-            gap_room=self.gap_room,
+            capacity=self.capacity,
+            batch_capacity=self.batch_capacity,
             num_context=self.num_context,
-            pace=None if self.max_step_s is None else Pace(curve=CURVE, max_step_s=self.max_step_s, min_chunk=self.min_chunk),
+            time_limit=None
+            if self.max_step_s is None
+            else StepTimeLimit(curve=CURVE, max_step_s=self.max_step_s, min_chunk=self.min_chunk),
         )
 
     @property
     def ranks(self) -> dict[str, int]:
-        ranks = {f"p{i}": rank for i, (rank, _, _) in enumerate(self.prompts)} | {f"f{i}": BATCH for i in range(len(self.fillers))}
+        ranks = {f"p{i}": rank for i, (rank, _, _) in enumerate(self.prompts)} | {f"f{i}": BATCH for i in range(len(self.batch_decodes))}
         return ranks | {f"w{i}": rank for i, (rank, _, _) in enumerate(self.waiting)} | {f"d{i}": -1 for i in range(self.num_decodes)}
 
     @property
@@ -140,7 +147,7 @@ class Case:
             prompt_tokens=sum(chunk.num_tokens for chunk in plan.prompts),
             pairs=sum(chunk_pairs(chunk.num_tokens, before.get(chunk.item, 0)) for chunk in plan.prompts),
             decodes=len(plan.decodes),
-            context=self.num_context + sum(self.fillers[int(item[1:])] for item in plan.decodes if item[0] == "f"),
+            context=self.num_context + sum(self.batch_decodes[int(item[1:])] for item in plan.decodes if item[0] == "f"),
         )
 
 
@@ -150,15 +157,15 @@ def cases(draw: st.DrawFn, *, paced: bool | None = None) -> Case:
     paced = draw(st.booleans()) if paced is None else paced
     return Case(
         num_decodes=draw(st.integers(0, 12)),
-        fillers=draw(st.lists(st.integers(1, 300), max_size=6)),
+        batch_decodes=draw(st.lists(st.integers(1, 300), max_size=6)),
         prompts=sorted(
             draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(0, 200)), max_size=6)), key=lambda p: p[0]
         ),
         waiting=sorted(draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(0, 9)), max_size=8)), key=lambda w: w[0]),
         budget=draw(st.integers(1, 120)),
         max_seqs=draw(st.integers(1, 30)),
-        room=Room(rooms[0][1], rooms[1][1]),
-        gap_room=Room(rooms[0][0], rooms[1][0]),
+        capacity=Capacity(rooms[0][1], rooms[1][1]),
+        batch_capacity=Capacity(rooms[0][0], rooms[1][0]),
         num_context=draw(st.integers(0, 3000)),
         max_step_s=draw(st.floats(1e-3, 9e-3)) if paced else None,
         min_chunk=draw(st.sampled_from([1, 4, 32])),
@@ -171,11 +178,11 @@ def test_a_step_keeps_to_its_bounds(case: Case) -> None:
     chunks = named(plan)
     assert sum(count for _, count in chunks) <= case.budget
     assert len(chunks) <= case.max_seqs
-    assert len({item for item, _ in chunks}) == len(chunks), "nobody twice"
+    assert len({item for item, _ in chunks}) == len(chunks), "none twice"
     assert all(1 <= count <= case.sizes[item] for item, count in chunks[len(plan.decodes) :])
     assert [item for item in plan.decodes if item[0] == "d"] == [f"d{i}" for i in range(min(case.num_decodes, case.budget, case.max_seqs))]
     blocks = {f"w{i}": n for i, (_, _, n) in enumerate(case.waiting)}
-    for below, room in ((BATCH, case.room), (BATCH + 1, case.gap_room)):
+    for below, room in ((BATCH, case.capacity), (BATCH + 1, case.batch_capacity)):
         admitted = [candidate for candidate in plan.admitted if candidate.rank < below]
         if below == BATCH or len(admitted) > sum(candidate.rank < BATCH for candidate in plan.admitted):
             assert len(admitted) <= room.seats
@@ -205,11 +212,11 @@ def test_the_whole_budget_is_used_while_there_is_work_that_fits(case: Case) -> N
     assert all(chunk.num_tokens == case.sizes[chunk.item] for chunk in plan.prompts)
     served = {item for item, _ in chunks}
     assert {f"d{i}" for i in range(case.num_decodes)} <= served
-    assert {f"f{i}" for i in range(len(case.fillers))} <= served
+    assert {f"f{i}" for i in range(len(case.batch_decodes))} <= served
     assert {f"p{i}" for i in range(len(case.prompts))} <= served
     if len(plan.admitted) < len(case.waiting):
         rank, _, num_blocks = case.waiting[len(plan.admitted)]
-        room = case.room if rank < BATCH else case.gap_room
+        room = case.capacity if rank < BATCH else case.batch_capacity
         taken = sum(candidate.num_blocks for candidate in plan.admitted)
         assert len(plan.admitted) >= room.seats or taken + num_blocks > room.blocks
 
@@ -217,7 +224,9 @@ def test_the_whole_budget_is_used_while_there_is_work_that_fits(case: Case) -> N
 @given(cases())
 def test_batch_work_gets_only_what_the_others_leave(case: Case) -> None:
     """Of the urgent work, a step has the same with batch work and without."""
-    alone = replace(case, fillers=[], prompts=[p for p in case.prompts if p[0] < BATCH], waiting=[w for w in case.waiting if w[0] < BATCH])
+    alone = replace(
+        case, batch_decodes=[], prompts=[p for p in case.prompts if p[0] < BATCH], waiting=[w for w in case.waiting if w[0] < BATCH]
+    )
     urgent = [(item, count) for item, count in named(case.plan()) if case.ranks[item] < BATCH]
     assert urgent == named(alone.plan())
 
@@ -281,15 +290,15 @@ def test_every_prompt_ends_and_in_order(requests: list[tuple[int, int, RequestCl
         urgent = [i for i in decodes if requests[i][2] < BATCH]
         plan = plan_step(
             decodes=urgent,
-            fillers=[Filler(i, 50) for i in decodes if requests[i][2] == BATCH],
-            prompts=sorted((Running(i, n, 0, requests[i][2]) for i, n in prompts.items()), key=lambda p: p.rank),
-            waiting=[Waiting(i, requests[i][0], 0, 0, requests[i][2]) for i in waiting],
+            batch_decodes=[BatchDecode(i, 50) for i in decodes if requests[i][2] == BATCH],
+            prompts=sorted((RunningPrompt(i, n, 0, requests[i][2]) for i, n in prompts.items()), key=lambda p: p.rank),
+            waiting=[WaitingPrompt(i, requests[i][0], 0, 0, requests[i][2]) for i in waiting],
             budget=budget,
             max_seqs=max_seqs,
-            room=Room(max_seqs - sum(requests[i][2] < BATCH for i in running), 0),
-            gap_room=Room(max_seqs - len(running), 0),
+            capacity=Capacity(max_seqs - sum(requests[i][2] < BATCH for i in running), 0),
+            batch_capacity=Capacity(max_seqs - len(running), 0),
             num_context=50 * len(urgent),
-            pace=Pace(curve=CURVE, max_step_s=5.1e-3, min_chunk=4) if paced and urgent else None,
+            time_limit=StepTimeLimit(curve=CURVE, max_step_s=5.1e-3, min_chunk=4) if paced and urgent else None,
         )
         assert list(plan.decodes[: len(urgent)]) == urgent, "no urgent decode misses a step"
         assert plan.decodes or plan.prompts, "no step is empty while there is work"
@@ -313,19 +322,3 @@ def test_every_prompt_ends_and_in_order(requests: list[tuple[int, int, RequestCl
     for known in RequestClass:
         of_class = [i for i in started if requests[i][2] == known]
         assert of_class == sorted(of_class)
-
-
-def test_a_constant_budget_serves_more_than_a_prompt_a_step() -> None:
-    """FastGen's figure 4: with long and short prompts mixed, the steps' sizes are constant until the work runs out."""
-    rng = random.Random(0)
-    left = {i: rng.choice([5, 40, 700]) for i in range(40)}
-    sizes = []
-    while left:
-        plan = plan_step(
-            decodes=[], prompts=[Running(i, n) for i, n in left.items()], waiting=(), budget=256, max_seqs=256, room=Room(0, 0)
-        )
-        sizes.append(sum(chunk.num_tokens for chunk in plan.prompts))
-        for chunk in plan.prompts:
-            left[chunk.item] -= chunk.num_tokens
-        left = {i: n for i, n in left.items() if n}
-    assert set(sizes[:-1]) == {256}
