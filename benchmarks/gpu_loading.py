@@ -23,10 +23,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from twostep.model.loading import weight_reader
-from twostep.model.loading.places import Place
-from twostep.model.loading.weight_reader import read_weights
-from twostep.model.loading.weights import StoredTensor, stored_tensors
+from twostep.model.families.modules import Place
+from twostep.model.loading import weight_files
+from twostep.model.loading.weight_files import StoredTensor, read_weights, stored_tensors
 
 LAYER = {
     "self_attn.q_proj": (4096, 4096),
@@ -146,7 +145,7 @@ def measure(files: list[Path], tensors: list[StoredTensor], places: list[Place],
     work = list(zip(tensors, places, strict=True))
 
     def ours(num_readers: int, slot_mib: int) -> None:
-        weight_reader._SLOT_BYTES = slot_mib << 20
+        weight_files._SLOT_BYTES = slot_mib << 20
         read_weights(work, num_readers=num_readers)
 
     def library(device: str) -> None:

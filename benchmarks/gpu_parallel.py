@@ -27,8 +27,7 @@ from safetensors.torch import save_file
 
 from twostep.engine.batch import InFlight, Runner
 from twostep.lab.bench.shapes import LLAMA_8B
-from twostep.model.families.config import parse_config
-from twostep.model.families.registry import build_model
+from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels.torch_ops import TorchOps
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.runner.parallel_runner import ParallelRunner

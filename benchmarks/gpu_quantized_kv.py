@@ -23,8 +23,7 @@ from gpu_engine import BLOCK_SIZE, SMALL, batch_of, make, prefill_rate, tables_f
 from safetensors.torch import save_file
 
 from twostep.lab.bench.shapes import LLAMA_8B
-from twostep.model.families.config import parse_config
-from twostep.model.families.registry import build_model
+from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels.torch_ops import TorchOps
 from twostep.model.runner.model_runner import ModelRunner
 

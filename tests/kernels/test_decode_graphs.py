@@ -17,9 +17,10 @@ import torch
 from kernel_pools import DEVICE
 
 from twostep.model.families.decoder import Decoder
-from twostep.model.families.registry import build_model, load_weights
+from twostep.model.families.registry import build_model
 from twostep.model.kernels import shared_prefix
 from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.loading.weights import load_weights
 from twostep.model.runner import decode_graphs
 from twostep.model.runner.decode_graphs import DecodeGraphs, ladder, sharing_ladder
 from twostep.model.runner.model_runner import ModelRunner

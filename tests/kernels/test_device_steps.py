@@ -15,8 +15,9 @@ from twostep.engine.batch import Batch, InFlight
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest, TokenOutput
-from twostep.model.families.registry import build_model, load_weights
+from twostep.model.families.registry import build_model
 from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.loading.weights import load_weights
 from twostep.model.runner.device_steps import DeviceSteps
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.step.kv_cache import KvCache

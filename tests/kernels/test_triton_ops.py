@@ -11,10 +11,10 @@ import torch
 from kernel_pools import DEVICE
 
 from twostep.engine.batch import Batch
-from twostep.model.families.config import parse_config
 from twostep.model.families.decoder import Decoder
-from twostep.model.families.registry import build_model, load_weights
+from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.loading.weights import load_weights
 from twostep.model.runner.model_runner import ModelRunner, kv_shape
 from twostep.model.step.kv_cache import KvCache
 

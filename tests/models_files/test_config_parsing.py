@@ -10,7 +10,8 @@ import pytest
 from transformers import LlamaConfig, MistralConfig, OPTConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from twostep.errors import SetupError
-from twostep.model.families.config import ModelConfig, parse_config
+from twostep.model.families.config import ModelConfig
+from twostep.model.families.registry import parse_config
 from twostep.model.families.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from twostep.text.model_card import ModelCard
 

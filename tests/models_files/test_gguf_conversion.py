@@ -16,7 +16,7 @@ from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from twostep.errors import SetupError
-from twostep.model.families.config import parse_config
+from twostep.model.families.registry import parse_config
 from twostep.model.families.rope import Rope
 from twostep.model.loading.gguf_import import convert, main
 from twostep.text import ChatTemplate, ModelCard, Tokenizer

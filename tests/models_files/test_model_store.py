@@ -22,7 +22,7 @@ import pytest
 from tiny_gguf import write_gguf
 
 from twostep.errors import SetupError
-from twostep.model.families.config import parse_config
+from twostep.model.families.registry import parse_config
 from twostep.model.loading import store
 from twostep.text import ModelCard, Tokenizer
 

@@ -16,10 +16,10 @@ from forward_helpers import make_batch, reference_logits, save_model, scattered_
 from safetensors.torch import load_file, save_file
 
 from twostep.errors import SetupError
-from twostep.model.families import registry
-from twostep.model.families.config import parse_config
-from twostep.model.families.registry import build_model, load_weights
+from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.loading import weights
+from twostep.model.loading.weights import load_weights
 from twostep.model.runner.model_runner import ModelRunner, num_blocks_for
 
 Tensors = dict[str, torch.Tensor]
@@ -121,7 +121,7 @@ def test_a_head_of_another_shape_is_named(tmp_path: Path) -> None:
 
 
 def test_heads_are_compared_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_COMPARED_ELEMENTS", 10 * 48)
+    monkeypatch.setattr(weights, "_COMPARED_ELEMENTS", 10 * 48)
     save_model("llama-tied", tmp_path)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     assert load(tmp_path).config.tie_word_embeddings

@@ -19,7 +19,7 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
-from twostep.model.families.config import parse_config
+from twostep.model.families.registry import parse_config
 from twostep.model.parallel.blocks import BlockParts
 from twostep.model.runner.model_runner import ModelRunner, kv_shape, num_blocks_for
 from twostep.model.step.kv_cache import KvCache

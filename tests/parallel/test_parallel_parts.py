@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from twostep.engine.batch import Batch, KvShape, LayerRange
 from twostep.errors import InternalError, SetupError, Unavailable
 from twostep.model.families.config import ModelConfig
-from twostep.model.families.config_rope import Rope
 from twostep.model.families.registry import build_model
+from twostep.model.families.rope import Rope
 from twostep.model.families.sharding import ModelPart, shard_of
 from twostep.model.kernels.torch_ops import TorchOps
 from twostep.model.parallel import channel as parallel_channel

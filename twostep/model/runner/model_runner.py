@@ -24,10 +24,11 @@ import torch
 
 from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, LayerRange, Sampled
 from twostep.errors import SetupError
-from twostep.model.families.config import ModelConfig, parse_config
-from twostep.model.families.registry import as_stored, build_model, fill_random, load_weights
+from twostep.model.families.config import ModelConfig
+from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels.ops import Ops
 from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.loading.weights import as_stored, fill_random, load_weights
 from twostep.model.runner.device import device_of
 from twostep.model.runner.sampler import sample
 from twostep.model.step.kv_cache import DTYPES, KvCache

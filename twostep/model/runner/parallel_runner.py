@@ -28,7 +28,7 @@ import torch
 
 from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, LayerMark, LayerRange, Sampled
 from twostep.errors import SetupError, Unavailable
-from twostep.model.families.config import parse_config
+from twostep.model.families.registry import parse_config
 from twostep.model.families.sharding import shard_of
 from twostep.model.parallel.blocks import BlockParts
 from twostep.model.parallel.channel import DONE, BlockMemory, Command, Hello, Kind, StepMemory, Transfer, blocks_at_once, receive
