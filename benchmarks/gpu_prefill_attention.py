@@ -28,9 +28,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_prefill
 from twostep.model.kernels.hopper_prefill import hopper_attention
-from twostep.model.kernels.prefill_choice import HOPPER_ROWS
 from twostep.model.kernels.triton_ops import TritonOps
-from twostep.model.kernels.triton_prefill import TileShape, plan_tiles, prefill_attention, tile_shape
+from twostep.model.kernels.triton_prefill import HOPPER_ROWS, TileShape, plan_tiles, prefill_attention, tile_shape
 from twostep.model.step.kv_cache import KvCache
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 32, 8, 128, 16, 32

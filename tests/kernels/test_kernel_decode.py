@@ -7,16 +7,16 @@ import random
 import pytest
 import torch
 import triton
+from attention_oracle import paged_attention
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
 
 from twostep.engine.batch import KvShape
 from twostep.errors import SetupError
-from twostep.model.kernels.oracles import paged_attention
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodeLayout, DecodePlan, decode_layout, fitted
-from twostep.model.kernels.triton_decode_workspace import DecodeWorkspace
+from twostep.model.kernels.triton_launch import DecodeWorkspace
 from twostep.model.step.kv_cache import KvCache
 
 LAYER = 1
@@ -83,8 +83,16 @@ def check(
     tables = fill(cache, lengths, window=window)
     q = queries(len(lengths), num_heads, num_kv_heads, head_dim, dtype)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan = DecodePlan(cache.shape, num_heads=num_heads, num_seqs=len(lengths), device=DEVICE, window=window, layout=program, num_sms=6)
-    plan.merges_itself = merges_itself
+    plan = DecodePlan(
+        cache.shape,
+        num_heads=num_heads,
+        num_seqs=len(lengths),
+        device=DEVICE,
+        window=window,
+        layout=program,
+        num_sms=6,
+        merges_itself=merges_itself,
+    )
     plan.parts.fill_(torch.nan)
     plan.scales.fill_(torch.nan)
     plan.refresh(seq_lens)

@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
+from attention_oracle import paged_attention
 from kernel_pools import DEVICE
 from test_kernel_decode import layout, queries
 
 from twostep.engine.batch import KvShape
-from twostep.model.kernels.oracles import paged_attention
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodeLayout, DecodePlan
 from twostep.model.step.kv_cache import KvCache
@@ -82,9 +82,15 @@ def check(
     q = queries(len(lengths), num_heads, num_kv_heads, head_dim, dtype)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     plan = DecodePlan(
-        cache.shape, num_heads=num_heads, num_seqs=len(lengths), device=DEVICE, window=window, layout=program, num_sms=num_sms
+        cache.shape,
+        num_heads=num_heads,
+        num_seqs=len(lengths),
+        device=DEVICE,
+        window=window,
+        layout=program,
+        num_sms=num_sms,
+        merges_itself=merges_itself,
     )
-    plan.merges_itself = merges_itself
     plan.parts.fill_(torch.nan)
     plan.scales.fill_(torch.nan)
     plan.refresh(seq_lens)

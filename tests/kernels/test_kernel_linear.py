@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from kernel_pools import DEVICE, DTYPES, tolerance
 
-from twostep.model.kernels.triton_linear_rows import RowTile, linear_rows
-from twostep.model.kernels.triton_linear_tiles import LinearTile, linear_tiles
+from twostep.model.kernels.triton_linear import LinearTile, RowTile, linear_rows, linear_tiles
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from kernel_pools import DEVICE
 
 from twostep.engine.token_masks import TokenMasks, num_words
 from twostep.model.kernels.step_upload import StepUpload
-from twostep.model.kernels.triton_mask import mask_rows
+from twostep.model.kernels.triton_tokens import mask_rows
 from twostep.model.runner.device_sampler import DeviceSampler
 from twostep.model.runner.penalties import apply_masks
 from twostep.model.runner.sampler import sample, sampling_margin

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from kernel_pools import DEVICE, DTYPES, poisoned_pool
 
 from twostep.engine.batch import KvShape
-from twostep.model.kernels.prefill_choice import HOPPER_ROWS, num_leading_decodes, uses_hopper
-from twostep.model.kernels.triton_prefill import clear_tails, plan_tiles, prefill_attention, tile_shape
+from twostep.model.kernels.triton_prefill import (
+    HOPPER_ROWS,
+    clear_tails,
+    num_leading_decodes,
+    plan_tiles,
+    prefill_attention,
+    tile_shape,
+    uses_hopper,
+)
 from twostep.model.step.kv_cache import KvCache
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

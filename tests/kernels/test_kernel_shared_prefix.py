@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_oracle import paged_attention
 from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
 
 from twostep.engine.batch import KvShape
-from twostep.model.kernels.oracles import paged_attention
 from twostep.model.kernels.shared_prefix import PrefixGroup, pack
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodePlan

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_pools import DEVICE, tolerance
 
-from twostep.model.kernels.triton_linear import StreamedLinear, can_stream, choose_tile
-from twostep.model.kernels.triton_linear_rows import RowTile
-from twostep.model.kernels.triton_linear_tiles import LinearTile
+from twostep.model.kernels.triton_linear import LinearTile, RowTile, StreamedLinear, can_stream, choose_tile
 from twostep.model.kernels.triton_ops import TritonOps
 
 SHAPES = st.fixed_dictionaries({"num_out": st.integers(1, 200_000), "width": st.integers(1, 4000).map(lambda n: 8 * n)})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import torch
+from attention_oracle import paged_attention
 from forward_helpers import make_batch, scattered_sequences
 from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.engine.batch import KvShape
-from twostep.model.kernels.oracles import paged_attention
 from twostep.model.kernels.torch_ops import TorchOps
 from twostep.model.step.kv_cache import KvCache
 

@@ -2,7 +2,7 @@
 
     bits[i, t // 32] >> (t % 32) & 1      whether row rows[i] may become token t
 
-Rows that are not named may become any token. twostep/model/kernels/triton_mask.py does the same on a GPU.
+Rows that are not named may become any token. twostep/model/kernels/triton_tokens.py does the same on a GPU.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from twostep.model.kernels.prefill_choice import HOPPER_ROWS
+from twostep.model.kernels.triton_prefill import HOPPER_ROWS
 from twostep.model.step.kv_cache import KvCache
 
 _NUM_KEYS = 128
@@ -53,7 +53,7 @@ def hopper_attention(
     num_programs: int,
     window: int = 0,
 ) -> None:
-    """triton_prefill.prefill_attention for shapes that prefill_choice.uses_hopper allows: tiles of HOPPER_ROWS // share tokens, no
+    """triton_prefill.prefill_attention for shapes that triton_prefill.uses_hopper allows: tiles of HOPPER_ROWS // share tokens, no
     TileShape. Slots past a sequence's end in its last block are read and have to be finite: clear_tails comes before.
 
     num_programs  how many run at once: the number of multiprocessors

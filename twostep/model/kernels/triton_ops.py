@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_elementwise, triton_prefill
 from twostep.model.kernels.ops import Linear
-from twostep.model.kernels.prefill_choice import HOPPER_ROWS, num_leading_decodes, uses_hopper
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodePlan
-from twostep.model.kernels.triton_decode_workspace import DecodeWorkspace
+from twostep.model.kernels.triton_launch import DecodeWorkspace
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
+from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
 from twostep.model.kernels.triton_quantized_kv import DenseCopy
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shared
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
