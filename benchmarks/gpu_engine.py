@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from twostep.engine.batch import Batch, Runner, SamplingRow
 from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.model.families.registry import build_model, parse_config
-from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.kernels.ops import Ops
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 
@@ -151,7 +151,7 @@ def check() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "config.json").write_text(json.dumps(SMALL))
-        places = build_model(parse_config(directory), torch.float32, TorchOps()).places()
+        places = build_model(parse_config(directory), torch.float32, Ops()).places()
         generator = torch.Generator().manual_seed(0)
         weights = {key: torch.randn(place.shape, generator=generator) * 0.05 + key.endswith("norm.weight") for key, place in places.items()}
         save_file(weights, directory / "model.safetensors")

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.model.families.registry import build_model, parse_config
-from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.kernels.ops import Ops
 from twostep.model.runner.model_runner import ModelRunner
 
 FORMATS = ("auto", "fp8", "int8")
@@ -35,7 +35,7 @@ def small() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "config.json").write_text(json.dumps(SMALL))
-        places = build_model(parse_config(directory), torch.float32, TorchOps()).places()
+        places = build_model(parse_config(directory), torch.float32, Ops()).places()
         generator = torch.Generator().manual_seed(0)
         weights = {key: torch.randn(place.shape, generator=generator) * 0.02 + key.endswith("norm.weight") for key, place in places.items()}
         save_file(weights, directory / "model.safetensors")

@@ -58,4 +58,4 @@ def test_flash_decoding_says_which_blocks_it_takes(tmp_path: Path) -> None:
     cache = KvCache(kv_shape(config, "float32", 4, 8, "fp8"), DEVICE)
     inputs = torch.zeros(4, 1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(SetupError, match="--block-size 16"):
-        ops.plan_decode(inputs, inputs[:1], cache, num_heads=config.num_heads, rope=model.rope_tables, windows=config.windows)
+        ops.plan_decode(inputs, inputs[:1], cache, model.attention)

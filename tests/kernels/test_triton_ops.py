@@ -74,9 +74,7 @@ def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
     ops = model._ops
     assert isinstance(ops, TritonOps)
     with torch.inference_mode():
-        plan = ops.plan_decode(
-            inputs, tables, cache, num_heads=model.config.num_heads, rope=model.rope_tables, windows=model.config.windows
-        )
+        plan = ops.plan_decode(inputs, tables, cache, model.attention)
         prompts = make_batch([(s, len(s.tokens) - 2) for s in sequences], BLOCK_SIZE)
         torch.testing.assert_close(model.forward(prompts, cache).cpu(), runner.forward(prompts), rtol=0, atol=1e-4)
         for sequence in sequences:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from twostep.errors import SetupError
 from twostep.model.families.registry import build_model, parse_config
-from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.kernels.ops import Ops
 from twostep.model.loading import weights
 from twostep.model.loading.weights import load_weights
 from twostep.model.runner.model_runner import ModelRunner, num_blocks_for
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_the_decoder_alone_has_no_prefix(tmp_path: Path) -> None
 
 
 def test_loading_says_how_far_it_is(directory: Path) -> None:
-    model = build_model(parse_config(directory), torch.bfloat16, TorchOps())
+    model = build_model(parse_config(directory), torch.bfloat16, Ops())
     seen: list[tuple[int, int]] = []
     load_weights(model, directory, lambda done, total: seen.append((done, total)))
     stored = sum(tensor.numel() * 4 for tensor in load_file(directory / "model.safetensors").values())

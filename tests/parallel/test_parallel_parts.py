@@ -18,7 +18,7 @@ from twostep.model.families.config import ModelConfig
 from twostep.model.families.registry import build_model
 from twostep.model.families.rope import Rope
 from twostep.model.families.sharding import ModelPart, shard_of
-from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.kernels.ops import Ops
 from twostep.model.parallel import channel as parallel_channel
 from twostep.model.parallel.blocks import BlockParts
 from twostep.model.parallel.channel import Command, Kind, StepMemory, Transfer
@@ -61,12 +61,12 @@ def cuts(draw: st.DrawFn) -> tuple[ModelConfig, int]:
 @given(cuts())
 def test_ranks_hold_every_number_of_a_checkpoint_once_or_all_of_them_do(cut: tuple[ModelConfig, int]) -> None:
     config, size = cut
-    whole = build_model(config, torch.float32, TorchOps()).places()
+    whole = build_model(config, torch.float32, Ops()).places()
     checkpoint = {name: torch.arange(1.0, place.tensor.numel() + 1).view(place.shape) for name, place in whole.items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in checkpoint.items()}
     for rank in range(size):
         shard = shard_of(config, rank, size)
-        model = build_model(shard.local, torch.float32, TorchOps(), "cpu", ModelPart(shard=shard, gather=lambda x: x))
+        model = build_model(shard.local, torch.float32, Ops(), "cpu", ModelPart(shard=shard, gather=lambda x: x))
         places = model.places()
         assert places.keys() == checkpoint.keys()
         for name, place in places.items():

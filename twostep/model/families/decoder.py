@@ -21,6 +21,7 @@ from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place,
 from twostep.model.families.rope import rope_tables
 from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
+from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.step.kv_cache import KvCache
 
 
@@ -88,7 +89,8 @@ class Decoder(ABC):
         self._layers = [self._layer(i) for i in range(config.num_layers)]
         self._norm = self._last_norm()
         self._head = LinearLayer(self._embed_weight[self._head_rows], None) if config.tie_word_embeddings else self._untied_head()
-        self._cos, self._sin = rope_tables(config.rope, config.head_dim, config.max_model_len, device)
+        cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len, device)
+        self.attention = AttentionSpec(num_heads=config.num_heads, cos=cos, sin=sin, windows=config.windows)
 
     @classmethod
     @abstractmethod
@@ -128,17 +130,10 @@ class Decoder(ABC):
                 linear.finish_loading(self._ops)
         self._head.finish_loading(self._ops)
 
-    @property
-    def rope_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [max_model_len, R / 2] each, on the device; R is head_dim, or 0 without RoPE."""
-        return self._cos, self._sin
-
     def forward(self, batch: Batch, cache: KvCache, passed: Callable[[int], None] | None = None) -> torch.Tensor:
         """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype.
         `passed` is called with a number of layers whenever what writes their KV has been queued."""
-        c = self.config
-        plan = self._ops.plan_attention(batch, cache, num_heads=c.num_heads, cos=self._cos, sin=self._sin, windows=c.windows)
-        return self.compute(plan, passed)
+        return self.compute(self._ops.plan_attention(batch, cache, self.attention), passed)
 
     def compute(self, plan: AttentionPlan, passed: Callable[[int], None] | None = None) -> torch.Tensor:
         """forward of a planned step. All it takes is on the device already: it can be captured."""

@@ -1,7 +1,7 @@
 """What stands between the matrix products, as Triton kernels: norms, activation, RoPE with the KV write.
 
 All of it is bound by memory: each kernel reads its inputs once, computes in float32, and writes its outputs once. The oracle of each
-is the method of the same name in TorchOps.
+is the method of the same name in Ops.
 """
 
 from __future__ import annotations

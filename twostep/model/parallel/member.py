@@ -9,7 +9,7 @@ from twostep.model.families.sharding import ModelPart, shard_of
 from twostep.model.kernels.ops import Ops
 from twostep.model.parallel.group import BackendGroup, TensorGroup
 from twostep.model.parallel.meeting import Meeting
-from twostep.model.parallel.ops import ParallelTorchOps
+from twostep.model.parallel.ops import ParallelOps
 
 
 class Member:
@@ -35,7 +35,7 @@ class Member:
 
     def ops(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:
         if device.type == "cpu":
-            return ParallelTorchOps(self.group)
+            return ParallelOps(self.group)
         # Only a GPU needs triton, and importing it takes a second.
         from twostep.model.parallel.triton_ops import parallel_triton_ops  # noqa: PLC0415
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.kernels.ops import Ops
 from twostep.model.parallel.group import TensorGroup
 
 
-class ParallelTorchOps(TorchOps):
+class ParallelOps(Ops):
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
 

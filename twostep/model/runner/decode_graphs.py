@@ -170,10 +170,7 @@ class _Captured:
         self.inputs = torch.zeros(5, self.size, dtype=torch.int32, device=device)
         self.inputs[2], self.inputs[3], self.inputs[4] = -1, 1, -1
         # Kept: the graph reads and writes its buffers at every replay, and they are not of the graph's own memory.
-        c = model.config
-        self._plan = plan = ops.plan_decode(
-            self.inputs[:4], tables, cache, num_heads=c.num_heads, rope=model.rope_tables, windows=c.windows, sharing=sharing
-        )
+        self._plan = plan = ops.plan_decode(self.inputs[:4], tables, cache, model.attention, sharing=sharing)
         self.shared = plan.shared
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())

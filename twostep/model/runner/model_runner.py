@@ -27,7 +27,6 @@ from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels.ops import Ops
-from twostep.model.kernels.torch_ops import TorchOps
 from twostep.model.loading.weights import as_stored, fill_random, load_weights
 from twostep.model.runner.device import device_of
 from twostep.model.runner.sampler import sample
@@ -269,7 +268,7 @@ def _rotated(config: ModelConfig) -> int:
 
 def _ops(device: torch.device) -> Ops:
     if device.type == "cpu":
-        return TorchOps()
+        return Ops()
     # Only a GPU needs triton, and importing it takes a second.
     from twostep.model.kernels.triton_ops import TritonOps  # noqa: PLC0415
 
