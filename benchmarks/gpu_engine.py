@@ -64,8 +64,7 @@ def main() -> None:
         graph = decode_ms(runner, batch, args.steps)
         peer = f"{VLLM.get(batch, 0):9.2f}{FLOOR.get(batch, 0):9.2f}"
         print(f"decode  {batch:4} x 1024: graph {graph:7.2f} ms   vLLM, floor {peer}", flush=True)
-    assert runner._steps is not None
-    runner._steps._graphs = None
+    runner.close()  # frees the graphs: steps are eager from here on
     for batch in (1, 64):
         print(f"decode  {batch:4} x 1024: eager {decode_ms(runner, batch, args.steps // 2):7.2f} ms", flush=True)
     for (count, length), peer_rate in VLLM_PREFILL.items():

@@ -21,9 +21,8 @@ import torch.distributed._symmetric_memory as symmetric
 
 from twostep.model.kernels.triton_elementwise import add_rms_norm
 from twostep.model.kernels.triton_reduce import RowExchange, inbox_bytes
-from twostep.model.parallel.group import BackendGroup
-from twostep.model.parallel.meeting import Meeting
-from twostep.model.parallel.peer_memory import PeerMemory
+from twostep.model.parallel.group import BackendGroup, Meeting
+from twostep.model.parallel.triton_ops import PeerMemory
 
 WIDTH = 4096
 ROWS = [1, 16, 64, 128, 256, 512]

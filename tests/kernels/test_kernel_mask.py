@@ -16,8 +16,7 @@ from twostep.engine.token_masks import TokenMasks, num_words
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.triton_tokens import mask_rows
 from twostep.model.runner.device_sampler import DeviceSampler
-from twostep.model.runner.penalties import apply_masks
-from twostep.model.runner.sampler import sample, sampling_margin
+from twostep.model.runner.sampler import apply_masks, sample, sampling_margin
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_kernel_sample import batch_of, row_of, sampling_rows

@@ -17,8 +17,7 @@ from twostep.checkpoint.directory import read_header, weight_files
 from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.errors import InvalidRequest, SetupError
 from twostep.model.families.registry import parse_config
-from twostep.model.loading.gguf_check import check_gguf
-from twostep.model.loading.gguf_import import convert
+from twostep.model.loading.gguf_import import check_gguf, convert
 from twostep.model.loading.weight_files import stored_tensors
 from twostep.text import ModelCard, Tokenizer
 from twostep.text.slow_patterns import repeats_repetitions

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from twostep.engine.batch import NO_TOKEN, SamplingRow
-from twostep.model.runner.noise import uniform
-from twostep.model.runner.penalties import adjust
-from twostep.model.runner.sampler import sample, sampling_margin
+from twostep.model.runner.sampler import adjust, sample, sampling_margin, uniform
 from twostep.sampling_params import SamplingParams
 
 VOCAB = 97

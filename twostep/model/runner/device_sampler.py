@@ -22,8 +22,7 @@ from twostep.engine.token_masks import TokenMasks, num_words
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.triton_sample import PROMPT_BIT, sample_rows
 from twostep.model.kernels.triton_tokens import mask_rows, pick_greedy
-from twostep.model.runner.noise import uniform
-from twostep.model.runner.sampler import MIN_TEMPERATURE
+from twostep.model.runner.sampler import MIN_TEMPERATURE, uniform
 from twostep.sampling_params import SamplingParams
 
 

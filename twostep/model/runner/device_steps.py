@@ -24,7 +24,9 @@ from twostep.model.step.kv_cache import DTYPES, KvCache
 
 
 class DeviceSteps:
-    """Of one model and pool, on the current device and stream. On a CPU (in tests, interpreted) a step is done when it is launched."""
+    """The Steps of one model and pool, on the current device and stream. On a CPU (interpreted) a step is done when it is launched."""
+
+    overlaps = True
 
     def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, graphs: DecodeGraphs | None) -> None:
         self._model = model
@@ -36,18 +38,17 @@ class DeviceSteps:
         with torch.inference_mode():
             self._sampler.warm_up(DTYPES[cache.shape.dtype])
 
-    @property
-    def tokens(self) -> torch.Tensor:
-        """int64: what each row of the last step sampled, on the device."""
-        return self._tokens
+    def sampled(self, num_rows: int) -> torch.Tensor:
+        return self._tokens[:num_rows]
+
+    def close(self) -> None:
+        self._graphs = None
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [R, vocab_size] of the batch's sample rows, valid until the next step."""
         logits = None if self._graphs is None else self._graphs.logits(batch)
         return self._model.forward(batch, self._cache) if logits is None else logits
 
     def launch(self, batch: Batch) -> DeviceStep:
-        """See Runner.launch."""
         try:
             return self._launch(batch)
         except Exception:

@@ -27,7 +27,7 @@ import torch
 from twostep.engine.batch import InFlight
 from twostep.errors import TwostepError
 from twostep.model.parallel.channel import DONE, BlockMemory, Command, Hello, Kind, StepMemory, Transfer, receive
-from twostep.model.parallel.meeting import Meeting
+from twostep.model.parallel.group import Meeting
 from twostep.model.parallel.member import Member
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.process.log import setup_logging

@@ -32,7 +32,7 @@ from twostep.model.families.registry import parse_config
 from twostep.model.families.sharding import shard_of
 from twostep.model.parallel.blocks import BlockParts
 from twostep.model.parallel.channel import DONE, BlockMemory, Command, Hello, Kind, StepMemory, Transfer, blocks_at_once, receive
-from twostep.model.parallel.meeting import Meeting
+from twostep.model.parallel.group import Meeting
 from twostep.model.parallel.member import Member
 from twostep.model.parallel.processes import RankProcesses
 from twostep.model.runner.model_runner import ModelRunner
